@@ -1,0 +1,61 @@
+"""SGLang for TorchRL: rollouts at engine speed, weights at link speed.
+
+:class:`AsyncSGLang` is the engine, :class:`SGLangWrapper` the policy that runs on it,
+and :class:`SGLangWeightSyncScheme` brings new weights to it. Names are imported when
+they are first used, so that ``import torchrl_sglang`` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrl_sglang.backends.async_sglang import AsyncSGLang
+    from torchrl_sglang.backends.base import RLSGLangEngine
+    from torchrl_sglang.backends.server import make_sglang_server
+    from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+    from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
+    from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+    from torchrl_sglang.weight_update.sender import SGLangWeightSender
+    from torchrl_sglang.weight_update.source import get_model_metadata
+
+_HOME = {
+    "AsyncSGLang": "backends.async_sglang",
+    "RLSGLangEngine": "backends.base",
+    "SGLangWeightReceiver": "weight_update.receiver",
+    "SGLangWeightSender": "weight_update.sender",
+    "SGLangWeightSyncScheme": "weight_update.scheme",
+    "SGLangWrapper": "policies.sglang_wrapper",
+    "get_model_metadata": "weight_update.source",
+    "make_sglang_server": "backends.server",
+}
+"""Public name -> module that defines it."""
+
+__all__ = [
+    "AsyncSGLang",
+    "RLSGLangEngine",
+    "SGLangWeightReceiver",
+    "SGLangWeightSender",
+    "SGLangWeightSyncScheme",
+    "SGLangWrapper",
+    "__version__",
+    "get_model_metadata",
+    "make_sglang_server",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The engine: processes and HTTP. Knows no TensorDict and no torch.distributed."""

@@ -1,0 +1,162 @@
+"""What one server can do: from its own answers to :class:`ServerCapabilities`.
+
+This is the only file that knows how SGLang's versions differ. It asks for routes and
+values, never for version numbers, so a new release needs no change as long as it keeps
+the routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchrl_sglang.backends.http import HttpClient
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    ServerUnavailableError,
+    UnsupportedByServerError,
+)
+from torchrl_sglang.types import ServerCapabilities
+
+__all__ = ["find_out", "interpret", "load_model_config"]
+
+CONNECT_BUDGET_SECONDS = 30.0
+"""Budget for each question to a server."""
+
+_LOAD_ROUTES = ("/v1/loads", "/get_load")
+"""Where the number of running requests is, newest first."""
+
+
+async def find_out(
+    http: HttpClient, url: str, *, model: str | None = None
+) -> ServerCapabilities:
+    """Asks the server at ``url`` what it is.
+
+    Args:
+        http: connections.
+        url: address of the server.
+        model: folder or hub name with the served model's ``config.json``, where the
+            path that the server reports cannot be read here.
+
+    Raises:
+        ServerUnavailableError: if nothing there answers like an SGLang server.
+        ConfigurationError: if the model's configuration cannot be read.
+    """
+
+    async def ask(path: str) -> dict[str, Any]:
+        answer = await http.request("GET", url + path, timeout=CONNECT_BUDGET_SECONDS)
+        content = answer.raise_for_status().json()
+        if not isinstance(content, dict):
+            raise ServerUnavailableError(
+                f"{url}{path} answered {content!r:.100}; that is not an SGLang server."
+            )
+        return content
+
+    routes = set(await _ask_routes(ask, url))
+    server_info = await ask(_first(routes, ("/server_info", "/get_server_info"), url))
+    model_info = await ask(_first(routes, ("/model_info", "/get_model_info"), url))
+    models = await ask("/v1/models")
+    config = load_model_config(model or str(model_info["model_path"]))
+    return interpret(
+        url=url,
+        routes=routes,
+        server_info=server_info,
+        model_info=model_info,
+        models=models,
+        vocab_size=int(config.get_text_config().vocab_size),
+    )
+
+
+async def _ask_routes(ask: Any, url: str) -> list[str]:
+    content = await ask("/openapi.json")
+    paths = content.get("paths")
+    if not isinstance(paths, dict) or "/generate" not in paths:
+        raise ServerUnavailableError(
+            f"{url} has no /generate; that is not an SGLang server."
+        )
+    return list(paths)
+
+
+def _first(routes: set[str], candidates: tuple[str, ...], url: str) -> str:
+    for route in candidates:
+        if route in routes:
+            return route
+    raise UnsupportedByServerError(
+        f"The server at {url} has none of the routes {', '.join(candidates)}; its "
+        f"version of SGLang is too old or too new for this package."
+    )
+
+
+def load_model_config(model: str) -> Any:
+    """Returns the Hugging Face configuration of a folder or a hub name.
+
+    Raises:
+        ConfigurationError: if it cannot be read from here.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except Exception as error:
+        raise ConfigurationError(
+            f"The configuration of the served model {model!r} cannot be read from "
+            f"here ({type(error).__name__}: {str(error).splitlines()[0]}); pass "
+            f"model=... with a folder or hub name that has the same config.json."
+        ) from error
+
+
+def interpret(
+    *,
+    url: str,
+    routes: set[str],
+    server_info: Mapping[str, Any],
+    model_info: Mapping[str, Any],
+    models: Mapping[str, Any],
+    vocab_size: int,
+) -> ServerCapabilities:
+    """Returns the capabilities that these answers of a server mean. Pure.
+
+    Args:
+        url: address of the server, for messages.
+        routes: the paths that it serves.
+        server_info: its answer to ``/server_info``.
+        model_info: its answer to ``/model_info``.
+        models: its answer to ``/v1/models``.
+        vocab_size: size of the embedding, from the model's configuration.
+    """
+    if not model_info.get("is_generation", True):
+        raise UnsupportedByServerError(
+            f"The server at {url} serves {model_info.get('model_path')!r}, which does "
+            f"not generate text."
+        )
+    model_path = str(model_info["model_path"])
+    max_context = int(models["data"][0]["max_model_len"])
+    skip_tokenizer = bool(server_info.get("skip_tokenizer_init", False))
+    grammar = server_info.get("grammar_backend")
+    return ServerCapabilities(
+        version=str(server_info.get("version", "unknown")),
+        model_path=model_path,
+        tokenizer_path=str(model_info.get("tokenizer_path") or model_path),
+        vocab_size=vocab_size,
+        max_context=max_context,
+        # The scheduler refuses a prompt of max_req_input_len tokens or more.
+        max_prompt=int(server_info.get("max_req_input_len") or max_context) - 1,
+        dtype=_dtype(server_info.get("dtype")),
+        tp_size=int(server_info.get("tp_size") or 1),
+        pp_size=int(server_info.get("pp_size") or 1),
+        dp_size=int(server_info.get("dp_size") or 1),
+        needs_update_session="/begin_weight_update" in routes,
+        load_route=_first(routes, _LOAD_ROUTES, url),
+        has_tokenizer=not skip_tokenizer,
+        has_grammar=grammar not in (None, "none"),
+        weight_version=str(model_info.get("weight_version") or "default"),
+        server_args=dict(server_info),
+    )
+
+
+def _dtype(name: object) -> torch.dtype | None:
+    # "auto" means that the checkpoint decides.
+    dtype = getattr(torch, str(name), None)
+    return dtype if isinstance(dtype, torch.dtype) else None

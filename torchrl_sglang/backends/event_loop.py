@@ -1,0 +1,78 @@
+"""The process's one background event loop, on which everything asynchronous runs.
+
+The engine is written once, as coroutines; its synchronous face hands them to this loop
+and waits. One loop a process means that connections are pooled across threads and that
+a wait can be given up. After a fork the child starts a loop of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+__all__ = ["get_loop", "run_sync", "submit"]
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_owner_pid: int | None = None
+
+
+def _after_fork_in_child() -> None:
+    # The parent may have held the lock, and its loop's thread does not exist here.
+    global _lock, _loop, _owner_pid
+    _lock, _loop, _owner_pid = threading.Lock(), None, None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def get_loop() -> asyncio.AbstractEventLoop:
+    """Returns this process's background loop, started at the first call."""
+    global _loop, _owner_pid
+    with _lock:
+        if _loop is None or _owner_pid != os.getpid():
+            loop = asyncio.new_event_loop()
+            threading.Thread(
+                target=loop.run_forever, name="torchrl_sglang-loop", daemon=True
+            ).start()
+            _loop, _owner_pid = loop, os.getpid()
+        return _loop
+
+
+def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Starts a coroutine on the background loop and returns its future."""
+    return asyncio.run_coroutine_threadsafe(coroutine, get_loop())
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine on the background loop and waits for its result.
+
+    Time budgets belong to the coroutine. An interrupt of the waiting thread (Ctrl-C)
+    cancels it.
+
+    Raises:
+        RuntimeError: if called on the background loop's own thread, which would wait
+            for itself.
+    """
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        running = None
+    if running is not None and running is _loop:
+        coroutine.close()
+        raise RuntimeError(
+            "A synchronous engine method was called on torchrl_sglang's own event "
+            "loop, where it would wait for itself; await the asynchronous one."
+        )
+    future = submit(coroutine)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise

@@ -1,0 +1,230 @@
+"""HTTP to SGLang: pooled connections, time budgets, and the one border for errors.
+
+Everything that leaves this file is an answer (status and body) or an error of
+:mod:`torchrl_sglang.errors`; no aiohttp exception passes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+import orjson
+
+from torchrl_sglang.backends.event_loop import run_sync, submit
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    RequestRefusedError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+)
+
+__all__ = ["Answer", "HttpClient", "normalize_url"]
+
+KEEPALIVE_SECONDS = 3.0
+"""Idle connections are let go after this; SGLang's uvicorn closes them after 5 s."""
+
+CONNECT_TIMEOUT_SECONDS = 10.0
+"""A server that does not accept a connection within this is taken for unreachable."""
+
+_OPEN: weakref.WeakSet[HttpClient] = weakref.WeakSet()
+"""Clients that may hold connections, to be closed when the interpreter exits."""
+
+ERROR_BODY_CHARACTERS = 2000
+"""How much of an error's body a message quotes."""
+
+
+def normalize_url(url: str) -> str:
+    """Returns ``scheme://host:port`` without a trailing slash.
+
+    Raises:
+        ConfigurationError: if ``url`` is not an http or https address.
+    """
+    if not isinstance(url, str):
+        raise ConfigurationError(
+            f"A server address is a string like 'http://127.0.0.1:30000', got "
+            f"{type(url).__name__}."
+        )
+    full = url if "://" in url else f"http://{url}"
+    scheme, _, rest = full.partition("://")
+    if scheme not in ("http", "https") or not rest.strip("/"):
+        raise ConfigurationError(
+            f"{url!r} is not the address of a server; write it like "
+            f"'http://127.0.0.1:30000'."
+        )
+    return full.rstrip("/")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a server answered: the status and the raw body."""
+
+    url: str
+    """Server and path that answered."""
+    status: int
+    """HTTP status."""
+    body: bytes
+    """Body as received."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is a success (2xx)."""
+        return 200 <= self.status < 300
+
+    def json(self) -> Any:
+        """Returns the decoded body.
+
+        Raises:
+            ServerUnavailableError: if the body is not JSON.
+        """
+        try:
+            return orjson.loads(self.body)
+        except orjson.JSONDecodeError:
+            raise ServerUnavailableError(
+                f"{self.url} answered {self.status} with a body that is not JSON: "
+                f"{self.body[:200]!r}. Is it an SGLang server?"
+            ) from None
+
+    def error_text(self) -> str:
+        """Returns the message of an error answer, in whichever form it came."""
+        text = self.body.decode("utf-8", "replace")[:ERROR_BODY_CHARACTERS].strip()
+        try:
+            content = orjson.loads(self.body)
+        except orjson.JSONDecodeError:
+            return text
+        if isinstance(content, dict):
+            inner = content.get("error", content)
+            if isinstance(inner, dict):
+                found = inner.get("message") or inner.get("detail")
+                if found:
+                    return str(found)
+            if isinstance(inner, str):
+                return inner
+        return text
+
+    def raise_for_status(self) -> Answer:
+        """Returns itself if the status is a success.
+
+        Raises:
+            RequestRefusedError: for a status from 400 to 499.
+            ServerUnavailableError: for any other failure.
+        """
+        if self.ok:
+            return self
+        if 400 <= self.status < 500:
+            refused = RequestRefusedError(
+                f"{self.url} refused the request (HTTP {self.status}): "
+                f"{self.error_text()}"
+            )
+            refused.status = self.status
+            raise refused
+        raise ServerUnavailableError(
+            f"{self.url} failed (HTTP {self.status}): {self.error_text()}"
+        )
+
+
+class HttpClient:
+    """A pool of connections, used from the background loop only.
+
+    It pickles to its settings: the pool belongs to the process that opened it.
+
+    Args:
+        api_key: sent as a bearer token; never shown.
+    """
+
+    def __init__(self, api_key: str | None = None) -> None:
+        self._api_key = api_key
+        self._session: aiohttp.ClientSession | None = None
+        self._session_pid: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_api_key": self._api_key, "_session": None, "_session_pid": None}
+
+    def _get_session(self) -> aiohttp.ClientSession:
+        # A forked child must not touch its parent's sockets, so it opens its own.
+        if (
+            self._session is None
+            or self._session.closed
+            or self._session_pid != os.getpid()
+        ):
+            headers = {"Content-Type": "application/json"}
+            if self._api_key is not None:
+                headers["Authorization"] = f"Bearer {self._api_key}"
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=0, keepalive_timeout=KEEPALIVE_SECONDS
+                ),
+                headers=headers,
+                auto_decompress=True,
+                trust_env=False,
+            )
+            self._session_pid = os.getpid()
+            _OPEN.add(self)
+        return self._session
+
+    async def request(
+        self,
+        method: Literal["GET", "POST"],
+        url: str,
+        payload: Any = None,
+        *,
+        timeout: float,
+    ) -> Answer:
+        """Sends one request and reads the whole answer, whatever its status.
+
+        Args:
+            method: HTTP method.
+            url: full address.
+            payload: content of the body, encoded as JSON; ``None`` for no body.
+            timeout: budget for the whole exchange, in seconds.
+
+        Raises:
+            ServerTimeoutError: if the budget is used up.
+            ServerUnavailableError: if the server cannot be reached or hangs up.
+        """
+        data = None if payload is None else orjson.dumps(payload)
+        budget = aiohttp.ClientTimeout(
+            total=timeout, sock_connect=min(timeout, CONNECT_TIMEOUT_SECONDS)
+        )
+        try:
+            async with self._get_session().request(
+                method, url, data=data, timeout=budget
+            ) as response:
+                body = await response.read()
+                return Answer(url=url, status=response.status, body=body)
+        except asyncio.TimeoutError:
+            raise ServerTimeoutError(
+                f"{method} {url} had no answer within {timeout:g} s."
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnavailableError(
+                f"{method} {url} failed: {type(error).__name__}: {error}. Check that "
+                f"the server is running and that the address is right."
+            ) from None
+
+    async def close(self) -> None:
+        """Closes the pool; the next request opens a new one."""
+        session = self._take_session()
+        if session is not None:
+            await session.close()
+
+    def _take_session(self) -> aiohttp.ClientSession | None:
+        session, self._session = self._session, None
+        return session if self._session_pid == os.getpid() else None
+
+    def __del__(self) -> None:
+        # An engine that is dropped without shutdown() leaves no sockets behind.
+        session = self._take_session()
+        if session is not None and not session.closed:
+            submit(session.close())
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_OPEN):
+        run_sync(client.close())

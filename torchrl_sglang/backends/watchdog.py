@@ -1,0 +1,125 @@
+"""The owner of one server's process tree: runs a command, and leaves nothing behind.
+
+Run as a script, between the trainer and the server::
+
+    python watchdog.py <command> [argument ...]
+
+It is the parent of the server, adopts every orphan below it (PR_SET_CHILD_SUBREAPER),
+and ends the whole tree when it is told to (SIGTERM), when the server ends, or when its
+own parent is gone, however that happened. It uses the standard library alone, because
+it is started by file name and must cost nothing.
+
+Exit status: that of the server, or 128 + signal number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+POLL_SECONDS = 0.2
+"""How often the parent is looked for, so how long a tree outlives its trainer."""
+
+TERM_GRACE_SECONDS = 3.0
+"""How long the tree may take to end by itself after SIGTERM, before SIGKILL."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    # Linux only. Without it the tree is still killed, by walking the parent links.
+    try:
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    except (OSError, AttributeError):
+        pass
+
+
+def children_by_parent() -> dict[int, list[int]]:
+    """Returns every process id on the machine, under its parent's."""
+    table: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                # The command name is in parentheses and may hold anything.
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != b"Z":
+            table.setdefault(int(fields[1]), []).append(int(entry))
+    return table
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the ids of all living processes below ``pid``, parents first."""
+    table = children_by_parent()
+    found: list[int] = []
+    frontier = [pid]
+    while frontier:
+        below = [child for parent in frontier for child in table.get(parent, [])]
+        found += below
+        frontier = below
+    return found
+
+
+def _signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
+    """Ends everything below this process: SIGTERM, and SIGKILL after ``grace``."""
+    deadline = time.monotonic() + grace
+    number = signal.SIGTERM
+    while pids := descendants(os.getpid()):
+        _signal_all(pids, number)
+        if number is signal.SIGTERM:
+            while time.monotonic() < deadline and descendants(os.getpid()):
+                _reap()
+                time.sleep(0.02)
+            number = signal.SIGKILL
+        _reap()
+        time.sleep(0.02)
+    _reap()
+
+
+def main(command: list[str]) -> int:
+    parent = os.getppid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    stop: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, _frame: stop.append(received))
+    server = subprocess.Popen(
+        command,
+        # If the watchdog itself is killed, the server goes too.
+        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
+    while server.poll() is None and not stop and os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    status = server.returncode
+    # A trainer that is gone cannot wait for a polite end.
+    end_tree(grace=TERM_GRACE_SECONDS if os.getppid() == parent else 0.0)
+    if status is None:
+        return 128 + stop[0] if stop else 1
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

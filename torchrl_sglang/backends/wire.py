@@ -1,0 +1,356 @@
+"""The generate protocol, as pure functions: checks, requests and replies.
+
+Nothing that a server cannot survive passes :func:`check_request` (a token id outside
+the vocabulary kills some versions), and no reply that lacks what was asked for passes
+:func:`parse_completion`: a log-probability is never invented.
+
+Format: SGLang's native ``/generate`` (``sglang/srt/managers/io_struct.py``,
+``GenerateReqInput``; ``sglang/srt/sampling/sampling_params.py``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    GenerationAbortedError,
+    RequestRefusedError,
+    ServerUnavailableError,
+    UnsupportedByServerError,
+)
+from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
+
+__all__ = [
+    "SAMPLING_PARAMETERS",
+    "GenerateRequest",
+    "check_prompt",
+    "check_sampling_params",
+    "parse_completion",
+    "to_payload",
+]
+
+_NUMBER = (int, float)
+_TEXTS = (str, list, tuple)
+
+SAMPLING_PARAMETERS: dict[str, tuple[tuple[type, ...], float, float]] = {
+    # name: (types, least value, greatest value); the limits are SGLang's own.
+    "ebnf": ((str,), 0, 0),
+    "frequency_penalty": (_NUMBER, -2.0, 2.0),
+    "ignore_eos": ((bool,), 0, 1),
+    "json_schema": ((str,), 0, 0),
+    "logit_bias": ((dict,), 0, 0),
+    "max_new_tokens": ((int,), 0, math.inf),
+    "min_new_tokens": ((int,), 0, math.inf),
+    "min_p": (_NUMBER, 0.0, 1.0),
+    "no_stop_trim": ((bool,), 0, 1),
+    "presence_penalty": (_NUMBER, -2.0, 2.0),
+    "regex": ((str,), 0, 0),
+    "repetition_penalty": (_NUMBER, 0.0, 2.0),
+    "sampling_seed": ((int,), -(2.0**63), 2.0**63),
+    "skip_special_tokens": ((bool,), 0, 1),
+    "spaces_between_special_tokens": ((bool,), 0, 1),
+    "stop": (_TEXTS, 0, 0),
+    "stop_regex": (_TEXTS, 0, 0),
+    "stop_token_ids": ((list, tuple, set, frozenset), 0, 0),
+    "structural_tag": ((str,), 0, 0),
+    "temperature": (_NUMBER, 0.0, math.inf),
+    "top_k": ((int,), -1, math.inf),
+    "top_p": (_NUMBER, 0.0, 1.0),
+}
+"""Every sampling parameter that is sent, with its types and limits."""
+
+_GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
+_NEEDS_TOKENIZER = ("stop", "stop_regex")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateRequest:
+    """One prompt to continue or to score."""
+
+    input_ids: Sequence[int]
+    """Prompt token ids; never empty."""
+    sampling_params: Mapping[str, Any]
+    """Checked parameters under SGLang's names."""
+    return_log_probs: bool = False
+    """Ask for the log-probability of every response token."""
+    return_prompt_log_probs: bool = False
+    """Ask for the log-probability of every prompt token too."""
+
+
+def check_sampling_params(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> dict[str, Any]:
+    """Returns ``params`` as the server takes them, without unset ones.
+
+    Raises:
+        ConfigurationError: for an unknown name, a wrong type or a value out of range;
+            the message names the value and the nearest valid name.
+        UnsupportedByServerError: for one that this server cannot honour.
+    """
+    checked: dict[str, Any] = {}
+    for name, value in params.items():
+        if name == "n":
+            raise ConfigurationError(
+                f"n={value!r} is not sent to the engine; give the prompt that many "
+                f"times (SGLangWrapper does it for num_samples)."
+            )
+        if name not in SAMPLING_PARAMETERS:
+            raise ConfigurationError(
+                f"{name!r} is not a sampling parameter of SGLang.{_hint(name)}"
+            )
+        if value is None:
+            continue
+        types, least, greatest = SAMPLING_PARAMETERS[name]
+        is_bool = isinstance(value, bool)
+        if not isinstance(value, types) or (is_bool and bool not in types):
+            wanted = " or ".join(kind.__name__ for kind in types)
+            raise ConfigurationError(
+                f"The sampling parameter {name}={value!r} is a "
+                f"{type(value).__name__}; it must be {wanted}."
+            )
+        if isinstance(value, _NUMBER) and not least <= value <= greatest:
+            raise ConfigurationError(
+                f"The sampling parameter {name}={value!r} is out of range; it must lie "
+                f"in [{least:g}, {greatest:g}]."
+            )
+        if name in _GRAMMARS and not capabilities.has_grammar:
+            raise UnsupportedByServerError(
+                f"{name!r} needs a grammar backend, and the server was started with "
+                f"none; start it with grammar_backend='xgrammar'."
+            )
+        if name in _NEEDS_TOKENIZER and not capabilities.has_tokenizer:
+            raise UnsupportedByServerError(
+                f"{name!r} is matched on text, and the server was started with "
+                f"skip_tokenizer_init=True; give 'stop_token_ids'."
+            )
+        checked[name] = value
+    _check_values(checked, capabilities)
+    return checked
+
+
+def _check_values(params: dict[str, Any], capabilities: ServerCapabilities) -> None:
+    if params.get("top_k") == 0:
+        raise ConfigurationError(
+            "The sampling parameter top_k=0 keeps no token; give -1 for the whole "
+            "vocabulary, or at least 1."
+        )
+    for name in ("top_p", "repetition_penalty"):
+        if params.get(name) == 0:
+            raise ConfigurationError(
+                f"The sampling parameter {name}=0 is out of range; it must be greater "
+                f"than 0."
+            )
+    least, most = params.get("min_new_tokens", 0), params.get("max_new_tokens")
+    if most is not None and least > most:
+        raise ConfigurationError(
+            f"min_new_tokens={least} is more than max_new_tokens={most}."
+        )
+    if "stop_token_ids" in params:
+        params["stop_token_ids"] = sorted(set(params["stop_token_ids"]))
+        check_token_ids(params["stop_token_ids"], capabilities, "stop_token_ids")
+    if "logit_bias" in params:
+        bias = {int(token): value for token, value in params["logit_bias"].items()}
+        check_token_ids(list(bias), capabilities, "logit_bias")
+        params["logit_bias"] = {str(token): value for token, value in bias.items()}
+
+
+def _hint(name: str) -> str:
+    near = difflib.get_close_matches(name, SAMPLING_PARAMETERS, n=1)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    return f" The valid ones are {', '.join(SAMPLING_PARAMETERS)}."
+
+
+def check_token_ids(
+    token_ids: Sequence[int], capabilities: ServerCapabilities, what: str
+) -> None:
+    """Raises :class:`ConfigurationError` unless all ids lie in the vocabulary."""
+    if not token_ids:
+        return
+    try:
+        valid = 0 <= min(token_ids) and max(token_ids) < capabilities.vocab_size
+    except TypeError:
+        valid = False
+    if valid:
+        return
+    for token in token_ids:
+        if not isinstance(token, int):
+            raise ConfigurationError(
+                f"{what} holds {token!r}, a {type(token).__name__}; token ids are "
+                f"integers."
+            )
+        if not 0 <= token < capabilities.vocab_size:
+            raise ConfigurationError(
+                f"{what} holds the token id {token}, which is outside the vocabulary "
+                f"of {capabilities.model_path!r}: ids lie in "
+                f"[0, {capabilities.vocab_size}). Is this the served model's tokenizer?"
+            )
+
+
+def check_prompt(
+    input_ids: Sequence[int], capabilities: ServerCapabilities, what: str = "The prompt"
+) -> None:
+    """Checks one prompt before it can reach a server.
+
+    Raises:
+        ConfigurationError: if it is empty, holds an id outside the vocabulary, or
+            leaves no room for a response.
+    """
+    if len(input_ids) == 0:
+        raise ConfigurationError(
+            f"{what} is empty; a prompt has at least one token (begin with the "
+            f"tokenizer's bos token where there is nothing else)."
+        )
+    longest = min(capabilities.max_prompt, capabilities.max_context - 1)
+    if len(input_ids) > longest:
+        raise ConfigurationError(
+            f"{what} has {len(input_ids)} tokens, which leaves no room: the server "
+            f"takes at most {longest} prompt tokens (context "
+            f"{capabilities.max_context}). Shorten it, or start the server with a "
+            f"larger context_length."
+        )
+    check_token_ids(input_ids, capabilities, what)
+
+
+def to_payload(
+    requests: Sequence[GenerateRequest],
+    capabilities: ServerCapabilities,
+    *,
+    cache_key: str,
+) -> dict[str, Any]:
+    """Returns the JSON content of one ``/generate`` call for a batch of requests.
+
+    Args:
+        requests: at least one.
+        capabilities: of the server that it goes to.
+        cache_key: separates prefix-cache entries; entries of other keys are not seen.
+    """
+    params = []
+    for request in requests:
+        room = capabilities.max_context - len(request.input_ids)
+        asked = request.sampling_params.get("max_new_tokens")
+        limit = room if asked is None else min(asked, room)
+        params.append({**request.sampling_params, "max_new_tokens": limit})
+    return {
+        "input_ids": [list(request.input_ids) for request in requests],
+        "sampling_params": params,
+        "return_logprob": [
+            request.return_log_probs or request.return_prompt_log_probs
+            for request in requests
+        ],
+        "logprob_start_len": [
+            0 if request.return_prompt_log_probs else -1 for request in requests
+        ],
+        "extra_key": [cache_key] * len(requests),
+        "stream": False,
+    }
+
+
+def parse_completion(
+    reply: Mapping[str, Any], request: GenerateRequest, *, server: str
+) -> Completion:
+    """Returns what one item of a reply says.
+
+    Raises:
+        GenerationAbortedError: if the response was cut off.
+        RequestRefusedError: if it was aborted because the request is wrong.
+        ServerUnavailableError: if the reply lacks something that was asked for.
+    """
+    try:
+        meta = reply["meta_info"]
+        token_ids = reply["output_ids"]
+        reason = meta["finish_reason"]
+        kind = reason["type"]
+    except (KeyError, TypeError) as error:
+        raise ServerUnavailableError(
+            f"{server} sent a malformed reply: {error!r} is missing in {reply!r:.300}"
+        ) from error
+    if kind == "abort":
+        raise _abort_error(reason, len(token_ids), server)
+    if kind not in ("stop", "length"):
+        raise ServerUnavailableError(
+            f"{server} ended a response for an unknown reason: {reason!r}."
+        )
+    if len(token_ids) != meta.get("completion_tokens", len(token_ids)):
+        raise ServerUnavailableError(
+            f"{server} sent {len(token_ids)} tokens of a response and counts "
+            f"{meta['completion_tokens']}; the reply is cut short."
+        )
+    log_probs = prompt_log_probs = None
+    if request.return_log_probs:
+        log_probs = _log_probs(meta, "output_token_logprobs", token_ids, server)
+    if request.return_prompt_log_probs:
+        prompt_log_probs = _log_probs(
+            meta, "input_token_logprobs", request.input_ids, server
+        )
+    return Completion(
+        token_ids=token_ids,
+        log_probs=log_probs,
+        prompt_log_probs=prompt_log_probs,
+        finish_reason=kind,
+        matched_stop=reason.get("matched"),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        versions=_version_spans(meta, len(token_ids)),
+        text=reply.get("text"),
+    )
+
+
+def _log_probs(
+    meta: Mapping[str, Any], key: str, token_ids: Sequence[int], server: str
+) -> list[float]:
+    # Each entry is [log-prob, token id, text]; the first prompt token has no context.
+    entries = meta.get(key)
+    if entries is None or len(entries) != len(token_ids):
+        found = "none" if entries is None else str(len(entries))
+        raise ServerUnavailableError(
+            f"{server} was asked for {key} of {len(token_ids)} tokens and sent {found}."
+        )
+    values = [entry[0] for entry in entries]
+    if [entry[1] for entry in entries] != list(token_ids):
+        raise ServerUnavailableError(
+            f"{server} sent {key} of other tokens than the ones they belong to."
+        )
+    if values and values[0] is None and key == "input_token_logprobs":
+        values[0] = math.nan
+    if None in values:
+        raise ServerUnavailableError(
+            f"{server} left the log-probability at position {values.index(None)} of "
+            f"{key} unset."
+        )
+    return values
+
+
+def _version_spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:
+    spans = meta.get("weight_versions")
+    if spans:
+        return tuple(
+            VersionSpan(
+                version=str(span["version"]), start=span["start"], end=span["end"]
+            )
+            for span in spans
+        )
+    version = meta.get("weight_version")
+    if version is None:
+        return ()
+    return (VersionSpan(version=str(version), start=0, end=length),)
+
+
+def _abort_error(reason: Mapping[str, Any], length: int, server: str) -> Exception:
+    message = reason.get("message") or "Unknown error"
+    status = reason.get("status_code")
+    if status is not None and 400 <= int(status) < 500:
+        refused = RequestRefusedError(
+            f"{server} refused the request (HTTP {int(status)}): {message}"
+        )
+        refused.status = int(status)
+        return refused
+    return GenerationAbortedError(
+        f"{server} aborted a response after {length} tokens ({message}); it is not a "
+        f"finished one. Was generation paused with mode 'abort', or the request "
+        f"aborted? Send it again."
+    )
