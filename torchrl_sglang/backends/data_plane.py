@@ -92,7 +92,14 @@ class DataPlane:
         results: list[Completion | SGLangError] = []
         for index, (reply, request) in enumerate(zip(replies, requests, strict=True)):
             try:
-                results.append(parse_completion(reply, request, server=self._url))
+                results.append(
+                    parse_completion(
+                        reply,
+                        request,
+                        vocab_size=self._capabilities.vocab_size,
+                        server=self._url,
+                    )
+                )
             except (GenerationAbortedError, RequestRefusedError) as error:
                 error.index = index
                 results.append(error)

@@ -30,6 +30,7 @@ __all__ = [
     "GenerateRequest",
     "check_prompt",
     "check_sampling_params",
+    "hint",
     "parse_completion",
     "to_payload",
 ]
@@ -101,7 +102,7 @@ def check_sampling_params(
             )
         if name not in SAMPLING_PARAMETERS:
             raise ConfigurationError(
-                f"{name!r} is not a sampling parameter of SGLang.{_hint(name)}"
+                f"{name!r} is not a sampling parameter of SGLang.{hint(name)}"
             )
         if value is None:
             continue
@@ -159,11 +160,13 @@ def _check_values(params: dict[str, Any], capabilities: ServerCapabilities) -> N
         params["logit_bias"] = {str(token): value for token, value in bias.items()}
 
 
-def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name, SAMPLING_PARAMETERS, n=1)
+def hint(name: str, others: Sequence[str] = ()) -> str:
+    """Returns the end of a message about an unknown parameter: the nearest valid one."""
+    valid = sorted({*SAMPLING_PARAMETERS, *others})
+    near = difflib.get_close_matches(name, valid, n=1)
     if near:
         return f" Did you mean {near[0]!r}?"
-    return f" The valid ones are {', '.join(SAMPLING_PARAMETERS)}."
+    return f" The valid ones are {', '.join(valid)}."
 
 
 def check_token_ids(
@@ -252,9 +255,19 @@ def to_payload(
 
 
 def parse_completion(
-    reply: Mapping[str, Any], request: GenerateRequest, *, server: str
+    reply: Mapping[str, Any],
+    request: GenerateRequest,
+    *,
+    vocab_size: int,
+    server: str,
 ) -> Completion:
     """Returns what one item of a reply says.
+
+    Args:
+        reply: one item of the answer to ``/generate``.
+        request: what was asked.
+        vocab_size: of the served model.
+        server: what messages call the server.
 
     Raises:
         GenerationAbortedError: if the response was cut off.
@@ -283,10 +296,12 @@ def parse_completion(
         )
     log_probs = prompt_log_probs = None
     if request.return_log_probs:
-        log_probs = _log_probs(meta, "output_token_logprobs", token_ids, server)
+        log_probs = _log_probs(
+            meta, "output_token_logprobs", token_ids, vocab_size, server
+        )
     if request.return_prompt_log_probs:
         prompt_log_probs = _log_probs(
-            meta, "input_token_logprobs", request.input_ids, server
+            meta, "input_token_logprobs", request.input_ids, vocab_size, server
         )
     return Completion(
         token_ids=token_ids,
@@ -301,7 +316,11 @@ def parse_completion(
 
 
 def _log_probs(
-    meta: Mapping[str, Any], key: str, token_ids: Sequence[int], server: str
+    meta: Mapping[str, Any],
+    key: str,
+    token_ids: Sequence[int],
+    vocab_size: int,
+    server: str,
 ) -> list[float]:
     # Each entry is [log-prob, token id, text]; the first prompt token has no context.
     entries = meta.get(key)
@@ -311,7 +330,12 @@ def _log_probs(
             f"{server} was asked for {key} of {len(token_ids)} tokens and sent {found}."
         )
     values = [entry[0] for entry in entries]
-    if [entry[1] for entry in entries] != list(token_ids):
+    # The server writes the last id of the vocabulary as 0 (its value is the right one).
+    last = vocab_size - 1
+    if any(
+        entry[1] != token and not (token == last and entry[1] == 0)
+        for entry, token in zip(entries, token_ids, strict=True)
+    ):
         raise ServerUnavailableError(
             f"{server} sent {key} of other tokens than the ones they belong to."
         )

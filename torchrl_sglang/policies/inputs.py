@@ -1,0 +1,189 @@
+"""History, text or tokens to prompt token ids: the first step of the pipeline.
+
+Whatever the mode, what leaves this file is a list of token-id lists, one for each
+element of the flattened batch, with the text and the history that they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.llm import History
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.policies.padding import strip_padding
+
+__all__ = ["Prompts", "read_history", "read_text", "read_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompts:
+    """A batch of prompts (when generating) or of full sequences (when scoring)."""
+
+    token_ids: list[list[int]]
+    """Token ids of each element, without padding."""
+    texts: list[str] | None = None
+    """Text of each element, where there is a tokenizer."""
+    histories: list[History] | None = None
+    """Conversation of each element, of shape ``(T,)``, in history mode."""
+    assistant_masks: list[list[bool]] | None = None
+    """For each token whether the assistant wrote it; scoring a history only."""
+
+
+def get_required(
+    td: TensorDictBase, key: NestedKey, mode: str, **get_kwargs: Any
+) -> Any:
+    """Returns the value under ``key`` of a flat, lazily stacked batch.
+
+    Raises:
+        ConfigurationError: if there is none; the text is TorchRL's own.
+    """
+    if key not in td:
+        raise ConfigurationError(
+            f"Expected '{key}' key for {mode} input mode, but found keys: "
+            f"{list(td.keys())}"
+        )
+    return td.get(key, **get_kwargs)
+
+
+def read_history(
+    td: TensorDictBase,
+    key: NestedKey,
+    *,
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any],
+    tokens: list[list[int]] | None,
+    generate: bool,
+) -> Prompts:
+    """Reads conversations and templates them.
+
+    Args:
+        td: flat batch.
+        key: where the :class:`~torchrl.data.llm.History` is.
+        tokenizer: its chat template is used unless ``template_kwargs`` names another.
+        template_kwargs: for :meth:`~torchrl.data.llm.History.apply_chat_template`.
+        tokens: token ids to use as they are, instead of templating.
+        generate: whether the conversation shall be continued, or is complete.
+
+    Raises:
+        TypeError: if the value is not a ``History``.
+        ConfigurationError: if it is missing, or there is no tokenizer.
+    """
+    history = get_required(td, key, "history")
+    if not isinstance(history, History):
+        raise TypeError(f"Expected History object for '{key}', got {type(history)}")
+    if tokenizer is None:
+        raise ConfigurationError(
+            "History input needs a tokenizer, and the engine has none; pass "
+            "tokenizer=..."
+        )
+    histories = list(history.unbind(0))
+    if tokens is not None:
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=False)
+        return Prompts(token_ids=tokens, texts=texts, histories=histories)
+    if generate:
+        texts = [
+            one.apply_chat_template(
+                tokenizer=tokenizer, add_generation_prompt=True, **template_kwargs
+            )
+            for one in histories
+        ]
+        # The template has written the special tokens; the tokenizer adds no more.
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return Prompts(token_ids=ids, texts=texts, histories=histories)
+    texts, token_ids, masks = [], [], []
+    for one in histories:
+        templated = one.apply_chat_template(
+            tokenizer=tokenizer,
+            add_generation_prompt=False,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **template_kwargs,
+        )
+        token_ids.append(templated["input_ids"].tolist())
+        masks.append(templated["assistant_masks"].bool().tolist())
+        texts.append(
+            one.apply_chat_template(
+                tokenizer=tokenizer, add_generation_prompt=False, **template_kwargs
+            )
+        )
+    return Prompts(
+        token_ids=token_ids, texts=texts, histories=histories, assistant_masks=masks
+    )
+
+
+def read_text(
+    td: TensorDictBase,
+    key: NestedKey,
+    *,
+    tokenizer: Any,
+    tokenizer_kwargs: Mapping[str, Any],
+) -> Prompts:
+    """Reads texts and tokenizes them, special tokens included.
+
+    Raises:
+        TypeError: if the value does not hold strings.
+        ConfigurationError: if it is missing, or there is no tokenizer.
+    """
+    value = get_required(td, key, "text")
+    texts = value if isinstance(value, list) else getattr(value, "tolist", list)()
+    if isinstance(texts, str):
+        texts = [texts] * td.batch_size[0]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"Expected strings for '{key}', got {type(value)}")
+    if tokenizer is None:
+        raise ConfigurationError(
+            "Text input needs a tokenizer, and the engine has none; pass tokenizer=..."
+        )
+    ids = tokenizer(texts, **tokenizer_kwargs)["input_ids"] if texts else []
+    return Prompts(token_ids=ids, texts=texts)
+
+
+def read_tokens(
+    td: TensorDictBase,
+    key: NestedKey,
+    *,
+    attention_mask_keys: Sequence[NestedKey],
+    padding_value: int | None,
+) -> Prompts:
+    """Reads token ids, ragged or padded, and leaves the padding out.
+
+    An attention mask decides what is padding, if one of the right shape is there.
+    Otherwise leading padding tokens are left out and nothing else: a padding token in
+    the middle or at the end may be a real one (often the padding token is also the
+    one that ends a sequence).
+
+    Raises:
+        TypeError: if the value is not made of integer tensors.
+        ConfigurationError: if it is missing.
+    """
+    rows = get_required(td, key, "tokens", as_list=True)
+    if not all(isinstance(row, torch.Tensor) for row in rows):
+        raise TypeError(f"Expected tensors for '{key}', got {type(rows[0])}")
+    masks: list[torch.Tensor] | None = None
+    for mask_key in attention_mask_keys:
+        if masks is None and mask_key in td:
+            found = td.get(mask_key, as_list=True)
+            if [mask.shape for mask in found] == [row.shape for row in rows]:
+                masks = found
+    for row in rows:
+        if row.is_floating_point() or row.dtype is torch.bool or row.ndim != 1:
+            raise TypeError(
+                f"Expected one-dimensional integer tensors for '{key}', got shape "
+                f"{tuple(row.shape)} and {row.dtype}"
+            )
+    if masks is not None:
+        return Prompts(
+            token_ids=[
+                row[mask.bool()].tolist() for row, mask in zip(rows, masks, strict=True)
+            ]
+        )
+    return Prompts(
+        token_ids=[strip_padding(row.tolist(), padding_value) for row in rows]
+    )
+

@@ -1,0 +1,573 @@
+"""SGLangWrapper: the policy that a TorchRL collector calls.
+
+Arguments, keys and the order of the steps live here; what the steps do is in
+``inputs.py``, ``sampling.py`` and ``outputs.py``. Everything that is sent and recorded
+is token ids; text and conversations are decoded from them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    TensorDict,
+    TensorDictBase,
+    lazy_stack,
+    set_list_to_stack,
+)
+from torchrl.modules.llm.policies import LLMWrapperBase
+
+from torchrl_sglang.backends.async_sglang import AsyncSGLang
+from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.policies import outputs
+from torchrl_sglang.policies.inputs import (
+    Prompts,
+    read_history,
+    read_text,
+    read_tokens,
+)
+from torchrl_sglang.policies.sampling import SamplingParams, translate
+from torchrl_sglang.types import Completion
+
+__all__ = ["SGLangWrapper"]
+
+InputMode = Literal["history", "text", "tokens"]
+Inplace = Literal[True, False, "empty"]
+
+
+class SGLangWrapper(LLMWrapperBase):
+    """Generates with an SGLang engine, or scores, on TensorDicts.
+
+    It takes the place of :class:`~torchrl.modules.llm.vLLMWrapper`: same arguments,
+    same keys, same containers. The caller's tokenizer is never modified.
+
+    With ``generate=True`` it reads ``(input_mode, "prompt")`` and writes prompt,
+    response and both together; with ``generate=False`` it reads
+    ``(input_mode, "full")`` and writes the log-probability of each of its tokens.
+
+    ===========  ======================================================
+    input_mode   out_keys, in this order
+    ===========  ======================================================
+    history      text, masks, tokens, log_probs, history
+    text         text, masks, tokens, log_probs
+    tokens       masks, tokens, log_probs
+    ===========  ======================================================
+
+    The log-probability of a sampled token is ``log_softmax(logits / temperature)``,
+    that of a given token ``log_softmax(logits)``; neither is renormalised over what
+    top-p or top-k keep. The first token of a scored sequence gets 0.0.
+
+    Args:
+        model (RLSGLangEngine or str): the engine; the URL of a server that runs; or
+            the name of a model to start a server for.
+
+    Keyword Args:
+        tokenizer (tokenizer or str, optional): defaults to the engine's.
+        input_mode (str): ``"history"`` (default), ``"text"`` or ``"tokens"``.
+        input_key (NestedKey, optional): what to read instead of the default key.
+        attention_mask_key (NestedKey): in tokens mode, where a mask of the input may
+            be. Defaults to ``"attention_mask"``.
+        generate (bool): generate (default) or score.
+        generate_kwargs (dict, optional): how to generate, under TorchRL's standard
+            names, vLLM's or SGLang's own. ``max_new_tokens`` defaults to 16, as in
+            vLLM. ``prompt_logprobs=True`` returns the prompt's log-probabilities too.
+        tokenizer_kwargs (dict, optional): for tokenizing texts, in text mode.
+        pad_output (bool): return rectangular tensors: prompts padded on the left,
+            responses on the right. Defaults to False: ragged values, to be read with
+            ``get(key, as_list=True)``.
+        pad_model_input: must be None; nothing is ever padded for the engine.
+        inplace (bool or ``"empty"``, optional): write to the input (True, the default
+            for one sample), to a new TensorDict (False), or to an empty one like the
+            input (``"empty"``). With several samples only False is possible.
+        device (torch.device, optional): where to put the results.
+        layout (torch.layout, optional): kept for TorchRL; ``torch.strided`` when not
+            padding.
+        num_samples (int, optional): samples for each prompt. Adds a dimension of this
+            size behind the batch's. Also ``generate_kwargs["n"]`` if greater than 1.
+        chat_template_name (str, optional): one of TorchRL's chat templates.
+        chat_template (str, optional): a chat template.
+        return_log_probs (bool, optional): defaults to True; must not be False when
+            scoring.
+        history_key, text_key, tokens_key, masks_key, log_probs_key (NestedKey): where
+            to write each container.
+        prefer_tokens (bool): in history mode, use the tokens that are already there
+            under ``(tokens_key, "prompt")`` instead of templating the conversation.
+
+    Raises:
+        ConfigurationError: (a ValueError) if an argument cannot be honoured.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data.llm import History
+        >>> from torchrl.modules.llm.policies import ChatHistory
+        >>> policy = SGLangWrapper(
+        ...     engine, generate_kwargs={"max_new_tokens": 4, "ignore_eos": True}
+        ... )
+        >>> chats = [[{"role": "user", "content": "Hi"}]]
+        >>> prompt = History.from_chats(chats)
+        >>> td = policy(TensorDict(history=ChatHistory(prompt=prompt), batch_size=1))
+        >>> td["history"].full.content[0][0]
+        'Hi'
+        >>> [row.shape for row in td.get(("log_probs", "response"), as_list=True)]
+        [torch.Size([4])]
+    """
+
+    def __init__(
+        self,
+        model: RLSGLangEngine | str,
+        *,
+        tokenizer: Any | str | None = None,
+        input_mode: InputMode = "history",
+        input_key: NestedKey | None = None,
+        attention_mask_key: NestedKey = "attention_mask",
+        generate: bool = True,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        pad_output: bool = False,
+        pad_model_input: bool | None = None,
+        inplace: Inplace | None = None,
+        device: torch.device | str | None = None,
+        layout: torch.layout | None = None,
+        num_samples: int | None = None,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        return_log_probs: bool | None = None,
+        history_key: NestedKey = "history",
+        text_key: NestedKey = "text",
+        tokens_key: NestedKey = "tokens",
+        masks_key: NestedKey = "masks",
+        log_probs_key: NestedKey = "log_probs",
+        batching: bool | None = None,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        batching_timeout: float = 10.0,
+        prefer_tokens: bool = False,
+    ) -> None:
+        # What get_new_version starts from; locals() holds the arguments and no more.
+        arguments = dict(locals())
+        for name in ("self", "__class__"):
+            arguments.pop(name, None)
+        super().__init__()
+        self._arguments = arguments
+
+        if input_mode not in ("history", "text", "tokens"):
+            raise ConfigurationError(
+                f"input_mode must be one of 'history', 'text', 'tokens'. Got "
+                f"'{input_mode}'"
+            )
+        if pad_model_input is not None:
+            raise ConfigurationError(
+                "pad_model_input is not supported by SGLangWrapper."
+            )
+        if not isinstance(pad_output, bool):
+            raise ConfigurationError("pad_output must be a boolean")
+        if return_log_probs is False and not generate:
+            raise ConfigurationError(
+                "return_log_probs must be True when generate=False."
+            )
+        if batching or min_batch_size is not None or max_batch_size is not None:
+            raise ConfigurationError(
+                "SGLangWrapper does not batch calls of several threads yet; leave "
+                "batching, min_batch_size and max_batch_size out. SGLang itself runs "
+                "concurrent calls in one batch."
+            )
+        self._min_batch_size = None
+        self._max_batch_size = None
+        self._batching_timeout = batching_timeout
+        self._batching_lock = None
+        self._batch_queue: list[Any] = []
+        self._futures: list[Any] = []
+
+        self.model = _to_engine(model)
+        self.input_mode = input_mode
+        self.attention_mask_key = attention_mask_key
+        self.generate = generate
+        self.pad_output = pad_output
+        self.prefer_tokens = prefer_tokens
+        self._device = None if device is None else torch.device(device)
+        self.layout = torch.strided if not pad_output and layout is None else layout
+        self.chat_template_name = chat_template_name
+        self.chat_template = chat_template
+        self.return_log_probs = return_log_probs is None or bool(return_log_probs)
+
+        self.history_key = history_key
+        self.text_key = text_key
+        self.tokens_key = tokens_key
+        self.masks_key = masks_key
+        self.log_probs_key = log_probs_key
+        self.return_history = input_mode == "history"
+        self.return_text = input_mode in ("history", "text")
+        self.return_tokens = True
+        self.return_masks = True
+        self.input_key = input_key or (input_mode, "prompt" if generate else "full")
+        self.in_keys = [self.input_key]
+        self.out_keys = list(self._key_by_container().values())
+
+        self._set_sampling(generate_kwargs, num_samples, inplace)
+        self._set_tokenizer_kwargs(tokenizer_kwargs)
+        self._load_tokenizer(tokenizer)
+
+    def _key_by_container(self) -> dict[str, NestedKey]:
+        """Container -> key that it is written to, in the order of ``out_keys``."""
+        keys: dict[str, NestedKey] = {}
+        if self.return_text:
+            keys["text"] = self.text_key
+        keys["masks"] = self.masks_key
+        keys["tokens"] = self.tokens_key
+        if self.return_log_probs:
+            keys["log_probs"] = self.log_probs_key
+        if self.return_history:
+            keys["history"] = self.history_key
+        return keys
+
+    def _set_sampling(
+        self,
+        generate_kwargs: Mapping[str, Any] | None,
+        num_samples: int | None,
+        inplace: Inplace | None,
+    ) -> None:
+        self.generate_kwargs = self._standardize_generate_kwargs(
+            dict(generate_kwargs or {})
+        )
+        self.sampling_params = translate(self.generate_kwargs)
+        n = self.sampling_params.n
+        if num_samples is not None and n > 1 and n != num_samples:
+            raise ConfigurationError("num_samples differs from generate_kwargs['n'].")
+        if num_samples is None and n > 1:
+            num_samples = n
+        if num_samples is not None:
+            if inplace in (True, "empty"):
+                raise ConfigurationError(
+                    "inplace must be False (or None) when generating more than one "
+                    "sample."
+                )
+            inplace = False
+        self.num_samples = num_samples
+        self.inplace = True if inplace is None else inplace
+
+    def _set_tokenizer_kwargs(self, tokenizer_kwargs: Mapping[str, Any] | None) -> None:
+        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
+        fixed = {
+            "return_attention_mask": True,
+            "padding": self.pad_output,
+            "padding_side": "left",
+        }
+        for name, value in fixed.items():
+            if self.tokenizer_kwargs.setdefault(name, value) != value:
+                raise ConfigurationError(
+                    f"tokenizer_kwargs[{name!r}] must be {value!r} here, got "
+                    f"{self.tokenizer_kwargs[name]!r}; outputs are padded with "
+                    f"pad_output=True."
+                )
+
+    def _load_tokenizer(self, tokenizer: Any | str | None) -> None:
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        elif tokenizer is None:
+            tokenizer = self.model.get_tokenizer()
+        self.set_tokenizer(tokenizer)
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Uses another tokenizer. It is not modified."""
+        self.tokenizer = tokenizer
+        self._arguments["tokenizer"] = tokenizer
+        padding_value = getattr(tokenizer, "pad_token_id", None)
+        if padding_value is None:
+            padding_value = getattr(tokenizer, "eos_token_id", None)
+        self.padding_value = padding_value
+
+    def get_new_version(self, **kwargs: Any) -> SGLangWrapper:
+        """Returns a wrapper like this one, but for the arguments given.
+
+        Everything that is not given stays as it is, with two exceptions: a key that
+        was given for one ``input_mode`` and ``generate`` is not carried over to
+        others, and scoring always returns log-probabilities.
+        """
+        arguments = {**self._arguments, **kwargs}
+        moved = {"input_mode", "generate"} & set(kwargs)
+        if moved and "input_key" not in kwargs:
+            arguments["input_key"] = None
+        if not arguments["generate"] and "return_log_probs" not in kwargs:
+            arguments["return_log_probs"] = None
+        return type(self)(**arguments)
+
+    @set_list_to_stack(True)
+    def forward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        tensordict_out: TensorDictBase | None = None,
+        logits_only: bool = False,
+        **kwargs: Any,
+    ) -> TensorDictBase:
+        """Generates or scores a batch.
+
+        Args:
+            tensordict: of any batch shape, the empty one included.
+
+        Keyword Args:
+            tensordict_out: what to write to; wins over ``inplace``.
+            logits_only: must be False: an engine returns no logits.
+            **kwargs: generation arguments for this call, over the defaults.
+
+        Returns:
+            The TensorDict that was written to.
+
+        Raises:
+            ConfigurationError: if the input lacks the key that is read, or a prompt
+                or an argument is wrong. Nothing was sent then.
+            TypeError: if the value there has the wrong type.
+        """
+        if logits_only:
+            _no_logits()
+        shape = tensordict.batch_size
+        if shape.numel() == 0:
+            raise ConfigurationError(
+                f"The batch of shape {tuple(shape)} is empty; there is nothing to do."
+            )
+        params = self._merge(kwargs) if kwargs else self.sampling_params
+        prompts = self._read(_flatten(tensordict))
+        samples = self._run(prompts, params)
+        if self.generate and self.num_samples is not None:
+            shape = torch.Size([*shape, self.num_samples])
+        containers = outputs.assemble(
+            samples,
+            shape,
+            pad_output=self.pad_output,
+            padding_value=self.padding_value if self.padding_value is not None else 0,
+        )
+        target = self._target(tensordict, tensordict_out, shape)
+        for name, key in self._key_by_container().items():
+            value = containers[name]
+            target.set(key, value if self._device is None else value.to(self._device))
+        return target
+
+    def _merge(self, kwargs: Mapping[str, Any]) -> SamplingParams:
+        standard = self._standardize_generate_kwargs(dict(kwargs))
+        params = translate({**self.generate_kwargs, **standard})
+        if "num_return_sequences" in standard and params.n != (self.num_samples or 1):
+            raise ConfigurationError(
+                f"The number of samples is part of the output's shape; build another "
+                f"wrapper with get_new_version(num_samples={params.n})."
+            )
+        return params
+
+    def _read(self, td: TensorDictBase) -> Prompts:
+        if self.input_mode == "history":
+            template = {
+                "chat_template_name": self.chat_template_name,
+                "chat_template": self.chat_template,
+            }
+            return read_history(
+                td,
+                self.input_key,
+                tokenizer=self.tokenizer,
+                template_kwargs={k: v for k, v in template.items() if v is not None},
+                tokens=self._existing_tokens(td),
+                generate=self.generate,
+            )
+        if self.input_mode == "text":
+            own = ("padding", "padding_side", "return_tensors")
+            kwargs = {k: v for k, v in self.tokenizer_kwargs.items() if k not in own}
+            return read_text(
+                td, self.input_key, tokenizer=self.tokenizer, tokenizer_kwargs=kwargs
+            )
+        return self._read_tokens(td, self.input_key)
+
+    def _read_tokens(self, td: TensorDictBase, key: NestedKey) -> Prompts:
+        return read_tokens(
+            td,
+            key,
+            attention_mask_keys=[
+                self.attention_mask_key,
+                _join(self.masks_key, "all_attention_mask"),
+            ],
+            padding_value=self.padding_value,
+        )
+
+    def _existing_tokens(self, td: TensorDictBase) -> list[list[int]] | None:
+        if not self.prefer_tokens:
+            return None
+        key = _join(self.tokens_key, "prompt" if self.generate else "full")
+        return self._read_tokens(td, key).token_ids if key in td else None
+
+    def _run(self, prompts: Prompts, params: SamplingParams) -> list[outputs.Sample]:
+        if not self.generate:
+            return self._score(prompts)
+        repeats = self.num_samples or 1
+        completions = self.model.generate(
+            input_ids=[ids for ids in prompts.token_ids for _ in range(repeats)],
+            sampling_params=[
+                params.for_sample(sample)
+                for _ in prompts.token_ids
+                for sample in range(repeats)
+            ],
+            return_logprobs=self.return_log_probs,
+            return_prompt_logprobs=self.return_log_probs and params.prompt_logprobs,
+        )
+        samples = [
+            outputs.generated(
+                prompts.token_ids[index // repeats],
+                completion,
+                return_log_probs=self.return_log_probs,
+            )
+            for index, completion in enumerate(completions)
+        ]
+        if self.return_text:
+            self._write_text(samples, completions, prompts, repeats)
+        return samples
+
+    def _write_text(
+        self,
+        samples: Sequence[outputs.Sample],
+        completions: Sequence[Completion],
+        prompts: Prompts,
+        repeats: int,
+    ) -> None:
+        assert prompts.texts is not None
+        responses = self._decode([completion.token_ids for completion in completions])
+        contents = responses
+        if self.return_history:
+            contents = self._decode([_without_turn_end(c) for c in completions])
+        for index, sample in enumerate(samples):
+            prompt = prompts.texts[index // repeats]
+            sample["text"] = outputs.text_rows(prompt, responses[index])
+            if prompts.histories is not None:
+                sample["history"] = outputs.history_rows(
+                    prompts.histories[index // repeats], contents[index]
+                )
+
+    def _decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        texts: list[str] = self.tokenizer.batch_decode(
+            rows, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return texts
+
+    def _score(self, prompts: Prompts) -> list[outputs.Sample]:
+        completions = self.model.generate(
+            input_ids=prompts.token_ids,
+            sampling_params={"max_new_tokens": 0},
+            return_prompt_logprobs=True,
+        )
+        masks = prompts.assistant_masks
+        samples = []
+        for index, completion in enumerate(completions):
+            sample = outputs.scored(
+                prompts.token_ids[index],
+                completion,
+                assistant=None if masks is None else masks[index],
+            )
+            if prompts.texts is not None:
+                sample["text"] = outputs.full_text_row(prompts.texts[index])
+            if prompts.histories is not None:
+                sample["history"] = {"full": prompts.histories[index]}
+            samples.append(sample)
+        return samples
+
+    def _target(
+        self,
+        tensordict: TensorDictBase,
+        tensordict_out: TensorDictBase | None,
+        shape: torch.Size,
+    ) -> TensorDictBase:
+        """Returns what to write to, without the keys that will be written."""
+        if tensordict_out is None:
+            if self.inplace is True:
+                tensordict_out = tensordict
+            elif self.inplace == "empty":
+                return tensordict.empty()
+            else:
+                empty = [TensorDict() for _ in range(shape.numel())]
+                return outputs.stack(empty, shape)
+        return tensordict_out.exclude(*self.out_keys, inplace=True)
+
+    def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Any:
+        """Scores ``data`` and returns the log-probability of each of its tokens.
+
+        Args:
+            data: what ``forward`` takes; it is not modified.
+            **get_kwargs: for :meth:`~tensordict.TensorDictBase.get`, such as
+                ``as_list=True`` or ``as_padded_tensor=True``.
+
+        Raises:
+            RuntimeError: if this wrapper generates.
+        """
+        if self.generate:
+            raise RuntimeError("log_prob not callable when generate=True.")
+        scored = self(data.copy())
+        return scored.get(_join(self.log_probs_key, "full"), **get_kwargs)
+
+    def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: an engine returns no logits."""
+        _no_logits()
+
+    get_dist_with_prompt_mask = get_dist
+    _get_dist_with_prompt_mask = get_dist
+    _get_dist_with_assistant_mask = get_dist
+    _get_dist_with_attention_mask = get_dist
+    _get_dist_with_custom_mask = get_dist
+    _get_sft_dist = get_dist
+    _get_rlhf_dist = get_dist
+    _get_generic_dist = get_dist
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The collector is reached through a weak reference, which stays here.
+        state = dict(self.__dict__)
+        state.pop("_collector", None)
+        return state
+
+
+def _no_logits() -> NoReturn:
+    raise NotImplementedError(
+        "SGLang does not return logits, so there is no distribution to build; use "
+        "log_prob(), or TransformersWrapper for the trained model."
+    )
+
+
+def _to_engine(model: RLSGLangEngine | str) -> RLSGLangEngine:
+    if isinstance(model, RLSGLangEngine):
+        return model
+    if isinstance(model, str):
+        if model.startswith(("http://", "https://")):
+            return AsyncSGLang.connect(model)
+        return AsyncSGLang.from_pretrained(model)
+    if isinstance(model, os.PathLike):
+        return AsyncSGLang.from_pretrained(model)
+    raise ConfigurationError(
+        f"model must be an RLSGLangEngine, the URL of a server, or the name of a "
+        f"model. Got {type(model)}"
+    )
+
+
+def _flatten(td: TensorDictBase) -> TensorDictBase:
+    """Returns a one-dimensional lazy stack of the batch's elements."""
+    if td.ndim == 0:
+        return lazy_stack([td])
+    if td.ndim > 1:
+        td = td.reshape(-1)
+    return td if isinstance(td, LazyStackedTensorDict) else td.to_lazystack(0)
+
+
+def _join(key: NestedKey, field: str) -> tuple[str, ...]:
+    return (key, field) if isinstance(key, str) else (*key, field)
+
+
+def _without_turn_end(completion: Completion) -> list[int]:
+    """Returns the response without the token that ended the turn.
+
+    The chat template writes that token itself; kept in the content, it would stand
+    there twice in the next prompt.
+    """
+    ids = completion.token_ids
+    stop = completion.matched_stop
+    if completion.finish_reason == "stop" and ids and ids[-1] == stop:
+        return ids[:-1]
+    return ids
