@@ -96,7 +96,13 @@ class WeightSyncStateError(WeightSyncError):
 
 
 class WeightTransferError(WeightSyncError):
-    """A weight transfer broke before it finished."""
+    """A weight transfer broke before it finished.
+
+    Attributes:
+        untouched (bool): the servers refused before they received anything.
+    """
+
+    untouched: bool = False
 
 
 class WeightMismatchError(WeightSyncError, ValueError):

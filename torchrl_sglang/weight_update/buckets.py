@@ -1,0 +1,91 @@
+"""Parameter specifications to aligned buckets: pure.
+
+A bucket is one flat run of bytes in which tensors lie one after the other. The server
+rebuilds them from names, types and shapes alone (``FlattenedTensorBucket`` in
+``sglang/srt/weight_sync/tensor_bucket.py``), so there are no gaps, and a tensor can be
+viewed in place only where its offset is a multiple of its item size. Largest items
+first keeps both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from torchrl_sglang.errors import ConfigurationError
+
+__all__ = ["Bucket", "TensorSpec", "plan_buckets"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One tensor, without its values."""
+
+    name: str
+    """Parameter name, as the server's loader takes it."""
+    dtype: torch.dtype
+    """Type that it is sent in."""
+    shape: torch.Size
+    """Its shape."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Tensors that travel together."""
+
+    specs: tuple[TensorSpec, ...]
+    """The tensors, in the order in which they lie."""
+    offsets: tuple[int, ...]
+    """Byte at which each one begins."""
+    num_bytes: int
+    """Size of them all."""
+
+
+def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> list[Bucket]:
+    """Returns buckets of at most ``max_bytes``; a larger tensor has one to itself.
+
+    Args:
+        specs: tensors with distinct names.
+        max_bytes: target size, in bytes.
+
+    Raises:
+        ConfigurationError: if ``max_bytes`` is not positive.
+
+    Examples:
+        >>> half = TensorSpec(name="a", dtype=torch.float16, shape=torch.Size([3]))
+        >>> full = TensorSpec(name="b", dtype=torch.float32, shape=torch.Size([2]))
+        >>> (bucket,) = plan_buckets([half, full], max_bytes=1024)
+        >>> [spec.name for spec in bucket.specs], bucket.offsets, bucket.num_bytes
+        (['b', 'a'], (0, 8), 14)
+    """
+    if max_bytes <= 0:
+        raise ConfigurationError(
+            f"bucket_bytes={max_bytes} is not a size; give a positive number of bytes."
+        )
+    groups: list[list[TensorSpec]] = []
+    room = 0
+    for spec in specs:
+        if not groups or spec.num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(spec)
+        room -= spec.num_bytes
+    return [_lay_out(group) for group in groups]
+
+
+def _lay_out(group: list[TensorSpec]) -> Bucket:
+    # Item sizes are powers of two, so in falling order every offset is aligned.
+    ordered = sorted(group, key=lambda spec: -spec.dtype.itemsize)
+    offsets, end = [], 0
+    for spec in ordered:
+        offsets.append(end)
+        end += spec.num_bytes
+    return Bucket(specs=tuple(ordered), offsets=tuple(offsets), num_bytes=end)

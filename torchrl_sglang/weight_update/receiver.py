@@ -1,0 +1,50 @@
+"""The servers' side, as the trainer sees it: SGLang receives by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.errors import UnsupportedByServerError
+from torchrl_sglang.types import ModelMetadata
+
+if TYPE_CHECKING:
+    from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+
+__all__ = ["SGLangWeightReceiver"]
+
+
+class SGLangWeightReceiver:
+    """What is known of the receiving servers.
+
+    A server joins the group, receives and loads when the sender asks it to, over HTTP,
+    so there is nothing to run here. The receiver answers questions about the result.
+
+    Examples:
+        >>> receiver = SGLangWeightSyncScheme(engine).create_receiver()
+        >>> receiver.weight_versions() == [engine.weight_version]
+        True
+    """
+
+    def __init__(self, scheme: SGLangWeightSyncScheme, engine: RLSGLangEngine) -> None:
+        self._scheme = scheme
+        self._engine = engine
+
+    def weight_versions(self) -> list[str]:
+        """Returns the weight version that each server reports."""
+        return run_sync(self._engine.control.weight_versions())
+
+    def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
+        """Does nothing: servers join when the sender asks them to."""
+
+    def poll_and_apply(self, timeout: float = 0.1) -> bool:
+        """Returns False: weights are pushed, and loaded as they come."""
+        return False
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Raises: weights reach a server through a sender only."""
+        raise UnsupportedByServerError(
+            "Weights cannot be applied to an SGLang server from here; send them with "
+            "SGLangWeightSender.update_weights(weights)."
+        )

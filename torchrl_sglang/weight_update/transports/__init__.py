@@ -1,0 +1,1 @@
+"""Ways for bytes to reach the servers; each one implements ``base.WeightTransport``."""
