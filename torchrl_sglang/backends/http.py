@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import collections
+import concurrent.futures
 import os
 import weakref
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
-from torchrl_sglang.backends.event_loop import run_sync, submit
+from torchrl_sglang.backends.event_loop import submit
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -32,8 +34,13 @@ KEEPALIVE_SECONDS = 3.0
 CONNECT_TIMEOUT_SECONDS = 10.0
 """A server that does not accept a connection within this is taken for unreachable."""
 
-_OPEN: weakref.WeakSet[HttpClient] = weakref.WeakSet()
-"""Clients that may hold connections, to be closed when the interpreter exits."""
+EXIT_SECONDS = 2.0
+"""Budget for connections to close when the interpreter exits."""
+
+_CLOSING: collections.deque[concurrent.futures.Future[None]] = collections.deque(
+    maxlen=64
+)
+"""The latest sessions that are being closed."""
 
 ERROR_BODY_CHARACTERS = 2000
 """How much of an error's body a message quotes."""
@@ -164,7 +171,9 @@ class HttpClient:
                 trust_env=False,
             )
             self._session_pid = os.getpid()
-            _OPEN.add(self)
+            # The registry of finalizers keeps the session alive for its own close, also
+            # when the client is collected together with it or the interpreter exits.
+            weakref.finalize(self, _close_session, self._session, os.getpid())
         return self._session
 
     async def request(
@@ -209,22 +218,17 @@ class HttpClient:
 
     async def close(self) -> None:
         """Closes the pool; the next request opens a new one."""
-        session = self._take_session()
-        if session is not None:
+        session, self._session = self._session, None
+        if session is not None and self._session_pid == os.getpid():
             await session.close()
 
-    def _take_session(self) -> aiohttp.ClientSession | None:
-        session, self._session = self._session, None
-        return session if self._session_pid == os.getpid() else None
 
-    def __del__(self) -> None:
-        # An engine that is dropped without shutdown() leaves no sockets behind.
-        session = self._take_session()
-        if session is not None and not session.closed:
-            submit(session.close())
+def _close_session(session: aiohttp.ClientSession, pid: int) -> None:
+    """Closes what a client left open; never waits, for it may run anywhere."""
+    if pid == os.getpid() and not session.closed:
+        _CLOSING.append(submit(session.close()))
 
 
 @atexit.register
-def _close_all() -> None:
-    for client in list(_OPEN):
-        run_sync(client.close())
+def _wait_for_closing() -> None:
+    concurrent.futures.wait(_CLOSING, EXIT_SECONDS)

@@ -26,6 +26,9 @@ NamedTensors: TypeAlias = dict[str, torch.Tensor]
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 """What DDP, torch.compile and wrappers put before the names of a module inside."""
 
+_COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
+"""Buffers that no checkpoint holds and no loader takes."""
+
 _LISTED = 8
 """How many names an error lists of each kind."""
 
@@ -44,7 +47,7 @@ def named_tensors(weights: Any) -> NamedTensors:
     if isinstance(weights, LLMWrapperBase):
         return named_tensors(weights.model)
     if isinstance(weights, nn.Module):
-        found = {name: value.detach() for name, value in weights.named_parameters()}
+        found = dict(weights.named_parameters())
     elif isinstance(weights, TensorDictBase):
         found = dict(weights.flatten_keys(".").items())
     elif isinstance(weights, Mapping):
@@ -66,7 +69,13 @@ def named_tensors(weights: Any) -> NamedTensors:
             f"The {type(weights).__name__} that was given as weights has no parameter. "
             f"Is it the inference wrapper? Register the model that is trained."
         )
-    return {name: value.detach() for name, value in found.items()}
+    # A TensorDict of a module holds its buffers too, which are computed, not trained.
+    parameters = [name for name in found if isinstance(found[name], nn.Parameter)]
+    return {
+        name: found[name].detach()
+        for name in parameters or found
+        if not name.endswith(_COMPUTED)
+    }
 
 
 def get_model_metadata(model: Any) -> ModelMetadata:

@@ -101,11 +101,13 @@ class BroadcastTransport:
                 wait_for_workers=False,
             )
         except RuntimeError as error:
-            raise WeightTransferError(
+            failure = WeightTransferError(
                 f"No meeting point for the servers can be opened at "
                 f"{self._address}:{self._port}: {error}. Give another master_address "
                 f"or master_port."
-            ) from error
+            )
+            failure.untouched = True
+            raise failure from error
         request = submit(
             self._engine.control.init_weights_update_group(
                 master_address=self._address,

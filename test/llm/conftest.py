@@ -1,0 +1,101 @@
+"""One real SGLang server on CPU for the whole test session, and its Hugging Face twin.
+
+The twin is the oracle: whatever the engine says about tokens and log-probabilities is
+compared with what ``transformers`` computes from the same files in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import set_list_to_stack
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.testing.tiny_model import save_tiny_model
+
+set_list_to_stack(True).set()
+torch.set_num_threads(1)
+
+LOG_PROB_TOLERANCE = 1e-4
+"""Greatest difference between the engine's log-probs and Hugging Face's in float32."""
+
+Score = Callable[[Sequence[int]], torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny model and its tokenizer."""
+    return str(save_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture(scope="session")
+def session_engine(tiny_model_path: str) -> Iterator[AsyncSGLang]:
+    """The server of the test session. Use ``engine``, which restores its weights."""
+    with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(session_engine: AsyncSGLang) -> AsyncSGLang:
+    """A running engine. Tests that change its weights use ``restored_engine``."""
+    return session_engine
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model_path: str) -> Any:
+    """The tokenizer of the tiny model."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model_path)
+
+
+@pytest.fixture
+def hf_model(tiny_model_path: str) -> torch.nn.Module:
+    """The Hugging Face twin of the served model, new for every test."""
+    return load_hf_model(tiny_model_path)
+
+
+@pytest.fixture
+def restored_engine(
+    engine: AsyncSGLang, hf_model: torch.nn.Module
+) -> Iterator[AsyncSGLang]:
+    """An engine whose weights a test may change: they are put back afterwards."""
+    from torchrl_sglang import SGLangWeightSyncScheme
+
+    yield engine
+    sender = SGLangWeightSyncScheme(engine).create_sender()
+    sender.update_weights(hf_model)
+    sender.shutdown()
+
+
+@pytest.fixture
+def score(hf_model: torch.nn.Module) -> Score:
+    """Log-probability of each token given those before it; 0.0 for the first."""
+    return scorer(hf_model)
+
+
+def load_hf_model(path: str | Path) -> torch.nn.Module:
+    """Returns the model in a folder, in float32 and evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32
+    )
+    return model.eval()
+
+
+def scorer(model: torch.nn.Module) -> Score:
+    """Returns a function from token ids to their log-probabilities under ``model``."""
+
+    @torch.no_grad()
+    def score(token_ids: Sequence[int]) -> torch.Tensor:
+        ids = torch.as_tensor(token_ids)
+        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        picked = log_probs.gather(-1, ids[1:, None])[:, 0]
+        return torch.cat([torch.zeros(1), picked])
+
+    return score

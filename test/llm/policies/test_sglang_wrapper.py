@@ -1,0 +1,520 @@
+"""The wrapper on a real engine, against Hugging Face on the same model."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
+
+from torchrl_sglang import SGLangWrapper
+from torchrl_sglang.errors import ConfigurationError
+
+TOLERANCE = 1e-4
+TEXTS = ["hi", "what is 2+2?", "x"]
+NEW_TOKENS = 6
+GREEDY = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0}
+
+
+def chats(*, complete: bool) -> History:
+    turns = [[{"role": "user", "content": text}] for text in TEXTS]
+    if complete:
+        for turn in turns:
+            turn.append({"role": "assistant", "content": turn[0]["content"] * 2})
+    return History.from_chats(turns)
+
+
+def make_input(mode: str, generate: bool, tokenizer) -> TensorDict:
+    field = "prompt" if generate else "full"
+    size = len(TEXTS)
+    if mode == "history":
+        value = ChatHistory(**{field: chats(complete=not generate)}, batch_size=(size,))
+    elif mode == "text":
+        value = Text(**{field: list(TEXTS)}, batch_size=(size,))
+    else:
+        return lazy_stack(
+            [
+                TensorDict(tokens=Tokens(**{field: torch.tensor(tokenizer.encode(text))}))
+                for text in TEXTS
+            ]
+        )
+    return TensorDict({mode: value}, batch_size=(size,))
+
+
+def expected_ids(mode: str, generate: bool, tokenizer) -> list[list[int]]:
+    if mode != "history":
+        return [tokenizer.encode(text) for text in TEXTS]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}]
+            + ([] if generate else [{"role": "assistant", "content": text * 2}]),
+            add_generation_prompt=generate,
+            tokenize=True,
+            return_dict=False,
+        )
+        for text in TEXTS
+    ]
+
+
+def greedy(hf_model, tokenizer, prompt: list[int]) -> list[int]:
+    """Hugging Face's greedy continuation of one prompt."""
+    out = hf_model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def rows(td, *key) -> list[torch.Tensor]:
+    return list(td.get(key, as_list=True))
+
+
+MODES = ["history", "text", "tokens"]
+
+
+@pytest.mark.parametrize("samples", [None, 1, 3])
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("mode", MODES)
+def test_generate(engine, tokenizer, hf_model, score, mode, pad_output, samples):
+    """Tokens, masks and log-probs of every mode, against Hugging Face."""
+    wrapper = SGLangWrapper(
+        engine,
+        input_mode=mode,
+        pad_output=pad_output,
+        num_samples=samples,
+        generate_kwargs=GREEDY,
+    )
+    td = make_input(mode, True, tokenizer)
+    out = wrapper(td)
+
+    shape = (len(TEXTS),) if samples is None else (len(TEXTS), samples)
+    assert out.batch_size == shape
+    assert (out is td) == (samples is None)
+    flat = out.reshape(-1)
+    prompts = expected_ids(mode, True, tokenizer)
+    prompts = [prompt for prompt in prompts for _ in range(samples or 1)]
+    answers = [greedy(hf_model, tokenizer, prompt) for prompt in prompts]
+    left, right = max(map(len, prompts)), max(map(len, answers))
+    columns = {
+        name: rows(flat, *name)
+        for name in [
+            ("tokens", "prompt"),
+            ("tokens", "response"),
+            ("tokens", "full"),
+            ("masks", "all_attention_mask"),
+            ("masks", "all_assistant_mask"),
+            ("log_probs", "response"),
+            ("log_probs", "full"),
+        ]
+    }
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        row = {name: column[index] for name, column in columns.items()}
+        real = torch.ones(len(prompt) + len(answer), dtype=torch.bool)
+        before, after = left - len(prompt), right - len(answer)
+        if pad_output:
+            pad = tokenizer.pad_token_id
+            assert row["tokens", "prompt"].tolist() == [pad] * before + prompt
+            assert row["tokens", "response"].tolist() == answer + [pad] * after
+            real = torch.tensor([False] * before + real.tolist() + [False] * after)
+        else:
+            assert row["tokens", "prompt"].tolist() == prompt
+            assert row["tokens", "response"].tolist() == answer
+        full = row["tokens", "full"]
+        assert full.dtype is torch.int64
+        assert full.tolist() == [
+            *row["tokens", "prompt"].tolist(),
+            *row["tokens", "response"].tolist(),
+        ]
+        assert row["masks", "all_attention_mask"].tolist() == real.tolist()
+        expected_mask = real.clone()
+        expected_mask[: len(row["tokens", "prompt"])] = False
+        assert row["masks", "all_assistant_mask"].tolist() == expected_mask.tolist()
+
+        reference = score(prompt + answer)
+        log_probs = row["log_probs", "full"]
+        assert log_probs.dtype is torch.float32
+        assert log_probs.shape == full.shape
+        assert (log_probs[~real] == 0).all()
+        kept = log_probs[real]
+        # What was not asked for is unknown, and neither 0.0 nor a guess.
+        assert kept[: len(prompt)].isnan().all()
+        torch.testing.assert_close(
+            kept[len(prompt) :], reference[len(prompt) :], atol=TOLERANCE, rtol=0
+        )
+        torch.testing.assert_close(
+            row["log_probs", "response"][: len(answer)],
+            reference[len(prompt) :],
+            atol=TOLERANCE,
+            rtol=0,
+        )
+    assert "prompt" not in flat[0]["log_probs"]._tensordict.keys()
+    assert flat[0]["tokens"].padded is pad_output
+    if mode != "tokens":
+        assert flat["text"].response == [
+            tokenizer.decode(answer, skip_special_tokens=False) for answer in answers
+        ]
+        assert flat["text"].full == [
+            tokenizer.decode(prompt + answer, skip_special_tokens=False)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+    else:
+        assert "text" not in out.keys()
+
+
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("mode", MODES)
+def test_score(engine, tokenizer, score, mode, pad_output):
+    wrapper = SGLangWrapper(
+        engine, input_mode=mode, generate=False, pad_output=pad_output
+    )
+    out = wrapper(make_input(mode, False, tokenizer))
+    sequences = expected_ids(mode, False, tokenizer)
+    longest = max(map(len, sequences))
+    for index, ids in enumerate(sequences):
+        before = longest - len(ids) if pad_output else 0
+        tokens = rows(out, "tokens", "full")[index]
+        mask = rows(out, "masks", "all_attention_mask")[index]
+        log_probs = rows(out, "log_probs", "full")[index]
+        assert tokens.tolist() == [tokenizer.pad_token_id] * before + ids
+        assert mask.tolist() == [False] * before + [True] * len(ids)
+        assert (log_probs[:before] == 0).all()
+        torch.testing.assert_close(
+            log_probs[before:], score(ids), atol=TOLERANCE, rtol=0
+        )
+    if mode == "history":
+        templated = tokenizer.apply_chat_template(
+            [
+                [
+                    {"role": "user", "content": text},
+                    {"role": "assistant", "content": text * 2},
+                ]
+                for text in TEXTS
+            ],
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        for index, mask in enumerate(templated["assistant_masks"]):
+            found = rows(out, "masks", "all_assistant_mask")[index]
+            assert found[-len(mask) :].tolist() == [bool(bit) for bit in mask]
+
+
+def test_prompt_log_probs_on_request(engine, tokenizer, score):
+    wrapper = SGLangWrapper(
+        engine,
+        input_mode="tokens",
+        generate_kwargs={**GREEDY, "prompt_logprobs": True},
+    )
+    out = wrapper(make_input("tokens", True, tokenizer))
+    for full, prompt, log_probs in zip(
+        rows(out, "tokens", "full"),
+        rows(out, "log_probs", "prompt"),
+        rows(out, "log_probs", "full"),
+        strict=True,
+    ):
+        reference = score(full.tolist())
+        torch.testing.assert_close(log_probs, reference, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            prompt, reference[: len(prompt)], atol=TOLERANCE, rtol=0
+        )
+
+
+def test_sampled_log_probs_carry_the_temperature(engine, tokenizer, hf_model):
+    temperature = 2.0
+    wrapper = SGLangWrapper(
+        engine,
+        input_mode="tokens",
+        generate_kwargs={"max_new_tokens": 12, "temperature": temperature},
+    )
+    out = wrapper(make_input("tokens", True, tokenizer))
+    for full, response, log_probs in zip(
+        rows(out, "tokens", "full"),
+        rows(out, "tokens", "response"),
+        rows(out, "log_probs", "response"),
+        strict=True,
+    ):
+        with torch.no_grad():
+            logits = hf_model(full[None]).logits[0, -len(response) - 1 : -1]
+        reference = (logits / temperature).log_softmax(-1)
+        reference = reference.gather(-1, response[:, None])[:, 0]
+        torch.testing.assert_close(log_probs, reference, atol=TOLERANCE, rtol=0)
+
+
+def test_samples_of_a_group_differ(engine, tokenizer):
+    kwargs = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 1.5}
+    wrapper = SGLangWrapper(
+        engine, input_mode="tokens", num_samples=4, generate_kwargs=kwargs
+    )
+    out = wrapper(make_input("tokens", True, tokenizer))
+    for group in out.unbind(0):
+        answers = {tuple(row.tolist()) for row in rows(group, "tokens", "response")}
+        assert len(answers) == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(), (2, 2)])
+@pytest.mark.parametrize("samples", [None, 2])
+def test_batch_shapes(engine, tokenizer, mode, shape, samples):
+    base = make_input(mode, True, tokenizer)
+    elements = base.unbind(0)
+    if shape == ():
+        td = elements[0]
+    else:
+        pairs = [lazy_stack([elements[0], elements[1]]) for _ in range(2)]
+        td = lazy_stack(pairs)
+    wrapper = SGLangWrapper(
+        engine, input_mode=mode, num_samples=samples, generate_kwargs=GREEDY
+    )
+    out = wrapper(td)
+    assert out.batch_size == (*shape, *([] if samples is None else [samples]))
+    single = SGLangWrapper(engine, input_mode=mode, generate_kwargs=GREEDY)(base)
+    first = out.reshape(-1)[0] if out.ndim else out
+    reference = rows(single, "tokens", "response")[0]
+    assert first["tokens", "response"].tolist() == reference.tolist()
+
+
+def test_keys(engine):
+    """Order of keys, defaults and names of the contract."""
+    expected = {
+        "history": ["text", "masks", "tokens", "log_probs", "history"],
+        "text": ["text", "masks", "tokens", "log_probs"],
+        "tokens": ["masks", "tokens", "log_probs"],
+    }
+    for mode, out_keys in expected.items():
+        wrapper = SGLangWrapper(engine, input_mode=mode)
+        assert wrapper.in_keys == [(mode, "prompt")]
+        assert wrapper.out_keys == out_keys
+        assert SGLangWrapper(engine, input_mode=mode, generate=False).in_keys == [
+            (mode, "full")
+        ]
+    bare = SGLangWrapper(engine, return_log_probs=False)
+    assert "log_probs" not in bare.out_keys
+    wrapper = SGLangWrapper(engine, generate_kwargs={"max_tokens": 3})
+    assert wrapper.sampling_params.max_tokens == 3
+    assert wrapper.generate_kwargs == {"max_new_tokens": 3}
+    assert wrapper.layout is torch.strided
+
+
+@pytest.mark.parametrize("samples", [None, 2])
+def test_renamed_and_nested_keys(engine, tokenizer, samples):
+    wrapper = SGLangWrapper(
+        engine,
+        input_mode="history",
+        num_samples=samples,
+        generate_kwargs=GREEDY,
+        history_key=("agent", "history"),
+        text_key=("agent", "text"),
+        tokens_key=("agent", "tokens"),
+        masks_key=("agent", "masks"),
+        log_probs_key=("agent", "log_probs"),
+    )
+    out = wrapper(make_input("history", True, tokenizer))
+    plain = SGLangWrapper(engine, generate_kwargs=GREEDY)(
+        make_input("history", True, tokenizer)
+    )
+    found = rows(out.reshape(-1), "agent", "tokens", "full")[0]
+    assert found.tolist() == rows(plain, "tokens", "full")[0].tolist()
+    assert ("agent", "log_probs", "full") in out.keys(True)
+
+
+def test_inplace(engine, tokenizer):
+    def run(**kwargs):
+        td = make_input("text", True, tokenizer)
+        td.set("other", torch.arange(len(TEXTS)))
+        wrapper = SGLangWrapper(
+            engine,
+            input_mode="text",
+            generate_kwargs=GREEDY,
+            inplace=kwargs.pop("inplace", None),
+        )
+        return td, wrapper(td, **kwargs)
+
+    td, out = run()
+    assert out is td
+    assert out["other"].tolist() == [0, 1, 2]
+    td, out = run(inplace=False)
+    assert out is not td
+    assert set(out.keys()) == {"text", "masks", "tokens", "log_probs"}
+    assert isinstance(out, LazyStackedTensorDict)
+    td, out = run(inplace="empty")
+    assert out is not td
+    assert set(out.keys()) == {"text", "masks", "tokens", "log_probs"}
+    target = TensorDict(batch_size=(len(TEXTS),))
+    td, out = run(tensordict_out=target)
+    assert out is target
+    assert "tokens" in target.keys()
+    assert "tokens" not in td.keys()
+    for wrong in (True, "empty"):
+        with pytest.raises(ValueError, match="more than one sample"):
+            SGLangWrapper(engine, num_samples=2, inplace=wrong)
+
+
+def test_padded_tokens_are_not_sent(engine, tokenizer, score):
+    """Only what the mask covers, or else leading padding, is taken out."""
+    ids = tokenizer.encode("abc")
+    pad = tokenizer.pad_token_id
+    masked = TensorDict(
+        tokens=Tokens(full=torch.tensor([[pad, *ids, pad]]), batch_size=(1,)),
+        attention_mask=torch.tensor([[0, 1, 1, 1, 0]]),
+        batch_size=(1,),
+    )
+    wrapper = SGLangWrapper(engine, input_mode="tokens", generate=False)
+    out = wrapper(masked)
+    assert rows(out, "tokens", "full")[0].tolist() == ids
+    bare = TensorDict(
+        tokens=Tokens(full=torch.tensor([[pad, *ids, pad]]), batch_size=(1,)),
+        batch_size=(1,),
+    )
+    out = wrapper(bare)
+    assert rows(out, "tokens", "full")[0].tolist() == [*ids, pad]
+    torch.testing.assert_close(
+        rows(out, "log_probs", "full")[0], score([*ids, pad]), atol=TOLERANCE, rtol=0
+    )
+
+
+def test_turn_end_stays_out_of_the_history(engine, tokenizer):
+    """The template writes the end of turn, so the content must not hold it too."""
+    end = tokenizer.eos_token_id
+    wrapper = SGLangWrapper(
+        engine,
+        generate_kwargs={"max_new_tokens": 4, "logit_bias": {end: 100.0}},
+    )
+    out = wrapper(make_input("history", True, tokenizer))
+    assert out["text"].response == [tokenizer.eos_token] * len(TEXTS)
+    for index, full in enumerate(rows(out, "tokens", "full")):
+        history = out["history"].full[index]
+        assert history.content[-1] == ""
+        again = history.apply_chat_template(
+            tokenizer=tokenizer, add_generation_prompt=False, tokenize=True
+        )
+        again = again[0] if isinstance(again, list) else again.reshape(-1)
+        # The template adds a line break behind the end of turn.
+        assert again.tolist()[: len(full)] == full.tolist()
+
+
+def test_overrides_of_one_call(engine, tokenizer):
+    wrapper = SGLangWrapper(
+        engine, input_mode="tokens", generate_kwargs={"max_new_tokens": 3, "ignore_eos": True}
+    )
+    out = wrapper(make_input("tokens", True, tokenizer), max_new_tokens=5)
+    assert [len(row) for row in rows(out, "tokens", "response")] == [5, 5, 5]
+    out = wrapper(make_input("tokens", True, tokenizer))
+    assert [len(row) for row in rows(out, "tokens", "response")] == [3, 3, 3]
+
+
+def test_new_version_keeps_what_it_is_not_told_to_change(engine, tokenizer):
+    wrapper = SGLangWrapper(
+        engine,
+        input_mode="text",
+        pad_output=True,
+        generate_kwargs={"max_new_tokens": 3, "min_p": 0.25},
+        tokens_key="ids",
+    )
+    scoring = wrapper.get_new_version(generate=False)
+    assert scoring.in_keys == [("text", "full")]
+    assert scoring.pad_output
+    assert scoring.tokens_key == "ids"
+    assert scoring.sampling_params.engine["min_p"] == 0.25
+    assert wrapper.get_new_version(pad_output=False).pad_output is False
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
+def test_copies_work(engine, tokenizer, clone):
+    wrapper = SGLangWrapper(engine, input_mode="tokens", generate_kwargs=GREEDY)
+
+    class Collector:
+        pass
+
+    collector = Collector()
+    wrapper.register_collector(collector)
+    twin = clone(wrapper)
+    assert twin.collector is None
+    out = twin(make_input("tokens", True, tokenizer))
+    reference = wrapper(make_input("tokens", True, tokenizer))
+    for one, other in zip(
+        rows(out, "tokens", "full"), rows(reference, "tokens", "full"), strict=True
+    ):
+        assert one.tolist() == other.tolist()
+
+
+def test_url_instead_of_engine(engine, tokenizer):
+    wrapper = SGLangWrapper(
+        engine.server_url, input_mode="tokens", generate_kwargs=GREEDY
+    )
+    out = wrapper(make_input("tokens", True, tokenizer))
+    assert len(rows(out, "tokens", "response")) == len(TEXTS)
+
+
+def test_the_callers_tokenizer_is_not_modified(engine, tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.pad_token = None
+    wrapper = SGLangWrapper(engine, tokenizer=bare, input_mode="text", pad_output=True)
+    assert bare.pad_token is None
+    assert wrapper.padding_value == bare.eos_token_id
+
+
+def test_log_prob(engine, tokenizer, score):
+    wrapper = SGLangWrapper(engine, input_mode="tokens", generate=False)
+    td = make_input("tokens", False, tokenizer)
+    found = wrapper.log_prob(td, as_list=True)
+    for ids, log_probs in zip(expected_ids("tokens", False, tokenizer), found, strict=True):
+        torch.testing.assert_close(log_probs, score(ids), atol=TOLERANCE, rtol=0)
+    assert "log_probs" not in td.keys()
+    with pytest.raises(NotImplementedError, match="does not return logits"):
+        wrapper.get_dist(td)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"input_mode": "speech"}, ValueError, ["input_mode must be one of"]),
+        ({"pad_model_input": True}, ValueError, ["pad_model_input"]),
+        ({"pad_output": 1}, ValueError, ["boolean"]),
+        ({"generate": False, "return_log_probs": False}, ValueError, ["return_log_probs"]),
+        ({"generate_kwargs": {"temprature": 1}}, ValueError, ["temprature", "temperature"]),
+        ({"generate_kwargs": {"temperature": -1}}, ValueError, ["non-negative"]),
+        ({"num_samples": 2, "generate_kwargs": {"n": 3}}, ValueError, ["differs"]),
+        ({"model": 3}, ValueError, ["model must be"]),
+        ({"tokenizer_kwargs": {"padding_side": "right"}}, ValueError, ["padding_side"]),
+    ],
+)
+def test_wrong_arguments(engine, arguments, error, words):
+    with pytest.raises(error) as caught:
+        SGLangWrapper(**{"model": engine, **arguments})
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_wrong_inputs(engine, tokenizer):
+    wrapper = SGLangWrapper(engine, input_mode="tokens", generate_kwargs=GREEDY)
+    good = make_input("tokens", True, tokenizer)
+    with pytest.raises(
+        ValueError, match="Expected .* key for tokens input mode, but found keys"
+    ):
+        wrapper(TensorDict(text=Text(prompt=["a"], batch_size=1), batch_size=1))
+    with pytest.raises(TypeError, match="Expected History object"):
+        SGLangWrapper(engine, input_key="x")(TensorDict(x=torch.zeros(1), batch_size=1))
+    with pytest.raises(ConfigurationError, match="outside the vocabulary"):
+        wrapper(
+            TensorDict(tokens=Tokens(prompt=torch.tensor([[5, 99999]]), batch_size=1), batch_size=1)
+        )
+    with pytest.raises(ConfigurationError, match="no room"):
+        wrapper(
+            TensorDict(
+                tokens=Tokens(prompt=torch.full((1, 5000), 5), batch_size=1), batch_size=1
+            )
+        )
+    with pytest.raises(ConfigurationError, match="is empty"):
+        SGLangWrapper(engine, input_mode="text")(
+            TensorDict(text=Text(prompt=[""], batch_size=1), batch_size=1)
+        )
+    out = wrapper(good)
+    assert not math.isnan(rows(out, "log_probs", "response")[0][0].item())

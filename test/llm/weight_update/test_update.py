@@ -1,0 +1,319 @@
+"""Weights really reach the servers: log-probs equal the new model's afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from torchrl.modules.llm import TransformersWrapper
+
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
+from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    WeightMismatchError,
+    WeightSyncStateError,
+    WeightTransferError,
+)
+from torchrl_sglang.testing.tiny_model import make_tiny_model
+
+TOLERANCE = 1e-4
+PROMPT = "the prefix of this prompt is cached"
+
+
+@pytest.fixture(scope="module")
+def older_engine(tiny_model_path):
+    """A server of the generation before update sessions."""
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path, device="cpu", sglang_version="0.5.20"
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["sessions", "no sessions"])
+def any_engine(request):
+    """One engine of each generation, with the weights of ``hf_model`` afterwards."""
+    name = "restored_engine" if request.param == "sessions" else "older_engine"
+    engine = request.getfixturevalue(name)
+    assert engine.capabilities.needs_update_session == (request.param == "sessions")
+    return engine
+
+
+@pytest.fixture
+def new_model(tokenizer):
+    return make_tiny_model(tokenizer, seed=int.from_bytes(os.urandom(3), "big"))
+
+
+@pytest.fixture
+def sender(restored_engine):
+    sender = SGLangWeightSyncScheme(restored_engine).create_sender()
+    yield sender
+    sender.shutdown()
+
+
+def difference(engine, model, tokenizer) -> float:
+    """Greatest difference of the engine's log-probs from a model's, prefix cached."""
+    ids = tokenizer.encode(PROMPT)
+    (answer,) = engine.generate(
+        input_ids=ids,
+        sampling_params={"max_new_tokens": 8, "ignore_eos": True},
+        return_logprobs=True,
+    )
+    full = torch.tensor(ids + answer.token_ids)
+    with torch.no_grad():
+        log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
+    log_probs = log_probs.gather(-1, full[1:, None])[len(ids) - 1 :, 0]
+    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
+
+
+def test_weights_change_and_no_prefix_is_stale(any_engine, new_model, tokenizer):
+    scheme = SGLangWeightSyncScheme(any_engine)
+    sender = scheme.create_sender()
+    sender.register_model(new_model)
+    # The prompt is in the cache now, computed with other weights.
+    assert difference(any_engine, new_model, tokenizer) > 0.1
+    for _ in range(2):
+        report = sender.update_weights()
+        assert difference(any_engine, new_model, tokenizer) < TOLERANCE
+    assert report.version == any_engine.weight_version
+    assert scheme.create_receiver().weight_versions() == [report.version]
+    parameters = list(new_model.parameters())
+    assert report.num_tensors == len(parameters)
+    assert report.num_bytes == 4 * sum(value.numel() for value in parameters)
+    assert report.num_buckets == 1
+    # The registered model is read anew every time.
+    with torch.no_grad():
+        new_model.lm_head.weight.mul_(-1)
+    sender.update_weights()
+    assert difference(any_engine, new_model, tokenizer) < TOLERANCE
+    scheme.shutdown()
+
+
+def test_stale_prefixes_are_out_of_reach_without_a_flush(
+    restored_engine, new_model, tokenizer
+):
+    """The weight version is part of the cache's key; no flush is needed."""
+    engine = restored_engine
+    difference(engine, new_model, tokenizer)
+    ids = tokenizer.encode(PROMPT)
+    (again,) = engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 1})
+    assert again.cached_tokens > 0
+    with engine.weight_update() as update:
+        update.committed(engine.weight_version + "0")
+    (other,) = engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 1})
+    assert other.cached_tokens == 0
+
+
+def test_many_small_buckets(restored_engine, new_model, tokenizer):
+    scheme = SGLangWeightSyncScheme(restored_engine, bucket_bytes=20_000)
+    report = scheme.create_sender().update_weights(new_model)
+    assert report.num_buckets > 5
+    assert difference(restored_engine, new_model, tokenizer) < TOLERANCE
+    scheme.shutdown()
+
+
+def test_other_precisions_are_cast(sender, restored_engine, new_model, tokenizer):
+    with torch.no_grad():
+        for parameter in new_model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    halves = {n: value.bfloat16() for n, value in new_model.named_parameters()}
+    report = sender.update_weights(halves)
+    assert report.num_bytes == 4 * sum(value.numel() for value in halves.values())
+    assert difference(restored_engine, new_model, tokenizer) < TOLERANCE
+
+
+def test_versions_of_tokens(sender, restored_engine, new_model, tokenizer):
+    report = sender.update_weights(new_model)
+    (answer,) = restored_engine.generate(
+        input_ids=tokenizer.encode("x"), sampling_params={"max_new_tokens": 3}
+    )
+    assert [span.version for span in answer.versions] == [report.version]
+    assert answer.versions[-1].end == len(answer.token_ids)
+
+
+def test_update_while_requests_run(sender, restored_engine, new_model, tokenizer):
+    """Requests in flight are not lost, and end with tokens of the new weights."""
+    engine = restored_engine
+    results = []
+    started = threading.Event()
+
+    def generate():
+        started.set()
+        results.extend(
+            engine.generate(
+                input_ids=[tokenizer.encode(text) for text in ("a", "bb", "ccc")],
+                sampling_params={"max_new_tokens": 500, "ignore_eos": True},
+                return_logprobs=True,
+            )
+        )
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    started.wait()
+    while not run_sync(engine.control.running_requests()):
+        assert thread.is_alive()
+    report = sender.update_weights(new_model)
+    thread.join(60)
+    assert not thread.is_alive()
+    for answer in results:
+        assert len(answer.token_ids) == len(answer.log_probs) == 500
+        assert answer.versions[-1].version == report.version
+        assert len(answer.versions) == 2
+        full = torch.tensor(answer.token_ids)
+        # What came after the update follows the new model exactly, prefix included.
+        start = answer.versions[-1].start
+        prompt = tokenizer.encode({0: "a", 1: "bb", 2: "ccc"}[results.index(answer)])
+        with torch.no_grad():
+            logits = new_model(torch.tensor([prompt + answer.token_ids])).logits[0]
+        log_probs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        log_probs = log_probs.gather(-1, full[:, None])[:, 0]
+        found = torch.tensor(answer.log_probs)
+        torch.testing.assert_close(
+            found[start:], log_probs[start:], atol=TOLERANCE, rtol=0
+        )
+
+
+def test_mismatch_is_found_before_anything_is_sent(
+    sender, restored_engine, hf_model, tokenizer
+):
+    before = restored_engine.weight_version
+    for weights, words in [
+        ({"nope": torch.zeros(2)}, "unexpected: nope"),
+        (
+            {**hf_model.state_dict(), "model.norm.weight": torch.zeros(3)},
+            r"model.norm.weight: \(3,\), served \(64,\)",
+        ),
+    ]:
+        with pytest.raises(WeightMismatchError, match=words):
+            sender.update_weights(weights)
+    assert restored_engine.weight_version == before
+    assert difference(restored_engine, hf_model, tokenizer) < TOLERANCE
+    metadata = get_model_metadata(hf_model)
+    metadata["model.norm.weight"] = (torch.float32, torch.Size([3]))
+    with pytest.raises(WeightMismatchError):
+        sender.init_all_workers_group(metadata)
+
+
+def test_refusal_is_an_error_and_leaves_the_server_whole(
+    restored_engine, hf_model, new_model, tokenizer
+):
+    """A server that refuses to receive must not leave the trainer in a broadcast."""
+    confused = pickle.loads(pickle.dumps(restored_engine))
+    # Believing that there are no sessions, it sends outside one, which is refused.
+    confused._capabilities = dataclasses.replace(
+        confused.capabilities, needs_update_session=False
+    )
+    confused._compose()
+    scheme = SGLangWeightSyncScheme(confused)
+    sender = scheme.create_sender()
+    for _ in range(2):
+        start = time.monotonic()
+        with pytest.raises(WeightTransferError, match="begin_weight_update") as caught:
+            sender.update_weights(new_model)
+        assert time.monotonic() - start < 10
+        assert caught.value.untouched
+        assert difference(confused, hf_model, tokenizer) < TOLERANCE
+    scheme.shutdown()
+
+
+def test_half_an_update_stops_generation_until_it_is_healed(
+    restored_engine, new_model, tokenizer
+):
+    engine = restored_engine
+    scheme = SGLangWeightSyncScheme(engine, bucket_bytes=20_000)
+    sender = scheme.create_sender()
+    sender.register_model(new_model)
+    sender.init_all_workers_group()
+    transport = sender._transport
+    send, calls = transport.send, []
+
+    def cut_off(bucket, tensors, *, weight_version):
+        calls.append(bucket)
+        if len(calls) == 3:
+            # The server leaves the group, as one does whose process ends.
+            run_sync(
+                engine.control.destroy_weights_update_group(transport._group_name)
+            )
+        send(bucket, tensors, weight_version=weight_version)
+
+    transport.send = cut_off
+    start = time.monotonic()
+    with pytest.raises(WeightTransferError, match="mix of old and new") as caught:
+        sender.update_weights()
+    assert time.monotonic() - start < 10
+    assert not caught.value.untouched
+    assert "in doubt" in repr(engine)
+    with pytest.raises(WeightSyncStateError, match="send the weights again"):
+        engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})
+    transport.send = send
+    sender.update_weights()
+    assert difference(engine, new_model, tokenizer) < TOLERANCE
+    scheme.shutdown()
+
+
+def test_second_updater_is_refused(sender, restored_engine, new_model):
+    with restored_engine.weight_update():
+        with pytest.raises(WeightSyncStateError, match="under way"):
+            sender.update_weights(new_model)
+    sender.update_weights(new_model)
+
+
+def test_meeting_point_that_is_taken(restored_engine, hf_model, tokenizer):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        scheme = SGLangWeightSyncScheme(
+            restored_engine, master_port=taken.getsockname()[1], connect_timeout=3.0
+        )
+        start = time.monotonic()
+        with pytest.raises(WeightTransferError, match="master_port") as caught:
+            scheme.create_sender().update_weights(hf_model)
+    assert time.monotonic() - start < 10
+    assert caught.value.untouched
+    assert difference(restored_engine, hf_model, tokenizer) < TOLERANCE
+
+
+def test_nothing_to_send(sender):
+    with pytest.raises(WeightSyncStateError, match="register the model"):
+        sender.update_weights()
+
+
+def test_a_wrapper_is_read_through(sender, restored_engine, new_model, tokenizer):
+    wrapper = TransformersWrapper(new_model, tokenizer=tokenizer, generate=False)
+    sender.register_model(wrapper)
+    sender.init_all_workers_group(
+        get_model_metadata(wrapper), vllm_engine=restored_engine
+    )
+    sender.update_weights()
+    assert difference(restored_engine, new_model, tokenizer) < TOLERANCE
+    with pytest.raises(ConfigurationError, match="same engine"):
+        sender.init_all_workers_group(vllm_engine=object())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"pause_mode": "stop"}, "pause_mode"), ({"bucket_bytes": 0}, "bucket_bytes")],
+)
+def test_wrong_arguments(engine, arguments, words):
+    with pytest.raises(ConfigurationError, match=words):
+        SGLangWeightSyncScheme(engine, **arguments)
+
+
+def test_server_that_dies(tiny_model_path, new_model):
+    """An error within seconds, not a trainer that waits in a collective for ever."""
+    with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as engine:
+        scheme = SGLangWeightSyncScheme(engine)
+        sender = scheme.create_sender()
+        sender.register_model(new_model)
+        sender.update_weights()
+        os.kill(engine._server.pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(WeightTransferError):
+            sender.update_weights()
+        assert time.monotonic() - start < 10
+        scheme.shutdown()
