@@ -434,15 +434,19 @@ class SGLangWrapper(LLMWrapperBase):
     ) -> None:
         assert prompts.texts is not None
         responses = self._decode([completion.token_ids for completion in completions])
-        contents = responses
-        if self.return_history:
-            contents = self._decode([_without_turn_end(c) for c in completions])
+        turn_ends: dict[int, str] = {}
         for index, sample in enumerate(samples):
             prompt = prompts.texts[index // repeats]
             sample["text"] = outputs.text_rows(prompt, responses[index])
             if prompts.histories is not None:
+                content = responses[index]
+                end = _turn_end(completions[index])
+                if end is not None:
+                    if end not in turn_ends:
+                        turn_ends[end] = self._decode([[end]])[0]
+                    content = content.removesuffix(turn_ends[end])
                 sample["history"] = outputs.history_rows(
-                    prompts.histories[index // repeats], contents[index]
+                    prompts.histories[index // repeats], content
                 )
 
     def _decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -560,14 +564,13 @@ def _join(key: NestedKey, field: str) -> tuple[str, ...]:
     return (key, field) if isinstance(key, str) else (*key, field)
 
 
-def _without_turn_end(completion: Completion) -> list[int]:
-    """Returns the response without the token that ended the turn.
+def _turn_end(completion: Completion) -> int | None:
+    """Returns the token that ended the turn, if a token did.
 
     The chat template writes that token itself; kept in the content, it would stand
     there twice in the next prompt.
     """
-    ids = completion.token_ids
-    stop = completion.matched_stop
+    ids, stop = completion.token_ids, completion.matched_stop
     if completion.finish_reason == "stop" and ids and ids[-1] == stop:
-        return ids[:-1]
-    return ids
+        return ids[-1]
+    return None
