@@ -1,11 +1,12 @@
-"""Tokens per second of SGLangWrapper over those of the best raw client.
+r"""Tokens per second of SGLangWrapper over those of the best raw client.
 
 The raw client is the fastest form that SGLang's HTTP interface has: the whole batch in
 one request, sent with requests, read with orjson, and nothing made of the answer. Both
 do the same work on the same server, in turns, in the same run.
 
     python benchmarks/rollout_throughput.py [--prompts 64] [--new-tokens 64]
-    python benchmarks/rollout_throughput.py --url http://127.0.0.1:30000
+    python benchmarks/rollout_throughput.py --shapes 0.5b --prompts 256 \
+        --prompt-tokens 128 --new-tokens 256      # on a GPU
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 import orjson
 import requests
 import torch
+from models import SHAPES, save_shapes, server_arguments
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
 from torchrl.modules.llm.policies import Tokens
 
@@ -28,13 +30,17 @@ from torchrl_sglang.testing.tiny_model import save_tiny_model
 
 
 @contextlib.contextmanager
-def make_engine(url: str | None) -> Iterator[AsyncSGLang]:
-    if url is not None:
-        yield AsyncSGLang.connect(url)
-        return
+def make_engine(shapes: str) -> Iterator[AsyncSGLang]:
     with tempfile.TemporaryDirectory() as folder:
-        model = save_tiny_model(folder)
-        with AsyncSGLang.from_pretrained(model, device="cpu") as engine:
+        if shapes == "tiny":
+            model = save_tiny_model(folder)
+            engine = AsyncSGLang.from_pretrained(model, device="cpu")
+        else:
+            model = save_shapes(shapes, folder)
+            engine = AsyncSGLang.from_pretrained(
+                model, device="cuda", load_format="dummy", **server_arguments()
+            )
+        with engine:
             yield engine
 
 
@@ -69,11 +75,11 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--url", help="a server that runs, instead of one on CPU")
+    parser.add_argument("--shapes", choices=["tiny", *SHAPES], default="tiny")
     arguments = parser.parse_args()
     set_list_to_stack(True).set()
     generator = torch.Generator().manual_seed(0)
-    with make_engine(arguments.url) as engine:
+    with make_engine(arguments.shapes) as engine:
         vocabulary = engine.capabilities.vocab_size
         policy = SGLangWrapper(
             engine,

@@ -167,8 +167,8 @@ class BroadcastTransport:
         try:
             while not request.done():
                 concurrent.futures.wait([request], POLL_SECONDS)
-                if work.is_completed() and not request.done():
-                    _raise_if_failed(work)
+                if work.is_completed():
+                    work.wait()  # Raises where the broadcast has failed.
             request.result()
             work.wait(datetime.timedelta(seconds=self._send_timeout))
         except BaseException as error:
@@ -308,11 +308,6 @@ def _drop_result(joining: concurrent.futures.Future[Any]) -> None:
 def _ignore_result(request: concurrent.futures.Future[Any]) -> None:
     if not request.cancelled() and request.exception() is not None:
         torchrl_logger.debug(f"A server did not leave a group: {request.exception()}")
-
-
-def _raise_if_failed(work: Any) -> None:
-    if not work.is_success():
-        raise WeightTransferError(f"The broadcast failed: {work.exception()}")
 
 
 def _address_facing(url: str) -> str:
