@@ -1,0 +1,54 @@
+"""Configuration of the documentation; ``make docs`` builds it."""
+
+from __future__ import annotations
+
+from transformers.utils import logging
+
+import torchrl_sglang
+
+# The tutorials run in this process, and their output becomes part of the pages.
+logging.disable_progress_bar()
+
+project = "torchrl_sglang"
+author = "The torchrl_sglang authors"
+copyright = f"2026, {author}"  # noqa: A001  # Sphinx's name for it.
+version = release = torchrl_sglang.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_gallery.gen_gallery",
+]
+templates_path = ["_templates"]
+exclude_patterns = ["**/*.ipynb", "**/*.py", "**/*.zip"]
+
+html_theme = "furo"
+html_title = f"torchrl_sglang {release}"
+
+autosummary_generate = True
+# A class has one page, under the name that users import it by.
+autosummary_ignore_module_all = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+# What TorchRL's base classes say about their methods is in TorchRL's documentation.
+autodoc_inherit_docstrings = False
+
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+# The tutorials run against a real SGLang server on CPU while they are built, and an
+# error in one is an error of the build.
+sphinx_gallery_conf = {
+    "abort_on_example_error": True,
+    "backreferences_dir": None,
+    "download_all_examples": False,
+    "examples_dirs": ["../../tutorials"],
+    "gallery_dirs": ["tutorials"],
+    "image_scrapers": (),
+    "reset_modules": (),
+    "run_stale_examples": True,
+    "show_signature": False,
+    "write_computation_times": False,
+}
