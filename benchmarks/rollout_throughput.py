@@ -21,10 +21,10 @@ from collections.abc import Iterator
 import orjson
 import requests
 import torch
-from models import SHAPES, save_shapes, server_arguments
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
 from torchrl.modules.llm.policies import Tokens
 
+from models import SHAPES, save_shapes, server_arguments
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
@@ -64,7 +64,9 @@ def raw(engine: AsyncSGLang, prompts: list[list[int]], new_tokens: int) -> int:
 
 def wrapped(policy: SGLangWrapper, prompts: list[list[int]]) -> int:
     """Returns the number of generated tokens."""
-    td = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.tensor(p))) for p in prompts])
+    td = lazy_stack(
+        [TensorDict(tokens=Tokens(prompt=torch.tensor(p))) for p in prompts]
+    )
     out = policy(td)
     return sum(row.numel() for row in out.get(("tokens", "response"), as_list=True))
 

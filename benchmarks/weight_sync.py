@@ -20,8 +20,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from models import SHAPES, save_shapes, server_arguments
 
+from models import SHAPES, save_shapes, server_arguments
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 

@@ -73,7 +73,9 @@ def make_input(mode: str, size: int, tokenizer: Any) -> TensorDict:
         chats = History.from_chats([[{"role": "user", "content": t}] for t in texts])
         return TensorDict(history=ChatHistory(prompt=chats), batch_size=(size,))
     if mode == "text":
-        return TensorDict(text=Text(prompt=texts, batch_size=(size,)), batch_size=(size,))
+        return TensorDict(
+            text=Text(prompt=texts, batch_size=(size,)), batch_size=(size,)
+        )
     return lazy_stack(
         [
             TensorDict(tokens=Tokens(prompt=torch.tensor(tokenizer.encode(text))))

@@ -9,7 +9,7 @@ built-in exception that a caller would expect, so ``except ValueError`` keeps wo
     │   ├── ServerStartError                      it never became ready
     │   ├── ServerDiedError                       its process ended
     │   ├── RequestRefusedError                   it answered 4xx: the request is wrong
-    │   ├── ServerUnavailableError(ConnectionError)   it cannot be reached, or answers 5xx
+    │   ├── ServerUnavailableError(ConnectionError)   no connection, or it answers 5xx
     │   └── ServerTimeoutError(TimeoutError)      no answer within the time budget
     ├── UnsupportedByServerError(NotImplementedError)   its version or flags lack this
     ├── WeightSyncError(RuntimeError)             new weights did not arrive whole
@@ -60,7 +60,7 @@ class ServerStartError(ServerError):
 
 
 class ServerDiedError(ServerError):
-    """The process of a server that was started here has ended; carries its log's end."""
+    """The process of a server that was started here ended; carries its log's end."""
 
 
 class RequestRefusedError(ServerError):

@@ -120,7 +120,7 @@ class SyncReport:
     seconds: float
     """Duration of the whole update, in seconds."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Duration of each phase, in seconds: pause, flush, begin, send, end, resume."""
+    """Duration of each phase (pause, flush, begin, send, end, resume), in seconds."""
 
     @property
     def gb_per_second(self) -> float:

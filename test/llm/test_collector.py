@@ -114,7 +114,9 @@ def test_collected_data_trains(engine, hf_model, tokenizer):
     data = buffer.sample(2)
     data.set(
         "advantage",
-        torch.ones(data.get(("tokens", "full"), as_padded_tensor=True).shape)[..., None],
+        torch.ones(data.get(("tokens", "full"), as_padded_tensor=True).shape)[
+            ..., None
+        ],
     )
     actor = TransformersWrapper(
         hf_model,

@@ -23,6 +23,10 @@ class RLSGLangEngine(abc.ABC):
 
     Every method that waits has a time budget, and none leaves an error of another
     library through.
+
+    Examples:
+        >>> isinstance(engine, RLSGLangEngine), engine.num_replicas, engine.get_tp_size()
+        (True, 1, 1)
     """
 
     @property

@@ -186,4 +186,3 @@ def read_tokens(
     return Prompts(
         token_ids=[strip_padding(row.tolist(), padding_value) for row in rows]
     )
-

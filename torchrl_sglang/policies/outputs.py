@@ -86,6 +86,7 @@ _CONTAINERS = {
     "history": ChatHistory,
 }
 
+
 def generated(
     prompt: Sequence[int], completion: Completion, *, return_log_probs: bool
 ) -> Sample:
@@ -107,7 +108,10 @@ def generated(
         scored_prompt = completion.prompt_log_probs
         # NaN marks what was not asked for; 0.0 would mean that it was certain.
         before = [math.nan] * length if scored_prompt is None else scored_prompt
-        rows = {"response": float_row(response), "full": float_row([*before, *response])}
+        rows = {
+            "response": float_row(response),
+            "full": float_row([*before, *response]),
+        }
         if scored_prompt is not None:
             rows["full"][0] = 0.0
             rows["prompt"] = rows["full"][:length].clone()
@@ -209,48 +213,38 @@ def assemble(
     return containers
 
 
+_FILL: dict[str, float] = {"masks": False, "log_probs": 0.0}
+"""Container -> what its padding holds; tokens are padded with the padding token."""
+
+
 def _pad_samples(samples: Sequence[Sample], padding_value: int) -> None:
-    """Makes every field of the samples as long as the longest, in place."""
+    """Makes every tensor of the samples as long as the longest, in place."""
+    fill = {"tokens": padding_value, **_FILL}
+    # A scored sequence has no response: it is padded as a prompt is.
+    splits = [
+        len(sample["tokens"]["prompt" if "prompt" in sample["tokens"] else "full"])
+        for sample in samples
+    ]
+    for name in samples[0]:
+        for field in samples[0][name] if name in fill else ():
+            rows = [sample[name][field] for sample in samples]
+            padded = _pad_around(rows, _split_of(field, splits), fill[name])
+            for sample, row in zip(samples, padded.unbind(0), strict=True):
+                sample[name][field] = row
 
-    def column(name: str, field: str) -> list[torch.Tensor]:
-        return [sample[name][field] for sample in samples]
 
-    def write(name: str, field: str, values: torch.Tensor) -> None:
-        for sample, value in zip(samples, values.unbind(0), strict=True):
-            sample[name][field] = value
+def _split_of(field: str, splits: Sequence[int]) -> Sequence[int]:
+    """Returns where the prompt ends in a row of this field."""
+    return [0] * len(splits) if field == "response" else splits
 
-    if not samples:
-        return
-    if "response" not in samples[0]["tokens"]:
-        # Scored sequences: padded on the left, as a prompt is.
-        for name, rows in samples[0].items():
-            fill = {"tokens": padding_value, "masks": False, "log_probs": 0.0}.get(name)
-            for field in rows if fill is not None else ():
-                write(name, field, pad(column(name, field), side="left", value=fill))
-        return
-    prompts = column("tokens", "prompt")
-    for name, own in (("tokens", padding_value), ("masks", False), ("log_probs", 0.0)):
-        if name not in samples[0]:
-            continue
-        for field in list(samples[0][name]):
-            rows = column(name, field)
-            if field in ("prompt", "response"):
-                side = "left" if field == "prompt" else "right"
-                write(name, field, pad(rows, side=side, value=own))
-                continue
-            # A full row is padded on both sides: its prompt ends at one place.
-            before, after = [], []
-            for row, prompt in zip(rows, prompts, strict=True):
-                before.append(row[: len(prompt)])
-                after.append(row[len(prompt) :])
-            write(
-                name,
-                field,
-                torch.cat(
-                    [
-                        pad(before, side="left", value=own),
-                        pad(after, side="right", value=own),
-                    ],
-                    dim=-1,
-                ),
-            )
+
+def _pad_around(
+    rows: Sequence[torch.Tensor], splits: Sequence[int], value: float
+) -> torch.Tensor:
+    """Pads on the left what lies before each split, and on the right what follows."""
+    before = [row[:split] for row, split in zip(rows, splits, strict=True)]
+    after = [row[split:] for row, split in zip(rows, splits, strict=True)]
+    return torch.cat(
+        [pad(before, side="left", value=value), pad(after, side="right", value=value)],
+        dim=-1,
+    )

@@ -7,6 +7,7 @@ mapped, or refused by name: nothing is dropped silently.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,9 @@ _RENAMED = {
 }
 """A standard or vLLM name -> SGLang's name for the same value."""
 
+_ABOUT_THE_CALL = ("num_return_sequences", "prompt_logprobs")
+"""Names that decide what is asked for, not how it is sampled."""
+
 _INERT = {
     # name: (values under which it changes nothing, why another value is refused)
     "num_beams": ((1, None), "SGLang samples; it has no beam search here"),
@@ -84,18 +88,17 @@ def _json_schema(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _alternatives(choices: Any) -> str:
+    """Returns the regular expression that matches exactly these texts."""
+    return "(" + "|".join(re.escape(str(choice)) for choice in choices) + ")"
+
+
 _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "guided_json": ("json_schema", _json_schema),
     "json_schema": ("json_schema", _json_schema),
-    # A choice of texts is the regular expression that matches exactly these.
-    "guided_choice": ("regex", lambda choices: _alternatives(choices)),
+    "guided_choice": ("regex", _alternatives),
 }
-
-
-def _alternatives(choices: Any) -> str:
-    import re
-
-    return "(" + "|".join(re.escape(str(choice)) for choice in choices) + ")"
+"""A name -> SGLang's name and how its value is converted."""
 
 
 def translate(standard: Mapping[str, Any]) -> SamplingParams:
@@ -122,38 +125,39 @@ def translate(standard: Mapping[str, Any]) -> SamplingParams:
         "skip_special_tokens": False,
     }
     given: dict[str, str] = {}
-    n, prompt_logprobs = 1, False
     for name, value in standard.items():
-        if name == "num_return_sequences":
-            n = 1 if value is None else value
-        elif name == "prompt_logprobs":
-            prompt_logprobs = bool(value)
-        elif name in _INERT:
-            harmless, reason = _INERT[name]
-            if value not in harmless:
-                raise ConfigurationError(
-                    f"The generation argument {name}={value!r} cannot be honoured: "
-                    f"{reason}."
-                )
-        else:
+        if name in _INERT:
+            _check_inert(name, value)
+        elif name not in _ABOUT_THE_CALL and value is not None:
             target, convert = _CONVERTED.get(name, (_RENAMED.get(name, name), None))
-            if target not in SAMPLING_PARAMETERS:
-                raise ConfigurationError(
-                    f"{name!r} is not a generation argument that SGLangWrapper knows."
-                    f"{hint(name, [*_RENAMED, *_CONVERTED, *_INERT])}"
-                )
-            if value is None:
-                continue
             if target in given:
                 raise ConfigurationError(
                     f"{given[target]!r} and {name!r} both set {target!r}; give one."
                 )
             given[target] = name
             engine[target] = convert(value) if convert is not None else value
+    for target, name in given.items():
+        if target not in SAMPLING_PARAMETERS:
+            raise ConfigurationError(
+                f"{name!r} is not a generation argument that SGLangWrapper knows."
+                f"{hint(name, [*_RENAMED, *_CONVERTED, *_INERT, *_ABOUT_THE_CALL])}"
+            )
     if standard.get("do_sample") is False:
         engine["temperature"] = 0.0
+    n = standard.get("num_return_sequences")
+    n = 1 if n is None else n
     if not isinstance(n, int) or n < 1:
         raise ConfigurationError(
             f"num_return_sequences={n!r} is not a number of samples; give at least 1."
         )
-    return SamplingParams(n=n, prompt_logprobs=prompt_logprobs, engine=engine)
+    return SamplingParams(
+        n=n, prompt_logprobs=bool(standard.get("prompt_logprobs")), engine=engine
+    )
+
+
+def _check_inert(name: str, value: Any) -> None:
+    harmless, reason = _INERT[name]
+    if value not in harmless:
+        raise ConfigurationError(
+            f"The generation argument {name}={value!r} cannot be honoured: {reason}."
+        )

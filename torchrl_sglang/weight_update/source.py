@@ -50,9 +50,9 @@ def named_tensors(weights: Any) -> NamedTensors:
         found = dict(weights.named_parameters())
     elif isinstance(weights, TensorDictBase):
         found = dict(weights.flatten_keys(".").items())
-    elif isinstance(weights, Mapping):
-        found = dict(weights)
-    elif isinstance(weights, Iterable) and not isinstance(weights, (str, bytes)):
+    elif isinstance(weights, Mapping) or (
+        isinstance(weights, Iterable) and not isinstance(weights, (str, bytes))
+    ):
         found = dict(weights)
     else:
         raise ConfigurationError(
@@ -107,9 +107,9 @@ def to_served_names(found: NamedTensors, served: ModelMetadata) -> NamedTensors:
     """
     renamed = _strip_prefixes(found, served)
     missing = [name for name in served if name not in renamed]
-    listed = {
-        value.data_ptr() for name, value in renamed.items() if name in served
-    } - {0}
+    listed = {value.data_ptr() for name, value in renamed.items() if name in served} - {
+        0
+    }
     unexpected = [
         name
         for name, value in renamed.items()

@@ -123,5 +123,3 @@ def test_nccl_broadcast(gpu_engine):
         assert report.num_buckets > 1
         assert difference(gpu_engine, model) < TOLERANCE
     scheme.shutdown()
-
-

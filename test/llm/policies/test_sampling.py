@@ -35,7 +35,9 @@ def test_every_name_is_mapped(given, name, value):
 
 
 def test_what_pipelines_read():
-    params = translate({"max_new_tokens": 5, "temperature": 0.2, "num_return_sequences": 3})
+    params = translate(
+        {"max_new_tokens": 5, "temperature": 0.2, "num_return_sequences": 3}
+    )
     assert (params.max_tokens, params.temperature, params.n) == (5, 0.2, 3)
     assert (translate({}).max_tokens, translate({}).temperature) == (16, 1.0)
     assert translate({"prompt_logprobs": True}).prompt_logprobs

@@ -39,7 +39,9 @@ def make_input(mode: str, generate: bool, tokenizer) -> TensorDict:
     else:
         return lazy_stack(
             [
-                TensorDict(tokens=Tokens(**{field: torch.tensor(tokenizer.encode(text))}))
+                TensorDict(
+                    tokens=Tokens(**{field: torch.tensor(tokenizer.encode(text))})
+                )
                 for text in TEXTS
             ]
         )
@@ -403,7 +405,9 @@ def test_turn_end_stays_out_of_the_history(engine, tokenizer):
 
 def test_overrides_of_one_call(engine, tokenizer):
     wrapper = SGLangWrapper(
-        engine, input_mode="tokens", generate_kwargs={"max_new_tokens": 3, "ignore_eos": True}
+        engine,
+        input_mode="tokens",
+        generate_kwargs={"max_new_tokens": 3, "ignore_eos": True},
     )
     out = wrapper(make_input("tokens", True, tokenizer), max_new_tokens=5)
     assert [len(row) for row in rows(out, "tokens", "response")] == [5, 5, 5]
@@ -427,7 +431,9 @@ def test_new_version_keeps_what_it_is_not_told_to_change(engine, tokenizer):
     assert wrapper.get_new_version(pad_output=False).pad_output is False
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))]
+)
 def test_copies_work(engine, tokenizer, clone):
     wrapper = SGLangWrapper(engine, input_mode="tokens", generate_kwargs=GREEDY)
 
@@ -466,7 +472,9 @@ def test_log_prob(engine, tokenizer, score):
     wrapper = SGLangWrapper(engine, input_mode="tokens", generate=False)
     td = make_input("tokens", False, tokenizer)
     found = wrapper.log_prob(td, as_list=True)
-    for ids, log_probs in zip(expected_ids("tokens", False, tokenizer), found, strict=True):
+    for ids, log_probs in zip(
+        expected_ids("tokens", False, tokenizer), found, strict=True
+    ):
         torch.testing.assert_close(log_probs, score(ids), atol=TOLERANCE, rtol=0)
     assert "log_probs" not in td.keys()
     with pytest.raises(NotImplementedError, match="does not return logits"):
@@ -479,8 +487,16 @@ def test_log_prob(engine, tokenizer, score):
         ({"input_mode": "speech"}, ValueError, ["input_mode must be one of"]),
         ({"pad_model_input": True}, ValueError, ["pad_model_input"]),
         ({"pad_output": 1}, ValueError, ["boolean"]),
-        ({"generate": False, "return_log_probs": False}, ValueError, ["return_log_probs"]),
-        ({"generate_kwargs": {"temprature": 1}}, ValueError, ["temprature", "temperature"]),
+        (
+            {"generate": False, "return_log_probs": False},
+            ValueError,
+            ["return_log_probs"],
+        ),
+        (
+            {"generate_kwargs": {"temprature": 1}},
+            ValueError,
+            ["temprature", "temperature"],
+        ),
         ({"generate_kwargs": {"temperature": -1}}, ValueError, ["non-negative"]),
         ({"num_samples": 2, "generate_kwargs": {"n": 3}}, ValueError, ["differs"]),
         ({"model": 3}, ValueError, ["model must be"]),
@@ -497,19 +513,23 @@ def test_wrong_inputs(engine, tokenizer):
     wrapper = SGLangWrapper(engine, input_mode="tokens", generate_kwargs=GREEDY)
     good = make_input("tokens", True, tokenizer)
     with pytest.raises(
-        ValueError, match="Expected .* key for tokens input mode, but found keys"
+        ValueError, match=r"Expected .* key for tokens input mode, but found keys"
     ):
         wrapper(TensorDict(text=Text(prompt=["a"], batch_size=1), batch_size=1))
     with pytest.raises(TypeError, match="Expected History object"):
         SGLangWrapper(engine, input_key="x")(TensorDict(x=torch.zeros(1), batch_size=1))
     with pytest.raises(ConfigurationError, match="outside the vocabulary"):
         wrapper(
-            TensorDict(tokens=Tokens(prompt=torch.tensor([[5, 99999]]), batch_size=1), batch_size=1)
+            TensorDict(
+                tokens=Tokens(prompt=torch.tensor([[5, 99999]]), batch_size=1),
+                batch_size=1,
+            )
         )
     with pytest.raises(ConfigurationError, match="no room"):
         wrapper(
             TensorDict(
-                tokens=Tokens(prompt=torch.full((1, 5000), 5), batch_size=1), batch_size=1
+                tokens=Tokens(prompt=torch.full((1, 5000), 5), batch_size=1),
+                batch_size=1,
             )
         )
     with pytest.raises(ConfigurationError, match="is empty"):

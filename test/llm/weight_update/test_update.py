@@ -238,9 +238,7 @@ def test_half_an_update_stops_generation_until_it_is_healed(
         calls.append(bucket)
         if len(calls) == 3:
             # The server leaves the group, as one does whose process ends.
-            run_sync(
-                engine.control.destroy_weights_update_group(transport._group_name)
-            )
+            run_sync(engine.control.destroy_weights_update_group(transport._group_name))
         send(bucket, tensors, weight_version=weight_version)
 
     transport.send = cut_off
@@ -259,9 +257,11 @@ def test_half_an_update_stops_generation_until_it_is_healed(
 
 
 def test_second_updater_is_refused(sender, restored_engine, new_model):
-    with restored_engine.weight_update():
-        with pytest.raises(WeightSyncStateError, match="under way"):
-            sender.update_weights(new_model)
+    with (
+        restored_engine.weight_update(),
+        pytest.raises(WeightSyncStateError, match="under way"),
+    ):
+        sender.update_weights(new_model)
     sender.update_weights(new_model)
 
 

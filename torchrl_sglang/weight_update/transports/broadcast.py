@@ -144,7 +144,7 @@ class BroadcastTransport:
                 )
             request.result()
             self._group = joining.result()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - _fail raises it again.
             joining.add_done_callback(_drop_result)
             self._fail(error, "The servers could not be met", untouched=True)
 
@@ -156,7 +156,9 @@ class BroadcastTransport:
         request = submit(
             self._engine.control.update_weights_from_distributed(
                 names=[spec.name for spec in bucket.specs],
-                dtypes=[str(spec.dtype).removeprefix("torch.") for spec in bucket.specs],
+                dtypes=[
+                    str(spec.dtype).removeprefix("torch.") for spec in bucket.specs
+                ],
                 shapes=[spec.shape for spec in bucket.specs],
                 group_name=self._group_name,
                 weight_version=weight_version,
@@ -171,7 +173,7 @@ class BroadcastTransport:
                     work.wait()  # Raises where the broadcast has failed.
             request.result()
             work.wait(datetime.timedelta(seconds=self._send_timeout))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - _fail raises it again.
             # Nobody has received anything as long as the broadcast has not begun.
             refused = request.done() and not work.is_completed()
             request.cancel()
@@ -234,7 +236,7 @@ def _in_thread(function: Any, *arguments: Any) -> concurrent.futures.Future[Any]
     def run() -> None:
         try:
             future.set_result(function(*arguments))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - It goes to who waits.
             future.set_exception(error)
 
     threading.Thread(target=run, name="torchrl_sglang-group", daemon=True).start()
@@ -259,7 +261,7 @@ def _join_group(
         [],
         dist.Backend(backend),
         dist.PrefixStore(group_name, store),
-        group_name=group_name,
+        group_name=group_name,  # type: ignore[arg-type]
         timeout=timeout,
     )
     distributed_c10d._world.pg_group_ranks[group] = {
@@ -271,7 +273,7 @@ def _join_group(
 def _destroy_group(group: Any) -> None:
     try:
         dist.destroy_process_group(group)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - Backends raise what they like.
         torchrl_logger.debug(f"A process group did not end cleanly: {error}")
 
 

@@ -1,0 +1,46 @@
+"""What the tests of the engine share: a server that misbehaves, and capabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.testing.fake_server import FakeServer
+from torchrl_sglang.types import ServerCapabilities
+
+
+@pytest.fixture
+def fake(tiny_model_path: str) -> Iterator[FakeServer]:
+    """A server for error paths that a healthy engine cannot produce."""
+    with FakeServer(tiny_model_path) as server:
+        yield server
+
+
+@pytest.fixture
+def fake_engine(fake: FakeServer) -> Iterator[AsyncSGLang]:
+    with AsyncSGLang.connect(fake.url) as engine:
+        yield engine
+
+
+@pytest.fixture
+def capabilities() -> ServerCapabilities:
+    """Those of a small server, for pure functions."""
+    return ServerCapabilities(
+        version="0.5.23",
+        model_path="/models/small",
+        tokenizer_path="/models/small",
+        vocab_size=300,
+        max_context=64,
+        max_prompt=57,
+        dtype=None,
+        tp_size=1,
+        pp_size=1,
+        dp_size=1,
+        needs_update_session=True,
+        load_route="/v1/loads",
+        has_tokenizer=True,
+        has_grammar=False,
+        weight_version="default",
+    )
