@@ -25,8 +25,8 @@ class RLSGLangEngine(abc.ABC):
     library through.
 
     Examples:
-        >>> isinstance(engine, RLSGLangEngine), engine.num_replicas, engine.get_tp_size()
-        (True, 1, 1)
+        >>> isinstance(engine, RLSGLangEngine), engine.num_replicas
+        (True, 1)
     """
 
     @property
