@@ -297,31 +297,41 @@ class AsyncSGLang(RLSGLangEngine):
     ) -> list[Completion]:
         self._check_usable()
         batch = self._to_batch(prompts, input_ids)
-        params = self._to_params(sampling_params, len(batch))
-        for index, prompt in enumerate(batch):
-            check_prompt(prompt, self._capabilities, f"Prompt {index} of the batch")
-        requests = [
-            GenerateRequest(
+        outcomes: list[Completion | SGLangError | None] = [None] * len(batch)
+        requests: dict[int, GenerateRequest] = {}
+        checked: dict[int, dict[str, Any]] = {}
+        for index, (prompt, own) in enumerate(
+            zip(batch, self._to_params(sampling_params, len(batch)), strict=True)
+        ):
+            try:
+                check_prompt(prompt, self._capabilities, f"Prompt {index} of the batch")
+                # Most items of a batch share one mapping, which is checked once.
+                if id(own) not in checked:
+                    checked[id(own)] = check_sampling_params(own, self._capabilities)
+            except SGLangError as error:
+                if not return_exceptions:
+                    raise
+                outcomes[index] = error
+                continue
+            requests[index] = GenerateRequest(
                 input_ids=prompt,
-                sampling_params=own,
+                sampling_params=checked[id(own)],
                 return_log_probs=return_logprobs,
                 return_prompt_log_probs=return_prompt_logprobs,
             )
-            for prompt, own in zip(batch, params, strict=True)
-        ]
         try:
-            outcomes = await self._data.generate(
-                requests,
+            answers = await self._data.generate(
+                list(requests.values()),
                 cache_key=self._weight_version,
                 timeout=GENERATE_TIMEOUT_SECONDS if timeout is None else timeout,
             )
         except ServerUnavailableError as error:
             raise await self._explain(error) from error
-        if not return_exceptions:
-            for index, outcome in enumerate(outcomes):
-                if isinstance(outcome, SGLangError):
-                    outcome.add_note(f"It is item {index} of {len(outcomes)}.")
-                    raise outcome
+        for index, answer in zip(requests, answers, strict=True):
+            if isinstance(answer, SGLangError) and not return_exceptions:
+                answer.add_note(f"It is item {index} of {len(batch)}.")
+                raise answer
+            outcomes[index] = answer
         return outcomes  # type: ignore[return-value]  # errors only where asked for
 
     def _to_batch(
@@ -340,32 +350,46 @@ class AsyncSGLang(RLSGLangEngine):
                         f"prompts are strings, and token ids go to input_ids."
                     )
             return list(self.get_tokenizer()(texts)["input_ids"]) if texts else []
-        assert input_ids is not None
-        ids: list[Any] = list(input_ids)
+        ids: Any = _plain(input_ids)
+        if not isinstance(ids, (list, tuple)):
+            raise ConfigurationError(
+                f"input_ids is a {type(input_ids).__name__}; give the token ids of one "
+                f"prompt as a list of integers, or a list of such lists."
+            )
         if ids and isinstance(ids[0], int):
             return [ids]
-        return ids
+        return [_plain(prompt) for prompt in ids]
 
     def _to_params(
         self,
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
         size: int,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Mapping[str, Any]]:
         if sampling_params is None or isinstance(sampling_params, Mapping):
-            shared = check_sampling_params(sampling_params or {}, self._capabilities)
-            return [shared] * size
-        if len(sampling_params) != size:
+            return [sampling_params or {}] * size
+        given = isinstance(sampling_params, (list, tuple))
+        every: list[Any] = list(sampling_params) if given else [sampling_params]
+        for own in every:
+            if not isinstance(own, Mapping):
+                raise ConfigurationError(
+                    f"sampling_params holds {own!r}, a {type(own).__name__}; give one "
+                    f"mapping of names to values, or a list of them."
+                )
+        if len(every) != size:
             raise ConfigurationError(
-                f"{len(sampling_params)} sampling_params were given for {size} "
+                f"{len(every)} sampling_params were given for {size} "
                 f"prompts; give one mapping, or one for each prompt."
             )
-        return [check_sampling_params(own, self._capabilities) for own in sampling_params]
+        return every
 
-    def _check_usable(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ServerUnavailableError(
                 f"The engine at {self._url} was shut down; make a new one."
             )
+
+    def _check_usable(self) -> None:
+        self._check_open()
         if self._doubt is not None:
             raise WeightSyncStateError(
                 f"The weights on {self._url} are in doubt: {self._doubt} Generation "
@@ -441,6 +465,7 @@ class AsyncSGLang(RLSGLangEngine):
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; returns False if the server is too busy for it."""
+        self._check_open()
         return run_sync(self._control.flush_cache())
 
     def health(self) -> bool:
@@ -452,9 +477,11 @@ class AsyncSGLang(RLSGLangEngine):
         if self._closed:
             return
         self._closed = True
-        run_sync(self._http.close())
-        if self._server is not None:
-            self._server.stop()
+        try:
+            run_sync(self._http.close())
+        finally:
+            if self._server is not None:
+                self._server.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -487,6 +514,11 @@ class AsyncSGLang(RLSGLangEngine):
             f"weight_version={self._weight_version!r}, owned={self._server is not None}, "
             f"status={status!r})"
         )
+
+
+def _plain(ids: Any) -> Any:
+    """Returns the list that a tensor or an array of token ids holds."""
+    return ids.tolist() if hasattr(ids, "tolist") else ids
 
 
 class _Outcome(WeightUpdate):

@@ -88,7 +88,11 @@ _CONTAINERS = {
 
 
 def generated(
-    prompt: Sequence[int], completion: Completion, *, return_log_probs: bool
+    prompt: Sequence[int],
+    completion: Completion,
+    *,
+    return_log_probs: bool,
+    return_prompt_log_probs: bool,
 ) -> Sample:
     """Returns the rows of one generated sample: tokens, masks and log-probs."""
     length, new = len(prompt), len(completion.token_ids)
@@ -105,7 +109,8 @@ def generated(
     }
     if return_log_probs:
         response = completion.log_probs or []
-        scored_prompt = completion.prompt_log_probs
+        # A batch with others' prompts may have been asked for more than this one.
+        scored_prompt = completion.prompt_log_probs if return_prompt_log_probs else None
         # NaN marks what was not asked for; 0.0 would mean that it was certain.
         before = [math.nan] * length if scored_prompt is None else scored_prompt
         rows = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -26,6 +27,7 @@ from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
+from torchrl_sglang.policies.batching import Batcher
 from torchrl_sglang.policies.inputs import (
     Prompts,
     read_history,
@@ -39,6 +41,18 @@ __all__ = ["SGLangWrapper"]
 
 InputMode = Literal["history", "text", "tokens"]
 Inplace = Literal[True, False, "empty"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What the engine is asked for one sample."""
+
+    token_ids: Sequence[int]
+    """Tokens of the prompt, or of the sequence to score."""
+    sampling_params: Mapping[str, Any]
+    """How to continue it, under SGLang's names."""
+    score: bool
+    """Whether the prompt's own log-probabilities are asked for."""
 
 
 class SGLangWrapper(LLMWrapperBase):
@@ -96,6 +110,12 @@ class SGLangWrapper(LLMWrapperBase):
             scoring.
         history_key, text_key, tokens_key, masks_key, log_probs_key (NestedKey): where
             to write each container.
+        batching (bool, optional): gather calls of several threads into one batch.
+            Also switched on by either size. SGLang runs concurrent calls together
+            anyway; batching saves requests.
+        min_batch_size (int, optional): prompts to wait for. Defaults to 1.
+        max_batch_size (int, optional): most prompts of a batch.
+        batching_timeout (float): longest wait of a call, in seconds. Defaults to 10.
         prefer_tokens (bool): in history mode, use the tokens that are already there
             under ``(tokens_key, "prompt")`` instead of templating the conversation.
 
@@ -171,19 +191,7 @@ class SGLangWrapper(LLMWrapperBase):
             raise ConfigurationError(
                 "return_log_probs must be True when generate=False."
             )
-        if batching or min_batch_size is not None or max_batch_size is not None:
-            raise ConfigurationError(
-                "SGLangWrapper does not batch calls of several threads yet; leave "
-                "batching, min_batch_size and max_batch_size out. SGLang itself runs "
-                "concurrent calls in one batch."
-            )
-        self._min_batch_size = None
-        self._max_batch_size = None
-        self._batching_timeout = batching_timeout
-        self._batching_lock = None
-        self._batch_queue: list[Any] = []
-        self._futures: list[Any] = []
-
+        self._set_batching(batching, min_batch_size, max_batch_size, batching_timeout)
         self.model = _to_engine(model)
         self.input_mode = input_mode
         self.attention_mask_key = attention_mask_key
@@ -250,6 +258,35 @@ class SGLangWrapper(LLMWrapperBase):
             inplace = False
         self.num_samples = num_samples
         self.inplace = True if inplace is None else inplace
+
+    def _set_batching(
+        self,
+        batching: bool | None,
+        min_batch_size: int | None,
+        max_batch_size: int | None,
+        batching_timeout: float,
+    ) -> None:
+        sizes = (min_batch_size, max_batch_size)
+        if batching is False and sizes != (None, None):
+            raise ConfigurationError(
+                "min_batch_size and max_batch_size must be None if batching is False."
+            )
+        if batching and min_batch_size is None:
+            min_batch_size = 1
+        self._min_batch_size = min_batch_size
+        self._max_batch_size = max_batch_size
+        self._batching_timeout = batching_timeout
+        self._batcher = self._make_batcher()
+
+    def _make_batcher(self) -> Batcher[Prompt, Completion] | None:
+        if not self.batching:
+            return None
+        return Batcher(
+            self._ask_engine,
+            min_size=self._min_batch_size or 1,
+            max_size=self._max_batch_size,
+            timeout=self._batching_timeout,
+        )
 
     def _set_tokenizer_kwargs(self, tokenizer_kwargs: Mapping[str, Any] | None) -> None:
         self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
@@ -403,27 +440,46 @@ class SGLangWrapper(LLMWrapperBase):
         if not self.generate:
             return self._score(prompts)
         repeats = self.num_samples or 1
-        completions = self.model.generate(
-            input_ids=[ids for ids in prompts.token_ids for _ in range(repeats)],
-            sampling_params=[
-                params.for_sample(sample)
-                for _ in prompts.token_ids
+        completions = self._complete(
+            [
+                Prompt(
+                    token_ids=ids,
+                    sampling_params=params.for_sample(sample),
+                    score=self.return_log_probs and params.prompt_logprobs,
+                )
+                for ids in prompts.token_ids
                 for sample in range(repeats)
-            ],
-            return_logprobs=self.return_log_probs,
-            return_prompt_logprobs=self.return_log_probs and params.prompt_logprobs,
+            ]
         )
         samples = [
             outputs.generated(
                 prompts.token_ids[index // repeats],
                 completion,
                 return_log_probs=self.return_log_probs,
+                return_prompt_log_probs=params.prompt_logprobs,
             )
             for index, completion in enumerate(completions)
         ]
         if self.return_text:
             self._write_text(samples, completions, prompts, repeats)
         return samples
+
+    def _complete(self, prompts: Sequence[Prompt]) -> Sequence[Completion]:
+        """Returns a completion for each prompt, batched with other threads' or not."""
+        if self._batcher is not None:
+            return self._batcher.submit(prompts)
+        return self._ask_engine(prompts, return_exceptions=False)
+
+    def _ask_engine(
+        self, prompts: Sequence[Prompt], return_exceptions: bool = True
+    ) -> list[Completion]:
+        return self.model.generate(
+            input_ids=[prompt.token_ids for prompt in prompts],
+            sampling_params=[prompt.sampling_params for prompt in prompts],
+            return_logprobs=self.generate and self.return_log_probs,
+            return_prompt_logprobs=any(prompt.score for prompt in prompts),
+            return_exceptions=return_exceptions,
+        )
 
     def _write_text(
         self,
@@ -456,10 +512,12 @@ class SGLangWrapper(LLMWrapperBase):
         return texts
 
     def _score(self, prompts: Prompts) -> list[outputs.Sample]:
-        completions = self.model.generate(
-            input_ids=prompts.token_ids,
-            sampling_params={"max_new_tokens": 0},
-            return_prompt_logprobs=True,
+        params = {"max_new_tokens": 0}
+        completions = self._complete(
+            [
+                Prompt(token_ids=ids, sampling_params=params, score=True)
+                for ids in prompts.token_ids
+            ]
         )
         masks = prompts.assistant_masks
         samples = []
@@ -522,11 +580,39 @@ class SGLangWrapper(LLMWrapperBase):
     _get_rlhf_dist = get_dist
     _get_generic_dist = get_dist
 
+    def cleanup_batching(self, *, flush: bool = False) -> None:
+        """Fails the calls that wait to be batched; those with the engine come back.
+
+        Args:
+            flush: ignored; a waiting call can run its own batch and needs no help.
+        """
+        batcher = getattr(self, "_batcher", None)
+        if batcher is not None:
+            batcher.cancel()
+
+    def get_batching_state(self) -> dict[str, Any]:
+        """Returns the batching settings and the number of waiting prompts."""
+        if self._batcher is None:
+            return {"batching_enabled": False}
+        return {
+            "batching_enabled": True,
+            "min_batch_size": self._min_batch_size,
+            "max_batch_size": self._max_batch_size,
+            "queue_size": len(self._batcher),
+            "timeout": self._batching_timeout,
+        }
+
     def __getstate__(self) -> dict[str, Any]:
-        # The collector is reached through a weak reference, which stays here.
+        # The collector is reached through a weak reference, which stays here, as do
+        # the locks of batching.
         state = dict(self.__dict__)
         state.pop("_collector", None)
+        state["_batcher"] = None
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._batcher = self._make_batcher()
 
 
 def _no_logits() -> NoReturn:

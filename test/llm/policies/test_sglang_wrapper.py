@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -538,3 +539,45 @@ def test_wrong_inputs(engine, tokenizer):
         )
     out = wrapper(good)
     assert not math.isnan(rows(out, "log_probs", "response")[0][0].item())
+
+
+def test_threads_share_batches(engine, tokenizer, score):
+    """Callers that arrive together; a bad prompt fails its own caller only."""
+    wrapper = SGLangWrapper(
+        engine,
+        input_mode="tokens",
+        generate_kwargs=GREEDY,
+        min_batch_size=4,
+        batching_timeout=60.0,
+    )
+    assert wrapper.batching
+    twin = pickle.loads(pickle.dumps(wrapper))
+    assert twin.get_batching_state()["min_batch_size"] == 4
+    assert wrapper.get_new_version(pad_output=True).get_batching_state()[
+        "batching_enabled"
+    ]
+    inputs = [
+        TensorDict(tokens=Tokens(prompt=torch.tensor(ids)))
+        for ids in ([5, 6], [7], [8, 9, 10], [5, 99999])
+    ]
+
+    def call(td):
+        try:
+            return wrapper(td)
+        except ConfigurationError as error:
+            return error
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        *good, bad = pool.map(call, inputs)
+    assert isinstance(bad, ConfigurationError)
+    assert "99999" in str(bad)
+    for out in good:
+        full = out["tokens", "full"]
+        length = len(out["tokens", "prompt"])
+        torch.testing.assert_close(
+            out["log_probs", "response"],
+            score(full.tolist())[length:],
+            atol=TOLERANCE,
+            rtol=0,
+        )
+    assert wrapper.get_batching_state()["queue_size"] == 0
