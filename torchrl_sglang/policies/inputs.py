@@ -57,6 +57,7 @@ def read_history(
     tokenizer: Any,
     template_kwargs: Mapping[str, Any],
     tokens: list[list[int]] | None,
+    padding_value: int | None,
     generate: bool,
 ) -> Prompts:
     """Reads conversations and templates them.
@@ -66,7 +67,9 @@ def read_history(
         key: where the :class:`~torchrl.data.llm.History` is.
         tokenizer: its chat template is used unless ``template_kwargs`` names another.
         template_kwargs: for :meth:`~torchrl.data.llm.History.apply_chat_template`.
-        tokens: token ids to use as they are, instead of templating.
+        tokens: token ids that are known already: of the conversation's beginning when
+            generating (see :func:`continue_tokens`), of all of it when scoring.
+        padding_value: the padding token.
         generate: whether the conversation shall be continued, or is complete.
 
     Raises:
@@ -82,9 +85,6 @@ def read_history(
             "tokenizer=..."
         )
     histories = list(history.unbind(0))
-    if tokens is not None:
-        texts = tokenizer.batch_decode(tokens, skip_special_tokens=False)
-        return Prompts(token_ids=tokens, texts=texts, histories=histories)
     if generate:
         texts = [
             one.apply_chat_template(
@@ -92,9 +92,11 @@ def read_history(
             )
             for one in histories
         ]
-        # The template has written the special tokens; the tokenizer adds no more.
-        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ids = continue_tokens(texts, tokens, tokenizer, padding_value)
         return Prompts(token_ids=ids, texts=texts, histories=histories)
+    if tokens is not None:
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=False)
+        return Prompts(token_ids=tokens, texts=texts, histories=histories)
     texts, token_ids, masks = [], [], []
     for one in histories:
         templated = one.apply_chat_template(
@@ -115,6 +117,49 @@ def read_history(
     return Prompts(
         token_ids=token_ids, texts=texts, histories=histories, assistant_masks=masks
     )
+
+
+def continue_tokens(
+    texts: Sequence[str],
+    known: Sequence[list[int]] | None,
+    tokenizer: Any,
+    padding_value: int | None = None,
+) -> list[list[int]]:
+    """Returns the tokens of templated conversations, keeping those that are known.
+
+    A model that generated ``["1", "2"]`` must not see ``["12"]`` in the next turn, so
+    what was generated is never tokenized again: known tokens stay, and only the text
+    behind them (the end of the turn, new messages, the generation prompt) is. Known
+    tokens that are not the beginning of the conversation, because it was edited, are
+    not used.
+
+    Args:
+        texts: conversations, with the special tokens that the template wrote.
+        known: token ids of the beginning of each one, or nothing.
+        tokenizer: adds no special tokens here.
+        padding_value: token that ``known`` may end with without meaning it.
+    """
+    beginnings: list[list[int]] = [[] for _ in texts]
+    rest = list(texts)
+    for index, ids in enumerate(known or ()):
+        for candidate in (ids, without_trailing(ids, padding_value)):
+            begin = tokenizer.decode(
+                candidate, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            if texts[index].startswith(begin):
+                beginnings[index] = candidate
+                rest[index] = texts[index][len(begin) :]
+                break
+    ends = tokenizer(rest, add_special_tokens=False)["input_ids"]
+    return [[*begin, *end] for begin, end in zip(beginnings, ends, strict=True)]
+
+
+def without_trailing(token_ids: list[int], padding_value: int | None) -> list[int]:
+    """Returns ``token_ids`` without the padding tokens that they end with."""
+    end = len(token_ids)
+    while end and token_ids[end - 1] == padding_value:
+        end -= 1
+    return token_ids[:end]
 
 
 def read_text(

@@ -116,8 +116,11 @@ class SGLangWrapper(LLMWrapperBase):
         min_batch_size (int, optional): prompts to wait for. Defaults to 1.
         max_batch_size (int, optional): most prompts of a batch.
         batching_timeout (float): longest wait of a call, in seconds. Defaults to 10.
-        prefer_tokens (bool): in history mode, use the tokens that are already there
-            under ``(tokens_key, "prompt")`` instead of templating the conversation.
+        prefer_tokens (bool): in history mode, keep the tokens that are already there
+            under ``tokens_key`` (``"full"`` of the last turn, or ``"prompt"``), and
+            tokenize only what the conversation has behind them: what the model
+            generated is what it sees again. Tokens that are not the conversation's
+            beginning are not used. Defaults to False.
 
     Raises:
         ConfigurationError: (a ValueError) if an argument cannot be honoured.
@@ -409,6 +412,7 @@ class SGLangWrapper(LLMWrapperBase):
                 tokenizer=self.tokenizer,
                 template_kwargs={k: v for k, v in template.items() if v is not None},
                 tokens=self._existing_tokens(td),
+                padding_value=self.padding_value,
                 generate=self.generate,
             )
         if self.input_mode == "text":
@@ -431,10 +435,16 @@ class SGLangWrapper(LLMWrapperBase):
         )
 
     def _existing_tokens(self, td: TensorDictBase) -> list[list[int]] | None:
-        if not self.prefer_tokens:
-            return None
-        key = _join(self.tokens_key, "prompt" if self.generate else "full")
-        return self._read_tokens(td, key).token_ids if key in td else None
+        """Returns the tokens that are there already, if they are wanted.
+
+        In a conversation of several turns ``full`` is what the last turn wrote.
+        """
+        if self.prefer_tokens:
+            for field in ("full", "prompt") if self.generate else ("full",):
+                key = _join(self.tokens_key, field)
+                if key in td:
+                    return self._read_tokens(td, key).token_ids
+        return None
 
     def _run(self, prompts: Prompts, params: SamplingParams) -> list[outputs.Sample]:
         if not self.generate:
