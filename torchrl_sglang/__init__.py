@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.backends.base import RLSGLangEngine
     from torchrl_sglang.backends.server import make_sglang_server
+    from torchrl_sglang.policies.info import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
     from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AsyncSGLang": "backends.async_sglang",
+    "GenerationInfo": "policies.info",
     "RLSGLangEngine": "backends.base",
     "SGLangWeightReceiver": "weight_update.receiver",
     "SGLangWeightSender": "weight_update.sender",
@@ -34,6 +36,7 @@ _HOME = {
 
 __all__ = [
     "AsyncSGLang",
+    "GenerationInfo",
     "RLSGLangEngine",
     "SGLangWeightReceiver",
     "SGLangWeightSender",

@@ -36,6 +36,7 @@ from tensordict import (
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
+from torchrl_sglang.policies.info import GenerationInfo
 from torchrl_sglang.policies.padding import pad
 from torchrl_sglang.types import Completion
 
@@ -84,6 +85,7 @@ _CONTAINERS = {
     "masks": Masks,
     "log_probs": LogProbs,
     "history": ChatHistory,
+    "generation_info": GenerationInfo,
 }
 
 
@@ -122,6 +124,22 @@ def generated(
             rows["prompt"] = rows["full"][:length].clone()
         sample["log_probs"] = rows
     return sample
+
+
+def info_rows(completion: Completion) -> Rows:
+    """Returns how one generated sample came about."""
+    versions = [-1] * len(completion.token_ids)
+    for span in completion.versions:
+        if span.version.isdigit():
+            versions[span.start : span.end] = [int(span.version)] * (
+                span.end - span.start
+            )
+    return {
+        "finish_reason": NonTensorData(completion.finish_reason),
+        "truncated": torch.tensor(completion.finish_reason == "length"),
+        "cached_tokens": torch.tensor(completion.cached_tokens),
+        "weight_version": int_row(versions),
+    }
 
 
 def scored(
@@ -218,8 +236,11 @@ def assemble(
     return containers
 
 
-_FILL: dict[str, float] = {"masks": False, "log_probs": 0.0}
+_FILL: dict[str, float] = {"masks": False, "log_probs": 0.0, "generation_info": -1}
 """Container -> what its padding holds; tokens are padded with the padding token."""
+
+_OF_THE_RESPONSE = ("response", "weight_version")
+"""Fields with a value for each token of the response, and none for the prompt's."""
 
 
 def _pad_samples(samples: Sequence[Sample], padding_value: int) -> None:
@@ -231,7 +252,13 @@ def _pad_samples(samples: Sequence[Sample], padding_value: int) -> None:
         for sample in samples
     ]
     for name in samples[0]:
-        for field in samples[0][name] if name in fill else ():
+        for field, first in list(samples[0][name].items()):
+            if (
+                name not in fill
+                or not isinstance(first, torch.Tensor)
+                or not first.ndim
+            ):
+                continue
             rows = [sample[name][field] for sample in samples]
             padded = _pad_around(rows, _split_of(field, splits), fill[name])
             for sample, row in zip(samples, padded.unbind(0), strict=True):
@@ -240,7 +267,7 @@ def _pad_samples(samples: Sequence[Sample], padding_value: int) -> None:
 
 def _split_of(field: str, splits: Sequence[int]) -> Sequence[int]:
     """Returns where the prompt ends in a row of this field."""
-    return [0] * len(splits) if field == "response" else splits
+    return [0] * len(splits) if field in _OF_THE_RESPONSE else splits
 
 
 def _pad_around(

@@ -121,6 +121,10 @@ class SGLangWrapper(LLMWrapperBase):
             tokenize only what the conversation has behind them: what the model
             generated is what it sees again. Tokens that are not the conversation's
             beginning are not used. Defaults to False.
+        return_generation_info (bool): also write why each response ended, how much of
+            its prompt was cached, and the weight version of each of its tokens, as a
+            :class:`~torchrl_sglang.GenerationInfo`. Defaults to False.
+        generation_info_key (NestedKey): where to write it.
 
     Raises:
         ConfigurationError: (a ValueError) if an argument cannot be honoured.
@@ -171,6 +175,8 @@ class SGLangWrapper(LLMWrapperBase):
         max_batch_size: int | None = None,
         batching_timeout: float = 10.0,
         prefer_tokens: bool = False,
+        return_generation_info: bool = False,
+        generation_info_key: NestedKey = "generation_info",
     ) -> None:
         # What get_new_version starts from; locals() holds the arguments and no more.
         arguments = dict(locals())
@@ -194,6 +200,11 @@ class SGLangWrapper(LLMWrapperBase):
             raise ConfigurationError(
                 "return_log_probs must be True when generate=False."
             )
+        if return_generation_info and not generate:
+            raise ConfigurationError(
+                "return_generation_info=True tells how responses came about, and "
+                "generate=False makes none."
+            )
         self._set_batching(batching, min_batch_size, max_batch_size, batching_timeout)
         self.model = _to_engine(model)
         self.input_mode = input_mode
@@ -212,6 +223,8 @@ class SGLangWrapper(LLMWrapperBase):
         self.tokens_key = tokens_key
         self.masks_key = masks_key
         self.log_probs_key = log_probs_key
+        self.generation_info_key = generation_info_key
+        self.return_generation_info = return_generation_info
         self.return_history = input_mode == "history"
         self.return_text = input_mode in ("history", "text")
         self.return_tokens = True
@@ -235,6 +248,8 @@ class SGLangWrapper(LLMWrapperBase):
             keys["log_probs"] = self.log_probs_key
         if self.return_history:
             keys["history"] = self.history_key
+        if self.return_generation_info:
+            keys["generation_info"] = self.generation_info_key
         return keys
 
     def _set_sampling(
@@ -329,14 +344,16 @@ class SGLangWrapper(LLMWrapperBase):
 
         Everything that is not given stays as it is, with two exceptions: a key that
         was given for one ``input_mode`` and ``generate`` is not carried over to
-        others, and scoring always returns log-probabilities.
+        others, and scoring returns log-probabilities and no generation info.
         """
         arguments = {**self._arguments, **kwargs}
         moved = {"input_mode", "generate"} & set(kwargs)
         if moved and "input_key" not in kwargs:
             arguments["input_key"] = None
-        if not arguments["generate"] and "return_log_probs" not in kwargs:
-            arguments["return_log_probs"] = None
+        if not arguments["generate"]:
+            for name in ("return_log_probs", "return_generation_info"):
+                if name not in kwargs:
+                    arguments[name] = None
         return type(self)(**arguments)
 
     @set_list_to_stack(True)
@@ -470,6 +487,9 @@ class SGLangWrapper(LLMWrapperBase):
             )
             for index, completion in enumerate(completions)
         ]
+        if self.return_generation_info:
+            for sample, completion in zip(samples, completions, strict=True):
+                sample["generation_info"] = outputs.info_rows(completion)
         if self.return_text:
             self._write_text(samples, completions, prompts, repeats)
         return samples

@@ -13,8 +13,9 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 
-from torchrl_sglang import SGLangWrapper
+from torchrl_sglang import SGLangWeightSyncScheme, SGLangWrapper
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 TOLERANCE = 1e-4
 TEXTS = ["hi", "what is 2+2?", "x"]
@@ -581,3 +582,42 @@ def test_threads_share_batches(engine, tokenizer, score):
             rtol=0,
         )
     assert wrapper.get_batching_state()["queue_size"] == 0
+
+
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+def test_generation_info(restored_engine, tokenizer, pad_output):
+    """Why it ended, what was cached, and whose weights wrote each token."""
+    engine = restored_engine
+    end = tokenizer.eos_token_id
+    wrapper = SGLangWrapper(
+        engine,
+        input_mode="tokens",
+        pad_output=pad_output,
+        return_generation_info=True,
+        generate_kwargs={"max_new_tokens": 4, "ignore_eos": True},
+    )
+    assert wrapper.out_keys[-1] == "generation_info"
+    sender = SGLangWeightSyncScheme(engine).create_sender()
+    model = make_tiny_model(tokenizer, seed=21)
+    version = int(sender.update_weights(model).version)
+    out = wrapper(make_input("tokens", True, tokenizer))
+    info = out["generation_info"]
+    assert info.finish_reason == ["length"] * len(TEXTS)
+    assert info.truncated.tolist() == [True] * len(TEXTS)
+    assert info.cached_tokens.tolist() == [0] * len(TEXTS)
+    for versions in rows(out, "generation_info", "weight_version"):
+        assert versions.tolist() == [version] * 4
+    again = wrapper(make_input("tokens", True, tokenizer))
+    assert int(again["generation_info"].cached_tokens.max()) > 0
+    assert int(sender.update_weights(model).version) == version + 1
+    ended = wrapper(
+        make_input("tokens", True, tokenizer),
+        ignore_eos=False,
+        logit_bias={end: 100.0},
+    )["generation_info"]
+    assert ended.finish_reason == ["stop"] * len(TEXTS)
+    assert ended.truncated.tolist() == [False] * len(TEXTS)
+    assert not wrapper.get_new_version(generate=False).return_generation_info
+    with pytest.raises(ConfigurationError, match="makes none"):
+        SGLangWrapper(engine, generate=False, return_generation_info=True)
+    sender.shutdown()

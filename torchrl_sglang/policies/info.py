@@ -1,0 +1,45 @@
+"""What the engine knows about a response beyond its tokens and log-probs."""
+
+from __future__ import annotations
+
+import torch
+from tensordict.tensorclass import TensorClass
+
+__all__ = ["GenerationInfo"]
+
+
+class GenerationInfo(TensorClass["nocast"]):
+    """How each response came about; ask for it with ``return_generation_info=True``.
+
+    Shapes are those of one sample; the batch's dimensions come before them, as in
+    :class:`~torchrl.modules.llm.policies.Tokens`. ``Lr`` is the length of the response.
+
+    Args:
+        finish_reason (str): ``"stop"`` (a stop token or stop string) or ``"length"``.
+        truncated (torch.Tensor): bool ``()``: whether it ended for its length alone.
+        cached_tokens (torch.Tensor): int64 ``()``: prompt tokens whose attention state
+            came from the prefix cache.
+        weight_version (torch.Tensor): int64 ``(Lr,)``: version of the weights that
+            generated each token, as counted by the weight-sync scheme; -1 where the
+            server's version is not a number, as before the first update. Padded on the
+            right with -1.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.modules.llm.policies import Text
+        >>> policy = SGLangWrapper(
+        ...     engine,
+        ...     input_mode="text",
+        ...     generate_kwargs={"max_new_tokens": 2, "ignore_eos": True},
+        ...     return_generation_info=True,
+        ... )
+        >>> prompt = Text(prompt=["Hi"], batch_size=1)
+        >>> info = policy(TensorDict(text=prompt, batch_size=1))["generation_info"]
+        >>> info.finish_reason, info.truncated.tolist()
+        (['length'], [True])
+    """
+
+    finish_reason: str
+    truncated: torch.Tensor
+    cached_tokens: torch.Tensor
+    weight_version: torch.Tensor
