@@ -37,7 +37,7 @@ class Prompts:
 def get_required(
     td: TensorDictBase, key: NestedKey, mode: str, **get_kwargs: Any
 ) -> Any:
-    """Returns the value under ``key`` of a flat, lazily stacked batch.
+    """Returns the value under ``key`` of a flat batch.
 
     Raises:
         ConfigurationError: if there is none; the text is TorchRL's own.

@@ -391,7 +391,7 @@ class SGLangWrapper(LLMWrapperBase):
                 f"The batch of shape {tuple(shape)} is empty; there is nothing to do."
             )
         params = self._merge(kwargs) if kwargs else self.sampling_params
-        prompts = self._read(_flatten(tensordict))
+        prompts = self._read(tensordict)
         samples = self._run(prompts, params)
         if self.generate and self.num_samples is not None:
             shape = torch.Size([*shape, self.num_samples])
@@ -418,6 +418,10 @@ class SGLangWrapper(LLMWrapperBase):
         return params
 
     def _read(self, td: TensorDictBase) -> Prompts:
+        if td.ndim == 0:
+            td = lazy_stack([td])
+        elif td.ndim > 1:
+            td = td.reshape(-1)
         if self.input_mode == "history":
             template = {
                 "chat_template_name": self.chat_template_name,
@@ -442,7 +446,8 @@ class SGLangWrapper(LLMWrapperBase):
 
     def _read_tokens(self, td: TensorDictBase, key: NestedKey) -> Prompts:
         return read_tokens(
-            td,
+            # Rows of different lengths can be read one by one only.
+            td if isinstance(td, LazyStackedTensorDict) else td.to_lazystack(0),
             key,
             attention_mask_keys=[
                 self.attention_mask_key,
@@ -665,15 +670,6 @@ def _to_engine(model: RLSGLangEngine | str) -> RLSGLangEngine:
         f"model must be an RLSGLangEngine, the URL of a server, or the name of a "
         f"model. Got {type(model)}"
     )
-
-
-def _flatten(td: TensorDictBase) -> TensorDictBase:
-    """Returns a one-dimensional lazy stack of the batch's elements."""
-    if td.ndim == 0:
-        return lazy_stack([td])
-    if td.ndim > 1:
-        td = td.reshape(-1)
-    return td if isinstance(td, LazyStackedTensorDict) else td.to_lazystack(0)
 
 
 def _join(key: NestedKey, field: str) -> tuple[str, ...]:
