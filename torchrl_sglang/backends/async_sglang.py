@@ -13,9 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from torchrl_sglang.backends import capabilities as capabilities_module
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
@@ -511,8 +509,8 @@ class AsyncSGLang(RLSGLangEngine):
             status = self._server.state if self._server is not None else "connected"
         return (
             f"AsyncSGLang({self._url!r}, model={self._capabilities.model_path!r}, "
-            f"weight_version={self._weight_version!r}, owned={self._server is not None}, "
-            f"status={status!r})"
+            f"weight_version={self._weight_version!r}, "
+            f"owned={self._server is not None}, status={status!r})"
         )
 
 

@@ -42,11 +42,21 @@ async def find_out(
 
     Raises:
         ServerUnavailableError: if nothing there answers like an SGLang server.
-        ConfigurationError: if the model's configuration cannot be read.
+        ConfigurationError: if the model's configuration cannot be read, or the server
+            asks for another key.
     """
 
     async def ask(path: str) -> dict[str, Any]:
         answer = await http.request("GET", url + path, timeout=CONNECT_BUDGET_SECONDS)
+        if answer.status in (401, 403):
+            raise ConfigurationError(
+                f"{answer.url} asks for a key (HTTP {answer.status}); give the "
+                f"server's as api_key=..."
+            )
+        if answer.status == 404:
+            raise ServerUnavailableError(
+                f"There is no {answer.url}; that is not an SGLang server."
+            )
         content = answer.raise_for_status().json()
         if not isinstance(content, dict):
             raise ServerUnavailableError(
@@ -58,15 +68,21 @@ async def find_out(
     server_info = await ask(_first(routes, ("/server_info", "/get_server_info"), url))
     model_info = await ask(_first(routes, ("/model_info", "/get_model_info"), url))
     models = await ask("/v1/models")
-    config = load_model_config(model or str(model_info["model_path"]))
-    return interpret(
-        url=url,
-        routes=routes,
-        server_info=server_info,
-        model_info=model_info,
-        models=models,
-        vocab_size=int(config.get_text_config().vocab_size),
-    )
+    try:
+        config = load_model_config(model or str(model_info["model_path"]))
+        return interpret(
+            url=url,
+            routes=routes,
+            server_info=server_info,
+            model_info=model_info,
+            models=models,
+            vocab_size=int(config.get_text_config().vocab_size),
+        )
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ServerUnavailableError(
+            f"What {url} says about itself is not understood ({error!r}); is it an "
+            f"SGLang server that this package supports?"
+        ) from error
 
 
 async def _ask_routes(ask: Any, url: str) -> list[str]:
@@ -152,7 +168,12 @@ def interpret(
         has_tokenizer=not skip_tokenizer,
         has_grammar=grammar not in (None, "none"),
         weight_version=str(model_info.get("weight_version") or "default"),
-        server_args=dict(server_info),
+        # A server tells its keys to whoever knows one of them.
+        server_args={
+            name: value
+            for name, value in server_info.items()
+            if name != "launch_command" and not name.endswith("api_key")
+        },
     )
 
 

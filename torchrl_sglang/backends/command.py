@@ -58,14 +58,15 @@ def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
     origin: dict[str, str] = {}
     for name, value in arguments.items():
         target = VLLM_NAMES.get(name) or _EQUIVALENT_FLAGS.get(name) or name
-        if name in _NEGATED_FLAGS:
-            target, value = _NEGATED_FLAGS[name], not value
+        negated = name in _NEGATED_FLAGS
+        target = _NEGATED_FLAGS.get(name, target)
         if target in translated:
             raise ConfigurationError(
                 f"{origin[target]!r} and {name!r} both set SGLang's {target!r}; "
                 f"give one of them."
             )
-        translated[target], origin[target] = value, name
+        translated[target] = not value if negated else value
+        origin[target] = name
     return translated
 
 

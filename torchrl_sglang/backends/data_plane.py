@@ -8,6 +8,7 @@ itself and the others are answered.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from torchrl_sglang.backends.http import HttpClient
@@ -21,6 +22,9 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.types import Completion, ServerCapabilities
 
 __all__ = ["DataPlane"]
+
+SINGLE_REQUESTS = 64
+"""How many items of a refused batch are under way at once: each has a connection."""
 
 
 class DataPlane:
@@ -55,14 +59,23 @@ class DataPlane:
         """
         if not requests:
             return []
+        deadline = time.monotonic() + timeout
         try:
             return await self._post(requests, cache_key, timeout)
         except RequestRefusedError as error:
             if len(requests) == 1:
                 error.index = 0
                 return [error]
-        single = [self._post([request], cache_key, timeout) for request in requests]
-        outcomes = await asyncio.gather(*single, return_exceptions=True)
+        turns = asyncio.Semaphore(SINGLE_REQUESTS)
+
+        async def alone(request: GenerateRequest) -> list[Completion | SGLangError]:
+            async with turns:
+                left = deadline - time.monotonic()
+                return await self._post([request], cache_key, max(left, 1e-3))
+
+        outcomes = await asyncio.gather(
+            *(alone(request) for request in requests), return_exceptions=True
+        )
         results: list[Completion | SGLangError] = []
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, RequestRefusedError):

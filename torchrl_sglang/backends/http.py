@@ -6,10 +6,10 @@ Everything that leaves this file is an answer (status and body) or an error of
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import collections
 import concurrent.futures
+import math
 import os
 import weakref
 from dataclasses import dataclass
@@ -109,9 +109,9 @@ class Answer:
             if isinstance(inner, dict):
                 found = inner.get("message") or inner.get("detail")
                 if found:
-                    return str(found)
+                    return str(found)[:ERROR_BODY_CHARACTERS]
             if isinstance(inner, str):
-                return inner
+                return inner[:ERROR_BODY_CHARACTERS]
         return text
 
     def raise_for_status(self) -> Answer:
@@ -193,10 +193,21 @@ class HttpClient:
             timeout: budget for the whole exchange, in seconds.
 
         Raises:
+            ConfigurationError: if the payload or the budget makes no sense.
             ServerTimeoutError: if the budget is used up.
             ServerUnavailableError: if the server cannot be reached or hangs up.
         """
-        data = None if payload is None else orjson.dumps(payload)
+        if not 0 < timeout < math.inf:
+            raise ConfigurationError(
+                f"timeout={timeout!r} is no time budget for {method} {url}; give a "
+                f"positive, finite number of seconds."
+            )
+        try:
+            data = None if payload is None else orjson.dumps(payload)
+        except orjson.JSONEncodeError as error:
+            raise ConfigurationError(
+                f"What was to be sent to {url} has no form in JSON: {error}."
+            ) from None
         budget = aiohttp.ClientTimeout(
             total=timeout, sock_connect=min(timeout, CONNECT_TIMEOUT_SECONDS)
         )
@@ -206,11 +217,18 @@ class HttpClient:
             ) as response:
                 body = await response.read()
                 return Answer(url=url, status=response.status, body=body)
-        except asyncio.TimeoutError:
+        except aiohttp.ConnectionTimeoutError:
+            raise ServerUnavailableError(
+                f"{method} {url} failed: no connection within "
+                f"{budget.sock_connect:g} s. Check that the server is running and that "
+                f"the address is right."
+            ) from None
+        except TimeoutError:
             raise ServerTimeoutError(
                 f"{method} {url} had no answer within {timeout:g} s."
             ) from None
-        except (aiohttp.ClientError, OSError) as error:
+        # A host name that is none is a UnicodeError, a bad header a ValueError.
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ServerUnavailableError(
                 f"{method} {url} failed: {type(error).__name__}: {error}. Check that "
                 f"the server is running and that the address is right."

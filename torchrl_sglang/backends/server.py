@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -40,6 +41,9 @@ READY_POLL_SECONDS = 0.1
 STOP_TIMEOUT_SECONDS = 15.0
 """Budget for a tree to be gone; its watchdog needs 3 s at the most when it is asked."""
 
+PORTS = range(20_000, 32_000)
+"""Where a server's port is looked for."""
+
 LOG_TAIL_LINES = 30
 """How many lines of the log an error carries."""
 
@@ -51,6 +55,9 @@ SERVER_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 """Variables of every server, whatever it runs on."""
+
+LOG_TAIL_BYTES = 100_000
+"""How much of a log is read for that: it grows for as long as its server runs."""
 
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 
@@ -64,11 +71,28 @@ def _stop_all() -> None:
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """Returns a TCP port that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Returns a TCP port that nothing listens on at the moment.
+
+    It lies outside the range that Linux takes for outgoing connections, one of which
+    could otherwise take it while the server loads.
+    """
+    for _ in range(1000):
+        # The system's randomness: seeded trainers would all try the same ports.
+        port = PORTS[secrets.randbelow(len(PORTS))]
+        if _is_free(host, port):
+            return port
+    raise ConfigurationError(f"No port from {PORTS} is free on {host!r}.")
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError):
+            return False
+    return port > 0
 
 
 class ServerProcess:
@@ -82,6 +106,7 @@ class ServerProcess:
         url: where it will answer.
         environment: its whole environment.
         name: what messages call it.
+        hidden: texts that no message may show, such as keys.
 
     Raises:
         ServerStartError: if the command cannot be run at all.
@@ -94,8 +119,10 @@ class ServerProcess:
         url: str,
         environment: Mapping[str, str],
         name: str = "SGLang server",
+        hidden: Sequence[str] = (),
     ) -> None:
         self.url = url
+        self._hidden = tuple(hidden)
         self.name = name
         self.command = tuple(command)
         self._owner_pid = os.getpid()
@@ -111,7 +138,8 @@ class ServerProcess:
             )
         with open(self.log_path, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-S", str(_WATCHDOG), *command],
+                # -P: its folder holds an http.py, which is not the library's.
+                [sys.executable, "-SP", str(_WATCHDOG), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -119,7 +147,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         _LIVING.add(self)
-        torchrl_logger.debug(f"{name} starting: {' '.join(command)}")
+        torchrl_logger.debug(f"{name} starting: {self._hide(' '.join(command))}")
 
     @property
     def pid(self) -> int:
@@ -177,13 +205,20 @@ class ServerProcess:
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """Returns the last lines of the server's log, without progress bars."""
         try:
-            text = self.log_path.read_text(errors="replace")
+            with open(self.log_path, "rb") as log:
+                log.seek(max(0, os.path.getsize(self.log_path) - LOG_TAIL_BYTES))
+                text = log.read().decode(errors="replace")
         except OSError:
             return "(the log is gone)"
         kept = [
             line for line in re.split(r"[\r\n]+", text) if line and "it/s]" not in line
         ]
-        return "\n".join(kept[-lines:]) or "(the log is empty)"
+        return self._hide("\n".join(kept[-lines:])) or "(the log is empty)"
+
+    def _hide(self, text: str) -> str:
+        for secret in self._hidden:
+            text = text.replace(secret, "***")
+        return text
 
     def stop(self) -> None:
         """Ends the process tree and removes its log. Safe to call twice.
@@ -273,7 +308,12 @@ def make_sglang_server(
         )
     _check_local_model(model)
     host = arguments.setdefault("host", "127.0.0.1")
-    port = arguments.setdefault("port", find_free_port())
+    port = arguments.setdefault("port", find_free_port(host))
+    if not str(port).isdigit() or not _is_free(host, int(port)):
+        raise ConfigurationError(
+            f"port={port!r} is not a free port of {host!r}: another process, perhaps a "
+            f"server that was left running, has it. Give another one, or none."
+        )
     variables = {**os.environ, **SERVER_ENVIRONMENT}
     if device == "cpu":
         arguments = {**cpu.default_server_args(), **arguments}
@@ -286,8 +326,14 @@ def make_sglang_server(
     variables.update(environment or {})
     server = ServerProcess(
         [*command, *to_flags({"model_path": os.fspath(model), **arguments})],
-        url=f"http://{host}:{port}",
+        url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
         environment=variables,
+        # SGLang writes its arguments, keys included, to its log.
+        hidden=[
+            str(value)
+            for name, value in arguments.items()
+            if name.endswith("api_key") and value
+        ],
     )
     server.wait_ready(start_timeout)
     return server

@@ -2,7 +2,7 @@
 
 Run as a script, between the trainer and the server::
 
-    python watchdog.py <command> [argument ...]
+    python watchdog.py <pid of the trainer> <command> [argument ...]
 
 It is the parent of the server, adopts every orphan below it (PR_SET_CHILD_SUBREAPER),
 and ends the whole tree when it is told to (SIGTERM), when the server ends, or when its
@@ -100,8 +100,20 @@ def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
     _reap()
 
 
-def main(command: list[str]) -> int:
+def is_alive(pid: int) -> bool:
+    """Returns whether a process exists and has not ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def main(owner: int, command: list[str]) -> int:
     parent = os.getppid()
+    if not is_alive(owner):
+        # It ended while this script was starting, so ``parent`` is a stranger.
+        return 1
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     stop: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -122,4 +134,4 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ SAMPLING_PARAMETERS: dict[str, tuple[tuple[type, ...], float, float]] = {
     "presence_penalty": (_NUMBER, -2.0, 2.0),
     "regex": ((str,), 0, 0),
     "repetition_penalty": (_NUMBER, 0.0, 2.0),
-    "sampling_seed": ((int,), -(2.0**63), 2.0**63),
+    "sampling_seed": ((int,), -(2**63), 2**63 - 1),
     "skip_special_tokens": ((bool,), 0, 1),
     "spaces_between_special_tokens": ((bool,), 0, 1),
     "stop": (_TEXTS, 0, 0),
@@ -60,10 +61,17 @@ SAMPLING_PARAMETERS: dict[str, tuple[tuple[type, ...], float, float]] = {
     "stop_token_ids": ((list, tuple, set, frozenset), 0, 0),
     "structural_tag": ((str,), 0, 0),
     "temperature": (_NUMBER, 0.0, math.inf),
-    "top_k": ((int,), -1, math.inf),
+    # SGLang's own value for the whole vocabulary; from 2**31 on a server dies.
+    "top_k": ((int,), -1, 2**30),
     "top_p": (_NUMBER, 0.0, 1.0),
 }
 """Every sampling parameter that is sent, with its types and limits."""
+
+LARGEST_BIAS = 3e38
+"""Beyond it a bias is infinite in the float32 of the logits."""
+
+_NAN = "NaN happened"
+"""The stop text that SGLang claims to have matched where a sampled id is none."""
 
 _GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 _NEEDS_TOKENIZER = ("stop", "stop_regex")
@@ -102,7 +110,7 @@ def check_sampling_params(
             )
         if name not in SAMPLING_PARAMETERS:
             raise ConfigurationError(
-                f"{name!r} is not a sampling parameter of SGLang.{hint(name)}"
+                f"{name!r} is not a sampling parameter of SGLang.{hint(str(name))}"
             )
         if value is None:
             continue
@@ -114,10 +122,13 @@ def check_sampling_params(
                 f"The sampling parameter {name}={value!r} is a "
                 f"{type(value).__name__}; it must be {wanted}."
             )
-        if isinstance(value, _NUMBER) and not least <= value <= greatest:
+        if isinstance(value, _NUMBER) and not (
+            least <= value <= greatest and value != math.inf
+        ):
+            end = ")" if greatest == math.inf else "]"
             raise ConfigurationError(
                 f"The sampling parameter {name}={value!r} is out of range; it must lie "
-                f"in [{least:g}, {greatest:g}]."
+                f"in [{least:g}, {greatest:g}{end}."
             )
         if name in _GRAMMARS and not capabilities.has_grammar:
             raise UnsupportedByServerError(
@@ -129,7 +140,8 @@ def check_sampling_params(
                 f"{name!r} is matched on text, and the server was started with "
                 f"skip_tokenizer_init=True; give 'stop_token_ids'."
             )
-        checked[name] = value
+        # A float of numpy's is a float, and yet JSON does not take it.
+        checked[name] = float(value) if isinstance(value, float) else value
     _check_values(checked, capabilities)
     return checked
 
@@ -151,17 +163,65 @@ def _check_values(params: dict[str, Any], capabilities: ServerCapabilities) -> N
         raise ConfigurationError(
             f"min_new_tokens={least} is more than max_new_tokens={most}."
         )
+    if params.get("ignore_eos") and params.get("stop_token_ids"):
+        raise ConfigurationError(
+            f"With ignore_eos=True SGLang ignores stop_token_ids="
+            f"{list(params['stop_token_ids'])} as well; give only one of the two."
+        )
+    for name in _NEEDS_TOKENIZER:
+        if name in params:
+            params[name] = _check_texts(name, params[name])
     if "stop_token_ids" in params:
-        params["stop_token_ids"] = sorted(set(params["stop_token_ids"]))
-        check_token_ids(params["stop_token_ids"], capabilities, "stop_token_ids")
+        stops = list(params["stop_token_ids"])
+        check_token_ids(stops, capabilities, "stop_token_ids")
+        params["stop_token_ids"] = sorted(set(stops))
     if "logit_bias" in params:
-        bias = {int(token): value for token, value in params["logit_bias"].items()}
-        check_token_ids(list(bias), capabilities, "logit_bias")
-        params["logit_bias"] = {str(token): value for token, value in bias.items()}
+        params["logit_bias"] = _check_bias(params["logit_bias"], capabilities)
+
+
+def _check_texts(name: str, value: Any) -> list[str]:
+    """Returns ``stop`` or ``stop_regex`` as a list of texts that can match."""
+    texts = [value] if isinstance(value, str) else list(value)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ConfigurationError(
+                f"{name} holds {text!r}; it takes texts that are not empty (an empty "
+                f"one ends every response at its first token)."
+            )
+        if name == "stop_regex":
+            try:
+                re.compile(text)
+            except re.error as error:
+                raise ConfigurationError(
+                    f"{name} holds {text!r}, which is not a regular expression: "
+                    f"{error}."
+                ) from None
+    return texts
+
+
+def _check_bias(
+    bias: Mapping[Any, Any], capabilities: ServerCapabilities
+) -> dict[str, float]:
+    """Returns ``logit_bias`` as JSON has it: with text keys, and finite values."""
+    checked: dict[str, float] = {}
+    for token, value in bias.items():
+        try:
+            token_id = int(token)
+        except (TypeError, ValueError):
+            token_id = token
+        check_token_ids([token_id], capabilities, "logit_bias")
+        if not isinstance(value, _NUMBER) or not abs(value) <= LARGEST_BIAS:
+            raise ConfigurationError(
+                f"logit_bias gives the token {token} the value {value!r}; it must be "
+                f"a number in [{-LARGEST_BIAS:g}, {LARGEST_BIAS:g}] (write -1e9 for a "
+                f"token that shall never come)."
+            )
+        checked[str(token_id)] = float(value)
+    return checked
 
 
 def hint(name: str, others: Sequence[str] = ()) -> str:
-    """Returns the end of a message about an unknown parameter: the nearest valid one."""
+    """Returns the end of a message about an unknown name: the nearest valid one."""
     valid = sorted({*SAMPLING_PARAMETERS, *others})
     near = difflib.get_close_matches(name, valid, n=1)
     if near:
@@ -175,17 +235,14 @@ def check_token_ids(
     """Raises :class:`ConfigurationError` unless all ids lie in the vocabulary."""
     if not token_ids:
         return
-    try:
-        valid = 0 <= min(token_ids) and max(token_ids) < capabilities.vocab_size
-    except TypeError:
-        valid = False
-    if valid:
+    integers = set(map(type, token_ids)) == {int}
+    if integers and min(token_ids) >= 0 and max(token_ids) < capabilities.vocab_size:
         return
     for token in token_ids:
-        if not isinstance(token, int):
+        if type(token) is not int:
             raise ConfigurationError(
                 f"{what} holds {token!r}, a {type(token).__name__}; token ids are "
-                f"integers."
+                f"Python integers (tolist() turns a tensor or an array into them)."
             )
         if not 0 <= token < capabilities.vocab_size:
             raise ConfigurationError(
@@ -204,6 +261,10 @@ def check_prompt(
         ConfigurationError: if it is empty, holds an id outside the vocabulary, or
             leaves no room for a response.
     """
+    if not isinstance(input_ids, Sequence):
+        raise ConfigurationError(
+            f"{what} is a {type(input_ids).__name__}; give a list of token ids."
+        )
     if len(input_ids) == 0:
         raise ConfigurationError(
             f"{what} is empty; a prompt has at least one token (begin with the "
@@ -238,7 +299,10 @@ def to_payload(
         room = capabilities.max_context - len(request.input_ids)
         asked = request.sampling_params.get("max_new_tokens")
         limit = room if asked is None else min(asked, room)
-        params.append({**request.sampling_params, "max_new_tokens": limit})
+        own = {**request.sampling_params, "max_new_tokens": limit}
+        if "min_new_tokens" in own:
+            own["min_new_tokens"] = min(own["min_new_tokens"], limit)
+        params.append(own)
     return {
         "input_ids": [list(request.input_ids) for request in requests],
         "sampling_params": params,
@@ -275,16 +339,28 @@ def parse_completion(
         ServerUnavailableError: if the reply lacks something that was asked for.
     """
     try:
-        meta = reply["meta_info"]
-        token_ids = reply["output_ids"]
-        reason = meta["finish_reason"]
-        kind = reason["type"]
-    except (KeyError, TypeError) as error:
+        return _parse(reply, request, vocab_size, server)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ServerUnavailableError(
-            f"{server} sent a malformed reply: {error!r} is missing in {reply!r:.300}"
+            f"{server} sent a malformed reply ({error!r}): {reply!r:.300}"
         ) from error
+
+
+def _parse(
+    reply: Mapping[str, Any], request: GenerateRequest, vocab_size: int, server: str
+) -> Completion:
+    meta = reply["meta_info"]
+    token_ids = reply["output_ids"]
+    reason = meta["finish_reason"]
+    kind = reason["type"]
     if kind == "abort":
         raise _abort_error(reason, len(token_ids), server)
+    if reason.get("matched") == _NAN:
+        raise GenerationAbortedError(
+            f"{server} ended a response after {len(token_ids)} tokens, the last of "
+            f"which is made up: the model's logits were not numbers (NaN). Check the "
+            f"weights that were sent last."
+        )
     if kind not in ("stop", "length"):
         raise ServerUnavailableError(
             f"{server} ended a response for an unknown reason: {reason!r}."

@@ -8,7 +8,7 @@ from tensordict.tensorclass import TensorClass
 __all__ = ["GenerationInfo"]
 
 
-class GenerationInfo(TensorClass["nocast"]):
+class GenerationInfo(TensorClass["nocast"]):  # type: ignore[name-defined]
     """How each response came about; ask for it with ``return_generation_info=True``.
 
     Shapes are those of one sample; the batch's dimensions come before them, as in

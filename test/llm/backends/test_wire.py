@@ -146,6 +146,10 @@ def test_types(name, capabilities):
         ({"logit_bias": {5: math.nan}}, ["token 5", "nan"]),
         ({"logit_bias": {5: 1e39}}, ["token 5", "1e+39"]),
         ({"min_new_tokens": 3, "max_new_tokens": 2}, ["min_new_tokens=3", "=2"]),
+        (
+            {"ignore_eos": True, "stop_token_ids": [5]},
+            ["ignore_eos=True", "stop_token_ids=[5]", "only one"],
+        ),
     ],
 )
 def test_bad_sampling_params(params, words, capabilities):
@@ -399,6 +403,11 @@ def test_nothing_is_made_up_for_a_broken_reply(reply, words):
 @pytest.mark.parametrize(
     ("reason", "error", "words"),
     [
+        (
+            {"type": "stop", "matched": "NaN happened"},
+            GenerationAbortedError,
+            "not numbers .*weights",
+        ),
         ({"type": "abort"}, GenerationAbortedError, "after 2 tokens"),
         (
             {"type": "abort", "message": "Paused", "status_code": None},
@@ -417,7 +426,7 @@ def test_nothing_is_made_up_for_a_broken_reply(reply, words):
         ),
     ],
 )
-def test_an_aborted_response_is_an_error(reason, error, words):
+def test_a_response_without_a_proper_end_is_an_error(reason, error, words):
     with pytest.raises(error, match=words) as caught:
         parse(changed("meta_info", "finish_reason", reason))
     if error is RequestRefusedError:

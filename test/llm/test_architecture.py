@@ -1,0 +1,169 @@
+"""Rooms, and who may import whom: the test of the first section of the design."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchrl_sglang
+
+PACKAGE = "torchrl_sglang"
+ROOT = Path(torchrl_sglang.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+FLOOR = {
+    "errors": 0,
+    "types": 0,
+    "backends": 1,
+    "policies": 2,
+    "weight_update": 2,
+    "collectors": 3,
+    "cli": 4,
+    "testing": 4,
+}
+"""A room imports itself and what lies below; ``testing`` anything that is no tool."""
+
+RUN_BY_SGLANG = {"backends/cpu/launch.py"}
+"""Runs in SGLang's own Python, where this package is not."""
+
+IMPORTS_SGLANG = RUN_BY_SGLANG | {"weight_update/transports/cuda_ipc.py"}
+HEAVY = {"sglang", "vllm", "torchvision", "ray", "sglang_router"}
+
+PUBLIC = {
+    "AsyncSGLang": "backends.async_sglang",
+    "GenerationInfo": "policies.info",
+    "RLSGLangEngine": "backends.base",
+    "SGLangWeightReceiver": "weight_update.receiver",
+    "SGLangWeightSender": "weight_update.sender",
+    "SGLangWeightSyncScheme": "weight_update.scheme",
+    "SGLangWrapper": "policies.sglang_wrapper",
+    "__version__": None,
+    "get_model_metadata": "weight_update.source",
+    "make_sglang_server": "backends.server",
+}
+"""Public name -> where it is defined."""
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Every module that a file imports, and whether it does so at module level."""
+    tree = ast.parse(path.read_text())
+    inner = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in found:
+            yield name, id(node) not in inner
+
+
+def room(module: str) -> str | None:
+    """The room of ``torchrl_sglang.<room>...``; None for the package and others."""
+    package, _, rest = module.partition(".")
+    name = rest.partition(".")[0]
+    return name if package == PACKAGE and name in FLOOR else None
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_every_file_has_a_room():
+    assert len(FILES) > 30
+    for path in FILES:
+        top = relative(path).partition("/")[0].removesuffix(".py")
+        assert top in FLOOR or top == "__init__", f"{path} is in no room"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_imports_point_down(path):
+    own = room(f"{PACKAGE}.{relative(path).replace('/', '.').removesuffix('.py')}")
+    for name, _ in imports(path):
+        other = room(name)
+        if own is None or other is None or own == other:
+            continue
+        assert FLOOR[other] < FLOOR[own], f"{own} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_nothing_heavy_is_imported(path):
+    for name, at_module_level in imports(path):
+        top = name.partition(".")[0]
+        if top == "sglang":
+            assert relative(path) in IMPORTS_SGLANG
+        if at_module_level or relative(path) not in IMPORTS_SGLANG:
+            assert top not in HEAVY - {"ray", "sglang_router"}
+        if at_module_level:
+            assert top not in HEAVY
+
+
+def test_the_watchdog_stands_alone():
+    """It is run as a script, with the standard library and nothing else."""
+    found = {
+        name.partition(".")[0] for name, _ in imports(ROOT / "backends/watchdog.py")
+    }
+    assert found <= set(sys.stdlib_module_names)
+
+
+def test_backends_know_neither_tensordict_nor_collectives():
+    for path in (ROOT / "backends").rglob("*.py"):
+        for name, _ in imports(path):
+            assert not name.startswith(("tensordict", "torch.distributed")), path
+            assert not name.startswith("torchrl.") or "torchrl._utils" in name, path
+
+
+def test_importing_the_package_is_cheap():
+    code = (
+        f"import {PACKAGE}, sys; "
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert PACKAGE in loaded
+    assert not loaded & {"torch", "torchrl", "tensordict", "transformers", "aiohttp"}
+
+
+def test_the_trainer_never_imports_sglang():
+    for name in PUBLIC:
+        getattr(torchrl_sglang, name)
+    assert not {"sglang", "torchvision", "vllm"} & set(sys.modules)
+
+
+def test_public_names_are_frozen():
+    assert sorted(torchrl_sglang.__all__) == sorted(PUBLIC)
+    assert dir(torchrl_sglang) == sorted(PUBLIC)
+    namespace: dict[str, object] = {}
+    exec(f"from {PACKAGE} import *", namespace)
+    assert set(PUBLIC) <= set(namespace)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_can_be_imported(name):
+    value = getattr(torchrl_sglang, name)
+    if PUBLIC[name] is not None:
+        home = f"{PACKAGE}.{PUBLIC[name]}"
+        assert value.__module__ == home
+        assert value is getattr(importlib.import_module(home), name)
+        assert value.__doc__
+
+
+def test_a_name_that_is_not_public():
+    with pytest.raises(AttributeError, match="'SGLang' has no attribute|no attribute"):
+        torchrl_sglang.SGLang  # noqa: B018
