@@ -302,7 +302,12 @@ class AsyncSGLang(RLSGLangEngine):
             zip(batch, self._to_params(sampling_params, len(batch)), strict=True)
         ):
             try:
-                check_prompt(prompt, self._capabilities, f"Prompt {index} of the batch")
+                what = (
+                    "The prompt"
+                    if return_exceptions
+                    else f"Prompt {index} of the batch"
+                )
+                check_prompt(prompt, self._capabilities, what)
                 # Most items of a batch share one mapping, which is checked once.
                 if id(own) not in checked:
                     checked[id(own)] = check_sampling_params(own, self._capabilities)
@@ -323,6 +328,13 @@ class AsyncSGLang(RLSGLangEngine):
                 cache_key=self._weight_version,
                 timeout=GENERATE_TIMEOUT_SECONDS if timeout is None else timeout,
             )
+            # Another engine object may have updated the weights since this one looked.
+            if self._learn_version(answers):
+                answers = await self._data.generate(
+                    list(requests.values()),
+                    cache_key=self._weight_version,
+                    timeout=GENERATE_TIMEOUT_SECONDS if timeout is None else timeout,
+                )
         except ServerUnavailableError as error:
             raise await self._explain(error) from error
         for index, answer in zip(requests, answers, strict=True):
@@ -331,6 +343,22 @@ class AsyncSGLang(RLSGLangEngine):
                 raise answer
             outcomes[index] = answer
         return outcomes  # type: ignore[return-value]  # errors only where asked for
+
+    def _learn_version(self, answers: Sequence[Completion | SGLangError]) -> bool:
+        """Takes over a newer weight version from what was answered.
+
+        Returns:
+            Whether an answer began with newer weights and with cached state that was
+            looked up under the older version: it may have been computed by older ones.
+        """
+        key, newest, stale = self._weight_version, self._weight_version, False
+        for answer in answers:
+            if isinstance(answer, Completion) and answer.versions:
+                newest = max(newest, answer.versions[-1].version, key=_version_order)
+                newer = _version_order(answer.versions[0].version) > _version_order(key)
+                stale = stale or (newer and answer.cached_tokens > 0)
+        self._weight_version = newest
+        return stale
 
     def _to_batch(
         self,
@@ -514,6 +542,11 @@ class AsyncSGLang(RLSGLangEngine):
         )
 
 
+def _version_order(version: str) -> int:
+    """Returns a weight version as a number; a name, such as ``default``, is oldest."""
+    return int(version) if version.isdigit() else -1
+
+
 def _plain(ids: Any) -> Any:
     """Returns the list that a tensor or an array of token ids holds."""
     return ids.tolist() if hasattr(ids, "tolist") else ids
@@ -522,6 +555,10 @@ def _plain(ids: Any) -> Any:
 class _Outcome(WeightUpdate):
     def __init__(self, engine: AsyncSGLang) -> None:
         self._engine = engine
+
+    @property
+    def already_in_doubt(self) -> bool:
+        return self._engine._doubt is not None
 
     def committed(self, version: str) -> None:
         self._engine._weight_version = version

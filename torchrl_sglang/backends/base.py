@@ -123,6 +123,11 @@ class RLSGLangEngine(abc.ABC):
 class WeightUpdate(abc.ABC):
     """How a weight update tells the engine what became of it."""
 
+    @property
+    @abc.abstractmethod
+    def already_in_doubt(self) -> bool:
+        """Whether an earlier update left a mix of old and new weights."""
+
     @abc.abstractmethod
     def committed(self, version: str) -> None:
         """The servers hold these weights, whole."""

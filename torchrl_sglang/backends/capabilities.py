@@ -25,6 +25,9 @@ __all__ = ["find_out", "interpret", "load_model_config"]
 CONNECT_BUDGET_SECONDS = 30.0
 """Budget for each question to a server."""
 
+_SECRET = ("api_key", "password", "launch_command", "internal_states")
+"""A server tells its keys to whoever knows one of them; these ends of names do so."""
+
 _LOAD_ROUTES = ("/v1/loads", "/get_load")
 """Where the number of running requests is, newest first."""
 
@@ -168,11 +171,10 @@ def interpret(
         has_tokenizer=not skip_tokenizer,
         has_grammar=grammar not in (None, "none"),
         weight_version=str(model_info.get("weight_version") or "default"),
-        # A server tells its keys to whoever knows one of them.
         server_args={
             name: value
             for name, value in server_info.items()
-            if name != "launch_command" and not name.endswith("api_key")
+            if not name.endswith(_SECRET)
         },
     )
 

@@ -14,7 +14,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from torchrl_sglang.errors import ConfigurationError, SGLangError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    GenerationAbortedError,
+    SGLangError,
+)
 
 __all__ = ["Batcher"]
 
@@ -124,4 +128,9 @@ class Batcher(Generic[Item, Result]):
             self._queue.clear()
             self._arrival.notify_all()
         for _, future in waiting:
-            future.cancel()
+            future.set_exception(
+                GenerationAbortedError(
+                    "The call was cancelled while it waited to be batched; it was not "
+                    "sent. Call again."
+                )
+            )

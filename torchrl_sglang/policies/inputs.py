@@ -67,8 +67,8 @@ def read_history(
         key: where the :class:`~torchrl.data.llm.History` is.
         tokenizer: its chat template is used unless ``template_kwargs`` names another.
         template_kwargs: for :meth:`~torchrl.data.llm.History.apply_chat_template`.
-        tokens: token ids that are known already: of the conversation's beginning when
-            generating (see :func:`continue_tokens`), of all of it when scoring.
+        tokens: when generating, token ids of the conversation's beginning that are
+            known already; see :func:`continue_tokens`.
         padding_value: the padding token.
         generate: whether the conversation shall be continued, or is complete.
 
@@ -94,9 +94,6 @@ def read_history(
         ]
         ids = continue_tokens(texts, tokens, tokenizer, padding_value)
         return Prompts(token_ids=ids, texts=texts, histories=histories)
-    if tokens is not None:
-        texts = tokenizer.batch_decode(tokens, skip_special_tokens=False)
-        return Prompts(token_ids=tokens, texts=texts, histories=histories)
     texts, token_ids, masks = [], [], []
     for one in histories:
         templated = one.apply_chat_template(

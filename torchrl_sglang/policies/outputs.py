@@ -126,8 +126,14 @@ def generated(
     return sample
 
 
-def info_rows(completion: Completion) -> Rows:
-    """Returns how one generated sample came about."""
+def info_rows(completion: Completion, ended: bool) -> Rows:
+    """Returns how one generated sample came about.
+
+    Args:
+        completion: the sample.
+        ended: whether it ends with a token that ends a turn. At the greatest length
+            the server names the length as the reason all the same.
+    """
     versions = [-1] * len(completion.token_ids)
     for span in completion.versions:
         if span.version.isdigit():
@@ -135,8 +141,8 @@ def info_rows(completion: Completion) -> Rows:
                 span.end - span.start
             )
     return {
-        "finish_reason": NonTensorData(completion.finish_reason),
-        "truncated": torch.tensor(completion.finish_reason == "length"),
+        "finish_reason": NonTensorData("stop" if ended else completion.finish_reason),
+        "truncated": torch.tensor(completion.finish_reason == "length" and not ended),
         "cached_tokens": torch.tensor(completion.cached_tokens),
         "weight_version": int_row(versions),
     }
@@ -201,7 +207,8 @@ def history_rows(prompt: History, content: str) -> Rows:
     turns = list(inner.tensordicts) if lazy else list(inner.unbind(0))
     answer = message(content)
     return {
-        "prompt": prompt,
+        # A container of its own, so that appending to one sample's changes no other's.
+        "prompt": History._from_tensordict(LazyStackedTensorDict(*turns)),
         "response": History._from_tensordict(LazyStackedTensorDict(answer)),
         "full": History._from_tensordict(LazyStackedTensorDict(*turns, answer)),
     }

@@ -101,13 +101,16 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 """A name -> SGLang's name and how its value is converted."""
 
 
-def translate(standard: Mapping[str, Any]) -> SamplingParams:
+def translate(
+    standard: Mapping[str, Any], defaults: SamplingParams | None = None
+) -> SamplingParams:
     """Returns what to ask of the engine.
 
     Args:
         standard: generation arguments after TorchRL's own standardisation, in which
             ``max_tokens`` has become ``max_new_tokens`` and ``n``
             ``num_return_sequences``.
+        defaults: what holds where ``standard`` says nothing.
 
     Raises:
         ConfigurationError: for a name that nothing knows, or a value that cannot be
@@ -118,11 +121,13 @@ def translate(standard: Mapping[str, Any]) -> SamplingParams:
         >>> plan.engine["stop"], plan.engine["sampling_seed"], plan.max_tokens
         (['.'], 1, 8)
     """
+    base = defaults or SamplingParams()
     engine: dict[str, Any] = {
         "max_new_tokens": DEFAULT_MAX_TOKENS,
         # vLLMWrapper's defaults: the recorded text is the exact decode.
         "no_stop_trim": True,
         "skip_special_tokens": False,
+        **base.engine,
     }
     given: dict[str, str] = {}
     for name, value in standard.items():
@@ -145,13 +150,15 @@ def translate(standard: Mapping[str, Any]) -> SamplingParams:
     if standard.get("do_sample") is False:
         engine["temperature"] = 0.0
     n = standard.get("num_return_sequences")
-    n = 1 if n is None else n
+    n = base.n if n is None else n
     if not isinstance(n, int) or n < 1:
         raise ConfigurationError(
             f"num_return_sequences={n!r} is not a number of samples; give at least 1."
         )
     return SamplingParams(
-        n=n, prompt_logprobs=bool(standard.get("prompt_logprobs")), engine=engine
+        n=n,
+        prompt_logprobs=bool(standard.get("prompt_logprobs", base.prompt_logprobs)),
+        engine=engine,
     )
 
 

@@ -206,7 +206,8 @@ class SGLangWrapper(LLMWrapperBase):
                 "generate=False makes none."
             )
         self._set_batching(batching, min_batch_size, max_batch_size, batching_timeout)
-        self.model = _to_engine(model)
+        # A name or an address is resolved once, for versions made from this one too.
+        self.model = self._arguments["model"] = _to_engine(model)
         self.input_mode = input_mode
         self.attention_mask_key = attention_mask_key
         self.generate = generate
@@ -267,7 +268,7 @@ class SGLangWrapper(LLMWrapperBase):
             raise ConfigurationError("num_samples differs from generate_kwargs['n'].")
         if num_samples is None and n > 1:
             num_samples = n
-        if num_samples is not None:
+        if num_samples is not None and self.generate:
             if inplace in (True, "empty"):
                 raise ConfigurationError(
                     "inplace must be False (or None) when generating more than one "
@@ -347,6 +348,13 @@ class SGLangWrapper(LLMWrapperBase):
         others, and scoring returns log-probabilities and no generation info.
         """
         arguments = {**self._arguments, **kwargs}
+        if "num_samples" in kwargs and "generate_kwargs" not in kwargs:
+            names = ("n", "num_return_sequences")
+            arguments["generate_kwargs"] = {
+                name: value
+                for name, value in (arguments["generate_kwargs"] or {}).items()
+                if name not in names
+            }
         moved = {"input_mode", "generate"} & set(kwargs)
         if moved and "input_key" not in kwargs:
             arguments["input_key"] = None
@@ -409,7 +417,7 @@ class SGLangWrapper(LLMWrapperBase):
 
     def _merge(self, kwargs: Mapping[str, Any]) -> SamplingParams:
         standard = self._standardize_generate_kwargs(dict(kwargs))
-        params = translate({**self.generate_kwargs, **standard})
+        params = translate(standard, defaults=self.sampling_params)
         if "num_return_sequences" in standard and params.n != (self.num_samples or 1):
             raise ConfigurationError(
                 f"The number of samples is part of the output's shape; build another "
@@ -461,8 +469,8 @@ class SGLangWrapper(LLMWrapperBase):
 
         In a conversation of several turns ``full`` is what the last turn wrote.
         """
-        if self.prefer_tokens:
-            for field in ("full", "prompt") if self.generate else ("full",):
+        if self.prefer_tokens and self.generate:
+            for field in ("full", "prompt"):
                 key = _join(self.tokens_key, field)
                 if key in td:
                     return self._read_tokens(td, key).token_ids
@@ -492,12 +500,34 @@ class SGLangWrapper(LLMWrapperBase):
             )
             for index, completion in enumerate(completions)
         ]
+        ends = self._turn_ends(params)
+        ended = [bool(c.token_ids) and c.token_ids[-1] in ends for c in completions]
         if self.return_generation_info:
-            for sample, completion in zip(samples, completions, strict=True):
-                sample["generation_info"] = outputs.info_rows(completion)
+            for index, sample in enumerate(samples):
+                sample["generation_info"] = outputs.info_rows(
+                    completions[index], ended[index]
+                )
         if self.return_text:
-            self._write_text(samples, completions, prompts, repeats)
+            self._write_text(samples, completions, prompts, repeats, ended)
         return samples
+
+    def _turn_ends(self, params: SamplingParams) -> set[int]:
+        """Returns the tokens that end a turn when a response ends with one of them.
+
+        The server's reason does not tell: a response can end with such a token and be
+        as long as it may be, and a stop string can be the text of one token.
+        """
+        ends = set(params.engine.get("stop_token_ids", ()))
+        stops = params.engine.get("stop", ())
+        if self.tokenizer is None:
+            return ends
+        for text in [stops] if isinstance(stops, str) else stops:
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) == 1 and ids[0] in self.tokenizer.all_special_ids:
+                ends.update(ids)
+        if not params.engine.get("ignore_eos"):
+            ends.add(self.tokenizer.eos_token_id)
+        return ends
 
     def _complete(self, prompts: Sequence[Prompt]) -> Sequence[Completion]:
         """Returns a completion for each prompt, batched with other threads' or not."""
@@ -522,6 +552,7 @@ class SGLangWrapper(LLMWrapperBase):
         completions: Sequence[Completion],
         prompts: Prompts,
         repeats: int,
+        ended: Sequence[bool],
     ) -> None:
         assert prompts.texts is not None
         responses = self._decode([completion.token_ids for completion in completions])
@@ -531,8 +562,10 @@ class SGLangWrapper(LLMWrapperBase):
             sample["text"] = outputs.text_rows(prompt, responses[index])
             if prompts.histories is not None:
                 content = responses[index]
-                end = _turn_end(completions[index])
-                if end is not None:
+                if ended[index]:
+                    # The template writes the end of the turn itself; kept in the
+                    # content, it would stand there twice in the next prompt.
+                    end = completions[index].token_ids[-1]
                     if end not in turn_ends:
                         turn_ends[end] = self._decode([[end]])[0]
                     content = content.removesuffix(turn_ends[end])
@@ -674,15 +707,3 @@ def _to_engine(model: RLSGLangEngine | str) -> RLSGLangEngine:
 
 def _join(key: NestedKey, field: str) -> tuple[str, ...]:
     return (key, field) if isinstance(key, str) else (*key, field)
-
-
-def _turn_end(completion: Completion) -> int | None:
-    """Returns the token that ended the turn, if a token did.
-
-    The chat template writes that token itself; kept in the content, it would stand
-    there twice in the next prompt.
-    """
-    ids, stop = completion.token_ids, completion.matched_stop
-    if completion.finish_reason == "stop" and ids and ids[-1] == stop:
-        return ids[-1]
-    return None

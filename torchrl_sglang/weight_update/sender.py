@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import ConfigurationError, WeightSyncStateError
 from torchrl_sglang.types import ModelMetadata, SyncReport
 from torchrl_sglang.weight_update import session
@@ -83,7 +84,10 @@ class SGLangWeightSender:
             WeightMismatchError: if the metadata does not fit the served model.
             WeightTransferError: if the servers do not come.
         """
-        if vllm_engine is not None and vllm_engine is not self._scheme.engine:
+        own = self._scheme.engine
+        if vllm_engine is not None and (
+            getattr(vllm_engine, "server_url", None) != own.server_url
+        ):
             raise ConfigurationError(
                 f"The scheme was made for {self._scheme.engine!r}, and vllm_engine is "
                 f"{vllm_engine!r}; give the same engine, or leave it out."
@@ -157,9 +161,10 @@ class SGLangWeightSender:
         return self._metadata
 
     def _next_version(self) -> str:
-        # Versions are numbers that only grow, also over a restarted trainer.
-        current = self._scheme.engine.weight_version
-        return str(int(current) + 1 if current.isdigit() else 1)
+        # Versions are numbers that only grow, whoever updates and however often the
+        # trainer is restarted; so the servers are asked, and not an engine object.
+        current = run_sync(self._scheme.engine.control.weight_versions())
+        return str(1 + max(int(v) if v.isdigit() else 0 for v in current))
 
     def _get_transport(self, device: torch.device | None) -> BroadcastTransport:
         if self._transport is None:

@@ -82,7 +82,8 @@ def update_weights(
         if not transport.connected:
             with phase("connect"):
                 transport.connect()
-        touched = False
+        # What an earlier update left half done is not made whole by sending nothing.
+        touched = update.already_in_doubt
         try:
             with phase("pause"):
                 run_sync(control.pause(pause_mode))

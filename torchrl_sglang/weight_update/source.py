@@ -7,7 +7,7 @@ storage once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -46,14 +46,15 @@ def named_tensors(weights: Any) -> NamedTensors:
     """
     if isinstance(weights, LLMWrapperBase):
         return named_tensors(weights.model)
+    found: dict[str, Any]
     if isinstance(weights, nn.Module):
         found = dict(weights.named_parameters())
     elif isinstance(weights, TensorDictBase):
         found = dict(weights.flatten_keys(".").items())
-    elif isinstance(weights, Mapping) or (
-        isinstance(weights, Iterable) and not isinstance(weights, (str, bytes))
-    ):
+    elif isinstance(weights, Mapping):
         found = dict(weights)
+    elif isinstance(weights, Iterable) and not isinstance(weights, (str, bytes)):
+        found = dict(_pairs(weights))
     else:
         raise ConfigurationError(
             f"Weights are a module, a state dict, a TensorDict or an iterable of "
@@ -70,12 +71,26 @@ def named_tensors(weights: Any) -> NamedTensors:
             f"Is it the inference wrapper? Register the model that is trained."
         )
     # A TensorDict of a module holds its buffers too, which are computed, not trained.
-    parameters = [name for name in found if isinstance(found[name], nn.Parameter)]
+    is_td = isinstance(weights, TensorDictBase)
+    parameters = [
+        name for name in found if is_td and isinstance(found[name], nn.Parameter)
+    ]
     return {
         name: found[name].detach()
         for name in parameters or found
         if not name.endswith(_COMPUTED)
     }
+
+
+def _pairs(items: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for item in items:
+        if not (isinstance(item, tuple) and len(item) == 2):
+            raise ConfigurationError(
+                f"An iterable of weights yields (name, tensor), got a "
+                f"{type(item).__name__}; model.parameters() has no names, "
+                f"model.named_parameters() has."
+            )
+        yield item
 
 
 def get_model_metadata(model: Any) -> ModelMetadata:

@@ -132,7 +132,8 @@ def test_no_key_is_kept():
     given["server_info"].update(
         api_key="sesame",
         admin_api_key="sesame",
-        launch_command="python -m sglang.launch_server --api-key sesame",
+        launch_command="--model-path m --api-key sesame",
+        internal_states=[{"api_key": "sesame"}],
     )
     found = understand(given)
     assert "sesame" not in str(dict(found.server_args))

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from torchrl_sglang.errors import ConfigurationError, RequestRefusedError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    GenerationAbortedError,
+    RequestRefusedError,
+)
 from torchrl_sglang.policies.batching import Batcher
 
 LONG = 60.0
@@ -117,7 +121,7 @@ def test_cancel():
         while not len(batcher):
             assert not call.done()
         batcher.cancel()
-        with pytest.raises(CancelledError):
+        with pytest.raises(GenerationAbortedError, match="was not sent"):
             call.result(LONG)
 
 

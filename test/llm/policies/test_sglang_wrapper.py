@@ -405,6 +405,38 @@ def test_turn_end_stays_out_of_the_history(engine, tokenizer):
         assert again.tolist()[: len(full)] == full.tolist()
 
 
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"max_new_tokens": 1},  # As long as it may be, so the server says "length".
+        {"max_new_tokens": 4, "stop_sequences": ["<|im_end|>"], "ignore_eos": True},
+    ],
+)
+def test_every_way_to_end_a_turn(engine, tokenizer, kwargs):
+    assert tokenizer.eos_token_id == 2
+    wrapper = SGLangWrapper(
+        engine,
+        return_generation_info=True,
+        generate_kwargs={**kwargs, "logit_bias": {2: 100.0}},
+    )
+    out = wrapper(make_input("history", True, tokenizer))
+    assert out["text"].response == [tokenizer.eos_token] * len(TEXTS)
+    assert [full.content[-1] for full in out["history"].full.unbind(0)] == [""] * 3
+    assert out["generation_info"].finish_reason == ["stop"] * len(TEXTS)
+    assert not out["generation_info"].truncated.any()
+
+
+def test_samples_share_no_history(engine, tokenizer):
+    wrapper = SGLangWrapper(engine, num_samples=2, generate_kwargs=GREEDY)
+    td = make_input("history", True, tokenizer)
+    out = wrapper(td)
+    message = History(role="user", content="more", batch_size=())
+    out[0, 0]["history"].prompt.append(message)
+    assert len(out[0, 0]["history"].prompt.content) == 2
+    assert len(out[0, 1]["history"].prompt.content) == 1
+    assert len(td["history"].prompt[0].content) == 1
+
+
 def test_overrides_of_one_call(engine, tokenizer):
     wrapper = SGLangWrapper(
         engine,
@@ -415,6 +447,15 @@ def test_overrides_of_one_call(engine, tokenizer):
     assert [len(row) for row in rows(out, "tokens", "response")] == [5, 5, 5]
     out = wrapper(make_input("tokens", True, tokenizer))
     assert [len(row) for row in rows(out, "tokens", "response")] == [3, 3, 3]
+    # A call wins over the defaults, whatever name either of them uses.
+    fixed = wrapper.get_new_version(
+        generate_kwargs={"do_sample": False, "stop_sequences": ["a"], "seed": 1}
+    )
+    merged = fixed._merge({"temperature": 0.7, "stop": ["b"], "sampling_seed": 2})
+    assert merged.temperature == 0.7
+    assert merged.engine["stop"] == ["b"]
+    assert merged.engine["sampling_seed"] == 2
+    assert fixed.sampling_params.temperature == 0.0
 
 
 def test_new_version_keeps_what_it_is_not_told_to_change(engine, tokenizer):
@@ -431,6 +472,15 @@ def test_new_version_keeps_what_it_is_not_told_to_change(engine, tokenizer):
     assert scoring.tokens_key == "ids"
     assert scoring.sampling_params.engine["min_p"] == 0.25
     assert wrapper.get_new_version(pad_output=False).pad_output is False
+    group = SGLangWrapper(engine, generate_kwargs={"n": 4})
+    assert group.get_new_version(num_samples=2).num_samples == 2
+    assert group.get_new_version(generate=False, inplace=True).inplace is True
+
+
+def test_an_address_is_resolved_once(engine):
+    """A new version must not connect, or worse start a server, once more."""
+    wrapper = SGLangWrapper(engine.server_url)
+    assert wrapper.get_new_version(generate=False).model is wrapper.model
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_integers_do_not_become_weights(served, hf_model):
         (3, "got int"),
         ({"a": 1}, "'a' is a int"),
         (nn.Module(), "no parameter"),
+        (nn.Linear(1, 1).parameters(), "named_parameters"),
     ],
 )
 def test_what_holds_no_weights_is_refused(weights, words):

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
@@ -250,10 +251,50 @@ def test_half_an_update_stops_generation_until_it_is_healed(
     assert "in doubt" in repr(engine)
     with pytest.raises(WeightSyncStateError, match="send the weights again"):
         engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})
+
+    # A further update that fails before its first byte makes nothing whole.
+    def refuse(bucket, tensors, *, weight_version):
+        failure = WeightTransferError("Refused.")
+        failure.untouched = True
+        raise failure
+
+    transport.send = refuse
+    with pytest.raises(WeightTransferError, match="mix of old and new"):
+        sender.update_weights()
+    assert "in doubt" in repr(engine)
+
     transport.send = send
     sender.update_weights()
     assert difference(engine, new_model, tokenizer) < TOLERANCE
     scheme.shutdown()
+
+
+def test_another_engine_object_learns_the_version(
+    sender, restored_engine, new_model, tokenizer
+):
+    """A copy in a collector's process never uses what older weights have cached."""
+    copy = pickle.loads(pickle.dumps(restored_engine))
+    difference(copy, new_model, tokenizer)
+    report = sender.update_weights(new_model)
+    assert copy.weight_version != report.version
+    assert difference(copy, new_model, tokenizer) < TOLERANCE
+    assert copy.weight_version == report.version
+    # And versions go on from the servers', whoever updates.
+    other = SGLangWeightSyncScheme(copy).create_sender()
+    assert int(other.update_weights(new_model).version) == int(report.version) + 1
+    assert int(sender.update_weights(new_model).version) == int(report.version) + 2
+    other.shutdown()
+
+
+def test_a_group_that_was_destroyed_heals(
+    sender, restored_engine, new_model, tokenizer
+):
+    """A trainer that tears down torch.distributed takes this group with it."""
+    sender.update_weights(new_model)
+    dist.destroy_process_group(sender._transport._group)
+    assert not sender._transport.connected
+    sender.update_weights(new_model)
+    assert difference(restored_engine, new_model, tokenizer) < TOLERANCE
 
 
 def test_second_updater_is_refused(sender, restored_engine, new_model):

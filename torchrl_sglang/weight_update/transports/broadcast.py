@@ -25,7 +25,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.event_loop import submit
-from torchrl_sglang.errors import SGLangError, WeightTransferError
+from torchrl_sglang.errors import WeightTransferError
 from torchrl_sglang.weight_update.buckets import Bucket
 from torchrl_sglang.weight_update.source import NamedTensors
 
@@ -79,13 +79,18 @@ class BroadcastTransport:
 
     @property
     def connected(self) -> bool:
-        """Whether the servers have joined a group that works."""
-        return self._group is not None
+        """Whether the servers have joined a group that works.
+
+        A trainer that tears torch.distributed down takes this group with it.
+        """
+        return self._group in distributed_c10d._world.pg_map
 
     def connect(self) -> None:
         """Forms a process group with all servers; see :class:`.WeightTransport`."""
         if self.connected:
             return
+        if self._group is not None:
+            self._give_up()
         if self._backend == "nccl":
             _share_nccl_settings()
         self._group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
@@ -125,6 +130,7 @@ class BroadcastTransport:
             self._backend,
             world_size,
             self._group_name,
+            budget,
             datetime.timedelta(seconds=self._send_timeout),
         )
         deadline = time.monotonic() + self._connect_timeout
@@ -165,25 +171,37 @@ class BroadcastTransport:
                 timeout=self._send_timeout,
             )
         )
-        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        # Even starting can block: NCCL's first call waits for every rank.
+        starting = _in_thread(_start_broadcast, flat, self._group)
+        work = None
         try:
             while not request.done():
                 concurrent.futures.wait([request], POLL_SECONDS)
-                if work.is_completed():
-                    work.wait()  # Raises where the broadcast has failed.
+                if starting.done():
+                    work = starting.result()
+                    if work.is_completed():
+                        work.wait()  # Raises where the broadcast has failed.
             request.result()
+            work = starting.result(self._send_timeout)
             work.wait(datetime.timedelta(seconds=self._send_timeout))
         except BaseException as error:  # noqa: BLE001 - _fail raises it again.
-            # Nobody has received anything as long as the broadcast has not begun.
-            refused = request.done() and not work.is_completed()
+            # Nobody has received anything if the broadcast could not begin, or if the
+            # servers answered and it has not ended.
+            unsent = starting.done() and starting.exception() is not None
+            refused = request.done() and (work is None or not work.is_completed())
             request.cancel()
-            self._fail(error, "A bucket did not arrive", untouched=refused, work=work)
+            self._fail(
+                error,
+                "A bucket did not arrive",
+                untouched=unsent or refused,
+                work=work,
+            )
 
     def _fail(
         self, error: BaseException, what: str, *, untouched: bool, work: Any = None
     ) -> NoReturn:
         self._give_up(work)
-        if not isinstance(error, (SGLangError, RuntimeError, OSError)):
+        if not isinstance(error, Exception):
             raise error
         failure = WeightTransferError(f"{what}: {error}")
         failure.untouched = untouched
@@ -223,10 +241,18 @@ def _flatten(
     flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
     for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
         place = flat[offset : offset + spec.num_bytes].view(spec.dtype)
-        place.view(spec.shape).copy_(tensors[spec.name], non_blocking=True)
+        place.view(spec.shape).copy_(
+            # Into memory of the host, a copy must be done before it is read.
+            tensors[spec.name],
+            non_blocking=device.type == "cuda",
+        )
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return flat
+
+
+def _start_broadcast(flat: torch.Tensor, group: Any) -> Any:
+    return dist.broadcast(flat, src=0, group=group, async_op=True)
 
 
 def _in_thread(function: Any, *arguments: Any) -> concurrent.futures.Future[Any]:
@@ -248,7 +274,8 @@ def _join_group(
     backend: str,
     world_size: int,
     group_name: str,
-    timeout: datetime.timedelta,
+    join_timeout: datetime.timedelta,
+    send_timeout: datetime.timedelta,
 ) -> Any:
     """Returns a process group beside the trainer's own ones.
 
@@ -262,11 +289,12 @@ def _join_group(
         dist.Backend(backend),
         dist.PrefixStore(group_name, store),
         group_name=group_name,  # type: ignore[arg-type]
-        timeout=timeout,
+        timeout=join_timeout,
     )
     distributed_c10d._world.pg_group_ranks[group] = {
         rank: rank for rank in range(world_size)
     }
+    distributed_c10d._set_pg_timeout(send_timeout, group)
     return group
 
 
