@@ -115,9 +115,7 @@ class RLSGLangEngine(abc.ABC):
 
     def get_world_size(self) -> int:
         """Returns the number of ranks that receive weights, over all servers."""
-        return (
-            self.capabilities.tp_size * self.capabilities.pp_size * self.num_replicas
-        )
+        return self.capabilities.tp_size * self.capabilities.pp_size * self.num_replicas
 
 
 class WeightUpdate(abc.ABC):

@@ -270,8 +270,8 @@ def make_sglang_server(
         model: path or hub name of the model.
         device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` where there is one.
         python: interpreter that has sglang installed. By default this one on CUDA, and
-            on CPU the environment that ``python -m torchrl_sglang.backends.cpu.install``
-            made.
+            on CPU that of the environment which
+            ``python -m torchrl_sglang.backends.cpu.install`` made.
         start_timeout: budget for the start, in seconds.
         environment: variables to add to the server's environment.
         sglang_version: on CPU, which of the installed versions to run.

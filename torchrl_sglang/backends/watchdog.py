@@ -14,6 +14,7 @@ Exit status: that of the server, or 128 + signal number.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -33,10 +34,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def _prctl(option: int, value: int) -> None:
     # Linux only. Without it the tree is still killed, by walking the parent links.
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-    except (OSError, AttributeError):
-        pass
 
 
 def children_by_parent() -> dict[int, list[int]]:
@@ -70,10 +69,8 @@ def descendants(pid: int) -> list[int]:
 
 def _signal_all(pids: list[int], number: int) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def _reap() -> None:
@@ -110,6 +107,15 @@ def is_alive(pid: int) -> bool:
 
 
 def main(owner: int, command: list[str]) -> int:
+    """Runs the command until it, or this script's owner, has ended.
+
+    Args:
+        owner: process that started this script.
+        command: the server's command line.
+
+    Returns:
+        The exit status.
+    """
     parent = os.getppid()
     if not is_alive(owner):
         # It ended while this script was starting, so ``parent`` is a stranger.
@@ -121,7 +127,9 @@ def main(owner: int, command: list[str]) -> int:
     server = subprocess.Popen(
         command,
         # If the watchdog itself is killed, the server goes too.
-        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        preexec_fn=lambda: _prctl(  # noqa: PLW1509 - There is one thread here.
+            _PR_SET_PDEATHSIG, signal.SIGKILL
+        ),
     )
     while server.poll() is None and not stop and os.getppid() == parent:
         time.sleep(POLL_SECONDS)
