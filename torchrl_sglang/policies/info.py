@@ -9,7 +9,18 @@ __all__ = ["GenerationInfo"]
 
 
 class GenerationInfo(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """How each response came about; ask for it with ``return_generation_info=True``.
+    """How each response came about."""
+
+    finish_reason: str
+    truncated: torch.Tensor
+    cached_tokens: torch.Tensor
+    weight_version: torch.Tensor
+
+
+# TensorClass replaces a class's own docstring with its signature.
+GenerationInfo.__doc__ = """How each response came about.
+
+    Ask for it with ``SGLangWrapper(..., return_generation_info=True)``.
 
     Shapes are those of one sample; the batch's dimensions come before them, as in
     :class:`~torchrl.modules.llm.policies.Tokens`. ``Lr`` is the length of the response.
@@ -35,11 +46,6 @@ class GenerationInfo(TensorClass["nocast"]):  # type: ignore[name-defined]
         ... )
         >>> prompt = Text(prompt=["Hi"], batch_size=1)
         >>> info = policy(TensorDict(text=prompt, batch_size=1))["generation_info"]
-        >>> info.finish_reason, info.truncated.tolist()
+        >>> list(info.finish_reason), info.truncated.tolist()
         (['length'], [True])
     """
-
-    finish_reason: str
-    truncated: torch.Tensor
-    cached_tokens: torch.Tensor
-    weight_version: torch.Tensor

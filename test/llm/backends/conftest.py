@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,14 @@ def fake(tiny_model_path: str) -> Iterator[FakeServer]:
 def fake_engine(fake: FakeServer) -> Iterator[AsyncSGLang]:
     with AsyncSGLang.connect(fake.url) as engine:
         yield engine
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, also where pytest runs in the background and ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -109,6 +109,8 @@ def test_ranks_follow_the_order_of_the_servers(two):
     )
     with pytest.raises(RequestRefusedError, match="joins no group"):
         run_sync(call)
+    for server in (one, other):
+        server.wait_for("/init_weights_update_group")
     sent = [server.payloads("/init_weights_update_group") for server in (one, other)]
     assert [payload["rank_offset"] for (payload,) in sent] == [1, 2]
     assert all(payload["world_size"] == 3 for (payload,) in sent)

@@ -64,6 +64,7 @@ def test_run_sync_on_its_own_loop_is_refused():
     assert run_sync(add(1, 2)) == 3
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_cancels_what_was_waited_for():
     started, cancelled = threading.Event(), threading.Event()
 

@@ -125,6 +125,7 @@ def test_a_start_that_takes_too_long():
     assert living(tree, 1) == []
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_start_leaves_nothing_behind():
     server = run("print('loading', flush=True); " + FOREVER)
     wait_for_log(server, "loading")
