@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -35,6 +36,8 @@ from torchrl_sglang.backends.wire import (
 )
 from torchrl_sglang.errors import (
     ConfigurationError,
+    GenerationAbortedError,
+    RequestRefusedError,
     ServerDiedError,
     ServerUnavailableError,
     SGLangError,
@@ -134,8 +137,8 @@ class AsyncSGLang(RLSGLangEngine):
             )
         if num_replicas != 1:
             raise ConfigurationError(
-                f"num_replicas={num_replicas!r}: this version starts one server. Start "
-                f"more of them yourself and connect() to a router in front of them."
+                f"num_replicas={num_replicas!r}: this version starts one server for an "
+                f"engine. Make several engines, and share the prompts out among them."
             )
         server = make_sglang_server(
             model if model is not None else alias,
@@ -322,22 +325,27 @@ class AsyncSGLang(RLSGLangEngine):
                 return_log_probs=return_logprobs,
                 return_prompt_log_probs=return_prompt_logprobs,
             )
+        budget = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
+        deadline = time.monotonic() + budget
         try:
             answers = await self._data.generate(
                 list(requests.values()),
                 cache_key=self._weight_version,
-                timeout=GENERATE_TIMEOUT_SECONDS if timeout is None else timeout,
+                timeout=budget,
             )
             # Another engine object may have updated the weights since this one looked.
             if self._learn_version(answers):
                 answers = await self._data.generate(
                     list(requests.values()),
                     cache_key=self._weight_version,
-                    timeout=GENERATE_TIMEOUT_SECONDS if timeout is None else timeout,
+                    timeout=max(deadline - time.monotonic(), 1e-3),
                 )
         except ServerUnavailableError as error:
             raise await self._explain(error) from error
         for index, answer in zip(requests, answers, strict=True):
+            # Not all of the batch was sent, so its place is another one there.
+            if isinstance(answer, (GenerationAbortedError, RequestRefusedError)):
+                answer.index = index
             if isinstance(answer, SGLangError) and not return_exceptions:
                 answer.add_note(f"It is item {index} of {len(batch)}.")
                 raise answer

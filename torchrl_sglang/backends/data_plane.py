@@ -77,14 +77,16 @@ class DataPlane:
             *(alone(request) for request in requests), return_exceptions=True
         )
         results: list[Completion | SGLangError] = []
-        for index, outcome in enumerate(outcomes):
+        for outcome in outcomes:
             if isinstance(outcome, RequestRefusedError):
-                outcome.index = index
                 results.append(outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
                 results += outcome
+        for index, result in enumerate(results):
+            if isinstance(result, (GenerationAbortedError, RequestRefusedError)):
+                result.index = index
         return results
 
     async def _post(

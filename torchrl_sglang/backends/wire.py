@@ -420,7 +420,8 @@ def _log_probs(
     if None in values:
         raise ServerUnavailableError(
             f"{server} left the log-probability at position {values.index(None)} of "
-            f"{key} unset."
+            f"{key} unset, as it does where the logits are not numbers (NaN). Check "
+            f"the weights that were sent last."
         )
     return values
 

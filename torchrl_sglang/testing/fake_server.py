@@ -71,6 +71,8 @@ class FakeServer:
         requests (list): method, path and content of every request, in order.
         routes (dict): path to a function from a request's content to the answer.
         model_path (str): what it says that it serves.
+        weight_version (str): whose weights it says that it generates with.
+        cached_tokens (int): how many tokens of a prompt it says were cached.
 
     Examples:
         >>> with FakeServer(tiny_model_path) as server:
@@ -93,7 +95,8 @@ class FakeServer:
         self._context: int = config["max_position_embeddings"]
         self._api_key = api_key
         self._faults: dict[str, Fault] = {}
-        self._weight_version = "default"
+        self.weight_version = "default"
+        self.cached_tokens = 0
         self._in_session = False
         self._dead = False
         self._peers: set[Any] = set()
@@ -257,7 +260,7 @@ class FakeServer:
                 "model_path": self.model_path,
                 "tokenizer_path": self.model_path,
                 "is_generation": True,
-                "weight_version": self._weight_version,
+                "weight_version": self.weight_version,
             }
         )
 
@@ -353,10 +356,10 @@ class FakeServer:
             "finish_reason": {"type": "length", "length": count},
             "prompt_tokens": len(prompt),
             "completion_tokens": count,
-            "cached_tokens": 0,
-            "weight_version": self._weight_version,
+            "cached_tokens": min(self.cached_tokens, len(prompt)),
+            "weight_version": self.weight_version,
             "weight_versions": [
-                {"version": self._weight_version, "start": 0, "end": count}
+                {"version": self.weight_version, "start": 0, "end": count}
             ],
         }
         if item["return_logprob"]:

@@ -379,7 +379,8 @@ def test_bad_input_is_never_sent(fake, fake_engine, case):
 
 def test_bad_input_harms_nothing_else_in_flight(engine, score):
     batch = prompts(20)
-    params = {"max_new_tokens": 60, "ignore_eos": True}
+    params = {"max_new_tokens": 100, "ignore_eos": True}
+    engine.get_tokenizer()
     with ThreadPoolExecutor(1) as pool:
         good = pool.submit(generate, engine, batch, params)
         while not run_sync(engine.control.running_requests()):
@@ -390,7 +391,7 @@ def test_bad_input_harms_nothing_else_in_flight(engine, score):
         assert not good.done()
         answers = good.result(60)
     for prompt, answer in zip(batch, answers, strict=True):
-        assert len(answer.token_ids) == 60
+        assert len(answer.token_ids) == 100
         assert_scores(answer, prompt, score)
     assert engine.health()
 
@@ -532,8 +533,10 @@ def test_copies_need_no_network(tiny_model_path, clone):
     with FakeServer(tiny_model_path) as fake:
         engine = AsyncSGLang.connect(fake.url)
         engine.generate(input_ids=[5], sampling_params=FOUR)
+        assert engine.get_tokenizer() is engine._tokenizer
     # Nobody is there any more.
     other = clone(engine)
+    assert other._tokenizer is None, "It is large, and read again where it is needed."
     assert other.server_url == engine.server_url
     assert other.capabilities == engine.capabilities
     assert "owned=False" in repr(other)

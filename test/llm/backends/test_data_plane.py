@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -70,6 +71,44 @@ def test_the_others_are_answered(fake, fake_engine):
     assert caught.value.__notes__ == ["It is item 2 of 3."]
 
 
+def test_places_in_the_batch_where_not_all_of_it_is_sent(fake, fake_engine):
+    prompts = [[5], [], [6], [10**6], [7], [8]]
+    params = [SHORT] * 4 + [REFUSED, SHORT]
+    with fake.misbehaving("abort_last"):
+        outcomes = generate(
+            fake_engine,
+            input_ids=prompts,
+            sampling_params=params,
+            return_exceptions=True,
+        )
+    assert [type(outcome).__name__ for outcome in outcomes] == [
+        "GenerationAbortedError",  # each is the last one of its own request
+        "ConfigurationError",
+        "GenerationAbortedError",
+        "ConfigurationError",
+        "RequestRefusedError",
+        "GenerationAbortedError",
+    ]
+    places = [getattr(outcome, "index", None) for outcome in outcomes]
+    assert places == [0, None, 2, None, 4, 5]
+    sent = [payload["input_ids"] for payload in fake.payloads()]
+    assert sent[0] == [[5], [6], [7], [8]]
+    assert sorted(sent[1:]) == [[[5]], [[6]], [[7]], [[8]]]
+
+
+def test_cached_state_that_may_be_of_older_weights_is_not_used(fake, fake_engine):
+    """Somebody else has updated the weights since this engine looked."""
+    generate(fake_engine)
+    fake.weight_version = "3"
+    generate(fake_engine)
+    assert fake_engine.weight_version == "3"
+    assert len(fake.payloads()) == 2, "Nothing was cached, so the answers were right."
+    fake.weight_version, fake.cached_tokens = "4", 1
+    generate(fake_engine)
+    keys = [payload["extra_key"][0] for payload in fake.payloads()]
+    assert keys == ["default", "default", "3", "4"]
+
+
 def test_a_budget_that_is_used_up(fake, fake_engine):
     start = time.monotonic()
     with fake.misbehaving("hang"), pytest.raises(ServerTimeoutError, match="0.3 s"):
@@ -80,16 +119,18 @@ def test_a_budget_that_is_used_up(fake, fake_engine):
 def test_a_refused_batch_is_sent_again_within_the_same_budget(fake, fake_engine):
     """The batch is refused after most of its budget, and then nothing answers."""
     answer = fake.routes["/generate"]
-
-    def slow(content):
-        time.sleep(0.5)
-        return answer(content)
-
-    fake.routes["/generate"] = slow
     start = time.monotonic()
-    with pytest.raises(ServerTimeoutError):
-        generate(fake_engine, sampling_params=[SHORT, REFUSED, SHORT], timeout=0.7)
-    assert time.monotonic() - start < 1.1
+    with ExitStack() as faults:
+
+        def slow_once(content):
+            time.sleep(0.8)
+            faults.enter_context(fake.misbehaving("hang"))
+            return answer(content)
+
+        fake.routes["/generate"] = slow_once
+        with pytest.raises(ServerTimeoutError):
+            generate(fake_engine, sampling_params=[SHORT, REFUSED, SHORT], timeout=1.0)
+    assert time.monotonic() - start < 1.5
     assert len(fake.payloads()) > 1
 
 

@@ -71,6 +71,8 @@ def test_states():
         wait_for_log(server, "begun")
         tree = tree_of(server)
         assert len(tree) == 2
+        # A Ctrl-C in the terminal is the trainer's to handle.
+        assert {os.getsid(pid) for pid in tree} == {server.pid}
         assert f"pid={server.pid}, state='starting'" in repr(server)
     finally:
         server.stop()
