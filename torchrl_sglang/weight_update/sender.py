@@ -10,7 +10,12 @@ from torch import nn
 
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.event_loop import run_sync
-from torchrl_sglang.errors import ConfigurationError, WeightSyncStateError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    ServerError,
+    WeightSyncStateError,
+    WeightTransferError,
+)
 from torchrl_sglang.types import ModelMetadata, SyncReport
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.buckets import TensorSpec, plan_buckets
@@ -163,7 +168,12 @@ class SGLangWeightSender:
     def _next_version(self) -> str:
         # Versions are numbers that only grow, whoever updates and however often the
         # trainer is restarted; so the servers are asked, and not an engine object.
-        current = run_sync(self._scheme.engine.control.weight_versions())
+        try:
+            current = run_sync(self._scheme.engine.control.weight_versions())
+        except ServerError as error:
+            failure = WeightTransferError(f"The servers could not be asked: {error}")
+            failure.untouched = True
+            raise failure from error
         return str(1 + max(int(v) if v.isdigit() else 0 for v in current))
 
     def _get_transport(self, device: torch.device | None) -> BroadcastTransport:
