@@ -2,7 +2,8 @@
 
 What is measured is everything between a TensorDict and the engine's ``generate`` and
 back: templates, tokenization, containers. The tokenizer's own time, measured in the
-same run, is shown beside it.
+same run, is shown beside it. A second table shows how the time grows with the length
+of the responses.
 
     python benchmarks/wrapper_overhead.py [--batch-size 256] [--repeats 5]
 """
@@ -26,13 +27,14 @@ from torchrl_sglang.testing.tiny_model import save_tiny_model
 from torchrl_sglang.types import Completion, ServerCapabilities
 
 RESPONSE_TOKENS = 128
+LENGTHS = (128, 512, 2048, 8192)
 PROMPT_CHARACTERS = 96
 
 
 class InstantEngine(AsyncSGLang):
     """An engine that has the answers before it is asked."""
 
-    def __init__(self, path: str, tokenizer: Any) -> None:
+    def __init__(self, path: str, tokenizer: Any, length: int) -> None:
         super().__init__(
             "http://127.0.0.1:1",
             ServerCapabilities(
@@ -54,13 +56,14 @@ class InstantEngine(AsyncSGLang):
             ),
         )
         self._tokenizer = tokenizer
+        self.response_tokens = length
 
     def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:
         """Returns responses of slightly different lengths."""
         return [
             Completion(
-                token_ids=[5] * (RESPONSE_TOKENS - index % 16),
-                log_probs=[-1.0] * (RESPONSE_TOKENS - index % 16),
+                token_ids=[5] * (self.response_tokens - index % 16),
+                log_probs=[-1.0] * (self.response_tokens - index % 16),
                 finish_reason="length",
             )
             for index, _ in enumerate(kwargs["input_ids"])
@@ -95,43 +98,62 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = str(save_tiny_model(folder))
         tokenizer = AutoTokenizer.from_pretrained(path)
-    engine = InstantEngine(path, tokenizer)
     print(f"batch of {size}, {RESPONSE_TOKENS} response tokens, milliseconds a sample")
     print(f"{'mode':8} {'padded':6} {'wrapper':>8} {'of which the tokenizer':>24}")
     for mode in ("history", "text", "tokens"):
         for pad_output in (False, True):
-            wrapper = SGLangWrapper(
-                engine, tokenizer=tokenizer, input_mode=mode, pad_output=pad_output
+            engine = InstantEngine(path, tokenizer, RESPONSE_TOKENS)
+            total, tokenizing = measure(
+                engine, mode, size, arguments.repeats, pad_output=pad_output
             )
-            total, tokenizing = [], []
-            for _ in range(arguments.repeats + 1):
-                td = make_input(mode, size, tokenizer)
-                start = time.perf_counter()
-                wrapper(td)
-                total.append(time.perf_counter() - start)
-                tokenizing.append(measure_tokenizer(mode, size, tokenizer))
-            # The first run warms up.
-            print(
-                f"{mode:8} {pad_output!s:6} "
-                f"{1e3 * statistics.median(total[1:]) / size:8.3f} "
-                f"{1e3 * statistics.median(tokenizing[1:]) / size:24.3f}"
-            )
+            print(f"{mode:8} {pad_output!s:6} {total:8.3f} {tokenizing:24.3f}")
+    print(f"\nragged, by response length\n{'mode':8}", *(f"{n:>8}" for n in LENGTHS))
+    for mode in ("history", "text", "tokens"):
+        row = []
+        for length in LENGTHS:
+            engine = InstantEngine(path, tokenizer, length)
+            row.append(measure(engine, mode, size, arguments.repeats)[0])
+        print(f"{mode:8}", *(f"{total:8.3f}" for total in row))
 
 
-def measure_tokenizer(mode: str, size: int, tokenizer: Any) -> float:
+def measure(
+    engine: InstantEngine,
+    mode: str,
+    size: int,
+    repeats: int,
+    *,
+    pad_output: bool = False,
+) -> tuple[float, float]:
+    """Returns milliseconds a sample: the wrapper's, and the tokenizer's alone."""
+    tokenizer = engine.get_tokenizer()
+    wrapper = SGLangWrapper(
+        engine, tokenizer=tokenizer, input_mode=mode, pad_output=pad_output
+    )
+    total, tokenizing = [], []
+    for _ in range(repeats + 1):
+        td = make_input(mode, size, tokenizer)
+        start = time.perf_counter()
+        wrapper(td)
+        total.append(time.perf_counter() - start)
+        tokenizing.append(measure_tokenizer(mode, size, engine))
+    # The first run warms up.
+    both = (statistics.median(total[1:]), statistics.median(tokenizing[1:]))
+    return 1e3 * both[0] / size, 1e3 * both[1] / size
+
+
+def measure_tokenizer(mode: str, size: int, engine: InstantEngine) -> float:
     """Returns the seconds that the tokenizer's own calls take for such a batch."""
     if mode == "tokens":
         return 0.0
+    tokenizer = engine.get_tokenizer()
     texts = ["x" * PROMPT_CHARACTERS] * size
-    responses = [[5] * RESPONSE_TOKENS] * size
+    responses = [[5] * engine.response_tokens] * size
     chats = [[{"role": "user", "content": text}] for text in texts]
     start = time.perf_counter()
     if mode == "history":
-        for chat in chats:
-            tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True
-            )
-        tokenizer.batch_decode(responses, skip_special_tokens=False)
+        texts = tokenizer.apply_chat_template(
+            chats, tokenize=False, add_generation_prompt=True
+        )
     tokenizer(texts)
     tokenizer.batch_decode(responses, skip_special_tokens=False)
     return time.perf_counter() - start

@@ -52,6 +52,11 @@ class Completion:
     """Response token ids, the stop token included."""
     log_probs: list[float] | None = None
     """Log-probability of each response token; ``None`` if not asked for."""
+    top_token_ids: list[list[int]] | None = None
+    """For each response token, the likeliest tokens in its place, the likeliest first.
+    ``None`` if not asked for."""
+    top_log_probs: list[list[float]] | None = None
+    """Their log-probabilities."""
     prompt_log_probs: list[float] | None = None
     """Log-probability of each prompt token given those before it; the first one, which
     has no context, is NaN. ``None`` if not asked for."""
@@ -79,6 +84,9 @@ class ServerCapabilities:
     """Path or hub name of the tokenizer, as the server sees it."""
     vocab_size: int
     """Token ids lie in ``[0, vocab_size)``; others can kill a server."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, as the model's configuration names them; the
+    server's own tokenizer may add its end-of-sequence token."""
     max_context: int
     """Most tokens that prompt and response can have together."""
     max_prompt: int

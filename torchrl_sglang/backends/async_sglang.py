@@ -33,6 +33,7 @@ from torchrl_sglang.backends.wire import (
     GenerateRequest,
     check_prompt,
     check_sampling_params,
+    check_top_log_probs,
 )
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -216,8 +217,9 @@ class AsyncSGLang(RLSGLangEngine):
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        return_logprobs: bool = False,
-        return_prompt_logprobs: bool = False,
+        return_logprobs: bool | Sequence[bool] = False,
+        return_prompt_logprobs: bool | Sequence[bool] = False,
+        top_logprobs: int | Sequence[int] = 0,
         timeout: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Completion]:
@@ -232,7 +234,9 @@ class AsyncSGLang(RLSGLangEngine):
             return_logprobs: also return the log-probability of each response token,
                 ``log_softmax(logits / temperature)``.
             return_prompt_logprobs: also return that of each prompt token, at
-                temperature 1.
+                temperature 1. Like the next one, for all or one for each prompt.
+            top_logprobs: also return this many of the likeliest tokens in the place of
+                each response token, with their log-probabilities.
             timeout: budget for the batch, in seconds. Defaults to 1800.
             return_exceptions: put the error of an item in its place instead of
                 raising the first one.
@@ -256,6 +260,7 @@ class AsyncSGLang(RLSGLangEngine):
                 sampling_params,
                 return_logprobs,
                 return_prompt_logprobs,
+                top_logprobs,
                 timeout,
                 return_exceptions,
             )
@@ -267,8 +272,9 @@ class AsyncSGLang(RLSGLangEngine):
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        return_logprobs: bool = False,
-        return_prompt_logprobs: bool = False,
+        return_logprobs: bool | Sequence[bool] = False,
+        return_prompt_logprobs: bool | Sequence[bool] = False,
+        top_logprobs: int | Sequence[int] = 0,
         timeout: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Completion]:
@@ -280,6 +286,7 @@ class AsyncSGLang(RLSGLangEngine):
                 sampling_params,
                 return_logprobs,
                 return_prompt_logprobs,
+                top_logprobs,
                 timeout,
                 return_exceptions,
             )
@@ -291,8 +298,9 @@ class AsyncSGLang(RLSGLangEngine):
         prompts: str | Sequence[str] | None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        return_logprobs: bool,
-        return_prompt_logprobs: bool,
+        return_logprobs: bool | Sequence[bool],
+        return_prompt_logprobs: bool | Sequence[bool],
+        top_logprobs: int | Sequence[int],
         timeout: float | None,
         return_exceptions: bool,
     ) -> list[Completion]:
@@ -301,9 +309,14 @@ class AsyncSGLang(RLSGLangEngine):
         outcomes: list[Completion | SGLangError | None] = [None] * len(batch)
         requests: dict[int, GenerateRequest] = {}
         checked: dict[int, dict[str, Any]] = {}
-        for index, (prompt, own) in enumerate(
-            zip(batch, self._to_params(sampling_params, len(batch)), strict=True)
-        ):
+        size = len(batch)
+        params = self._to_params(sampling_params, size)
+        scored = _for_each(return_logprobs, size, "return_logprobs")
+        prompts_scored = _for_each(
+            return_prompt_logprobs, size, "return_prompt_logprobs"
+        )
+        tops = _for_each(top_logprobs, size, "top_logprobs")
+        for index, (prompt, own) in enumerate(zip(batch, params, strict=True)):
             try:
                 what = (
                     "The prompt"
@@ -314,6 +327,7 @@ class AsyncSGLang(RLSGLangEngine):
                 # Most items of a batch share one mapping, which is checked once.
                 if id(own) not in checked:
                     checked[id(own)] = check_sampling_params(own, self._capabilities)
+                check_top_log_probs(tops[index], self._capabilities)
             except SGLangError as error:
                 if not return_exceptions:
                     raise
@@ -322,8 +336,9 @@ class AsyncSGLang(RLSGLangEngine):
             requests[index] = GenerateRequest(
                 input_ids=prompt,
                 sampling_params=checked[id(own)],
-                return_log_probs=return_logprobs,
-                return_prompt_log_probs=return_prompt_logprobs,
+                return_log_probs=scored[index],
+                return_prompt_log_probs=prompts_scored[index],
+                top_log_probs=tops[index],
             )
         budget = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
         deadline = time.monotonic() + budget
@@ -553,6 +568,18 @@ class AsyncSGLang(RLSGLangEngine):
 def _version_order(version: str) -> int:
     """Returns a weight version as a number; a name, such as ``default``, is oldest."""
     return int(version) if version.isdigit() else -1
+
+
+def _for_each(value: Any, size: int, name: str) -> list[Any]:
+    """Returns what holds for each prompt, given for all of them or for each."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * size
+    if len(value) != size:
+        raise ConfigurationError(
+            f"{len(value)} values of {name} were given for {size} prompts; give one "
+            f"for all, or one for each prompt."
+        )
+    return list(value)
 
 
 def _plain(ids: Any) -> Any:

@@ -61,8 +61,9 @@ class RLSGLangEngine(abc.ABC):
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        return_logprobs: bool = False,
-        return_prompt_logprobs: bool = False,
+        return_logprobs: bool | Sequence[bool] = False,
+        return_prompt_logprobs: bool | Sequence[bool] = False,
+        top_logprobs: int | Sequence[int] = 0,
         timeout: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Completion]:

@@ -80,6 +80,7 @@ async def find_out(
             model_info=model_info,
             models=models,
             vocab_size=int(config.get_text_config().vocab_size),
+            eos_token_ids=find_eos_token_ids(config, model or model_info["model_path"]),
         )
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ServerUnavailableError(
@@ -126,6 +127,28 @@ def load_model_config(model: str) -> Any:
         ) from error
 
 
+def find_eos_token_ids(config: Any, model: str) -> tuple[int, ...]:
+    """Returns the tokens that end a response.
+
+    Like the server, it takes those of ``config.json`` and those of
+    ``generation_config.json``, where there is one.
+
+    Args:
+        config: the model's configuration.
+        model: folder or hub name that it came from.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # Most models have the file, and none must.
+        generation = None
+    found: set[int] = set()
+    for ids in (config.get_text_config().eos_token_id, generation):
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return tuple(sorted(found))
+
+
 def interpret(
     *,
     url: str,
@@ -134,6 +157,7 @@ def interpret(
     model_info: Mapping[str, Any],
     models: Mapping[str, Any],
     vocab_size: int,
+    eos_token_ids: tuple[int, ...] = (),
 ) -> ServerCapabilities:
     """Returns the capabilities that these answers of a server mean. Pure.
 
@@ -144,6 +168,7 @@ def interpret(
         model_info: its answer to ``/model_info``.
         models: its answer to ``/v1/models``.
         vocab_size: size of the embedding, from the model's configuration.
+        eos_token_ids: tokens that end a response, from the same.
     """
     if not model_info.get("is_generation", True):
         raise UnsupportedByServerError(
@@ -159,6 +184,7 @@ def interpret(
         model_path=model_path,
         tokenizer_path=str(model_info.get("tokenizer_path") or model_path),
         vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
         max_context=max_context,
         # The scheduler refuses a prompt of max_req_input_len tokens or more.
         max_prompt=int(server_info.get("max_req_input_len") or max_context) - 1,

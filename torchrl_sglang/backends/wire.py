@@ -31,6 +31,7 @@ __all__ = [
     "GenerateRequest",
     "check_prompt",
     "check_sampling_params",
+    "check_top_log_probs",
     "hint",
     "parse_completion",
     "to_payload",
@@ -89,6 +90,8 @@ class GenerateRequest:
     """Ask for the log-probability of every response token."""
     return_prompt_log_probs: bool = False
     """Ask for the log-probability of every prompt token too."""
+    top_log_probs: int = 0
+    """Ask for this many of the likeliest tokens in each response token's place."""
 
 
 def check_sampling_params(
@@ -281,6 +284,16 @@ def check_prompt(
     check_token_ids(input_ids, capabilities, what)
 
 
+def check_top_log_probs(number: int, capabilities: ServerCapabilities) -> None:
+    """Raises :class:`ConfigurationError` unless so many tokens can be named."""
+    largest = capabilities.vocab_size
+    if type(number) is not int or not 0 <= number <= largest:
+        raise ConfigurationError(
+            f"top_logprobs={number!r} is not a number of tokens; give an integer in "
+            f"[0, {largest}] (the size of the vocabulary)."
+        )
+
+
 def to_payload(
     requests: Sequence[GenerateRequest],
     capabilities: ServerCapabilities,
@@ -307,9 +320,12 @@ def to_payload(
         "input_ids": [list(request.input_ids) for request in requests],
         "sampling_params": params,
         "return_logprob": [
-            request.return_log_probs or request.return_prompt_log_probs
+            request.return_log_probs
+            or request.return_prompt_log_probs
+            or request.top_log_probs > 0
             for request in requests
         ],
+        "top_logprobs_num": [request.top_log_probs for request in requests],
         "logprob_start_len": [
             0 if request.return_prompt_log_probs else -1 for request in requests
         ],
@@ -379,9 +395,16 @@ def _parse(
         prompt_log_probs = _log_probs(
             meta, "input_token_logprobs", request.input_ids, vocab_size, server
         )
+    top_token_ids = top_log_probs = None
+    if request.top_log_probs:
+        top_token_ids, top_log_probs = _top_log_probs(
+            meta, len(token_ids), request.top_log_probs, server
+        )
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
+        top_token_ids=top_token_ids,
+        top_log_probs=top_log_probs,
         prompt_log_probs=prompt_log_probs,
         finish_reason=kind,
         matched_stop=reason.get("matched"),
@@ -424,6 +447,22 @@ def _log_probs(
             f"the weights that were sent last."
         )
     return values
+
+
+def _top_log_probs(
+    meta: Mapping[str, Any], length: int, number: int, server: str
+) -> tuple[list[list[int]], list[list[float]]]:
+    # For each token a list of [log-prob, token id, text], the likeliest first.
+    rows = meta.get("output_top_logprobs") or []
+    if len(rows) != length or any(len(row or ()) != number for row in rows):
+        raise ServerUnavailableError(
+            f"{server} was asked for the {number} likeliest tokens in the place of "
+            f"each of {length} and sent {[len(row or ()) for row in rows]!r:.100}."
+        )
+    return (
+        [[int(entry[1]) for entry in row] for row in rows],
+        [[float(entry[0]) for entry in row] for row in rows],
+    )
 
 
 def _version_spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:

@@ -15,12 +15,15 @@ class GenerationInfo(TensorClass["nocast"]):  # type: ignore[name-defined]
     truncated: torch.Tensor
     cached_tokens: torch.Tensor
     weight_version: torch.Tensor
+    top_token_ids: torch.Tensor | None = None
+    top_log_probs: torch.Tensor | None = None
 
 
 # TensorClass replaces a class's own docstring with its signature.
 GenerationInfo.__doc__ = """How each response came about.
 
-    Ask for it with ``SGLangWrapper(..., return_generation_info=True)``.
+    Ask for it with ``SGLangWrapper(..., return_generation_info=True)``. It is written,
+    too, where ``generate_kwargs={"logprobs": N}`` asks for the ``N`` likeliest tokens.
 
     Shapes are those of one sample; the batch's dimensions come before them, as in
     :class:`~torchrl.modules.llm.policies.Tokens`. ``Lr`` is the length of the response.
@@ -34,6 +37,11 @@ GenerationInfo.__doc__ = """How each response came about.
             generated each token, as counted by the weight-sync scheme; -1 where the
             server's version is not a number, as before the first update. Padded on the
             right with -1.
+        top_token_ids (torch.Tensor, optional): int64 ``(Lr, N)``: the ``N`` likeliest
+            tokens in the place of each one, the likeliest first, if they were asked
+            for. Padded on the right with -1.
+        top_log_probs (torch.Tensor, optional): float32 ``(Lr, N)``: their
+            log-probabilities. Padded on the right with 0.0.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -15,6 +15,12 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.llm import History
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.policies.chat import (
+    continue_tokens,
+    encode_full,
+    render,
+    to_messages,
+)
 from torchrl_sglang.policies.padding import strip_padding
 
 __all__ = ["Prompts", "read_history", "read_text", "read_tokens"]
@@ -55,7 +61,7 @@ def read_history(
     key: NestedKey,
     *,
     tokenizer: Any,
-    template_kwargs: Mapping[str, Any],
+    template: str,
     tokens: list[list[int]] | None,
     padding_value: int | None,
     generate: bool,
@@ -65,98 +71,32 @@ def read_history(
     Args:
         td: flat batch.
         key: where the :class:`~torchrl.data.llm.History` is.
-        tokenizer: its chat template is used unless ``template_kwargs`` names another.
-        template_kwargs: for :meth:`~torchrl.data.llm.History.apply_chat_template`.
+        tokenizer: of the model.
+        template: chat template; see :func:`.chat.find_template`.
         tokens: when generating, token ids of the conversation's beginning that are
-            known already; see :func:`continue_tokens`.
+            known already; see :func:`.chat.continue_tokens`.
         padding_value: the padding token.
         generate: whether the conversation shall be continued, or is complete.
 
     Raises:
         TypeError: if the value is not a ``History``.
-        ConfigurationError: if it is missing, or there is no tokenizer.
+        ConfigurationError: if it is missing, or the template does not take it.
     """
     history = get_required(td, key, "history")
     if not isinstance(history, History):
         raise TypeError(f"Expected History object for '{key}', got {type(history)}")
-    if tokenizer is None:
-        raise ConfigurationError(
-            "History input needs a tokenizer, and the engine has none; pass "
-            "tokenizer=..."
-        )
     histories = list(history.unbind(0))
+    chats = [to_messages(one) for one in histories]
     if generate:
-        texts = [
-            one.apply_chat_template(
-                tokenizer=tokenizer, add_generation_prompt=True, **template_kwargs
-            )
-            for one in histories
-        ]
+        texts = render(
+            chats, tokenizer=tokenizer, template=template, add_generation_prompt=True
+        )
         ids = continue_tokens(texts, tokens, tokenizer, padding_value)
         return Prompts(token_ids=ids, texts=texts, histories=histories)
-    texts, token_ids, masks = [], [], []
-    for one in histories:
-        templated = one.apply_chat_template(
-            tokenizer=tokenizer,
-            add_generation_prompt=False,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **template_kwargs,
-        )
-        token_ids.append(templated["input_ids"].tolist())
-        masks.append(templated["assistant_masks"].bool().tolist())
-        texts.append(
-            one.apply_chat_template(
-                tokenizer=tokenizer, add_generation_prompt=False, **template_kwargs
-            )
-        )
+    texts, token_ids, masks = encode_full(chats, tokenizer=tokenizer, template=template)
     return Prompts(
         token_ids=token_ids, texts=texts, histories=histories, assistant_masks=masks
     )
-
-
-def continue_tokens(
-    texts: Sequence[str],
-    known: Sequence[list[int]] | None,
-    tokenizer: Any,
-    padding_value: int | None = None,
-) -> list[list[int]]:
-    """Returns the tokens of templated conversations, keeping those that are known.
-
-    A model that generated ``["1", "2"]`` must not see ``["12"]`` in the next turn, so
-    what was generated is never tokenized again: known tokens stay, and only the text
-    behind them (the end of the turn, new messages, the generation prompt) is. Known
-    tokens that are not the beginning of the conversation, because it was edited, are
-    not used.
-
-    Args:
-        texts: conversations, with the special tokens that the template wrote.
-        known: token ids of the beginning of each one, or nothing.
-        tokenizer: adds no special tokens here.
-        padding_value: token that ``known`` may end with without meaning it.
-    """
-    beginnings: list[list[int]] = [[] for _ in texts]
-    rest = list(texts)
-    for index, ids in enumerate(known or ()):
-        for candidate in (ids, without_trailing(ids, padding_value)):
-            begin = tokenizer.decode(
-                candidate, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-            if texts[index].startswith(begin):
-                beginnings[index] = candidate
-                rest[index] = texts[index][len(begin) :]
-                break
-    ends = tokenizer(rest, add_special_tokens=False)["input_ids"]
-    return [[*begin, *end] for begin, end in zip(beginnings, ends, strict=True)]
-
-
-def without_trailing(token_ids: list[int], padding_value: int | None) -> list[int]:
-    """Returns ``token_ids`` without the padding tokens that they end with."""
-    end = len(token_ids)
-    while end and token_ids[end - 1] == padding_value:
-        end -= 1
-    return token_ids[:end]
 
 
 def read_text(

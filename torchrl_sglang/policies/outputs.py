@@ -37,10 +37,11 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from torchrl_sglang.policies.info import GenerationInfo
+from torchrl_sglang.policies.inputs import Prompts
 from torchrl_sglang.policies.padding import pad
 from torchrl_sglang.types import Completion
 
-__all__ = ["Sample", "assemble", "generated", "scored"]
+__all__ = ["Sample", "assemble", "generated", "scored", "write_text"]
 
 _SCALAR = torch.Size([])
 
@@ -48,6 +49,11 @@ _SCALAR = torch.Size([])
 def int_row(values: Sequence[int]) -> torch.Tensor:
     """Returns the values as an int64 tensor that owns its memory."""
     return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
+def matrix(rows: Sequence[Sequence[float]], width: int, dtype: Any) -> torch.Tensor:
+    """Returns equally long rows as a tensor of shape ``(len(rows), width)``."""
+    return torch.from_numpy(np.array(rows, dtype=dtype).reshape(len(rows), width))
 
 
 def float_row(values: Sequence[float]) -> torch.Tensor:
@@ -58,6 +64,29 @@ def float_row(values: Sequence[float]) -> torch.Tensor:
 def unchecked(content: Mapping[str, Any]) -> TensorDict:
     """Returns a scalar TensorDict of values that are known to fit."""
     return TensorDict._new_unsafe(dict(content), batch_size=_SCALAR)
+
+
+def non_tensor(value: Any) -> NonTensorData:
+    """Returns a value that is not a tensor as TensorDicts hold it."""
+    content = {"data": value, "_is_non_tensor": True, "_metadata": None}
+    return wrap(NonTensorData, unchecked({}), content)
+
+
+def wrap(cls: Any, content: TensorDictBase, others: Mapping[str, Any]) -> Any:
+    """Returns a TensorClass over ``content``, whose fields are known to fit.
+
+    It is what ``cls._from_tensordict`` returns, which looks at every key of every
+    element of a lazy stack to check them.
+
+    Args:
+        cls: the TensorClass.
+        content: the fields that are set.
+        others: the fields that are not in ``content``, usually ``None``.
+    """
+    wrapped = cls.__new__(cls)
+    wrapped.__dict__["_tensordict"] = content
+    wrapped.__dict__["_non_tensordict"] = dict(others)
+    return wrapped
 
 
 def stack(items: Sequence[TensorDictBase], shape: Sequence[int]) -> TensorDictBase:
@@ -79,6 +108,9 @@ Rows = dict[str, Any]
 Sample = dict[str, Rows]
 """Container (``"text"``, ``"tokens"``, ...) -> its rows for one sample."""
 
+_NO_TOOLS = {"tool_calls": None, "tool_responses": None}
+"""Fields of a :class:`~torchrl.data.llm.History` that a generated message has not."""
+
 _CONTAINERS = {
     "text": Text,
     "tokens": Tokens,
@@ -94,7 +126,6 @@ def generated(
     completion: Completion,
     *,
     return_log_probs: bool,
-    return_prompt_log_probs: bool,
 ) -> Sample:
     """Returns the rows of one generated sample: tokens, masks and log-probs."""
     length, new = len(prompt), len(completion.token_ids)
@@ -111,8 +142,7 @@ def generated(
     }
     if return_log_probs:
         response = completion.log_probs or []
-        # A batch with others' prompts may have been asked for more than this one.
-        scored_prompt = completion.prompt_log_probs if return_prompt_log_probs else None
+        scored_prompt = completion.prompt_log_probs
         # NaN marks what was not asked for; 0.0 would mean that it was certain.
         before = [math.nan] * length if scored_prompt is None else scored_prompt
         rows = {
@@ -126,13 +156,14 @@ def generated(
     return sample
 
 
-def info_rows(completion: Completion, ended: bool) -> Rows:
+def info_rows(completion: Completion, ended: bool, number: int = 0) -> Rows:
     """Returns how one generated sample came about.
 
     Args:
         completion: the sample.
         ended: whether it ends with a token that ends a turn. At the greatest length
             the server names the length as the reason all the same.
+        number: how many of the likeliest tokens there are for each token.
     """
     versions = [-1] * len(completion.token_ids)
     for span in completion.versions:
@@ -140,12 +171,16 @@ def info_rows(completion: Completion, ended: bool) -> Rows:
             versions[span.start : span.end] = [int(span.version)] * (
                 span.end - span.start
             )
-    return {
-        "finish_reason": NonTensorData("stop" if ended else completion.finish_reason),
+    rows: Rows = {
+        "finish_reason": non_tensor("stop" if ended else completion.finish_reason),
         "truncated": torch.tensor(completion.finish_reason == "length" and not ended),
         "cached_tokens": torch.tensor(completion.cached_tokens),
         "weight_version": int_row(versions),
     }
+    if completion.top_token_ids is not None and completion.top_log_probs is not None:
+        rows["top_token_ids"] = matrix(completion.top_token_ids, number, np.int64)
+        rows["top_log_probs"] = matrix(completion.top_log_probs, number, np.float32)
+    return rows
 
 
 def scored(
@@ -178,26 +213,50 @@ def _assistant_mask(length: int, new: int) -> torch.Tensor:
 def text_rows(prompt: str, response: str) -> Rows:
     """Returns prompt, response and full text of one generated sample."""
     return {
-        "prompt": NonTensorData(prompt),
-        "response": NonTensorData(response),
-        "full": NonTensorData(prompt + response),
+        "prompt": non_tensor(prompt),
+        "response": non_tensor(response),
+        "full": non_tensor(prompt + response),
     }
 
 
 def full_text_row(full: str) -> Rows:
     """Returns the text of one scored sequence."""
-    return {"full": NonTensorData(full)}
+    return {"full": non_tensor(full)}
 
 
 def message(content: str, role: str = "assistant") -> TensorDict:
     """Returns the content of a one-message :class:`~torchrl.data.llm.History`."""
     return unchecked(
         {
-            "role": NonTensorData(role),
-            "content": NonTensorData(content),
-            "is_complete": NonTensorData(True),
+            "role": non_tensor(role),
+            "content": non_tensor(content),
+            "is_complete": non_tensor(True),
         }
     )
+
+
+def write_text(
+    samples: Sequence[Sample],
+    prompts: Prompts,
+    responses: Sequence[str],
+    turns: Sequence[str],
+) -> None:
+    """Adds text, and the conversation in history mode, to generated samples.
+
+    Args:
+        samples: one or several for each prompt, side by side.
+        prompts: what they answer.
+        responses: text of each sample.
+        turns: the same without the token that ends a turn. The template writes it
+            itself: in the content it would stand there twice in the next prompt.
+    """
+    assert prompts.texts is not None
+    repeats = len(samples) // len(prompts.texts)
+    for index, sample in enumerate(samples):
+        prompt = index // repeats
+        sample["text"] = text_rows(prompts.texts[prompt], responses[index])
+        if prompts.histories is not None:
+            sample["history"] = history_rows(prompts.histories[prompt], turns[index])
 
 
 def history_rows(prompt: History, content: str) -> Rows:
@@ -208,9 +267,10 @@ def history_rows(prompt: History, content: str) -> Rows:
     answer = message(content)
     return {
         # A container of its own, so that appending to one sample's changes no other's.
-        "prompt": History._from_tensordict(LazyStackedTensorDict(*turns)),
-        "response": History._from_tensordict(LazyStackedTensorDict(answer)),
-        "full": History._from_tensordict(LazyStackedTensorDict(*turns, answer)),
+        "prompt": wrap(History, LazyStackedTensorDict(*turns), prompt._non_tensordict),
+        "response": wrap(History, LazyStackedTensorDict(answer), _NO_TOOLS),
+        # A lazy stack has the keys that all of its elements have.
+        "full": wrap(History, LazyStackedTensorDict(*turns, answer), _NO_TOOLS),
     }
 
 
@@ -239,14 +299,19 @@ def assemble(
     for name in samples[0] if samples else ():
         common = {"padded": padded} if name in ("tokens", "masks", "log_probs") else {}
         rows = [unchecked({**sample[name], **common}) for sample in samples]
-        containers[name] = _CONTAINERS[name]._from_tensordict(stack(rows, shape))
+        cls = _CONTAINERS[name]
+        unset = cls.__expected_keys__ - set(rows[0].keys())
+        containers[name] = wrap(cls, stack(rows, shape), dict.fromkeys(unset))
     return containers
 
 
 _FILL: dict[str, float] = {"masks": False, "log_probs": 0.0, "generation_info": -1}
 """Container -> what its padding holds; tokens are padded with the padding token."""
 
-_OF_THE_RESPONSE = ("response", "weight_version")
+_FILL_OF_FIELD: dict[str, float] = {"top_log_probs": 0.0}
+"""Field -> what its padding holds, where it differs from its container's."""
+
+_OF_THE_RESPONSE = ("response", "weight_version", "top_token_ids", "top_log_probs")
 """Fields with a value for each token of the response, and none for the prompt's."""
 
 
@@ -267,7 +332,8 @@ def _pad_samples(samples: Sequence[Sample], padding_value: int) -> None:
             ):
                 continue
             rows = [sample[name][field] for sample in samples]
-            padded = _pad_around(rows, _split_of(field, splits), fill[name])
+            value = _FILL_OF_FIELD.get(field, fill[name])
+            padded = _pad_around(rows, _split_of(field, splits), value)
             for sample, row in zip(samples, padded.unbind(0), strict=True):
                 sample[name][field] = row
 
@@ -285,5 +351,5 @@ def _pad_around(
     after = [row[split:] for row, split in zip(rows, splits, strict=True)]
     return torch.cat(
         [pad(before, side="left", value=value), pad(after, side="right", value=value)],
-        dim=-1,
+        dim=1,
     )

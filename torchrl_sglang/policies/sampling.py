@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_sglang.backends.wire import SAMPLING_PARAMETERS, hint
@@ -32,13 +32,20 @@ class SamplingParams:
     """Number of samples of each prompt."""
     prompt_logprobs: bool = False
     """Whether the prompt's log-probabilities are asked for too."""
+    top_logprobs: int = 0
+    """Number of the likeliest tokens to name in each response token's place."""
+    include_stop_str_in_output: bool = True
+    """Whether a response keeps the stop string that it ends with."""
+    skip_special_tokens: bool = False
+    """Whether special tokens are left out of the response's text."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Parameters for the engine, under SGLang's names."""
 
     @property
-    def max_tokens(self) -> int:
-        """Most tokens of a response."""
-        return int(self.engine.get("max_new_tokens", DEFAULT_MAX_TOKENS))
+    def max_tokens(self) -> int | None:
+        """Most tokens of a response; ``None`` for what the context leaves room for."""
+        limit: int | None = self.engine.get("max_new_tokens")
+        return limit
 
     @property
     def temperature(self) -> float:
@@ -57,17 +64,32 @@ class SamplingParams:
 
 
 _RENAMED = {
-    "guided_regex": "regex",
+    "grammar": "ebnf",
     "guided_grammar": "ebnf",
-    "include_stop_str_in_output": "no_stop_trim",
+    "guided_regex": "regex",
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
     "stop_sequences": "stop",
 }
 """A standard or vLLM name -> SGLang's name for the same value."""
 
-_ABOUT_THE_CALL = ("num_return_sequences", "prompt_logprobs")
-"""Names that decide what is asked for, not how it is sampled."""
+_SAME_FIELD = {
+    "include_stop_str_in_output": "include_stop_str_in_output",
+    "no_stop_trim": "include_stop_str_in_output",
+    "skip_special_tokens": "skip_special_tokens",
+}
+"""A name for a choice about the output -> the field of :class:`SamplingParams`."""
+
+_ABOUT_THE_CALL = (
+    "logprobs",
+    "num_return_sequences",
+    "prompt_logprobs",
+    *_SAME_FIELD,
+)
+"""Names that decide what is returned, not how it is sampled."""
+
+_GUIDES = ("guided_decoding", "structured_outputs")
+"""vLLM's names for a constraint; an object or a mapping with one field set."""
 
 _INERT = {
     # name: (values under which it changes nothing, why another value is refused)
@@ -75,11 +97,18 @@ _INERT = {
     "length_penalty": ((1.0, None), "it belongs to beam search, which SGLang lacks"),
     "early_stopping": ((False, None), "it belongs to beam search, which SGLang lacks"),
     "best_of": ((1, None), "sample with num_samples and choose by reward instead"),
-    "bad_words": (([], None), "give logit_bias={token_id: -100} instead"),
+    "use_beam_search": ((False, None), "SGLang samples; it has no beam search here"),
+    "bad_words": (([], None), "give logit_bias={token_id: -1e9} instead"),
+    "allowed_token_ids": ((None,), "give regex=... to constrain the output"),
+    "logits_processors": (([], None), "it is code, which is not sent to a server"),
     "truncate_prompt_tokens": ((None,), "shorten the prompt before the wrapper"),
+    "spaces_between_special_tokens": ((True, None), "the text is the exact decode"),
     "detokenize": ((True, False, None), ""),
-    "logprobs": ((True, False, None, 0, 1), "only the sampled token's is returned"),
     "do_sample": ((True, False, None), ""),
+    "flat_logprobs": ((True, False, None), ""),
+    "output_kind": ((None,), "responses are returned when they are finished"),
+    "skip_reading_prefix_cache": ((False, None), "call engine.flush_cache()"),
+    "extra_args": ((None, {}), "give SGLang's sampling parameters by name"),
 }
 """Names that have no counterpart, with the values that ask for nothing special."""
 
@@ -96,9 +125,15 @@ def _alternatives(choices: Any) -> str:
 _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "guided_json": ("json_schema", _json_schema),
     "json_schema": ("json_schema", _json_schema),
+    "json": ("json_schema", _json_schema),
     "guided_choice": ("regex", _alternatives),
+    "choice": ("regex", _alternatives),
 }
 """A name -> SGLang's name and how its value is converted."""
+
+
+_KNOWN = (*_RENAMED, *_CONVERTED, *_INERT, *_ABOUT_THE_CALL, *_GUIDES)
+"""Every name beyond SGLang's own."""
 
 
 def translate(
@@ -121,45 +156,94 @@ def translate(
         >>> plan.engine["stop"], plan.engine["sampling_seed"], plan.max_tokens
         (['.'], 1, 8)
     """
-    base = defaults or SamplingParams()
-    engine: dict[str, Any] = {
-        "max_new_tokens": DEFAULT_MAX_TOKENS,
-        # vLLMWrapper's defaults: the recorded text is the exact decode.
-        "no_stop_trim": True,
-        "skip_special_tokens": False,
-        **base.engine,
-    }
+    base = defaults or SamplingParams(engine={"max_new_tokens": DEFAULT_MAX_TOKENS})
+    engine = dict(base.engine)
     given: dict[str, str] = {}
-    for name, value in standard.items():
+    for name, value in _unfold(standard).items():
         if name in _INERT:
             _check_inert(name, value)
-        elif name not in _ABOUT_THE_CALL and value is not None:
-            target, convert = _CONVERTED.get(name, (_RENAMED.get(name, name), None))
-            if target in given:
-                raise ConfigurationError(
-                    f"{given[target]!r} and {name!r} both set {target!r}; give one."
-                )
-            given[target] = name
-            engine[target] = convert(value) if convert is not None else value
-    for target, name in given.items():
+            continue
+        if name in _ABOUT_THE_CALL:
+            continue
+        target, convert = _CONVERTED.get(name, (_RENAMED.get(name, name), None))
         if target not in SAMPLING_PARAMETERS:
             raise ConfigurationError(
                 f"{name!r} is not a generation argument that SGLangWrapper knows."
-                f"{hint(name, [*_RENAMED, *_CONVERTED, *_INERT, *_ABOUT_THE_CALL])}"
+                f"{hint(name, _KNOWN)}"
             )
+        if value is None and name != "max_new_tokens":
+            continue
+        if target in given:
+            raise ConfigurationError(
+                f"{given[target]!r} and {name!r} both set {target!r}; give one."
+            )
+        given[target] = name
+        engine[target] = convert(value) if convert is not None else value
     if standard.get("do_sample") is False:
         engine["temperature"] = 0.0
-    n = standard.get("num_return_sequences")
-    n = base.n if n is None else n
-    if not isinstance(n, int) or n < 1:
+    if engine.get("max_new_tokens") == 0:
         raise ConfigurationError(
-            f"num_return_sequences={n!r} is not a number of samples; give at least 1."
+            "max_new_tokens=0 generates nothing; give at least 1, or score the prompt "
+            "with generate=False."
         )
-    return SamplingParams(
-        n=n,
-        prompt_logprobs=bool(standard.get("prompt_logprobs", base.prompt_logprobs)),
-        engine=engine,
-    )
+    return replace(base, engine=engine, **_about_the_call(standard))
+
+
+def _unfold(standard: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments with vLLM's objects for a constraint taken apart."""
+    unfolded: dict[str, Any] = {}
+    for name, value in standard.items():
+        if name not in _GUIDES or value is None:
+            if name not in _GUIDES:
+                unfolded[name] = value
+            continue
+        fields = value if isinstance(value, Mapping) else vars(value)
+        unfolded.update(
+            (field, chosen)
+            for field, chosen in fields.items()
+            # vLLM's objects also hold switches for its own grammar backends.
+            if chosen is not None and not isinstance(chosen, bool)
+        )
+    return unfolded
+
+
+def _about_the_call(standard: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that decide what is returned, as far as they are given."""
+    fields: dict[str, Any] = {}
+    for name, field_name in _SAME_FIELD.items():
+        value = standard.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{name}={value!r} must be True or False.")
+        if fields.setdefault(field_name, value) != value:
+            raise ConfigurationError(
+                f"{name!r} is given twice, and not the same; give one."
+            )
+    n, top = standard.get("num_return_sequences"), standard.get("logprobs")
+    if n is not None:
+        fields["n"] = _whole_number("num_return_sequences", n, 1, "number of samples")
+    if top is not None:
+        # True asks for the sampled token's, which return_log_probs decides.
+        top = 0 if isinstance(top, bool) else top
+        fields["top_logprobs"] = _whole_number("logprobs", top, 0, "number of tokens")
+    prompt = standard.get("prompt_logprobs")
+    if prompt is not None:
+        if prompt not in (False, True, 0, 1):
+            raise ConfigurationError(
+                f"prompt_logprobs={prompt!r} cannot be honoured: a prompt's tokens "
+                f"come without alternatives; give True."
+            )
+        fields["prompt_logprobs"] = bool(prompt)
+    return fields
+
+
+def _whole_number(name: str, value: Any, least: int, what: str) -> int:
+    if type(value) is not int or value < least:
+        raise ConfigurationError(
+            f"{name}={value!r} is not a {what}; give at least {least}."
+        )
+    return value
 
 
 def _check_inert(name: str, value: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -28,6 +28,8 @@ from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.batching import Batcher
+from torchrl_sglang.policies.chat import find_template
+from torchrl_sglang.policies.engine_call import Prompt, ask, decode
 from torchrl_sglang.policies.inputs import (
     Prompts,
     read_history,
@@ -35,24 +37,13 @@ from torchrl_sglang.policies.inputs import (
     read_tokens,
 )
 from torchrl_sglang.policies.sampling import SamplingParams, translate
+from torchrl_sglang.policies.stopping import as_texts, single_tokens
 from torchrl_sglang.types import Completion
 
 __all__ = ["SGLangWrapper"]
 
 InputMode = Literal["history", "text", "tokens"]
 Inplace = Literal[True, False, "empty"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """What the engine is asked for one sample."""
-
-    token_ids: Sequence[int]
-    """Tokens of the prompt, or of the sequence to score."""
-    sampling_params: Mapping[str, Any]
-    """How to continue it, under SGLang's names."""
-    score: bool
-    """Whether the prompt's own log-probabilities are asked for."""
 
 
 class SGLangWrapper(LLMWrapperBase):
@@ -232,13 +223,13 @@ class SGLangWrapper(LLMWrapperBase):
         self.return_masks = True
         self.input_key = input_key or (input_mode, "prompt" if generate else "full")
         self.in_keys = [self.input_key]
-        self.out_keys = list(self._key_by_container().values())
-
         self._set_sampling(generate_kwargs, num_samples, inplace)
+        self.out_keys = list(self._key_by_container(self.sampling_params).values())
+
         self._set_tokenizer_kwargs(tokenizer_kwargs)
         self._load_tokenizer(tokenizer)
 
-    def _key_by_container(self) -> dict[str, NestedKey]:
+    def _key_by_container(self, params: SamplingParams) -> dict[str, NestedKey]:
         """Container -> key that it is written to, in the order of ``out_keys``."""
         keys: dict[str, NestedKey] = {}
         if self.return_text:
@@ -249,7 +240,7 @@ class SGLangWrapper(LLMWrapperBase):
             keys["log_probs"] = self.log_probs_key
         if self.return_history:
             keys["history"] = self.history_key
-        if self.return_generation_info:
+        if self.generate and self._wants_info(params):
             keys["generation_info"] = self.generation_info_key
         return keys
 
@@ -264,6 +255,15 @@ class SGLangWrapper(LLMWrapperBase):
         )
         self.sampling_params = translate(self.generate_kwargs)
         n = self.sampling_params.n
+        if num_samples is not None and num_samples < 1:
+            raise ConfigurationError(
+                f"num_samples={num_samples!r} is not a number of samples; give at "
+                f"least 1, or None."
+            )
+        if inplace not in (True, False, None, "empty"):
+            raise ConfigurationError(
+                f"inplace={inplace!r} must be True, False or 'empty'."
+            )
         if num_samples is not None and n > 1 and n != num_samples:
             raise ConfigurationError("num_samples differs from generate_kwargs['n'].")
         if num_samples is None and n > 1:
@@ -276,6 +276,8 @@ class SGLangWrapper(LLMWrapperBase):
                 )
             inplace = False
         self.num_samples = num_samples
+        if num_samples is not None:
+            self.sampling_params = replace(self.sampling_params, n=num_samples)
         self.inplace = True if inplace is None else inplace
 
     def _set_batching(
@@ -339,6 +341,16 @@ class SGLangWrapper(LLMWrapperBase):
         if padding_value is None:
             padding_value = getattr(tokenizer, "eos_token_id", None)
         self.padding_value = padding_value
+        self._special_ids = set(getattr(tokenizer, "all_special_ids", ()))
+        if self.input_mode == "history":
+            if tokenizer is None:
+                raise ConfigurationError(
+                    "History input needs a tokenizer, and the engine has none; pass "
+                    "tokenizer=..."
+                )
+            self._template = find_template(
+                tokenizer, name=self.chat_template_name, template=self.chat_template
+            )
 
     def get_new_version(self, **kwargs: Any) -> SGLangWrapper:
         """Returns a wrapper like this one, but for the arguments given.
@@ -410,7 +422,7 @@ class SGLangWrapper(LLMWrapperBase):
             padding_value=self.padding_value if self.padding_value is not None else 0,
         )
         target = self._target(tensordict, tensordict_out, shape)
-        for name, key in self._key_by_container().items():
+        for name, key in self._key_by_container(params).items():
             value = containers[name]
             target.set(key, value if self._device is None else value.to(self._device))
         return target
@@ -431,15 +443,11 @@ class SGLangWrapper(LLMWrapperBase):
         elif td.ndim > 1:
             td = td.reshape(-1)
         if self.input_mode == "history":
-            template = {
-                "chat_template_name": self.chat_template_name,
-                "chat_template": self.chat_template,
-            }
             return read_history(
                 td,
                 self.input_key,
                 tokenizer=self.tokenizer,
-                template_kwargs={k: v for k, v in template.items() if v is not None},
+                template=self._template,
                 tokens=self._existing_tokens(td),
                 padding_value=self.padding_value,
                 generate=self.generate,
@@ -480,15 +488,19 @@ class SGLangWrapper(LLMWrapperBase):
         if not self.generate:
             return self._score(prompts)
         repeats = self.num_samples or 1
+        wanted = [params.for_sample(sample) for sample in range(repeats)]
         completions = self._complete(
             [
                 Prompt(
                     token_ids=ids,
-                    sampling_params=params.for_sample(sample),
+                    sampling_params=own,
+                    log_probs=self.return_log_probs,
                     score=self.return_log_probs and params.prompt_logprobs,
+                    top_log_probs=params.top_logprobs,
+                    include_stop=params.include_stop_str_in_output,
                 )
                 for ids in prompts.token_ids
-                for sample in range(repeats)
+                for own in wanted
             ]
         )
         samples = [
@@ -496,20 +508,22 @@ class SGLangWrapper(LLMWrapperBase):
                 prompts.token_ids[index // repeats],
                 completion,
                 return_log_probs=self.return_log_probs,
-                return_prompt_log_probs=params.prompt_logprobs,
             )
             for index, completion in enumerate(completions)
         ]
         ends = self._turn_ends(params)
         ended = [bool(c.token_ids) and c.token_ids[-1] in ends for c in completions]
-        if self.return_generation_info:
+        if self._wants_info(params):
             for index, sample in enumerate(samples):
                 sample["generation_info"] = outputs.info_rows(
-                    completions[index], ended[index]
+                    completions[index], ended[index], params.top_logprobs
                 )
         if self.return_text:
-            self._write_text(samples, completions, prompts, repeats, ended)
+            self._write_text(samples, completions, prompts, ended, params)
         return samples
+
+    def _wants_info(self, params: SamplingParams) -> bool:
+        return self.return_generation_info or params.top_logprobs > 0
 
     def _turn_ends(self, params: SamplingParams) -> set[int]:
         """Returns the tokens that end a turn when a response ends with one of them.
@@ -518,16 +532,14 @@ class SGLangWrapper(LLMWrapperBase):
         as long as it may be, and a stop string can be the text of one token.
         """
         ends = set(params.engine.get("stop_token_ids", ()))
-        stops = params.engine.get("stop", ())
+        if not params.engine.get("ignore_eos"):
+            ends.update(self.model.capabilities.eos_token_ids)
         if self.tokenizer is None:
             return ends
-        for text in [stops] if isinstance(stops, str) else stops:
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            if len(ids) == 1 and ids[0] in self.tokenizer.all_special_ids:
-                ends.update(ids)
         if not params.engine.get("ignore_eos"):
             ends.add(self.tokenizer.eos_token_id)
-        return ends
+        stops = single_tokens(as_texts(params.engine.get("stop", ())), self.tokenizer)
+        return ends.union(self._special_ids.intersection(stops))
 
     def _complete(self, prompts: Sequence[Prompt]) -> Sequence[Completion]:
         """Returns a completion for each prompt, batched with other threads' or not."""
@@ -537,12 +549,11 @@ class SGLangWrapper(LLMWrapperBase):
 
     def _ask_engine(
         self, prompts: Sequence[Prompt], return_exceptions: bool = True
-    ) -> list[Completion]:
-        return self.model.generate(
-            input_ids=[prompt.token_ids for prompt in prompts],
-            sampling_params=[prompt.sampling_params for prompt in prompts],
-            return_logprobs=self.generate and self.return_log_probs,
-            return_prompt_logprobs=any(prompt.score for prompt in prompts),
+    ) -> list[Any]:
+        return ask(
+            self.model,
+            prompts,
+            tokenizer=self.tokenizer,
             return_exceptions=return_exceptions,
         )
 
@@ -551,33 +562,25 @@ class SGLangWrapper(LLMWrapperBase):
         samples: Sequence[outputs.Sample],
         completions: Sequence[Completion],
         prompts: Prompts,
-        repeats: int,
         ended: Sequence[bool],
+        params: SamplingParams,
     ) -> None:
-        assert prompts.texts is not None
-        responses = self._decode([completion.token_ids for completion in completions])
-        turn_ends: dict[int, str] = {}
-        for index, sample in enumerate(samples):
-            prompt = prompts.texts[index // repeats]
-            sample["text"] = outputs.text_rows(prompt, responses[index])
-            if prompts.histories is not None:
-                content = responses[index]
-                if ended[index]:
-                    # The template writes the end of the turn itself; kept in the
-                    # content, it would stand there twice in the next prompt.
-                    end = completions[index].token_ids[-1]
-                    if end not in turn_ends:
-                        turn_ends[end] = self._decode([[end]])[0]
-                    content = content.removesuffix(turn_ends[end])
-                sample["history"] = outputs.history_rows(
-                    prompts.histories[index // repeats], content
-                )
-
-    def _decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        texts: list[str] = self.tokenizer.batch_decode(
-            rows, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return texts
+        rows = [completion.token_ids for completion in completions]
+        exact = responses = decode(self.tokenizer, rows)
+        if params.skip_special_tokens:
+            responses = decode(self.tokenizer, rows, skip_special_tokens=True)
+        turns = exact
+        if any(ended) and prompts.histories is not None:
+            ends = sorted(
+                {row[-1] for row, end in zip(rows, ended, strict=True) if end}
+            )
+            texts = decode(self.tokenizer, [[end] for end in ends])
+            text_of = dict(zip(ends, texts, strict=True))
+            turns = [
+                text.removesuffix(text_of[row[-1]]) if end else text
+                for text, row, end in zip(exact, rows, ended, strict=True)
+            ]
+        outputs.write_text(samples, prompts, responses, turns)
 
     def _score(self, prompts: Prompts) -> list[outputs.Sample]:
         params = {"max_new_tokens": 0}
@@ -615,7 +618,7 @@ class SGLangWrapper(LLMWrapperBase):
             elif self.inplace == "empty":
                 return tensordict.empty()
             else:
-                empty = [TensorDict() for _ in range(shape.numel())]
+                empty = [TensorDict(device=self._device) for _ in range(shape.numel())]
                 return outputs.stack(empty, shape)
         return tensordict_out.exclude(*self.out_keys, inplace=True)
 

@@ -32,6 +32,7 @@ Fault: TypeAlias = Literal[
     "short_batch",  # leave out the last item of a batch
     "short_tokens",  # leave out the last token of each response
     "short_log_probs",  # leave out its last log-probability
+    "short_top_log_probs",  # leave out the last token's alternatives
     "no_log_probs",  # leave out all log-probabilities
     "null_log_probs",  # send null for the last one
     "other_tokens",  # send the log-probabilities of other tokens
@@ -338,6 +339,8 @@ class FakeServer:
                 f"Input length ({length} tokens) exceeds the maximum allowed length "
                 f"({self._context - LONGEST_PROMPT_ROOM} tokens)."
             )
+        if item["top_logprobs_num"] > self._vocab_size:
+            raise _FatalError
         if params.get("min_new_tokens", 0) > asked:
             raise _RefusedError(
                 f"min_new_tokens must be in [0, max_new_tokens({asked})]"
@@ -372,6 +375,11 @@ class FakeServer:
             meta["output_token_logprobs"] = [
                 [LOG_PROB, token, None] for token in tokens
             ]
+            if item["top_logprobs_num"]:
+                row = [
+                    [LOG_PROB, token, None] for token in range(item["top_logprobs_num"])
+                ]
+                meta["output_top_logprobs"] = [row for _ in tokens]
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
 
@@ -407,6 +415,7 @@ def _items(  # noqa: C901 - One branch for each shape that SGLang refuses.
         ("sampling_params", {}),
         ("return_logprob", False),
         ("logprob_start_len", -1),
+        ("top_logprobs_num", 0),
         ("extra_key", None),
     ):
         value = content.get(name, default)
@@ -481,6 +490,8 @@ def _spoil(reply: dict[str, Any], fault: Fault | None) -> None:
         meta.pop("input_token_logprobs", None)
     elif entries and fault == "short_log_probs":
         entries.pop()
+    elif entries and fault == "short_top_log_probs":
+        meta["output_top_logprobs"].pop()
     elif entries and fault == "null_log_probs":
         entries[-1][0] = None
     elif entries and fault == "other_tokens":

@@ -38,6 +38,7 @@ def generate(engine, **options):
         ("short_batch", ServerUnavailableError, "sent 3 prompts and answered 2"),
         ("short_tokens", ServerUnavailableError, "sent 3 tokens .* counts 4"),
         ("short_log_probs", ServerUnavailableError, "4 tokens and sent 3"),
+        ("short_top_log_probs", ServerUnavailableError, "2 likeliest tokens .* of 4"),
         ("no_log_probs", ServerUnavailableError, "4 tokens and sent none"),
         ("null_log_probs", ServerUnavailableError, "position 3 of .* unset"),
         ("other_tokens", ServerUnavailableError, "other tokens"),
@@ -47,7 +48,7 @@ def generate(engine, **options):
 )
 def test_faults(fake, fake_engine, fault, error, words):
     with fake.misbehaving(fault), pytest.raises(error, match=words) as caught:
-        generate(fake_engine, return_logprobs=True)
+        generate(fake_engine, return_logprobs=True, top_logprobs=2)
     assert type(caught.value) is error
     assert fake.url in str(caught.value)
     assert len(generate(fake_engine, return_logprobs=True)) == 3

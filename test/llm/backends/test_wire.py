@@ -217,6 +217,7 @@ def test_payload(capabilities):
         "return_logprob": [False, True, True],
         "logprob_start_len": [-1, -1, 0],
         "extra_key": ["7", "7", "7"],
+        "top_logprobs_num": [0, 0, 0],
         "stream": False,
     }
 

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from torchrl_sglang import SGLangWrapper
+from torchrl_sglang.backends.wire import SAMPLING_PARAMETERS
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.sampling import translate
+
+GREEDY = {"temperature": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -20,9 +25,14 @@ from torchrl_sglang.policies.sampling import translate
         ({"stop": "a"}, "stop", "a"),
         ({"min_tokens": 3}, "min_new_tokens", 3),
         ({"seed": 4}, "sampling_seed", 4),
-        ({"include_stop_str_in_output": False}, "no_stop_trim", False),
-        ({}, "no_stop_trim", True),
-        ({}, "skip_special_tokens", False),
+        ({"max_new_tokens": None}, "max_new_tokens", None),
+        ({"structured_outputs": {"json": "{}", "regex": None}}, "json_schema", "{}"),
+        (
+            {"guided_decoding": SimpleNamespace(grammar="g", disable_fallback=True)},
+            "ebnf",
+            "g",
+        ),
+        ({"guided_grammar": "g", "guided_decoding": None}, "ebnf", "g"),
         ({"guided_regex": "a+"}, "regex", "a+"),
         ({"guided_choice": ["a.", "b"]}, "regex", r"(a\.|b)"),
         ({"guided_json": {"type": "object"}}, "json_schema", '{"type": "object"}'),
@@ -41,6 +51,99 @@ def test_what_pipelines_read():
     assert (params.max_tokens, params.temperature, params.n) == (5, 0.2, 3)
     assert (translate({}).max_tokens, translate({}).temperature) == (16, 1.0)
     assert translate({"prompt_logprobs": True}).prompt_logprobs
+    assert translate({"max_new_tokens": None}).max_tokens is None
+    assert translate({"logprobs": 5}).top_logprobs == 5
+    assert translate({"logprobs": True}).top_logprobs == 0
+    plain, other = translate({}), translate({"no_stop_trim": False})
+    assert plain.include_stop_str_in_output
+    assert not other.include_stop_str_in_output
+    assert not translate({"include_stop_str_in_output": False}).engine.keys() - {
+        "max_new_tokens"
+    }
+    assert not plain.skip_special_tokens
+    assert translate({"skip_special_tokens": True}).skip_special_tokens
+
+
+def test_a_call_overrides_the_defaults():
+    defaults = translate({"num_return_sequences": 2, "logprobs": 3} | GREEDY)
+    merged = translate({"temperature": 1.0, "skip_special_tokens": True}, defaults)
+    assert (merged.n, merged.top_logprobs, merged.temperature) == (2, 3, 1.0)
+    assert merged.skip_special_tokens
+    assert translate({"logprobs": 0}, defaults).top_logprobs == 0
+    assert translate({}, defaults) == defaults
+
+
+# Every field of vLLM's SamplingParams (0.11), with a value that is not its default.
+VLLM_FIELDS = {
+    "n": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.5,
+    "seed": 1,
+    "stop": ["a"],
+    "stop_token_ids": [5],
+    "ignore_eos": True,
+    "max_tokens": 3,
+    "min_tokens": 2,
+    "logprobs": 2,
+    "prompt_logprobs": 1,
+    "flat_logprobs": True,
+    "detokenize": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": False,
+    "logits_processors": [print],
+    "include_stop_str_in_output": False,
+    "truncate_prompt_tokens": 5,
+    "output_kind": 1,
+    "structured_outputs": {"regex": "a"},
+    "logit_bias": {5: 1.0},
+    "allowed_token_ids": [5],
+    "extra_args": {"a": 1},
+    "bad_words": ["a"],
+    "skip_reading_prefix_cache": True,
+    "best_of": 3,
+    "use_beam_search": True,
+    "length_penalty": 0.5,
+    "early_stopping": True,
+}
+REFUSED = {
+    "spaces_between_special_tokens",
+    "logits_processors",
+    "truncate_prompt_tokens",
+    "output_kind",
+    "allowed_token_ids",
+    "extra_args",
+    "bad_words",
+    "skip_reading_prefix_cache",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
+}
+WITHOUT_EFFECT = {"flat_logprobs", "detokenize"}  # They choose a form of vLLM's output.
+
+
+@pytest.mark.parametrize("name", VLLM_FIELDS)
+def test_every_name_of_vllm_is_mapped_or_refused(name):
+    given = SGLangWrapper._standardize_generate_kwargs({name: VLLM_FIELDS[name]})
+    if name in REFUSED:
+        with pytest.raises(ConfigurationError, match=f"{name}=.*cannot be honoured"):
+            translate(given)
+    else:
+        assert (translate(given) == translate({})) == (name in WITHOUT_EFFECT)
+
+
+@pytest.mark.parametrize("name", sorted(set(SAMPLING_PARAMETERS)))
+def test_every_name_of_sglang_is_taken(name):
+    value = {"no_stop_trim": False, "skip_special_tokens": True}.get(name, 1)
+    if name == "spaces_between_special_tokens":
+        translate({name: True})
+    else:
+        assert translate({name: value}) != translate({})
 
 
 def test_samples_of_one_prompt_get_different_seeds():
@@ -58,7 +161,16 @@ def test_samples_of_one_prompt_get_different_seeds():
         ({"bad_words": ["x"]}, ["bad_words", "logit_bias"]),
         ({"stop": "a", "stop_sequences": ["b"]}, ["stop", "stop_sequences"]),
         ({"num_return_sequences": 0}, ["num_return_sequences=0"]),
-        ({"logprobs": 5}, ["logprobs=5"]),
+        ({"max_new_tokens": 0}, ["max_new_tokens=0", "generate=False"]),
+        ({"logprobs": -1}, ["logprobs=-1"]),
+        ({"logprobs": 2.0}, ["logprobs=2.0"]),
+        ({"prompt_logprobs": 5}, ["prompt_logprobs=5", "True"]),
+        ({"skip_special_tokens": 1}, ["skip_special_tokens=1"]),
+        (
+            {"no_stop_trim": False, "include_stop_str_in_output": True},
+            ["no_stop_trim", "given twice"],
+        ),
+        ({"structured_outputs": {"regx": "a"}}, ["regx", "regex"]),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given, words):

@@ -1,0 +1,121 @@
+"""Where a response ends, decided without a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrl_sglang.policies.stopping import NEVER, cut, join, without_tokenizer
+from torchrl_sglang.types import Completion, VersionSpan
+
+WORDS = ["a", "b", "cd", "e", "é"]
+
+
+def decode(ids) -> str:
+    return "".join(WORDS[i] for i in ids)
+
+
+def decode_bytes(ids) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+def completion(ids, **kwargs) -> Completion:
+    kwargs.setdefault("finish_reason", "length")
+    return Completion(
+        token_ids=list(ids),
+        log_probs=[-float(i) for i in range(len(ids))],
+        top_token_ids=[[i] for i in ids],
+        top_log_probs=[[-0.5] for _ in ids],
+        versions=(
+            VersionSpan(version="1", start=0, end=2),
+            VersionSpan(version="2", start=2, end=len(ids)),
+        ),
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "stops", "kept", "kept_without"),
+    [
+        ([0, 1, 2, 3], ["cd"], 3, 2),
+        ([0, 1, 2, 3], ["bc"], 3, 1),  # Begins in one token and ends inside another.
+        ([0, 1, 2, 3], ["c"], 3, 2),  # Inside one token.
+        ([0, 1, 2, 3], ["a"], 1, 0),
+        ([0, 1, 2, 3], ["e", "b"], 2, 1),  # The first to come, not the first named.
+        ([0, 1, 2, 3], ["abcde"], 4, 0),
+        ([0, 1, 0, 1, 3], ["ab"], 2, 0),
+    ],
+)
+def test_cut(ids, stops, kept, kept_without):
+    for include, size in [(True, kept), (False, kept_without)]:
+        short = cut(completion(ids), stops, decode, include=include)
+        assert short.token_ids == ids[:size]
+        assert short.finish_reason == "stop"
+        assert short.matched_stop in stops
+        assert len(short.log_probs) == size
+        assert len(short.top_token_ids) == len(short.top_log_probs) == size
+        assert [span.end for span in short.versions][-1:] == ([size] if size else [])
+    text = decode(cut(completion(ids), stops, decode, include=False).token_ids)
+    assert not any(stop in text for stop in stops)
+
+
+def test_without_a_match_nothing_changes():
+    whole = completion([0, 1, 2])
+    assert cut(whole, ["x", "ba"], decode, include=True) is whole
+
+
+def test_characters_of_several_tokens():
+    """A character that is not whole yet neither hides nor moves a stop string."""
+    ids = list("😀é.x".encode())
+    assert decode_bytes(
+        cut(completion(ids), ["."], decode_bytes, include=True).token_ids
+    )
+    without = cut(completion(ids), ["."], decode_bytes, include=False)
+    assert decode_bytes(without.token_ids) == "😀é"
+
+
+def test_join():
+    first = completion([0, 1, 2], cached_tokens=5, prompt_log_probs=[0.0])
+    second = Completion(
+        token_ids=[3],
+        log_probs=[-9.0],
+        top_token_ids=[[1]],
+        top_log_probs=[[-1.0]],
+        finish_reason="stop",
+        matched_stop=3,
+        cached_tokens=8,
+        versions=(VersionSpan(version="2", start=0, end=1),),
+    )
+    whole = join(first, second)
+    assert whole.token_ids == [0, 1, 2, 3]
+    assert whole.log_probs == [0.0, -1.0, -2.0, -9.0]
+    assert whole.prompt_log_probs == [0.0]
+    assert (whole.finish_reason, whole.matched_stop) == ("stop", 3)
+    assert whole.cached_tokens == 5
+    assert [(s.version, s.start, s.end) for s in whole.versions] == [
+        ("1", 0, 2),
+        ("2", 2, 4),
+    ]
+
+
+def test_what_a_server_without_a_tokenizer_is_asked(tokenizer):
+    end, letter = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("x")
+
+    def ask(**params):
+        return without_tokenizer(params, tokenizer=tokenizer, eos_token_ids=[7])
+
+    stage = ask(stop=["x", "yz"], stop_token_ids=[9], max_new_tokens=5)
+    assert stage.second is None
+    assert "stop" not in stage.first
+    # Only "x" is decided by one token.
+    assert stage.first["stop_token_ids"] == sorted([9, letter, end, 7])
+    # Beside ignore_eos a server ignores stop token ids, so nothing is said with them.
+    assert "stop_token_ids" not in ask(stop="x", ignore_eos=True).first
+
+    stage = ask(min_new_tokens=3, max_new_tokens=10, logit_bias={"5": 1.0})
+    assert stage.first["max_new_tokens"] == 3
+    assert stage.first["logit_bias"] == {"5": 1.0, end: NEVER, 7: NEVER}
+    assert stage.second["max_new_tokens"] == 7
+    assert stage.second["logit_bias"] == {"5": 1.0}
+    assert "min_new_tokens" not in {**stage.first, **stage.second}
+    assert ask(min_new_tokens=3, max_new_tokens=3).second is None
+    assert ask(min_new_tokens=3).second["max_new_tokens"] is None
