@@ -23,6 +23,7 @@ from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 from transformers import AutoTokenizer
 
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
+from torchrl_sglang.backends.fleet import Fleet, Replica
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 from torchrl_sglang.types import Completion, ServerCapabilities
 
@@ -36,7 +37,7 @@ class InstantEngine(AsyncSGLang):
 
     def __init__(self, path: str, tokenizer: Any, length: int) -> None:
         super().__init__(
-            "http://127.0.0.1:1",
+            Fleet(replicas=[Replica(url="http://127.0.0.1:1")], weight_version="0"),
             ServerCapabilities(
                 version="none",
                 model_path=path,

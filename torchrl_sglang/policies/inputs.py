@@ -38,6 +38,8 @@ class Prompts:
     """Conversation of each element, of shape ``(T,)``, in history mode."""
     assistant_masks: list[list[bool]] | None = None
     """For each token whether the assistant wrote it; scoring a history only."""
+    masks: list[torch.Tensor] | None = None
+    """Where the tokens of each element stood in its row of the input, if asked for."""
 
 
 def get_required(
@@ -132,6 +134,7 @@ def read_tokens(
     *,
     attention_mask_keys: Sequence[NestedKey],
     padding_value: int | None,
+    keep_layout: bool = False,
 ) -> Prompts:
     """Reads token ids, ragged or padded, and leaves the padding out.
 
@@ -160,11 +163,13 @@ def read_tokens(
                 f"{tuple(row.shape)} and {row.dtype}"
             )
     if masks is not None:
-        return Prompts(
-            token_ids=[
-                row[mask.bool()].tolist() for row, mask in zip(rows, masks, strict=True)
-            ]
-        )
-    return Prompts(
-        token_ids=[strip_padding(row.tolist(), padding_value) for row in rows]
-    )
+        masks = [mask.bool() for mask in masks]
+        kept = [row[mask].tolist() for row, mask in zip(rows, masks, strict=True)]
+    else:
+        kept = [strip_padding(row.tolist(), padding_value) for row in rows]
+        masks = [
+            torch.arange(len(row)) >= len(row) - len(ids)
+            for row, ids in zip(rows, kept, strict=True)
+            if keep_layout
+        ]
+    return Prompts(token_ids=kept, masks=masks if keep_layout else None)

@@ -338,6 +338,15 @@ def _pad_samples(samples: Sequence[Sample], padding_value: int) -> None:
                 sample[name][field] = row
 
 
+def spread(sample: Sample, mask: torch.Tensor, padding_value: int) -> None:
+    """Puts what was scored back where its tokens stood in a padded row, in place."""
+    fill = {"tokens": padding_value, **_FILL}
+    for name in fill.keys() & sample.keys():
+        for field, row in sample[name].items():
+            padded = row.new_full(mask.shape, fill[name])
+            sample[name][field] = padded.masked_scatter_(mask, row)
+
+
 def _split_of(field: str, splits: Sequence[int]) -> Sequence[int]:
     """Returns where the prompt ends in a row of this field."""
     return [0] * len(splits) if field in _OF_THE_RESPONSE else splits

@@ -81,7 +81,11 @@ class SGLangWrapper(LLMWrapperBase):
         generate (bool): generate (default) or score.
         generate_kwargs (dict, optional): how to generate, under TorchRL's standard
             names, vLLM's or SGLang's own. ``max_new_tokens`` defaults to 16, as in
-            vLLM. ``prompt_logprobs=True`` returns the prompt's log-probabilities too.
+            vLLM; ``None`` is as many as the context has room for.
+            ``prompt_logprobs=True`` returns the prompt's log-probabilities too.
+            ``logprobs=N`` writes the ``N`` likeliest tokens in each place to
+            ``generation_info_key``. ``include_stop_str_in_output=False`` ends a
+            response, its tokens and log-probs included, before the stop string.
         tokenizer_kwargs (dict, optional): for tokenizing texts, in text mode.
         pad_output (bool): return rectangular tensors: prompts padded on the left,
             responses on the right. Defaults to False: ragged values, to be read with
@@ -95,8 +99,10 @@ class SGLangWrapper(LLMWrapperBase):
             padding.
         num_samples (int, optional): samples for each prompt. Adds a dimension of this
             size behind the batch's. Also ``generate_kwargs["n"]`` if greater than 1.
-        chat_template_name (str, optional): one of TorchRL's chat templates.
-        chat_template (str, optional): a chat template.
+        chat_template_name (str, optional): one of TorchRL's chat templates. By default
+            the one that TorchRL has for models of this name, otherwise the
+            tokenizer's own.
+        chat_template (str, optional): a chat template; wins over a name.
         return_log_probs (bool, optional): defaults to True; must not be False when
             scoring.
         history_key, text_key, tokens_key, masks_key, log_probs_key (NestedKey): where
@@ -470,6 +476,8 @@ class SGLangWrapper(LLMWrapperBase):
                 _join(self.masks_key, "all_attention_mask"),
             ],
             padding_value=self.padding_value,
+            # Scores of padded tokens stand where the tokens do.
+            keep_layout=self.pad_output and not self.generate,
         )
 
     def _existing_tokens(self, td: TensorDictBase) -> list[list[int]] | None:
@@ -598,6 +606,8 @@ class SGLangWrapper(LLMWrapperBase):
                 completion,
                 assistant=None if masks is None else masks[index],
             )
+            if prompts.masks is not None:
+                outputs.spread(sample, prompts.masks[index], self.padding_value or 0)
             if prompts.texts is not None:
                 sample["text"] = outputs.full_text_row(prompts.texts[index])
             if prompts.histories is not None:

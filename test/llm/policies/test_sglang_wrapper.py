@@ -241,8 +241,11 @@ def test_an_address_is_resolved_once(engine):
 @pytest.mark.parametrize(
     "clone", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))]
 )
-def test_copies_work(engine, tokenizer, clone):
-    wrapper = SGLangWrapper(engine, input_mode="tokens", generate_kwargs=GREEDY)
+@pytest.mark.parametrize("batching", [False, True])
+def test_copies_work(engine, tokenizer, clone, batching):
+    wrapper = SGLangWrapper(
+        engine, input_mode="tokens", generate_kwargs=GREEDY, batching=batching
+    )
 
     class Collector:
         pass
@@ -251,6 +254,7 @@ def test_copies_work(engine, tokenizer, clone):
     wrapper.register_collector(collector)
     twin = clone(wrapper)
     assert twin.collector is None
+    assert twin.get_batching_state()["batching_enabled"] is batching
     out = twin(make_input("tokens", True, tokenizer))
     reference = wrapper(make_input("tokens", True, tokenizer))
     for one, other in zip(
