@@ -76,7 +76,15 @@ class RequestRefusedError(ServerError):
 
 
 class ServerUnavailableError(ServerError, ConnectionError):
-    """A server cannot be reached, or failed with a server error (5xx)."""
+    """A server cannot be reached, or failed with a server error (5xx).
+
+    Attributes:
+        transient (bool): the connection broke or the server answered 5xx, so that
+            another try, or another server, may succeed. An answer that makes no sense
+            is not transient.
+    """
+
+    transient: bool = False
 
 
 class ServerTimeoutError(ServerError, TimeoutError):

@@ -9,37 +9,44 @@ loop; the plain methods wait for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 from torchrl_sglang.backends import capabilities as capabilities_module
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
+from torchrl_sglang.backends.batch import Batch, Flags, prepare, to_token_ids
 from torchrl_sglang.backends.control_plane import ControlPlane
 from torchrl_sglang.backends.data_plane import DataPlane
 from torchrl_sglang.backends.event_loop import run_sync, submit
+from torchrl_sglang.backends.fleet import Fleet, OwnedProcess, Replica
 from torchrl_sglang.backends.http import HttpClient, normalize_url
 from torchrl_sglang.backends.metadata import metadata_from_config
+from torchrl_sglang.backends.retries import RetryPolicy
 from torchrl_sglang.backends.server import (
     START_TIMEOUT_SECONDS,
-    ServerProcess,
     find_free_port,
     make_sglang_server,
 )
-from torchrl_sglang.backends.wire import (
-    GenerateRequest,
-    check_prompt,
-    check_sampling_params,
-    check_top_log_probs,
-)
+from torchrl_sglang.backends.stats import Counters
+from torchrl_sglang.backends.supervisor import Supervisor
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
     RequestRefusedError,
-    ServerDiedError,
     ServerUnavailableError,
     SGLangError,
     WeightSyncStateError,
@@ -50,6 +57,12 @@ __all__ = ["AsyncSGLang"]
 
 GENERATE_TIMEOUT_SECONDS = 1800.0
 """Default budget for one batch."""
+
+MAX_IN_FLIGHT = 2048
+"""Default for the most requests of one engine that are under way at once."""
+
+MAX_RESTARTS = 3
+"""Default for how often a server that ended is started again."""
 
 DEATH_GRACE_SECONDS = 2.0
 """A server that hung up gets this long to be seen dead, so that the error says so."""
@@ -76,28 +89,48 @@ class AsyncSGLang(RLSGLangEngine):
 
     def __init__(
         self,
-        url: str,
+        fleet: Fleet,
         capabilities: ServerCapabilities,
         *,
         model: str | None = None,
         api_key: str | None = None,
-        server: ServerProcess | None = None,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        max_attempts: int = RetryPolicy().attempts,
+        max_restarts: int = MAX_RESTARTS,
     ) -> None:
-        self._url = url
+        self._fleet = fleet
         self._capabilities = capabilities
         self._model = model
         self._http = HttpClient(api_key)
-        self._server = server
-        self._weight_version = capabilities.weight_version
+        self._max_in_flight = max_in_flight
+        self._retries = RetryPolicy(attempts=max_attempts)
         self._doubt: str | None = None
         self._closed = False
         self._tokenizer: Any = None
+        self._supervisor: Supervisor | None = None
         self._compose()
+        if any(replica.process is not None for replica in fleet.replicas):
+            counters, lock = self._counters, self._update_lock
+            self._supervisor = Supervisor(
+                fleet,
+                self._http,
+                progress=lambda: (counters.in_flight, counters.completed),
+                may_probe=lambda: not lock.locked(),
+                max_restarts=max_restarts,
+            )
 
     def _compose(self) -> None:
-        self._data = DataPlane(self._http, self._url, self._capabilities)
-        self._control = ControlPlane(self._http, [self._url], self._capabilities)
+        self._counters = Counters()
         self._update_lock = threading.Lock()
+        self._control = ControlPlane(self._http, self._fleet, self._capabilities)
+        self._data = DataPlane(
+            self._http,
+            self._fleet,
+            self._capabilities,
+            retries=self._retries,
+            max_in_flight=self._max_in_flight,
+            counters=self._counters,
+        )
 
     @classmethod
     def from_pretrained(
@@ -141,7 +174,8 @@ class AsyncSGLang(RLSGLangEngine):
                 f"num_replicas={num_replicas!r}: this version starts one server for an "
                 f"engine. Make several engines, and share the prompts out among them."
             )
-        server = make_sglang_server(
+        start = functools.partial(
+            make_sglang_server,
             model if model is not None else alias,
             device=device,
             python=python,
@@ -149,8 +183,12 @@ class AsyncSGLang(RLSGLangEngine):
             api_key=api_key,
             **server_args,
         )
+        server = start()
+        port = int(server.url.rpartition(":")[2])
+        restart = functools.partial(start, port=port)
         try:
-            return cls._connected(server.url, api_key=api_key, server=server)
+            replica = Replica(url=server.url, process=server, restart=restart)
+            return cls._connected([replica], api_key=api_key)
         except BaseException:
             server.stop()
             raise
@@ -171,30 +209,42 @@ class AsyncSGLang(RLSGLangEngine):
             ServerUnavailableError: if no SGLang server answers there.
             ConfigurationError: if the address or the model is wrong.
         """
-        return cls._connected(normalize_url(url), model=model, api_key=api_key)
+        replicas = [Replica(url=normalize_url(url))]
+        return cls._connected(replicas, model=model, api_key=api_key)
 
     @classmethod
     def _connected(
         cls,
-        url: str,
+        replicas: list[Replica],
         *,
         model: str | None = None,
         api_key: str | None = None,
-        server: ServerProcess | None = None,
+        **settings: Any,
     ) -> Self:
         async def ask() -> ServerCapabilities:
             http = HttpClient(api_key)
             try:
-                return await capabilities_module.find_out(http, url, model=model)
+                return await capabilities_module.find_out(
+                    http, replicas[0].url, model=model
+                )
             finally:
                 await http.close()
 
-        return cls(url, run_sync(ask()), model=model, api_key=api_key, server=server)
+        capabilities = run_sync(ask())
+        fleet = Fleet(replicas=replicas, weight_version=capabilities.weight_version)
+        return cls(fleet, capabilities, model=model, api_key=api_key, **settings)
 
     @property
     def server_url(self) -> str:
         """Address that generation requests go to."""
-        return self._url
+        router = self._fleet.router
+        return self._fleet.replicas[0].url if router is None else router.url
+
+    @property
+    def servers(self) -> tuple[OwnedProcess, ...]:
+        """The server processes that this engine started, one for each replica."""
+        found = (replica.process for replica in self._fleet.replicas)
+        return tuple(process for process in found if process is not None)
 
     @property
     def capabilities(self) -> ServerCapabilities:
@@ -209,7 +259,7 @@ class AsyncSGLang(RLSGLangEngine):
     @property
     def weight_version(self) -> str:
         """Version of the weights that the server generates with."""
-        return self._weight_version
+        return self._fleet.weight_version
 
     def generate(
         self,
@@ -220,7 +270,10 @@ class AsyncSGLang(RLSGLangEngine):
         return_logprobs: bool | Sequence[bool] = False,
         return_prompt_logprobs: bool | Sequence[bool] = False,
         top_logprobs: int | Sequence[int] = 0,
+        request_ids: Sequence[str] | None = None,
+        session_ids: str | Sequence[str | None] | None = None,
         timeout: float | None = None,
+        request_timeout: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Completion]:
         """Continues a batch of prompts and returns the responses in the same order.
@@ -237,7 +290,13 @@ class AsyncSGLang(RLSGLangEngine):
                 temperature 1. Like the next one, for all or one for each prompt.
             top_logprobs: also return this many of the likeliest tokens in the place of
                 each response token, with their log-probabilities.
+            request_ids: a name for each prompt, for :meth:`abort`. Several prompts can
+                have one name.
+            session_ids: requests of one session go to one server, where their prefix is
+                cached; one for all or one for each.
             timeout: budget for the batch, in seconds. Defaults to 1800.
+            request_timeout: budget for each request from when it is sent, in seconds.
+                One that uses it up is an error of that item.
             return_exceptions: put the error of an item in its place instead of
                 raising the first one.
 
@@ -246,215 +305,221 @@ class AsyncSGLang(RLSGLangEngine):
 
         Raises:
             ConfigurationError: if a prompt or a parameter is wrong. Nothing was sent.
-            RequestRefusedError: if the server refused an item; ``index`` tells which.
+            RequestRefusedError: if a server refused an item; ``index`` tells which.
             GenerationAbortedError: if a response was cut off by an abort.
-            ServerUnavailableError: if the server cannot be reached.
-            ServerDiedError: if a server that this engine owns has ended.
-            ServerTimeoutError: if the budget is used up.
+            ServerUnavailableError: if no server can be reached, after retries.
+            ServerDiedError: if every server that this engine owns has ended.
+            ServerTimeoutError: if a budget is used up.
             WeightSyncStateError: if a failed update left the weights in doubt.
         """
-        return run_sync(
-            self._generate(
-                prompts,
-                input_ids,
-                sampling_params,
-                return_logprobs,
-                return_prompt_logprobs,
-                top_logprobs,
-                timeout,
-                return_exceptions,
-            )
+        call = _Call(
+            prompts=prompts,
+            input_ids=input_ids,
+            sampling_params=sampling_params,
+            return_logprobs=return_logprobs,
+            return_prompt_logprobs=return_prompt_logprobs,
+            top_logprobs=top_logprobs,
+            request_ids=request_ids,
+            session_ids=session_ids,
+            timeout=timeout,
+            request_timeout=request_timeout,
+            return_exceptions=return_exceptions,
         )
+        return run_sync(self._generate(call))
 
     async def agenerate(
-        self,
-        prompts: str | Sequence[str] | None = None,
-        *,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        return_logprobs: bool | Sequence[bool] = False,
-        return_prompt_logprobs: bool | Sequence[bool] = False,
-        top_logprobs: int | Sequence[int] = 0,
-        timeout: float | None = None,
-        return_exceptions: bool = False,
+        self, prompts: str | Sequence[str] | None = None, **kwargs: Any
     ) -> list[Completion]:
         """The same as :meth:`generate`, to be awaited on any event loop."""
-        future = submit(
-            self._generate(
-                prompts,
-                input_ids,
-                sampling_params,
-                return_logprobs,
-                return_prompt_logprobs,
-                top_logprobs,
-                timeout,
-                return_exceptions,
-            )
-        )
-        return await asyncio.wrap_future(future)
+        call = _Call(prompts=prompts, **kwargs)
+        return await asyncio.wrap_future(submit(self._generate(call)))
 
-    async def _generate(
-        self,
-        prompts: str | Sequence[str] | None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        return_logprobs: bool | Sequence[bool],
-        return_prompt_logprobs: bool | Sequence[bool],
-        top_logprobs: int | Sequence[int],
-        timeout: float | None,
-        return_exceptions: bool,
-    ) -> list[Completion]:
-        self._check_usable()
-        batch = self._to_batch(prompts, input_ids)
-        outcomes: list[Completion | SGLangError | None] = [None] * len(batch)
-        requests: dict[int, GenerateRequest] = {}
-        checked: dict[int, dict[str, Any]] = {}
-        size = len(batch)
-        params = self._to_params(sampling_params, size)
-        scored = _for_each(return_logprobs, size, "return_logprobs")
-        prompts_scored = _for_each(
-            return_prompt_logprobs, size, "return_prompt_logprobs"
-        )
-        tops = _for_each(top_logprobs, size, "top_logprobs")
-        for index, (prompt, own) in enumerate(zip(batch, params, strict=True)):
-            try:
-                what = (
-                    "The prompt"
-                    if return_exceptions
-                    else f"Prompt {index} of the batch"
-                )
-                check_prompt(prompt, self._capabilities, what)
-                # Most items of a batch share one mapping, which is checked once.
-                if id(own) not in checked:
-                    checked[id(own)] = check_sampling_params(own, self._capabilities)
-                check_top_log_probs(tops[index], self._capabilities)
-            except SGLangError as error:
-                if not return_exceptions:
-                    raise
-                outcomes[index] = error
-                continue
-            requests[index] = GenerateRequest(
-                input_ids=prompt,
-                sampling_params=checked[id(own)],
-                return_log_probs=scored[index],
-                return_prompt_log_probs=prompts_scored[index],
-                top_log_probs=tops[index],
-            )
-        budget = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
-        deadline = time.monotonic() + budget
+    def generate_iter(
+        self, prompts: str | Sequence[str] | None = None, **kwargs: Any
+    ) -> Iterator[tuple[int, Completion | SGLangError]]:
+        """Takes what :meth:`generate` takes and yields each response as it finishes.
+
+        Closing the iterator aborts what is still under way.
+
+        Yields:
+            ``(index, completion)``, in the order in which they finish. With
+            ``return_exceptions=True`` an item's error is yielded in its place.
+
+        Examples:
+            >>> answers = engine.generate_iter(
+            ...     input_ids=[[5, 6], [7]],
+            ...     sampling_params=[{"max_new_tokens": 40}, {"max_new_tokens": 1}],
+            ... )
+            >>> sorted(index for index, answer in answers)
+            [0, 1]
+        """
+        stream = self._stream(_Call(prompts=prompts, **kwargs))
         try:
-            answers = await self._data.generate(
-                list(requests.values()),
-                cache_key=self._weight_version,
-                timeout=budget,
-            )
-            # Another engine object may have updated the weights since this one looked.
-            if self._learn_version(answers):
-                answers = await self._data.generate(
-                    list(requests.values()),
-                    cache_key=self._weight_version,
-                    timeout=max(deadline - time.monotonic(), 1e-3),
-                )
-        except ServerUnavailableError as error:
-            raise await self._explain(error) from error
-        for index, answer in zip(requests, answers, strict=True):
-            # Not all of the batch was sent, so its place is another one there.
-            if isinstance(answer, (GenerationAbortedError, RequestRefusedError)):
-                answer.index = index
-            if isinstance(answer, SGLangError) and not return_exceptions:
-                answer.add_note(f"It is item {index} of {len(batch)}.")
-                raise answer
-            outcomes[index] = answer
-        return outcomes  # type: ignore[return-value]  # errors only where asked for
+            while (item := run_sync(_next(stream))) is not None:
+                yield item
+        finally:
+            run_sync(stream.aclose())
 
-    def _learn_version(self, answers: Sequence[Completion | SGLangError]) -> bool:
-        """Takes over a newer weight version from what was answered.
+    async def agenerate_iter(
+        self, prompts: str | Sequence[str] | None = None, **kwargs: Any
+    ) -> AsyncIterator[tuple[int, Completion | SGLangError]]:
+        """The same as :meth:`generate_iter`, to be iterated on any event loop."""
+        stream = self._stream(_Call(prompts=prompts, **kwargs))
+        try:
+            while True:
+                item = await asyncio.wrap_future(submit(_next(stream)))
+                if item is None:
+                    return
+                yield item
+        finally:
+            await asyncio.wrap_future(submit(stream.aclose()))
+
+    async def _generate(self, call: _Call) -> list[Completion]:
+        batch = self._prepare(call)
+        outcomes: dict[int, Completion | SGLangError] = dict(batch.errors)
+        budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
+        deadline = time.monotonic() + budget
+        left = batch.requests
+        while left:
+            key = self._fleet.weight_version
+            try:
+                answers = await self._data.generate(
+                    list(left.values()),
+                    cache_key=key,
+                    timeout=max(deadline - time.monotonic(), 1e-3),
+                    request_timeout=call.request_timeout,
+                )
+            except ServerUnavailableError as error:
+                raise await self._explain(error) from error
+            again = {}
+            for index, answer in zip(left, answers, strict=True):
+                if self._is_stale(answer, key):
+                    again[index] = left[index]
+                else:
+                    outcomes[index] = _in_place(answer, index, batch.size, call)
+            left = again
+        return [outcomes[index] for index in range(batch.size)]  # type: ignore[misc]
+
+    async def _stream(
+        self, call: _Call
+    ) -> AsyncGenerator[tuple[int, Completion | SGLangError], None]:
+        batch = self._prepare(call)
+        for index, failure in batch.errors.items():
+            yield index, failure
+        budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
+        deadline = time.monotonic() + budget
+        left = batch.requests
+        while left:
+            key, again = self._fleet.weight_version, {}
+            places = list(left)
+            stream = self._data.stream(
+                list(left.values()),
+                cache_key=key,
+                timeout=max(deadline - time.monotonic(), 1e-3),
+                request_timeout=call.request_timeout,
+            )
+            async with contextlib.aclosing(stream):
+                try:
+                    async for place, answer in stream:
+                        index = places[place]
+                        if self._is_stale(answer, key):
+                            again[index] = left[index]
+                        else:
+                            yield index, _in_place(answer, index, batch.size, call)
+                except ServerUnavailableError as error:
+                    raise await self._explain(error) from error
+            left = again
+
+    def _prepare(self, call: _Call) -> Batch:
+        self._check_usable()
+        for name, value in (
+            ("timeout", call.timeout),
+            ("request_timeout", call.request_timeout),
+        ):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigurationError(
+                    f"{name}={value!r} is no time budget; give a positive, finite "
+                    f"number of seconds."
+                )
+        prompts = to_token_ids(call.prompts, call.input_ids, self.get_tokenizer)
+        flags = Flags(
+            return_logprobs=call.return_logprobs,
+            return_prompt_logprobs=call.return_prompt_logprobs,
+            top_logprobs=call.top_logprobs,
+            request_ids=call.request_ids,
+            session_ids=call.session_ids,
+        )
+        return prepare(
+            prompts,
+            call.sampling_params,
+            flags,
+            self._capabilities,
+            return_exceptions=call.return_exceptions,
+        )
+
+    def _is_stale(self, answer: Completion | SGLangError, key: str) -> bool:
+        """Takes over a newer weight version, and tells whether to ask again.
+
+        An answer that began with newer weights than ``key``, and with cached state
+        that was looked up under that key, may have been computed by older weights:
+        another engine object updated them meanwhile.
+
+        Raises:
+            WeightSyncStateError: if the answer has older weights than were served when
+                it was asked for.
+        """
+        if not isinstance(answer, Completion) or not answer.versions:
+            return False
+        first, last = answer.versions[0].version, answer.versions[-1].version
+        if _version_order(last) < _version_order(key):
+            raise WeightSyncStateError(
+                f"A server answered with weights of version {last!r}, and the current "
+                f"ones are {key!r}: it was started again by somebody else. Send the "
+                f"weights again."
+            )
+        if _version_order(last) > _version_order(self._fleet.weight_version):
+            self._fleet.weight_version = last
+        newer = _version_order(first) > _version_order(key)
+        return newer and answer.cached_tokens > 0
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Ends requests on the servers; each of them becomes GenerationAbortedError.
+
+        Args:
+            request_ids: names that were given to :meth:`generate`. By default all
+                requests, also those of other users of the servers.
 
         Returns:
-            Whether an answer began with newer weights and with cached state that was
-            looked up under the older version: it may have been computed by older ones.
+            How many requests of this engine object were under way.
         """
-        key, newest, stale = self._weight_version, self._weight_version, False
-        for answer in answers:
-            if isinstance(answer, Completion) and answer.versions:
-                newest = max(newest, answer.versions[-1].version, key=_version_order)
-                newer = _version_order(answer.versions[0].version) > _version_order(key)
-                stale = stale or (newer and answer.cached_tokens > 0)
-        self._weight_version = newest
-        return stale
-
-    def _to_batch(
-        self,
-        prompts: str | Sequence[str] | None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-    ) -> list[Sequence[int]]:
-        if (prompts is None) == (input_ids is None):
-            raise ConfigurationError("Give either prompts or input_ids, and not both.")
-        if prompts is not None:
-            texts = [prompts] if isinstance(prompts, str) else list(prompts)
-            for index, text in enumerate(texts):
-                if not isinstance(text, str):
-                    raise ConfigurationError(
-                        f"Prompt {index} of the batch is a {type(text).__name__}; "
-                        f"prompts are strings, and token ids go to input_ids."
-                    )
-            return list(self.get_tokenizer()(texts)["input_ids"]) if texts else []
-        ids: Any = _plain(input_ids)
-        if not isinstance(ids, (list, tuple)):
-            raise ConfigurationError(
-                f"input_ids is a {type(input_ids).__name__}; give the token ids of one "
-                f"prompt as a list of integers, or a list of such lists."
-            )
-        if ids and isinstance(ids[0], int):
-            return [ids]
-        return [_plain(prompt) for prompt in ids]
-
-    def _to_params(
-        self,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        size: int,
-    ) -> list[Mapping[str, Any]]:
-        if sampling_params is None or isinstance(sampling_params, Mapping):
-            return [sampling_params or {}] * size
-        given = isinstance(sampling_params, (list, tuple))
-        every: list[Any] = list(sampling_params) if given else [sampling_params]
-        for own in every:
-            if not isinstance(own, Mapping):
-                raise ConfigurationError(
-                    f"sampling_params holds {own!r}, a {type(own).__name__}; give one "
-                    f"mapping of names to values, or a list of them."
-                )
-        if len(every) != size:
-            raise ConfigurationError(
-                f"{len(every)} sampling_params were given for {size} "
-                f"prompts; give one mapping, or one for each prompt."
-            )
-        return every
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        return run_sync(self._data.abort(request_ids))
 
     def _check_open(self) -> None:
         if self._closed:
             raise ServerUnavailableError(
-                f"The engine at {self._url} was shut down; make a new one."
+                f"The engine at {self.server_url} was shut down; make a new one."
             )
 
     def _check_usable(self) -> None:
         self._check_open()
         if self._doubt is not None:
             raise WeightSyncStateError(
-                f"The weights on {self._url} are in doubt: {self._doubt} Generation "
-                f"stays paused until a weight update succeeds; send the weights again."
+                f"The weights on {self.server_url} are in doubt: {self._doubt} "
+                f"Generation stays paused until a weight update succeeds; send the "
+                f"weights again."
             )
 
     async def _explain(self, error: ServerUnavailableError) -> SGLangError:
-        """Returns the better error where the server is ours and has ended."""
-        if self._server is None:
+        """Returns the better error where all servers are ours and have ended."""
+        fleet = self._fleet
+        if any(replica.process is None for replica in fleet.replicas):
             return error
         for _ in range(20):
-            if self._server.state == "dead":
-                return ServerDiedError(
-                    f"The server at {self._url} has ended. The end of its log:\n"
-                    f"{self._server.log_tail()}"
-                )
+            fleet.notice_deaths()
+            if not any(replica.state == "serving" for replica in fleet.replicas):
+                return fleet.why_nobody_serves()
             await asyncio.sleep(DEATH_GRACE_SECONDS / 20)
         return error
 
@@ -505,11 +570,15 @@ class AsyncSGLang(RLSGLangEngine):
         """
         if not self._update_lock.acquire(blocking=False):
             raise WeightSyncStateError(
-                f"A weight update of {self._url} is under way; wait for it to end."
+                f"A weight update of {self.server_url} is under way; wait for it to "
+                f"end."
             )
+        outcome = _Outcome(self)
+        self._fleet.begin_update()
         try:
-            yield _Outcome(self)
+            yield outcome
         finally:
+            self._fleet.end_update(outcome.version)
             self._update_lock.release()
 
     def flush_cache(self) -> bool:
@@ -526,11 +595,13 @@ class AsyncSGLang(RLSGLangEngine):
         if self._closed:
             return
         self._closed = True
+        self._fleet.closed = True
+        if self._supervisor is not None:
+            self._supervisor.stop()
         try:
             run_sync(self._http.close())
         finally:
-            if self._server is not None:
-                self._server.stop()
+            self._fleet.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -541,9 +612,9 @@ class AsyncSGLang(RLSGLangEngine):
     def __getstate__(self) -> dict[str, Any]:
         # Ownership, locks and the tokenizer stay here; the rest is plain values.
         state = dict(self.__dict__)
-        for name in ("_data", "_control", "_update_lock"):
+        for name in ("_data", "_control", "_update_lock", "_counters"):
             del state[name]
-        state["_server"] = None
+        state["_supervisor"] = None
         state["_tokenizer"] = None
         return state
 
@@ -552,16 +623,19 @@ class AsyncSGLang(RLSGLangEngine):
         self._compose()
 
     def __repr__(self) -> str:
+        fleet = self._fleet
         if self._closed:
             status = "closed"
         elif self._doubt is not None:
             status = "weights in doubt"
         else:
-            status = self._server.state if self._server is not None else "connected"
+            status = ", ".join(replica.state for replica in fleet.replicas)
+        owned = any(replica.process is not None for replica in fleet.replicas)
         return (
-            f"AsyncSGLang({self._url!r}, model={self._capabilities.model_path!r}, "
-            f"weight_version={self._weight_version!r}, "
-            f"owned={self._server is not None}, status={status!r})"
+            f"AsyncSGLang({self.server_url!r}, "
+            f"model={self._capabilities.model_path!r}, "
+            f"weight_version={fleet.weight_version!r}, owned={owned}, "
+            f"status={status!r})"
         )
 
 
@@ -570,33 +644,57 @@ def _version_order(version: str) -> int:
     return int(version) if version.isdigit() else -1
 
 
-def _for_each(value: Any, size: int, name: str) -> list[Any]:
-    """Returns what holds for each prompt, given for all of them or for each."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * size
-    if len(value) != size:
-        raise ConfigurationError(
-            f"{len(value)} values of {name} were given for {size} prompts; give one "
-            f"for all, or one for each prompt."
-        )
-    return list(value)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """The arguments of one call of :meth:`AsyncSGLang.generate` and its relatives."""
+
+    prompts: str | Sequence[str] | None = None
+    input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    return_logprobs: bool | Sequence[bool] = False
+    return_prompt_logprobs: bool | Sequence[bool] = False
+    top_logprobs: int | Sequence[int] = 0
+    request_ids: Sequence[str] | None = None
+    session_ids: str | Sequence[str | None] | None = None
+    timeout: float | None = None
+    request_timeout: float | None = None
+    return_exceptions: bool = False
 
 
-def _plain(ids: Any) -> Any:
-    """Returns the list that a tensor or an array of token ids holds."""
-    return ids.tolist() if hasattr(ids, "tolist") else ids
+T = TypeVar("T")
+
+
+async def _next(stream: AsyncIterator[T]) -> T | None:
+    return await anext(stream, None)
+
+
+def _in_place(
+    answer: Completion | SGLangError, index: int, size: int, call: _Call
+) -> Completion | SGLangError:
+    """Returns what an item of a batch came to, or raises its error."""
+    if isinstance(answer, SGLangError):
+        # Not all of the batch was sent, so its place is another one there.
+        if isinstance(answer, (GenerationAbortedError, RequestRefusedError)):
+            answer.index = index
+        if not call.return_exceptions:
+            answer.add_note(f"It is item {index} of {size}.")
+            raise answer
+    return answer
 
 
 class _Outcome(WeightUpdate):
     def __init__(self, engine: AsyncSGLang) -> None:
         self._engine = engine
+        self.version: str | None = None
 
     @property
     def already_in_doubt(self) -> bool:
         return self._engine._doubt is not None
 
     def committed(self, version: str) -> None:
-        self._engine._weight_version = version
+        self.version = version
+        # Before generation goes on, so that no request carries the older key.
+        self._engine._fleet.weight_version = version
         self._engine._doubt = None
 
     def in_doubt(self, reason: str) -> None:

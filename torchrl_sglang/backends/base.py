@@ -64,7 +64,10 @@ class RLSGLangEngine(abc.ABC):
         return_logprobs: bool | Sequence[bool] = False,
         return_prompt_logprobs: bool | Sequence[bool] = False,
         top_logprobs: int | Sequence[int] = 0,
+        request_ids: Sequence[str] | None = None,
+        session_ids: str | Sequence[str | None] | None = None,
         timeout: float | None = None,
+        request_timeout: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Completion]:
         """Continues a batch of prompts; see :meth:`AsyncSGLang.generate`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.errors import RequestRefusedError, SGLangError
@@ -20,21 +20,43 @@ CONTROL_TIMEOUT_SECONDS = 60.0
 """Default budget for one control call."""
 
 
+class Servers(Protocol):
+    """Which servers there are."""
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Servers that run, in the order of their ranks."""
+
+    @property
+    def membership(self) -> int:
+        """Grows whenever a server joins."""
+
+
 class ControlPlane:
     """Sends control calls to a set of servers. Used from the background loop only.
 
     Args:
         http: connections.
-        urls: addresses of the servers.
+        servers: which servers there are.
         capabilities: what they can do; the same for all of them.
     """
 
     def __init__(
-        self, http: HttpClient, urls: Sequence[str], capabilities: ServerCapabilities
+        self, http: HttpClient, servers: Servers, capabilities: ServerCapabilities
     ) -> None:
         self._http = http
-        self.urls = tuple(urls)
+        self._servers = servers
         self.capabilities = capabilities
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Servers that run, in the order of their ranks."""
+        return self._servers.urls
+
+    @property
+    def membership(self) -> int:
+        """Grows whenever a server joins; a process group holds for one value."""
+        return self._servers.membership
 
     async def _all(
         self,
@@ -43,6 +65,7 @@ class ControlPlane:
         payload: Any = None,
         *,
         timeout: float,
+        urls: Sequence[str] | None = None,
     ) -> list[Any]:
         async def one(url: str) -> Any:
             answer = await self._http.request(
@@ -60,7 +83,7 @@ class ControlPlane:
             return content
 
         outcomes = await asyncio.gather(
-            *(one(url) for url in self.urls), return_exceptions=True
+            *(one(url) for url in urls or self.urls), return_exceptions=True
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -126,7 +149,6 @@ class ControlPlane:
         ranks = self.capabilities.tp_size * self.capabilities.pp_size
 
         async def one(index: int, url: str) -> None:
-            control = ControlPlane(self._http, [url], self.capabilities)
             payload = {
                 "master_address": master_address,
                 "master_port": master_port,
@@ -135,8 +157,12 @@ class ControlPlane:
                 "group_name": group_name,
                 "backend": backend,
             }
-            await control._all(
-                "POST", "/init_weights_update_group", payload, timeout=timeout
+            await self._all(
+                "POST",
+                "/init_weights_update_group",
+                payload,
+                timeout=timeout,
+                urls=[url],
             )
 
         await asyncio.gather(*(one(i, url) for i, url in enumerate(self.urls)))

@@ -1,100 +1,335 @@
-"""Generation: batches of prompts in, completions out, in order.
+"""Generation: prompts in, completions out, wherever a server is there to make them.
 
-One server takes a batch as one request, which is the fastest form that it has. If the
-server refuses the batch, its items are sent one by one, so that the bad one names
-itself and the others are answered.
+One server takes a batch as one request, which is the fastest form that it has. If it
+refuses the batch, its items are sent one by one, so that the bad one names itself and
+the others are answered. Several servers get one request for each prompt, so that the
+router can balance them and each can be sent again by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.http import HttpClient
+from torchrl_sglang.backends.retries import RetryPolicy
+from torchrl_sglang.backends.stats import Counters
 from torchrl_sglang.backends.wire import GenerateRequest, parse_completion, to_payload
 from torchrl_sglang.errors import (
+    ConfigurationError,
     GenerationAbortedError,
     RequestRefusedError,
+    ServerTimeoutError,
     ServerUnavailableError,
     SGLangError,
 )
 from torchrl_sglang.types import Completion, ServerCapabilities
 
-__all__ = ["DataPlane"]
+__all__ = ["DataPlane", "Targets"]
 
 SINGLE_REQUESTS = 64
 """How many items of a refused batch are under way at once: each has a connection."""
 
+ABORT_SECONDS = 5.0
+"""Budget for telling the servers that nobody waits for a request any more."""
+
+SESSION_HEADER = "X-SMG-Routing-Key"
+"""Where sglang-router looks for the key that keeps requests together."""
+
+Outcome = Completion | SGLangError
+"""What becomes of a request."""
+
+T = TypeVar("T")
+
+
+class Targets(Protocol):
+    """Where generation requests go."""
+
+    @property
+    def only(self) -> str | None:
+        """The one server, where there is no other and no router."""
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Every server, for aborts."""
+
+    def pick(self, session: str | None, avoid: Sequence[str]) -> str:
+        """Returns where to send a request.
+
+        Args:
+            session: requests of one session go to one place as long as it works.
+            avoid: places where it has failed, which are chosen last.
+
+        Raises:
+            ServerDiedError: if no server is left.
+            WeightSyncStateError: if none has the current weights.
+        """
+
+    def failed(self, url: str) -> None:
+        """Takes note that a request to this address failed."""
+
 
 class DataPlane:
-    """Sends generation requests to one server. Used from the background loop only.
+    """Sends generation requests. Used from the background loop only.
 
     Args:
         http: connections.
-        url: address of the server.
-        capabilities: what the server can do.
+        targets: where to send requests.
+        capabilities: what the servers can do.
+        retries: when a failed request is sent again.
+        max_in_flight: most requests under way at once; a batch sent as one counts
+            as one.
+        counters: what is counted.
     """
 
     def __init__(
-        self, http: HttpClient, url: str, capabilities: ServerCapabilities
+        self,
+        http: HttpClient,
+        targets: Targets,
+        capabilities: ServerCapabilities,
+        *,
+        retries: RetryPolicy,
+        max_in_flight: int,
+        counters: Counters,
     ) -> None:
+        if type(max_in_flight) is not int or max_in_flight < 1:
+            raise ConfigurationError(
+                f"max_in_flight={max_in_flight!r} is not a number of requests; give at "
+                f"least 1."
+            )
         self._http = http
-        self._url = url
+        self._targets = targets
         self._capabilities = capabilities
+        self._retries = retries
+        self._max_in_flight = max_in_flight
+        self._counters = counters
+        self._begin_in_this_process()
+
+    def _begin_in_this_process(self) -> None:
+        self._pid = os.getpid()
+        self._turns = asyncio.Semaphore(self._max_in_flight)
+        # The ids that servers know the requests by that are under way -> the caller's.
+        self._running: dict[str, str | None] = {}
+        self._aborted: set[str] = set()
+        self._tidying: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], *, cache_key: str, timeout: float
-    ) -> list[Completion | SGLangError]:
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        cache_key: str,
+        timeout: float,
+        request_timeout: float | None = None,
+    ) -> list[Outcome]:
         """Returns each request's completion, or the error that is its own.
 
         Args:
             requests: checked requests.
             cache_key: version of the weights, which separates prefix-cache entries.
             timeout: budget for the batch, in seconds.
+            request_timeout: budget for each request from when it is sent.
 
         Raises:
-            ServerUnavailableError: if the server cannot be reached or fails.
-            ServerTimeoutError: if the budget is used up.
+            ServerUnavailableError: if no server can be reached, or they fail.
+            ServerDiedError: if every server has ended.
+            ServerTimeoutError: if the budget of the batch is used up.
         """
         if not requests:
             return []
+        if self._targets.only is None or request_timeout is not None:
+            outcomes: list[Outcome | None] = [None] * len(requests)
+            stream = self.stream(
+                requests,
+                cache_key=cache_key,
+                timeout=timeout,
+                request_timeout=request_timeout,
+            )
+            async for index, outcome in stream:
+                outcomes[index] = outcome
+            return _placed(outcomes)
         deadline = time.monotonic() + timeout
         try:
-            return await self._post(requests, cache_key, timeout)
+            with self._registered(requests) as rids:
+                async with self._turns:
+                    return await self._with_retries(
+                        lambda url: self._post(
+                            url, requests, rids, cache_key, deadline
+                        ),
+                        None,
+                        deadline,
+                        rids,
+                    )
         except RequestRefusedError as error:
             if len(requests) == 1:
                 error.index = 0
                 return [error]
-        turns = asyncio.Semaphore(SINGLE_REQUESTS)
+        outcomes = [None] * len(requests)
+        async for index, outcome in self.stream(
+            requests,
+            cache_key=cache_key,
+            timeout=max(deadline - time.monotonic(), 1e-3),
+            limit=SINGLE_REQUESTS,
+        ):
+            outcomes[index] = outcome
+        return _placed(outcomes)
 
-        async def alone(request: GenerateRequest) -> list[Completion | SGLangError]:
-            async with turns:
-                left = deadline - time.monotonic()
-                return await self._post([request], cache_key, max(left, 1e-3))
+    async def stream(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        cache_key: str,
+        timeout: float,
+        request_timeout: float | None = None,
+        limit: int | None = None,
+    ) -> AsyncGenerator[tuple[int, Outcome], None]:
+        """Yields (index, outcome) as they come: one request for each prompt.
 
-        outcomes = await asyncio.gather(
-            *(alone(request) for request in requests), return_exceptions=True
+        Args:
+            requests: checked requests.
+            cache_key: as in :meth:`generate`.
+            timeout: as in :meth:`generate`.
+            request_timeout: as in :meth:`generate`; an item that uses it up is an
+                error in its own place.
+            limit: most requests of this batch under way at once.
+
+        Raises:
+            SGLangError: as :meth:`generate` does; what is still under way is aborted.
+        """
+        deadline = time.monotonic() + timeout
+        turns = asyncio.Semaphore(limit or len(requests) or 1)
+        with self._registered(requests) as rids:
+            places = {
+                asyncio.ensure_future(
+                    self._one(request, rid, cache_key, deadline, request_timeout, turns)
+                ): index
+                for index, (request, rid) in enumerate(zip(requests, rids, strict=True))
+            }
+            pending = set(places)
+            try:
+                while pending:
+                    done, pending = await asyncio.wait(
+                        pending, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in done:
+                        yield places[task], _outcome(task, places[task])
+            finally:
+                for task in places:
+                    task.cancel()
+                # Errors of several items: one is raised, and the others are seen.
+                await asyncio.gather(*places, return_exceptions=True)
+
+    @contextmanager
+    def _registered(self, requests: Sequence[GenerateRequest]) -> Iterator[list[str]]:
+        """Gives requests ids, by which they can be aborted meanwhile."""
+        if self._pid != os.getpid():
+            # What is under way in a fork's parent is nothing that the child waits for.
+            self._begin_in_this_process()
+        # A server aborts every request whose id begins with the one it is told, so
+        # these are of one length and never a user's.
+        rids = [uuid.uuid4().hex for _ in requests]
+        self._running.update(
+            (rid, request.request_id)
+            for rid, request in zip(rids, requests, strict=True)
         )
-        results: list[Completion | SGLangError] = []
-        for outcome in outcomes:
-            if isinstance(outcome, RequestRefusedError):
-                results.append(outcome)
-            elif isinstance(outcome, BaseException):
+        try:
+            yield rids
+        finally:
+            for rid in rids:
+                del self._running[rid]
+            self._aborted.difference_update(rids)
+
+    async def _one(
+        self,
+        request: GenerateRequest,
+        rid: str,
+        cache_key: str,
+        deadline: float,
+        request_timeout: float | None,
+        turns: asyncio.Semaphore,
+    ) -> Completion:
+        async with turns, self._turns:
+            own = deadline
+            if request_timeout is not None:
+                own = min(deadline, time.monotonic() + request_timeout)
+            try:
+                (outcome,) = await self._with_retries(
+                    lambda url: self._post(url, [request], [rid], cache_key, own),
+                    request.session_id,
+                    own,
+                    [rid],
+                )
+            except ServerTimeoutError as error:
+                if own < deadline:
+                    raise _OwnBudgetError(
+                        f"A request had no answer within {request_timeout:g} s: {error}"
+                    ) from error
+                raise
+            if isinstance(outcome, SGLangError):
                 raise outcome
-            else:
-                results += outcome
-        for index, result in enumerate(results):
-            if isinstance(result, (GenerationAbortedError, RequestRefusedError)):
-                result.index = index
-        return results
+            return outcome
+
+    async def _with_retries(
+        self,
+        send: Callable[[str], Awaitable[T]],
+        session: str | None,
+        deadline: float,
+        rids: Sequence[str],
+    ) -> T:
+        failed: list[str] = []
+        attempt = 0
+        while True:
+            attempt += 1
+            if self._aborted.issuperset(rids):
+                raise GenerationAbortedError(
+                    "The request was aborted before a server had it."
+                )
+            url = self._targets.pick(session, failed)
+            self._counters.in_flight += len(rids)
+            try:
+                return await send(url)
+            except (asyncio.CancelledError, ServerTimeoutError):
+                # Nobody waits for it any more, and the server need not either.
+                self._tidy_up(rids)
+                raise
+            except ServerUnavailableError as error:
+                self._targets.failed(url)
+                failed.append(url)
+                delay = self._retries.delay(error, attempt)
+                if delay is None or time.monotonic() + delay >= deadline:
+                    raise
+                torchrl_logger.debug(f"Attempt {attempt} failed: {error}")
+                self._counters.retries += 1
+            finally:
+                self._counters.in_flight -= len(rids)
+            # What broke the connection need not have ended the request.
+            self._tidy_up(rids)
+            await asyncio.sleep(delay)
 
     async def _post(
-        self, requests: Sequence[GenerateRequest], cache_key: str, timeout: float
-    ) -> list[Completion | SGLangError]:
-        payload = to_payload(requests, self._capabilities, cache_key=cache_key)
+        self,
+        url: str,
+        requests: Sequence[GenerateRequest],
+        rids: Sequence[str],
+        cache_key: str,
+        deadline: float,
+    ) -> list[Outcome]:
+        payload = to_payload(
+            requests, self._capabilities, cache_key=cache_key, rids=rids
+        )
+        session = requests[0].session_id
         answer = await self._http.request(
-            "POST", f"{self._url}/generate", payload, timeout=timeout
+            "POST",
+            f"{url}/generate",
+            payload,
+            timeout=max(deadline - time.monotonic(), 1e-3),
+            headers=None if session is None else {SESSION_HEADER: session},
         )
         replies = answer.raise_for_status().json()
         if isinstance(replies, dict) and len(requests) == 1:
@@ -102,20 +337,85 @@ class DataPlane:
         if not isinstance(replies, list) or len(replies) != len(requests):
             size = len(replies) if isinstance(replies, list) else type(replies).__name__
             raise ServerUnavailableError(
-                f"{self._url} was sent {len(requests)} prompts and answered {size}."
+                f"{url} was sent {len(requests)} prompts and answered {size}."
             )
-        results: list[Completion | SGLangError] = []
+        results: list[Outcome] = []
         for index, (reply, request) in enumerate(zip(replies, requests, strict=True)):
             try:
-                results.append(
-                    parse_completion(
-                        reply,
-                        request,
-                        vocab_size=self._capabilities.vocab_size,
-                        server=self._url,
-                    )
+                completion = parse_completion(
+                    reply,
+                    request,
+                    vocab_size=self._capabilities.vocab_size,
+                    server=url,
                 )
             except (GenerationAbortedError, RequestRefusedError) as error:
                 error.index = index
                 results.append(error)
+            else:
+                self._counters.count(completion, len(request.input_ids))
+                results.append(completion)
         return results
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Ends requests: those with these ids, or all, of other engines too.
+
+        Args:
+            request_ids: as given with the requests.
+
+        Returns:
+            How many requests of this engine were under way.
+        """
+        if request_ids is None:
+            rids = list(self._running)
+        else:
+            rids = [rid for rid, own in self._running.items() if own in request_ids]
+        # First of all, so that what waits here is not sent any more.
+        self._aborted.update(rids)
+        if request_ids is None:
+            await self._tell_servers({"abort_all": True})
+        else:
+            await self._tell_each(rids)
+        return len(rids)
+
+    def _tidy_up(self, rids: Sequence[str]) -> None:
+        """Has the servers end requests that nobody waits for, without waiting."""
+        task = asyncio.ensure_future(self._tell_each(rids))
+        self._tidying.add(task)
+        task.add_done_callback(self._tidying.discard)
+
+    async def _tell_each(self, rids: Sequence[str]) -> None:
+        for start in range(0, len(rids), SINGLE_REQUESTS):
+            part = rids[start : start + SINGLE_REQUESTS]
+            await asyncio.gather(*(self._tell_servers({"rid": rid}) for rid in part))
+
+    async def _tell_servers(self, what: dict[str, object]) -> None:
+        async def one(url: str) -> None:
+            try:
+                await self._http.request(
+                    "POST", f"{url}/abort_request", what, timeout=ABORT_SECONDS
+                )
+            except SGLangError as error:
+                # A server that is gone has nothing left to abort.
+                torchrl_logger.debug(f"An abort did not arrive: {error}")
+
+        await asyncio.gather(*(one(url) for url in self._targets.urls))
+
+
+class _OwnBudgetError(ServerTimeoutError):
+    """One request used up its own budget, and the batch has some left."""
+
+
+def _outcome(task: asyncio.Task[Completion], index: int) -> Outcome:
+    """Returns what became of one request, or raises what is the whole batch's."""
+    try:
+        return task.result()
+    except (GenerationAbortedError, RequestRefusedError, _OwnBudgetError) as error:
+        if isinstance(error, (GenerationAbortedError, RequestRefusedError)):
+            error.index = index
+        return error
+
+
+def _placed(outcomes: Sequence[Outcome | None]) -> list[Outcome]:
+    missing = [index for index, outcome in enumerate(outcomes) if outcome is None]
+    assert not missing, f"no outcome for {missing}"
+    return [outcome for outcome in outcomes if outcome is not None]

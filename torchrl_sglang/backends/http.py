@@ -12,6 +12,7 @@ import concurrent.futures
 import math
 import os
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,9 +131,13 @@ class Answer:
             )
             refused.status = self.status
             raise refused
-        raise ServerUnavailableError(
-            f"{self.url} failed (HTTP {self.status}): {self.error_text()}"
-        )
+        raise _transient(f"{self.url} failed (HTTP {self.status}): {self.error_text()}")
+
+
+def _transient(message: str) -> ServerUnavailableError:
+    error = ServerUnavailableError(message)
+    error.transient = True
+    return error
 
 
 class HttpClient:
@@ -178,11 +183,12 @@ class HttpClient:
 
     async def request(
         self,
-        method: Literal["GET", "POST"],
+        method: Literal["GET", "POST", "DELETE"],
         url: str,
         payload: Any = None,
         *,
         timeout: float,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """Sends one request and reads the whole answer, whatever its status.
 
@@ -191,6 +197,7 @@ class HttpClient:
             url: full address.
             payload: content of the body, encoded as JSON; ``None`` for no body.
             timeout: budget for the whole exchange, in seconds.
+            headers: to send beside the usual ones.
 
         Raises:
             ConfigurationError: if the payload or the budget makes no sense.
@@ -213,23 +220,23 @@ class HttpClient:
         )
         try:
             async with self._get_session().request(
-                method, url, data=data, timeout=budget
+                method, url, data=data, timeout=budget, headers=headers
             ) as response:
                 body = await response.read()
                 return Answer(url=url, status=response.status, body=body)
         except aiohttp.ConnectionTimeoutError:
-            raise ServerUnavailableError(
+            raise _transient(
                 f"{method} {url} failed: no connection within "
                 f"{budget.sock_connect:g} s. Check that the server is running and that "
                 f"the address is right."
             ) from None
         except TimeoutError:
             raise ServerTimeoutError(
-                f"{method} {url} had no answer within {timeout:g} s."
+                f"{method} {url} had no answer within {timeout:.3g} s."
             ) from None
         # A host name that is none is a UnicodeError, a bad header a ValueError.
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ServerUnavailableError(
+            raise _transient(
                 f"{method} {url} failed: {type(error).__name__}: {error}. Check that "
                 f"the server is running and that the address is right."
             ) from None

@@ -92,6 +92,10 @@ class GenerateRequest:
     """Ask for the log-probability of every prompt token too."""
     top_log_probs: int = 0
     """Ask for this many of the likeliest tokens in each response token's place."""
+    request_id: str | None = None
+    """Name by which the caller can abort it."""
+    session_id: str | None = None
+    """Requests of one session go to one server, where their prefix is cached."""
 
 
 def check_sampling_params(
@@ -299,6 +303,7 @@ def to_payload(
     capabilities: ServerCapabilities,
     *,
     cache_key: str,
+    rids: Sequence[str],
 ) -> dict[str, Any]:
     """Returns the JSON content of one ``/generate`` call for a batch of requests.
 
@@ -306,6 +311,7 @@ def to_payload(
         requests: at least one.
         capabilities: of the server that it goes to.
         cache_key: separates prefix-cache entries; entries of other keys are not seen.
+        rids: what the server shall call each request.
     """
     params = []
     for request in requests:
@@ -330,6 +336,7 @@ def to_payload(
             0 if request.return_prompt_log_probs else -1 for request in requests
         ],
         "extra_key": [cache_key] * len(requests),
+        "rid": list(rids),
         "stream": False,
     }
 

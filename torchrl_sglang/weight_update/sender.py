@@ -167,14 +167,15 @@ class SGLangWeightSender:
 
     def _next_version(self) -> str:
         # Versions are numbers that only grow, whoever updates and however often the
-        # trainer is restarted; so the servers are asked, and not an engine object.
+        # trainer or a server is restarted; so the servers are asked as well.
         try:
             current = run_sync(self._scheme.engine.control.weight_versions())
         except ServerError as error:
             failure = WeightTransferError(f"The servers could not be asked: {error}")
             failure.untouched = True
             raise failure from error
-        return str(1 + max(int(v) if v.isdigit() else 0 for v in current))
+        known = [*current, self._scheme.engine.weight_version]
+        return str(1 + max(int(v) if v.isdigit() else 0 for v in known))
 
     def _get_transport(self, device: torch.device | None) -> BroadcastTransport:
         if self._transport is None:

@@ -483,10 +483,10 @@ def test_master_address_and_ports(engine):
 
 def test_repr(engine, fake_engine, fake, tiny_model_path):
     text = repr(engine)
-    for part in (engine.server_url, tiny_model_path, "owned=True", "status='ready'"):
+    for part in (engine.server_url, tiny_model_path, "owned=True", "status='serving'"):
         assert part in text
     assert f"weight_version={engine.weight_version!r}" in text
-    assert "owned=False, status='connected'" in repr(fake_engine)
+    assert "owned=False, status='serving'" in repr(fake_engine)
     with fake_engine.weight_update() as update:
         update.in_doubt("half of them came.")
     assert "status='weights in doubt'" in repr(fake_engine)
@@ -583,8 +583,17 @@ def test_weights_in_doubt_are_not_used(fake, fake_engine):
     assert fake.payloads() == []
     with fake_engine.weight_update() as update:
         update.committed("8")
+    fake.weight_version = "8"
     fake_engine.generate(input_ids=[5])
     assert fake.payloads()[-1]["extra_key"] == ["8"]
+
+
+def test_older_weights_than_the_current_ones_are_an_error(fake, fake_engine):
+    """A server that somebody else started again has the checkpoint's weights."""
+    with fake_engine.weight_update() as update:
+        update.committed("8")
+    with pytest.raises(WeightSyncStateError, match="'default'.*'8'.*Send the weights"):
+        fake_engine.generate(input_ids=[5])
 
 
 def test_one_engine_for_every_thread_of_its_life(fake, fake_engine):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 
 import pytest
 from aiohttp import web
@@ -18,6 +19,14 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.testing.fake_server import FakeServer
 
 
+@dataclasses.dataclass
+class Fixed:
+    """Servers of which none joins or leaves."""
+
+    urls: Sequence[str]
+    membership: int = 0
+
+
 @pytest.fixture
 def two(tiny_model_path):
     """A control plane of two servers, and the servers."""
@@ -25,7 +34,7 @@ def two(tiny_model_path):
     with FakeServer(tiny_model_path) as one, FakeServer(tiny_model_path) as other:
         with AsyncSGLang.connect(one.url) as engine:
             urls = [one.url, other.url]
-            yield ControlPlane(http, urls, engine.capabilities), one, other
+            yield ControlPlane(http, Fixed(urls), engine.capabilities), one, other
         run_sync(http.close())
 
 
@@ -80,7 +89,7 @@ def test_refusals_say_why(two):
 def test_older_servers_have_no_sessions(two):
     control, one, other = two
     older = dataclasses.replace(control.capabilities, needs_update_session=False)
-    control = ControlPlane(control._http, control.urls, older)
+    control = ControlPlane(control._http, Fixed(control.urls), older)
     run_sync(control.begin_weight_update())
     run_sync(control.end_weight_update())
     for server in (one, other):

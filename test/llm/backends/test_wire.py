@@ -206,7 +206,7 @@ def test_payload(capabilities):
             return_prompt_log_probs=True,
         ),
     ]
-    payload = to_payload(requests, capabilities, cache_key="7")
+    payload = to_payload(requests, capabilities, cache_key="7", rids=["x", "y", "z"])
     assert payload == {
         "input_ids": [[5, 6], [7], [8]],
         "sampling_params": [
@@ -218,6 +218,7 @@ def test_payload(capabilities):
         "logprob_start_len": [-1, -1, 0],
         "extra_key": ["7", "7", "7"],
         "top_logprobs_num": [0, 0, 0],
+        "rid": ["x", "y", "z"],
         "stream": False,
     }
 
@@ -240,7 +241,7 @@ def test_payload(capabilities):
 )
 def test_responses_are_cut_to_the_room(length, asked, sent, capabilities):
     request = GenerateRequest(input_ids=[5] * length, sampling_params=asked)
-    payload = to_payload([request], capabilities, cache_key="")
+    payload = to_payload([request], capabilities, cache_key="", rids=["x"])
     assert payload["sampling_params"] == [sent]
 
 

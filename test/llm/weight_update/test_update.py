@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+import requests
 import torch
 import torch.distributed as dist
 from torchrl.modules.llm import TransformersWrapper
@@ -106,8 +107,15 @@ def test_stale_prefixes_are_out_of_reach_without_a_flush(
     ids = tokenizer.encode(PROMPT)
     (again,) = engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 1})
     assert again.cached_tokens > 0
+    version = engine.weight_version + "0"
+    reply = requests.post(
+        f"{engine.server_url}/update_weight_version",
+        json={"new_version": version, "abort_all_requests": False},
+        timeout=10,
+    )
+    assert reply.ok
     with engine.weight_update() as update:
-        update.committed(engine.weight_version + "0")
+        update.committed(version)
     (other,) = engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 1})
     assert other.cached_tokens == 0
 
@@ -352,7 +360,7 @@ def test_server_that_dies(tiny_model_path, new_model):
         sender = scheme.create_sender()
         sender.register_model(new_model)
         sender.update_weights()
-        os.kill(engine._server.pid, signal.SIGKILL)
+        os.kill(engine.servers[0].pid, signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(WeightTransferError):
             sender.update_weights()

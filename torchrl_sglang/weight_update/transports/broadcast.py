@@ -75,6 +75,7 @@ class BroadcastTransport:
         self._connect_timeout = connect_timeout
         self._send_timeout = send_timeout
         self._group: Any = None
+        self._membership = -1
         self._group_name = ""
 
     @property
@@ -83,7 +84,10 @@ class BroadcastTransport:
 
         A trainer that tears torch.distributed down takes this group with it.
         """
-        return self._group in distributed_c10d._world.pg_map
+        return (
+            self._group in distributed_c10d._world.pg_map
+            and self._membership == self._engine.control.membership
+        )
 
     def connect(self) -> None:
         """Forms a process group with all servers; see :class:`.WeightTransport`."""
@@ -93,6 +97,7 @@ class BroadcastTransport:
             self._give_up()
         if self._backend == "nccl":
             _share_nccl_settings()
+        self._membership = self._engine.control.membership
         self._group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
         budget = datetime.timedelta(seconds=self._connect_timeout)
         world_size = 1 + self._engine.get_world_size()

@@ -1,0 +1,302 @@
+"""The servers of one engine: which of them generate, and where a request goes.
+
+A replica is *serving*, *stale* (it runs, with older weights than the others), *down*
+(its process has ended, or it does not progress) or *lost* (it could not be started
+again). Only serving replicas get requests; weight updates reach every one that runs.
+
+Decisions are made here, from what is known; ``supervisor.py`` acts on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torchrl_sglang.errors import (
+    ServerDiedError,
+    ServerUnavailableError,
+    SGLangError,
+    WeightSyncStateError,
+)
+
+__all__ = ["Fleet", "OwnedProcess", "Replica", "RouterLike"]
+
+ReplicaState = Literal["serving", "stale", "down", "lost"]
+
+REST_SECONDS = 1.0
+"""A place that failed is chosen last for so long."""
+
+
+class OwnedProcess(Protocol):
+    """What a fleet needs to know of a process that this engine started."""
+
+    @property
+    def pid(self) -> int:
+        """Process id of the tree's root."""
+
+    @property
+    def log_path(self) -> Path:
+        """Its log."""
+
+    @property
+    def state(self) -> str:
+        """``"dead"`` when it has ended by itself."""
+
+    def log_tail(self, lines: int = 30) -> str:
+        """Returns the last lines of its log."""
+
+    def stop(self) -> None:
+        """Ends it."""
+
+
+class RouterLike(Protocol):
+    """What a fleet needs to know of the router in front of it."""
+
+    @property
+    def url(self) -> str:
+        """Address that requests go to."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it runs, as far as is known."""
+
+    async def add_worker(self, url: str) -> None:
+        """Lets it send requests to a server."""
+
+    async def remove_worker(self, url: str) -> None:
+        """Has it send no more requests to a server; those under way are finished."""
+
+
+@dataclass(kw_only=True)
+class Replica:
+    """One server."""
+
+    url: str
+    """Its address, which stays the same when it is started again."""
+    process: OwnedProcess | None = None
+    """The process, where this engine started it."""
+    restart: Callable[[], OwnedProcess] | None = None
+    """Starts it again and waits until it is ready; blocks."""
+    state: ReplicaState = "serving"
+    restarts: int = 0
+    """How often it was started again."""
+    reason: str = ""
+    """Why it does not serve: the end of its log, usually."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process runs, as far as is known."""
+        return self.state in ("serving", "stale")
+
+
+@dataclass(kw_only=True)
+class Fleet:
+    """The servers of one engine; see :class:`.data_plane.Targets`."""
+
+    replicas: list[Replica]
+    weight_version: str
+    """Version of the weights that serving replicas generate with."""
+    router: RouterLike | None = None
+    membership: int = 0
+    """Grows whenever a replica joins; a process group holds for one value."""
+    closed: bool = False
+    """Whether the engine was shut down."""
+    on_change: Callable[[], None] = lambda: None
+    """Called when something happened that the supervisor should look at."""
+    _initial_version: str = ""
+    _updating: tuple[Replica, ...] | None = None
+    _registered: set[str] = field(default_factory=set)
+    _failures: dict[str, float] = field(default_factory=dict)
+    _turn: int = 0
+
+    def __post_init__(self) -> None:
+        self._initial_version = self.weight_version
+        self._registered = {replica.url for replica in self.replicas}
+
+    @property
+    def only(self) -> str | None:
+        """The one server, where there is no other and no router."""
+        if self.router is None and len(self.replicas) == 1:
+            return self.replicas[0].url
+        return None
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Every server that runs, in the order of their ranks.
+
+        In a weight update, those that ran when it began: one that joins meanwhile has
+        not taken part from the beginning.
+        """
+        replicas = self._updating
+        if replicas is None:
+            replicas = tuple(replica for replica in self.replicas if replica.runs)
+        return tuple(replica.url for replica in replicas)
+
+    def begin_update(self) -> None:
+        """Holds the set of servers that a weight update goes to."""
+        self._updating = tuple(replica for replica in self.replicas if replica.runs)
+
+    def end_update(self, version: str | None) -> None:
+        """Lets the set go; with a version, all of it has these weights now."""
+        updated, self._updating = self._updating or (), None
+        if version is None:
+            return
+        self.weight_version = version
+        for replica in updated:
+            if replica.runs:
+                replica.state = "serving"
+        self.on_change()
+
+    def joined(self, replica: Replica, process: OwnedProcess) -> None:
+        """Takes back a replica that was started again with the checkpoint's weights."""
+        current = self.weight_version == self._initial_version
+        replica.process, replica.reason = process, ""
+        replica.state = "serving" if current else "stale"
+        self.membership += 1
+        if not current:
+            replica.reason = (
+                f"The server at {replica.url} was started again and waits for the next "
+                f"weight update."
+            )
+
+    def stop(self) -> None:
+        """Ends every process that this engine started."""
+        for replica in self.replicas:
+            if replica.process is not None:
+                replica.process.stop()
+
+    async def update_router(self) -> None:
+        """Has the router know the serving replicas, and no others."""
+        router = self.router
+        if router is None or not router.usable:
+            return
+        serving = {r.url for r in self.replicas if r.state == "serving"}
+        for url in self._registered - serving:
+            await router.remove_worker(url)
+            self._registered.discard(url)
+        for url in serving - self._registered:
+            await router.add_worker(url)
+            self._registered.add(url)
+
+    def notice_deaths(self) -> list[Replica]:
+        """Marks replicas whose process has ended, and returns those that are new."""
+        dead = [
+            replica
+            for replica in self.replicas
+            if replica.runs
+            and replica.process is not None
+            and replica.process.state == "dead"
+        ]
+        for replica in dead:
+            assert replica.process is not None
+            self.mark_down(
+                replica,
+                f"The server at {replica.url} has ended. The end of its log:\n"
+                f"{replica.process.log_tail()}",
+            )
+        return dead
+
+    def mark_down(self, replica: Replica, reason: str) -> None:
+        """Takes a replica out of rotation until it has been started again."""
+        replica.state, replica.reason = "down", reason
+        self.on_change()
+
+    def pick(self, session: str | None, avoid: Sequence[str]) -> str:
+        """Returns where to send a request; see :class:`.data_plane.Targets`."""
+        if self.closed:
+            raise ServerUnavailableError("The engine was shut down; make a new one.")
+        self.notice_deaths()
+        serving = [
+            replica.url for replica in self.replicas if replica.state == "serving"
+        ]
+        if not serving:
+            raise self.why_nobody_serves()
+        router = self.router
+        if router is not None and router.usable and router.url not in avoid:
+            return router.url
+        return self._direct(
+            session, [url for url in serving if url not in avoid] or serving
+        )
+
+    def _direct(self, session: str | None, urls: Sequence[str]) -> str:
+        now = time.monotonic()
+        rested = [
+            url
+            for url in urls
+            if now - self._failures.get(url, -REST_SECONDS) >= REST_SECONDS
+        ] or urls
+        if session is not None:
+            return max(rested, key=lambda url: _score(session, url))
+        self._turn += 1
+        return rested[self._turn % len(rested)]
+
+    def failed(self, url: str) -> None:
+        """Takes note that a request to this address failed."""
+        self._failures[url] = time.monotonic()
+        self.on_change()
+
+    def why_nobody_serves(self) -> SGLangError:
+        """Returns the error that tells what has become of every server."""
+        if any(replica.state == "stale" for replica in self.replicas):
+            return WeightSyncStateError(
+                f"The servers that run were started again and hold the checkpoint's "
+                f"weights, not the current ones: {', '.join(self.urls)}. They generate "
+                f"again after the next weight update; send the weights."
+            )
+        reasons = "\n".join(r.reason for r in self.replicas if r.reason)
+        if all(replica.process is not None for replica in self.replicas):
+            return ServerDiedError(
+                f"No server of the engine is left; each is started again up to "
+                f"max_restarts times. {reasons}"
+            )
+        return ServerUnavailableError(f"No server of the engine is left. {reasons}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process owns nothing: it knows addresses.
+        return {
+            "replicas": [Replica(url=r.url, state=r.state) for r in self.replicas],
+            "weight_version": self.weight_version,
+            "_initial_version": self._initial_version,
+            "_updating": None,
+            "_registered": set(self._registered),
+            "router": None
+            if self.router is None
+            else RemoteRouter(url=self.router.url),
+            "membership": self.membership,
+            "closed": self.closed,
+            "on_change": _nothing,
+            "_failures": {},
+            "_turn": 0,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteRouter:
+    """A router that somebody else runs."""
+
+    url: str
+    """Its address."""
+    usable: bool = True
+    """Nothing is known to the contrary; a request that fails there goes direct."""
+
+    async def add_worker(self, url: str) -> None:
+        """Does nothing: its owner decides."""
+
+    async def remove_worker(self, url: str) -> None:
+        """Does nothing: its owner decides."""
+
+
+def _nothing() -> None:
+    pass
+
+
+def _score(session: str, url: str) -> bytes:
+    """Rendezvous hashing: a session moves only if its own server is gone."""
+    return hashlib.blake2b(f"{session}\n{url}".encode(), digest_size=8).digest()

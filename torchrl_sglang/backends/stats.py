@@ -1,0 +1,58 @@
+"""What an engine has done and is doing, in numbers."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from torchrl_sglang.types import Completion
+
+__all__ = ["Counters"]
+
+RATE_SECONDS = 10.0
+"""The tokens of so many seconds make the rate that is reported."""
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """Running totals of one engine object, since it was made."""
+
+    in_flight: int = 0
+    """Requests that a server or the router has been sent and has not answered."""
+    completed: int = 0
+    """Responses that came back."""
+    retries: int = 0
+    """Requests that were sent again."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts of completed responses."""
+    cached_tokens: int = 0
+    """How many of them came from the prefix cache."""
+    response_tokens: int = 0
+    """Tokens of completed responses."""
+    _recent: deque[tuple[float, int]] = field(default_factory=deque, repr=False)
+
+    def count(self, completion: Completion, prompt_tokens: int) -> None:
+        """Takes note of a response."""
+        self.completed += 1
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += completion.cached_tokens
+        self.response_tokens += len(completion.token_ids)
+        now = time.monotonic()
+        self._recent.append((now, len(completion.token_ids)))
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - RATE_SECONDS:
+            self._recent.popleft()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Response tokens of the last ten seconds, over ten seconds."""
+        self._forget(time.monotonic())
+        return sum(count for _, count in self._recent) / RATE_SECONDS
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the prompt tokens that came from the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,0 +1,190 @@
+"""Keeps a fleet alive: notices what has ended or hangs, and starts it again.
+
+It runs on the background loop for as long as somebody holds the fleet. What it may do
+is limited: a replica that keeps ending is given up, and one that holds other weights
+than its siblings gets no traffic until a weight update has reached it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.backends.event_loop import get_loop, submit
+from torchrl_sglang.backends.fleet import Fleet, Replica
+from torchrl_sglang.backends.http import HttpClient
+from torchrl_sglang.errors import SGLangError
+
+__all__ = ["Supervisor"]
+
+LOOK_SECONDS = 0.5
+"""How often processes are looked at."""
+
+PROGRESS_SECONDS = 120.0
+"""Default for how long no request may end, of those under way, before servers are asked
+to generate: long responses are no fault, and servers that pause must not be taken for
+ones that hang."""
+
+PROBE_BUDGET_SECONDS = 20.0
+"""Budget for a server to generate one token."""
+
+
+class Supervisor:
+    """Watches one fleet.
+
+    Args:
+        fleet: the servers; held weakly.
+        http: connections.
+        progress: returns (requests under way, requests completed).
+        may_probe: returns whether servers are expected to generate: not while
+            generation is paused.
+        max_restarts: how often a replica is started again before it is given up.
+        progress_seconds: see :data:`PROGRESS_SECONDS`.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        http: HttpClient,
+        *,
+        progress: Callable[[], tuple[int, int]],
+        may_probe: Callable[[], bool],
+        max_restarts: int,
+        progress_seconds: float = PROGRESS_SECONDS,
+    ) -> None:
+        self._fleet = weakref.ref(fleet)
+        self._http = http
+        self._progress = progress
+        self._may_probe = may_probe
+        self._max_restarts = max_restarts
+        self._progress_seconds = progress_seconds
+        self._wake = asyncio.Event()
+        self._starting: set[str] = set()
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            thread_name_prefix="torchrl_sglang-restart"
+        )
+        self._last_progress = (time.monotonic(), 0)
+        fleet.on_change = self.wake
+        self._task = submit(self._watch())
+
+    def wake(self) -> None:
+        """Has the fleet looked at now. Can be called from any thread."""
+        get_loop().call_soon_threadsafe(self._wake.set)
+
+    def stop(self) -> None:
+        """Ends the watch; starts that are under way are ended by their owner."""
+        self._task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _watch(self) -> None:
+        while True:
+            fleet = self._fleet()
+            if fleet is None:
+                return
+            try:
+                await self._look(fleet)
+            except SGLangError as error:
+                torchrl_logger.warning(f"While watching the servers: {error}")
+            del fleet
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), LOOK_SECONDS)
+
+    async def _look(self, fleet: Fleet) -> None:
+        fleet.notice_deaths()
+        if self._is_stuck() and self._may_probe():
+            await asyncio.gather(
+                *(
+                    self._probe(fleet, replica)
+                    for replica in fleet.replicas
+                    if replica.state == "serving"
+                )
+            )
+        for replica in fleet.replicas:
+            if replica.state == "down" and replica.url not in self._starting:
+                self._start_again(fleet, replica)
+        await fleet.update_router()
+
+    def _is_stuck(self) -> bool:
+        """Returns whether requests are under way and none has ended for long."""
+        now = time.monotonic()
+        in_flight, completed = self._progress()
+        since, before = self._last_progress
+        if not in_flight or completed != before:
+            self._last_progress = (now, completed)
+            return False
+        if now - since < self._progress_seconds:
+            return False
+        self._last_progress = (now, completed)
+        return True
+
+    async def _probe(self, fleet: Fleet, replica: Replica) -> None:
+        """Asks a server for one token, which a scheduler that hangs cannot give."""
+        try:
+            answer = await self._http.request(
+                "GET", f"{replica.url}/health_generate", timeout=PROBE_BUDGET_SECONDS
+            )
+            answer.raise_for_status()
+        except SGLangError as error:
+            if not self._may_probe():
+                return
+            torchrl_logger.warning(
+                f"The server at {replica.url} does not generate any more: {error}"
+            )
+            process = replica.process
+            fleet.mark_down(
+                replica, f"The server at {replica.url} answered and did not generate."
+            )
+            if process is not None:
+                # Its requests fail now, and go to the others.
+                await asyncio.to_thread(process.stop)
+
+    def _start_again(self, fleet: Fleet, replica: Replica) -> None:
+        if replica.restart is None:
+            return
+        if replica.restarts >= self._max_restarts:
+            replica.state = "lost"
+            torchrl_logger.warning(
+                f"The server at {replica.url} was started again {replica.restarts} "
+                f"times and has ended again; it is given up. {replica.reason}"
+            )
+            return
+        replica.restarts += 1
+        self._starting.add(replica.url)
+        torchrl_logger.warning(
+            f"The server at {replica.url} is started again ({replica.restarts} of "
+            f"{self._max_restarts}). {replica.reason}"
+        )
+        future = self._threads.submit(_restart, replica)
+        reference = weakref.ref(fleet)
+
+        def done(outcome: concurrent.futures.Future[Any]) -> None:
+            self._starting.discard(replica.url)
+            fleet = reference()
+            if outcome.cancelled():
+                return
+            error = outcome.exception()
+            if error is not None:
+                replica.reason = f"The server at {replica.url} did not start: {error}"
+            elif fleet is None:
+                outcome.result().stop()
+            else:
+                fleet.joined(replica, outcome.result())
+            self.wake()
+
+        future.add_done_callback(done)
+
+
+def _restart(replica: Replica) -> Any:
+    assert replica.restart is not None
+    if replica.process is not None:
+        # Its log and what is left of its tree; the new one takes the same port.
+        replica.process.stop()
+    return replica.restart()
