@@ -14,10 +14,12 @@ import torch
 
 __all__ = [
     "Completion",
+    "EngineStats",
     "FinishReason",
     "ModelMetadata",
     "PauseMode",
     "ServerCapabilities",
+    "ServerStats",
     "SyncReport",
     "VersionSpan",
 ]
@@ -111,6 +113,55 @@ class ServerCapabilities:
     """Version of the weights at the time of connecting."""
     server_args: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Everything that the server says about its own arguments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerStats:
+    """What one server of an engine is doing."""
+
+    url: str
+    """Its address."""
+    state: str
+    """``"serving"``, ``"stale"`` (it waits for the next weight update), ``"down"`` or
+    ``"lost"`` (started again too often)."""
+    running: int | None
+    """Requests that it computes, of all users; ``None`` if it does not answer."""
+    queued: int | None
+    """Requests that wait in it."""
+    weight_version: str | None
+    """Version of its weights."""
+    restarts: int
+    """How often this engine started it again."""
+    reason: str
+    """Why it does not serve."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """What an engine has done since it was made, and what it is doing."""
+
+    in_flight: int
+    """Requests of this engine object that were sent and are not answered."""
+    queued: int
+    """Requests of this engine object that wait to be sent."""
+    completed: int
+    """Responses that came back."""
+    retries: int
+    """Requests that were sent again."""
+    restarts: int
+    """Servers that were started again."""
+    tokens_per_second: float
+    """Response tokens of the last ten seconds, over ten seconds."""
+    prompt_tokens: int
+    """Tokens of the prompts of completed responses."""
+    response_tokens: int
+    """Tokens of completed responses."""
+    cache_hit_rate: float
+    """Share of the prompt tokens whose attention state was cached."""
+    weight_version: str
+    """Version of the weights that the engine generates with."""
+    servers: tuple[ServerStats, ...]
+    """One for each server."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

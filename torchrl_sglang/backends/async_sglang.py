@@ -9,30 +9,38 @@ loop; the plain methods wait for it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import math
 import os
 import threading
-import time
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
+
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends import capabilities as capabilities_module
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
-from torchrl_sglang.backends.batch import Batch, Flags, prepare, to_token_ids
+from torchrl_sglang.backends.batch import to_token_ids
 from torchrl_sglang.backends.control_plane import ControlPlane
 from torchrl_sglang.backends.data_plane import DataPlane
 from torchrl_sglang.backends.event_loop import run_sync, submit
-from torchrl_sglang.backends.fleet import Fleet, OwnedProcess, Replica
+from torchrl_sglang.backends.fleet import (
+    Fleet,
+    OwnedProcess,
+    Replica,
+    RouterLike,
+)
+from torchrl_sglang.backends.generation import (
+    GENERATE_TIMEOUT_SECONDS,
+    Call,
+    Generation,
+    version_order,
+)
 from torchrl_sglang.backends.http import HttpClient, normalize_url
 from torchrl_sglang.backends.metadata import metadata_from_config
 from torchrl_sglang.backends.retries import RetryPolicy
@@ -45,18 +53,19 @@ from torchrl_sglang.backends.stats import Counters
 from torchrl_sglang.backends.supervisor import Supervisor
 from torchrl_sglang.errors import (
     ConfigurationError,
-    GenerationAbortedError,
-    RequestRefusedError,
     ServerUnavailableError,
     SGLangError,
     WeightSyncStateError,
 )
-from torchrl_sglang.types import Completion, ModelMetadata, ServerCapabilities
+from torchrl_sglang.types import (
+    Completion,
+    EngineStats,
+    ModelMetadata,
+    ServerCapabilities,
+    ServerStats,
+)
 
 __all__ = ["AsyncSGLang"]
-
-GENERATE_TIMEOUT_SECONDS = 1800.0
-"""Default budget for one batch."""
 
 MAX_IN_FLIGHT = 2048
 """Default for the most requests of one engine that are under way at once."""
@@ -64,8 +73,8 @@ MAX_IN_FLIGHT = 2048
 MAX_RESTARTS = 3
 """Default for how often a server that ended is started again."""
 
-DEATH_GRACE_SECONDS = 2.0
-"""A server that hung up gets this long to be seen dead, so that the error says so."""
+STATS_TIMEOUT_SECONDS = 5.0
+"""Budget for a server to say what it is doing."""
 
 
 class AsyncSGLang(RLSGLangEngine):
@@ -131,6 +140,7 @@ class AsyncSGLang(RLSGLangEngine):
             max_in_flight=self._max_in_flight,
             counters=self._counters,
         )
+        self._generation = Generation(self._data, self._fleet, self._capabilities)
 
     @classmethod
     def from_pretrained(
@@ -195,44 +205,89 @@ class AsyncSGLang(RLSGLangEngine):
 
     @classmethod
     def connect(
-        cls, url: str, *, model: str | None = None, api_key: str | None = None
+        cls,
+        url: str | None = None,
+        *,
+        urls: Sequence[str] | None = None,
+        model: str | None = None,
+        api_key: str | None = None,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        max_attempts: int = RetryPolicy().attempts,
     ) -> Self:
-        """Uses a server that runs elsewhere, without owning it.
+        """Uses servers that run elsewhere, without owning them.
 
         Args:
-            url: its address, like ``"http://127.0.0.1:30000"``.
+            url: address of one server, like ``"http://127.0.0.1:30000"``.
+            urls: addresses of several servers of the same model, instead.
             model: folder or hub name with the served model's configuration and
                 tokenizer, where the path that the server reports cannot be read here.
-            api_key: key that the server asks for.
+            api_key: key that the servers ask for.
+            max_in_flight: most requests under way at once.
+            max_attempts: how often a request is sent at the most, where connections
+                break or servers answer 5xx.
 
         Raises:
             ServerUnavailableError: if no SGLang server answers there.
-            ConfigurationError: if the address or the model is wrong.
+            ConfigurationError: if an address or the model is wrong, or the servers do
+                not serve the same.
         """
-        replicas = [Replica(url=normalize_url(url))]
-        return cls._connected(replicas, model=model, api_key=api_key)
+        if (url is None) == (urls is None):
+            raise ConfigurationError(
+                f"Give the address of one server or of several: url={url!r}, "
+                f"urls={urls!r}."
+            )
+        if isinstance(urls, str):
+            raise ConfigurationError(f"urls is a list of addresses, got {urls!r}.")
+        addresses = [normalize_url(one) for one in ([url] if url else urls or ())]
+        if not addresses or len(set(addresses)) != len(addresses):
+            raise ConfigurationError(
+                f"urls must name each server once, and at least one: {addresses}."
+            )
+        return cls._connected(
+            [Replica(url=address) for address in addresses],
+            model=model,
+            api_key=api_key,
+            max_in_flight=max_in_flight,
+            max_attempts=max_attempts,
+        )
 
     @classmethod
     def _connected(
         cls,
         replicas: list[Replica],
         *,
+        router: RouterLike | None = None,
         model: str | None = None,
         api_key: str | None = None,
         **settings: Any,
     ) -> Self:
-        async def ask() -> ServerCapabilities:
+        async def ask() -> list[ServerCapabilities]:
             http = HttpClient(api_key)
             try:
-                return await capabilities_module.find_out(
-                    http, replicas[0].url, model=model
+                return await asyncio.gather(
+                    *(
+                        capabilities_module.find_out(http, replica.url, model=model)
+                        for replica in replicas
+                    )
                 )
             finally:
                 await http.close()
 
-        capabilities = run_sync(ask())
-        fleet = Fleet(replicas=replicas, weight_version=capabilities.weight_version)
-        return cls(fleet, capabilities, model=model, api_key=api_key, **settings)
+        found = run_sync(ask())
+        for replica, capabilities in zip(replicas, found, strict=True):
+            capabilities_module.check_same(
+                found[0], replicas[0].url, capabilities, replica.url
+            )
+        newest = max((each.weight_version for each in found), key=version_order)
+        for replica, capabilities in zip(replicas, found, strict=True):
+            if capabilities.weight_version != newest:
+                replica.state = "stale"
+                replica.reason = (
+                    f"{replica.url} has weights of version "
+                    f"{capabilities.weight_version!r}, and others have {newest!r}."
+                )
+        fleet = Fleet(replicas=replicas, weight_version=newest, router=router)
+        return cls(fleet, found[0], model=model, api_key=api_key, **settings)
 
     @property
     def server_url(self) -> str:
@@ -312,8 +367,8 @@ class AsyncSGLang(RLSGLangEngine):
             ServerTimeoutError: if a budget is used up.
             WeightSyncStateError: if a failed update left the weights in doubt.
         """
-        call = _Call(
-            prompts=prompts,
+        call = self._to_call(
+            prompts,
             input_ids=input_ids,
             sampling_params=sampling_params,
             return_logprobs=return_logprobs,
@@ -325,14 +380,26 @@ class AsyncSGLang(RLSGLangEngine):
             request_timeout=request_timeout,
             return_exceptions=return_exceptions,
         )
-        return run_sync(self._generate(call))
+        return run_sync(self._generation.run(call))
+
+    def _to_call(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **options: Any,
+    ) -> Call:
+        # In the caller's thread: the background loop has better things to do.
+        self._check_usable()
+        ids = to_token_ids(prompts, input_ids, self.get_tokenizer)
+        return Call(prompts=ids, **options)
 
     async def agenerate(
         self, prompts: str | Sequence[str] | None = None, **kwargs: Any
     ) -> list[Completion]:
         """The same as :meth:`generate`, to be awaited on any event loop."""
-        call = _Call(prompts=prompts, **kwargs)
-        return await asyncio.wrap_future(submit(self._generate(call)))
+        call = await asyncio.to_thread(self._to_call, prompts, **kwargs)
+        return await asyncio.wrap_future(submit(self._generation.run(call)))
 
     def generate_iter(
         self, prompts: str | Sequence[str] | None = None, **kwargs: Any
@@ -353,7 +420,7 @@ class AsyncSGLang(RLSGLangEngine):
             >>> sorted(index for index, answer in answers)
             [0, 1]
         """
-        stream = self._stream(_Call(prompts=prompts, **kwargs))
+        stream = self._generation.stream(self._to_call(prompts, **kwargs))
         try:
             while (item := run_sync(_next(stream))) is not None:
                 yield item
@@ -364,7 +431,8 @@ class AsyncSGLang(RLSGLangEngine):
         self, prompts: str | Sequence[str] | None = None, **kwargs: Any
     ) -> AsyncIterator[tuple[int, Completion | SGLangError]]:
         """The same as :meth:`generate_iter`, to be iterated on any event loop."""
-        stream = self._stream(_Call(prompts=prompts, **kwargs))
+        call = await asyncio.to_thread(self._to_call, prompts, **kwargs)
+        stream = self._generation.stream(call)
         try:
             while True:
                 item = await asyncio.wrap_future(submit(_next(stream)))
@@ -373,114 +441,6 @@ class AsyncSGLang(RLSGLangEngine):
                 yield item
         finally:
             await asyncio.wrap_future(submit(stream.aclose()))
-
-    async def _generate(self, call: _Call) -> list[Completion]:
-        batch = self._prepare(call)
-        outcomes: dict[int, Completion | SGLangError] = dict(batch.errors)
-        budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
-        deadline = time.monotonic() + budget
-        left = batch.requests
-        while left:
-            key = self._fleet.weight_version
-            try:
-                answers = await self._data.generate(
-                    list(left.values()),
-                    cache_key=key,
-                    timeout=max(deadline - time.monotonic(), 1e-3),
-                    request_timeout=call.request_timeout,
-                )
-            except ServerUnavailableError as error:
-                raise await self._explain(error) from error
-            again = {}
-            for index, answer in zip(left, answers, strict=True):
-                if self._is_stale(answer, key):
-                    again[index] = left[index]
-                else:
-                    outcomes[index] = _in_place(answer, index, batch.size, call)
-            left = again
-        return [outcomes[index] for index in range(batch.size)]  # type: ignore[misc]
-
-    async def _stream(
-        self, call: _Call
-    ) -> AsyncGenerator[tuple[int, Completion | SGLangError], None]:
-        batch = self._prepare(call)
-        for index, failure in batch.errors.items():
-            yield index, failure
-        budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
-        deadline = time.monotonic() + budget
-        left = batch.requests
-        while left:
-            key, again = self._fleet.weight_version, {}
-            places = list(left)
-            stream = self._data.stream(
-                list(left.values()),
-                cache_key=key,
-                timeout=max(deadline - time.monotonic(), 1e-3),
-                request_timeout=call.request_timeout,
-            )
-            async with contextlib.aclosing(stream):
-                try:
-                    async for place, answer in stream:
-                        index = places[place]
-                        if self._is_stale(answer, key):
-                            again[index] = left[index]
-                        else:
-                            yield index, _in_place(answer, index, batch.size, call)
-                except ServerUnavailableError as error:
-                    raise await self._explain(error) from error
-            left = again
-
-    def _prepare(self, call: _Call) -> Batch:
-        self._check_usable()
-        for name, value in (
-            ("timeout", call.timeout),
-            ("request_timeout", call.request_timeout),
-        ):
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigurationError(
-                    f"{name}={value!r} is no time budget; give a positive, finite "
-                    f"number of seconds."
-                )
-        prompts = to_token_ids(call.prompts, call.input_ids, self.get_tokenizer)
-        flags = Flags(
-            return_logprobs=call.return_logprobs,
-            return_prompt_logprobs=call.return_prompt_logprobs,
-            top_logprobs=call.top_logprobs,
-            request_ids=call.request_ids,
-            session_ids=call.session_ids,
-        )
-        return prepare(
-            prompts,
-            call.sampling_params,
-            flags,
-            self._capabilities,
-            return_exceptions=call.return_exceptions,
-        )
-
-    def _is_stale(self, answer: Completion | SGLangError, key: str) -> bool:
-        """Takes over a newer weight version, and tells whether to ask again.
-
-        An answer that began with newer weights than ``key``, and with cached state
-        that was looked up under that key, may have been computed by older weights:
-        another engine object updated them meanwhile.
-
-        Raises:
-            WeightSyncStateError: if the answer has older weights than were served when
-                it was asked for.
-        """
-        if not isinstance(answer, Completion) or not answer.versions:
-            return False
-        first, last = answer.versions[0].version, answer.versions[-1].version
-        if _version_order(last) < _version_order(key):
-            raise WeightSyncStateError(
-                f"A server answered with weights of version {last!r}, and the current "
-                f"ones are {key!r}: it was started again by somebody else. Send the "
-                f"weights again."
-            )
-        if _version_order(last) > _version_order(self._fleet.weight_version):
-            self._fleet.weight_version = last
-        newer = _version_order(first) > _version_order(key)
-        return newer and answer.cached_tokens > 0
 
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Ends requests on the servers; each of them becomes GenerationAbortedError.
@@ -496,6 +456,157 @@ class AsyncSGLang(RLSGLangEngine):
             request_ids = [request_ids]
         return run_sync(self._data.abort(request_ids))
 
+    @property
+    def openai_base_url(self) -> str:
+        """Address for clients that speak OpenAI's protocol: same servers, same weights.
+
+        Such a client does not know the weight version. Give it the one that
+        :attr:`weight_version` says as ``extra_body={"extra_key": ...}``, or nothing:
+        an update empties the prefix cache, wherever the server can.
+        """
+        return f"{self.server_url}/v1"
+
+    def chat_completion(
+        self,
+        payload: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """Sends a chat to the servers in OpenAI's protocol, retried like any request.
+
+        Args:
+            payload: content for ``/v1/chat/completions``. ``model`` can be left out.
+            session_id: turns of one session go where their prefix is cached.
+            timeout: budget, in seconds. Defaults to 1800.
+
+        Returns:
+            The answer, as it came.
+
+        Raises:
+            ConfigurationError: if ``payload`` asks for a stream.
+            SGLangError: as :meth:`generate` does.
+
+        Examples:
+            >>> chat = [{"role": "user", "content": "Hi"}]
+            >>> answer = engine.chat_completion({"messages": chat, "max_tokens": 4})
+            >>> answer["usage"]["completion_tokens"] <= 4
+            True
+        """
+        return run_sync(
+            self._call("/v1/chat/completions", payload, session_id, timeout)
+        )
+
+    def completion(
+        self,
+        payload: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """The same as :meth:`chat_completion`, for ``/v1/completions``."""
+        return run_sync(self._call("/v1/completions", payload, session_id, timeout))
+
+    async def achat_completion(
+        self, payload: Mapping[str, Any], **kwargs: Any
+    ) -> dict[str, Any]:
+        """The same as :meth:`chat_completion`, to be awaited on any event loop."""
+        return await asyncio.to_thread(self.chat_completion, payload, **kwargs)
+
+    async def _call(
+        self,
+        path: str,
+        payload: Mapping[str, Any],
+        session: str | None,
+        timeout: float | None,
+    ) -> dict[str, Any]:
+        self._check_usable()
+        if payload.get("stream"):
+            raise ConfigurationError(
+                "A stream cannot be returned as one answer; use a client of OpenAI's "
+                "protocol with base_url=engine.openai_base_url."
+            )
+        defaults = {"model": "default", "extra_key": self._fleet.weight_version}
+        try:
+            return await self._data.call(
+                path,
+                {**defaults, **payload},
+                session=session,
+                timeout=GENERATE_TIMEOUT_SECONDS if timeout is None else timeout,
+            )
+        except ServerUnavailableError as error:
+            raise await self._generation.explain(error) from error
+
+    def stats(self) -> EngineStats:
+        """Returns what this engine has done and what its servers are doing.
+
+        Every server also has Prometheus metrics under ``/metrics``, if it was started
+        with ``enable_metrics=True``.
+
+        Examples:
+            >>> stats = engine.stats()
+            >>> stats.servers[0].state, stats.in_flight
+            ('serving', 0)
+        """
+        return run_sync(self._stats())
+
+    async def _stats(self) -> EngineStats:
+        fleet, counters = self._fleet, self._counters
+
+        async def one(replica: Replica) -> ServerStats:
+            running = queued = version = None
+            if replica.runs:
+                urls = [replica.url]
+                try:
+                    ((running, queued),) = await self._control.loads(
+                        timeout=STATS_TIMEOUT_SECONDS, urls=urls
+                    )
+                    (version,) = await self._control.weight_versions(
+                        timeout=STATS_TIMEOUT_SECONDS, urls=urls
+                    )
+                except SGLangError as error:
+                    torchrl_logger.debug(f"A server tells nothing: {error}")
+            return ServerStats(
+                url=replica.url,
+                state=replica.state,
+                running=running,
+                queued=queued,
+                weight_version=version,
+                restarts=replica.restarts,
+                reason=replica.reason,
+            )
+
+        servers = await asyncio.gather(*(one(replica) for replica in fleet.replicas))
+        return EngineStats(
+            in_flight=counters.in_flight,
+            queued=self._data.queued,
+            completed=counters.completed,
+            retries=counters.retries,
+            restarts=sum(replica.restarts for replica in fleet.replicas),
+            tokens_per_second=counters.tokens_per_second,
+            prompt_tokens=counters.prompt_tokens,
+            response_tokens=counters.response_tokens,
+            cache_hit_rate=counters.cache_hit_rate,
+            weight_version=fleet.weight_version,
+            servers=tuple(servers),
+        )
+
+    def start_profile(self, output_dir: str | None = None, **options: Any) -> None:
+        """Starts PyTorch's profiler in every server.
+
+        Args:
+            output_dir: folder, on the servers' machine, that traces are written to.
+            **options: for SGLang's ``/start_profile``, such as ``num_steps``.
+        """
+        self._check_open()
+        given = {} if output_dir is None else {"output_dir": output_dir}
+        run_sync(self._control.start_profile({**given, **options}))
+
+    def stop_profile(self) -> None:
+        """Stops it; the servers write their traces."""
+        self._check_open()
+        run_sync(self._control.stop_profile())
+
     def _check_open(self) -> None:
         if self._closed:
             raise ServerUnavailableError(
@@ -510,18 +621,6 @@ class AsyncSGLang(RLSGLangEngine):
                 f"Generation stays paused until a weight update succeeds; send the "
                 f"weights again."
             )
-
-    async def _explain(self, error: ServerUnavailableError) -> SGLangError:
-        """Returns the better error where all servers are ours and have ended."""
-        fleet = self._fleet
-        if any(replica.process is None for replica in fleet.replicas):
-            return error
-        for _ in range(20):
-            fleet.notice_deaths()
-            if not any(replica.state == "serving" for replica in fleet.replicas):
-                return fleet.why_nobody_serves()
-            await asyncio.sleep(DEATH_GRACE_SECONDS / 20)
-        return error
 
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer of the served model, loaded at the first call.
@@ -612,7 +711,7 @@ class AsyncSGLang(RLSGLangEngine):
     def __getstate__(self) -> dict[str, Any]:
         # Ownership, locks and the tokenizer stay here; the rest is plain values.
         state = dict(self.__dict__)
-        for name in ("_data", "_control", "_update_lock", "_counters"):
+        for name in ("_data", "_control", "_counters", "_generation", "_update_lock"):
             del state[name]
         state["_supervisor"] = None
         state["_tokenizer"] = None
@@ -639,47 +738,11 @@ class AsyncSGLang(RLSGLangEngine):
         )
 
 
-def _version_order(version: str) -> int:
-    """Returns a weight version as a number; a name, such as ``default``, is oldest."""
-    return int(version) if version.isdigit() else -1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
-    """The arguments of one call of :meth:`AsyncSGLang.generate` and its relatives."""
-
-    prompts: str | Sequence[str] | None = None
-    input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
-    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
-    return_logprobs: bool | Sequence[bool] = False
-    return_prompt_logprobs: bool | Sequence[bool] = False
-    top_logprobs: int | Sequence[int] = 0
-    request_ids: Sequence[str] | None = None
-    session_ids: str | Sequence[str | None] | None = None
-    timeout: float | None = None
-    request_timeout: float | None = None
-    return_exceptions: bool = False
-
-
 T = TypeVar("T")
 
 
 async def _next(stream: AsyncIterator[T]) -> T | None:
     return await anext(stream, None)
-
-
-def _in_place(
-    answer: Completion | SGLangError, index: int, size: int, call: _Call
-) -> Completion | SGLangError:
-    """Returns what an item of a batch came to, or raises its error."""
-    if isinstance(answer, SGLangError):
-        # Not all of the batch was sent, so its place is another one there.
-        if isinstance(answer, (GenerationAbortedError, RequestRefusedError)):
-            answer.index = index
-        if not call.return_exceptions:
-            answer.add_note(f"It is item {index} of {size}.")
-            raise answer
-    return answer
 
 
 class _Outcome(WeightUpdate):

@@ -32,6 +32,21 @@ _LOAD_ROUTES = ("/v1/loads", "/get_load")
 """Where the number of running requests is, newest first."""
 
 
+_SAME = (
+    "vocab_size",
+    "max_context",
+    "max_prompt",
+    "dtype",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "needs_update_session",
+    "has_tokenizer",
+    "has_grammar",
+)
+"""What servers of one engine have in common."""
+
+
 async def find_out(
     http: HttpClient, url: str, *, model: str | None = None
 ) -> ServerCapabilities:
@@ -107,6 +122,23 @@ def _first(routes: set[str], candidates: tuple[str, ...], url: str) -> str:
         f"The server at {url} has none of the routes {', '.join(candidates)}; its "
         f"version of SGLang is too old or too new for this package."
     )
+
+
+def check_same(
+    first: ServerCapabilities, first_url: str, other: ServerCapabilities, other_url: str
+) -> None:
+    """Checks that two servers can stand in for one another.
+
+    Raises:
+        ConfigurationError: if they differ in what requests and weights depend on.
+    """
+    for name in _SAME:
+        one, two = getattr(first, name), getattr(other, name)
+        if one != two:
+            raise ConfigurationError(
+                f"The servers of one engine must be alike, and they differ in {name}: "
+                f"{first_url} has {one!r}, {other_url} has {two!r}."
+            )
 
 
 def load_model_config(model: str) -> Any:

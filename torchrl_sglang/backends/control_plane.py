@@ -7,7 +7,7 @@ otherwise the error tells which one failed and how.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torchrl_sglang.backends.http import HttpClient
@@ -98,15 +98,41 @@ class ControlPlane:
             return False
         return True
 
-    async def weight_versions(self, *, timeout: float = 10.0) -> list[str]:
+    async def weight_versions(
+        self, *, timeout: float = 10.0, urls: Sequence[str] | None = None
+    ) -> list[str]:
         """Returns the weight version that each server reports."""
-        answers = await self._all("GET", "/model_info", timeout=timeout)
+        answers = await self._all("GET", "/model_info", timeout=timeout, urls=urls)
         return [str(answer.get("weight_version") or "default") for answer in answers]
 
     async def running_requests(self, *, timeout: float = 10.0) -> int:
         """Returns how many requests are being computed on all servers together."""
-        answers = await self._all("GET", self.capabilities.load_route, timeout=timeout)
-        return sum(_running(answer) for answer in answers)
+        return sum(running for running, _ in await self.loads(timeout=timeout))
+
+    async def loads(
+        self, *, timeout: float = 10.0, urls: Sequence[str] | None = None
+    ) -> list[tuple[int, int]]:
+        """Returns how many requests each server computes and has waiting."""
+        answers = await self._all(
+            "GET", self.capabilities.load_route, timeout=timeout, urls=urls
+        )
+        return [_load(answer) for answer in answers]
+
+    async def start_profile(
+        self, options: Mapping[str, Any], *, timeout: float = CONTROL_TIMEOUT_SECONDS
+    ) -> None:
+        """Starts PyTorch's profiler in every server.
+
+        Args:
+            options: for SGLang's ``/start_profile``, such as ``output_dir`` and
+                ``num_steps``.
+            timeout: budget, in seconds.
+        """
+        await self._all("POST", "/start_profile", dict(options), timeout=timeout)
+
+    async def stop_profile(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
+        """Stops it; the servers write their traces."""
+        await self._all("POST", "/stop_profile", {}, timeout=timeout)
 
     async def pause(
         self, mode: PauseMode, *, timeout: float = CONTROL_TIMEOUT_SECONDS
@@ -228,14 +254,17 @@ class ControlPlane:
         )
 
 
-def _running(answer: Any) -> int:
+def _load(answer: Any) -> tuple[int, int]:
     # /v1/loads: {"loads": [{"num_running_reqs": ...}]}; /get_load: a list of
-    # {"num_reqs": all, "num_waiting_reqs": queued}.
+    # {"num_reqs": all, "num_waiting_reqs": queued}. An entry for each data-parallel
+    # rank.
     loads = answer.get("loads", []) if isinstance(answer, dict) else answer
-    total = 0
+    running = waiting = 0
     for load in loads:
+        queued = int(load.get("num_waiting_reqs", 0))
         if "num_running_reqs" in load:
-            total += int(load["num_running_reqs"])
+            running += int(load["num_running_reqs"])
         else:
-            total += int(load.get("num_reqs", 0)) - int(load.get("num_waiting_reqs", 0))
-    return max(total, 0)
+            running += int(load.get("num_reqs", 0)) - queued
+        waiting += queued
+    return max(running, 0), waiting

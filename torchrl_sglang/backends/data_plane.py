@@ -12,9 +12,16 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -118,6 +125,7 @@ class DataPlane:
         # The ids that servers know the requests by that are under way -> the caller's.
         self._running: dict[str, str | None] = {}
         self._aborted: set[str] = set()
+        self._sent = 0
         self._tidying: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -156,7 +164,7 @@ class DataPlane:
             return _placed(outcomes)
         deadline = time.monotonic() + timeout
         try:
-            with self._registered(requests) as rids:
+            with self._registered([r.request_id for r in requests]) as rids:
                 async with self._turns:
                     return await self._with_retries(
                         lambda url: self._post(
@@ -204,7 +212,7 @@ class DataPlane:
         """
         deadline = time.monotonic() + timeout
         turns = asyncio.Semaphore(limit or len(requests) or 1)
-        with self._registered(requests) as rids:
+        with self._registered([r.request_id for r in requests]) as rids:
             places = {
                 asyncio.ensure_future(
                     self._one(request, rid, cache_key, deadline, request_timeout, turns)
@@ -225,19 +233,21 @@ class DataPlane:
                 # Errors of several items: one is raised, and the others are seen.
                 await asyncio.gather(*places, return_exceptions=True)
 
+    @property
+    def queued(self) -> int:
+        """Requests that wait to be sent."""
+        return len(self._running) - self._sent
+
     @contextmanager
-    def _registered(self, requests: Sequence[GenerateRequest]) -> Iterator[list[str]]:
+    def _registered(self, names: Sequence[str | None]) -> Iterator[list[str]]:
         """Gives requests ids, by which they can be aborted meanwhile."""
         if self._pid != os.getpid():
             # What is under way in a fork's parent is nothing that the child waits for.
             self._begin_in_this_process()
         # A server aborts every request whose id begins with the one it is told, so
         # these are of one length and never a user's.
-        rids = [uuid.uuid4().hex for _ in requests]
-        self._running.update(
-            (rid, request.request_id)
-            for rid, request in zip(rids, requests, strict=True)
-        )
+        rids = [uuid.uuid4().hex for _ in names]
+        self._running.update(zip(rids, names, strict=True))
         try:
             yield rids
         finally:
@@ -292,6 +302,7 @@ class DataPlane:
                 )
             url = self._targets.pick(session, failed)
             self._counters.in_flight += len(rids)
+            self._sent += len(rids)
             try:
                 return await send(url)
             except (asyncio.CancelledError, ServerTimeoutError):
@@ -308,6 +319,7 @@ class DataPlane:
                 self._counters.retries += 1
             finally:
                 self._counters.in_flight -= len(rids)
+                self._sent -= len(rids)
             # What broke the connection need not have ended the request.
             self._tidy_up(rids)
             await asyncio.sleep(delay)
@@ -355,6 +367,48 @@ class DataPlane:
                 self._counters.count(completion, len(request.input_ids))
                 results.append(completion)
         return results
+
+    async def call(
+        self,
+        path: str,
+        payload: Mapping[str, Any],
+        *,
+        session: str | None,
+        request_id: str | None = None,
+        timeout: float,
+    ) -> dict[str, Any]:
+        """Sends one request of another protocol than SGLang's own.
+
+        Args:
+            path: where to, such as ``"/v1/chat/completions"``.
+            payload: content.
+            session: as in :class:`GenerateRequest`.
+            request_id: as in :class:`GenerateRequest`.
+            timeout: budget, in seconds.
+
+        Raises:
+            SGLangError: as :meth:`generate` does.
+        """
+        deadline = time.monotonic() + timeout
+
+        async def send(url: str) -> dict[str, Any]:
+            answer = await self._http.request(
+                "POST",
+                url + path,
+                {"rid": rids[0], **payload},
+                timeout=max(deadline - time.monotonic(), 1e-3),
+                headers=None if session is None else {SESSION_HEADER: session},
+            )
+            content = answer.raise_for_status().json()
+            if not isinstance(content, dict):
+                raise ServerUnavailableError(f"{url}{path} answered {content!r:.200}.")
+            return content
+
+        with self._registered([request_id]) as rids:
+            async with self._turns:
+                content = await self._with_retries(send, session, deadline, rids)
+        self._counters.count_usage(content.get("usage") or {})
+        return content
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Ends requests: those with these ids, or all, of other engines too.

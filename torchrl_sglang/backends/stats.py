@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchrl_sglang.types import Completion
 
@@ -34,12 +36,24 @@ class Counters:
 
     def count(self, completion: Completion, prompt_tokens: int) -> None:
         """Takes note of a response."""
+        self._count(prompt_tokens, completion.cached_tokens, len(completion.token_ids))
+
+    def count_usage(self, usage: Mapping[str, Any]) -> None:
+        """Takes note of a response of the OpenAI protocol."""
+        details = usage.get("prompt_tokens_details") or {}
+        self._count(
+            int(usage.get("prompt_tokens") or 0),
+            int(details.get("cached_tokens") or 0),
+            int(usage.get("completion_tokens") or 0),
+        )
+
+    def _count(self, prompt: int, cached: int, response: int) -> None:
         self.completed += 1
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += completion.cached_tokens
-        self.response_tokens += len(completion.token_ids)
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        self.response_tokens += response
         now = time.monotonic()
-        self._recent.append((now, len(completion.token_ids)))
+        self._recent.append((now, response))
         self._forget(now)
 
     def _forget(self, now: float) -> None:

@@ -86,14 +86,20 @@ class FakeServer:
         [5, 6, 5]
     """
 
-    def __init__(self, model_path: str | Path, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        api_key: str | None = None,
+        context: int | None = None,
+    ) -> None:
         config = json.loads((Path(model_path) / "config.json").read_text())
         self.url = ""
         self.requests: list[tuple[str, str, Any]] = []
         self.routes = self._make_routes()
         self.model_path = str(model_path)
         self._vocab_size: int = config["vocab_size"]
-        self._context: int = config["max_position_embeddings"]
+        self._context: int = context or config["max_position_embeddings"]
         self._api_key = api_key
         self._faults: dict[str, Fault] = {}
         self.weight_version = "default"
@@ -102,6 +108,7 @@ class FakeServer:
         self._dead = False
         self._peers: set[Any] = set()
         self._most_open = 0
+        self._hanging: dict[asyncio.Event, set[str]] = {}
         self._changed = threading.Condition()
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -150,8 +157,13 @@ class FakeServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join()
+        self.close()
+
+    def close(self) -> None:
+        """Ends the server. Safe to call twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._done.set)
+            self._thread.join()
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._serve())
@@ -193,8 +205,8 @@ class FakeServer:
         if self._api_key and key != f"Bearer {self._api_key}":
             return _json({"error": "Unauthorized"}, 401)
         fault = self._faults.get(request.path)
-        if fault == "hang":
-            await self._done.wait()
+        if fault == "hang" and await self._hang(content):
+            return self._generate(content, "abort")
         if fault in ("hang", "hang_up") or self._dead:
             transport.abort()
             return web.Response()
@@ -221,6 +233,29 @@ class FakeServer:
             transport.abort()
             return web.Response()
 
+    async def _hang(self, content: Any) -> bool:
+        """Waits until the requests are aborted (True) or the server ends (False)."""
+        aborted = asyncio.Event()
+        self._hanging[aborted] = set(content.get("rid") or ()) if content else set()
+        waits = [asyncio.ensure_future(e.wait()) for e in (aborted, self._done)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._hanging[aborted]
+            for wait in waits:
+                wait.cancel()
+        return not self._done.is_set()
+
+    def _abort(self, content: Any) -> web.Response:
+        everything, told = content.get("abort_all", False), content.get("rid", "")
+        for event, rids in self._hanging.items():
+            # As in SGLang, an id stands for all that begin with it, and an empty one
+            # for none.
+            rids -= {rid for rid in rids if told and rid.startswith(told)}
+            if everything or not rids:
+                event.set()
+        return web.Response()
+
     def _make_routes(self) -> dict[str, Callable[[Any], web.Response]]:
         return {
             "/generate": self._generate,
@@ -233,7 +268,7 @@ class FakeServer:
             "/flush_cache": _flushed,
             "/pause_generation": self._pause,
             "/continue_generation": _ok,
-            "/abort_request": _empty,
+            "/abort_request": self._abort,
             "/init_weights_update_group": _refuse_group,
             "/destroy_weights_update_group": _refuse_group,
             "/begin_weight_update": self._begin,
@@ -301,11 +336,11 @@ class FakeServer:
             return _outcome(_NO_SESSION)
         return _outcome("Group is not initialized")
 
-    def _generate(self, content: Any) -> web.Response:
+    def _generate(self, content: Any, fault: Fault | None = None) -> web.Response:
         items = list(_items(content))
         for item in items:
             self._check(item)
-        fault = self._faults.get("/generate")
+        fault = fault or self._faults.get("/generate")
         replies = [self._reply(item) for item in items]
         for number, reply in enumerate(replies, start=1):
             if fault != "abort_last" or number == len(replies):
@@ -416,6 +451,7 @@ def _items(  # noqa: C901 - One branch for each shape that SGLang refuses.
         ("return_logprob", False),
         ("logprob_start_len", -1),
         ("top_logprobs_num", 0),
+        ("rid", None),
         ("extra_key", None),
     ):
         value = content.get(name, default)

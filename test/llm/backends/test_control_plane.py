@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.control_plane import ControlPlane, _running
+from torchrl_sglang.backends.control_plane import ControlPlane, _load
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.errors import (
@@ -41,15 +41,15 @@ def two(tiny_model_path):
 @pytest.mark.parametrize(
     ("answer", "count"),
     [
-        ({"loads": [{"num_running_reqs": 3, "num_waiting_reqs": 2}]}, 3),
-        ({"loads": [{"num_running_reqs": 1}, {"num_running_reqs": 2}]}, 3),
-        ([{"num_reqs": 5, "num_waiting_reqs": 2}], 3),
-        ([{"num_reqs": 0, "num_waiting_reqs": 1}], 0),
-        ({"loads": []}, 0),
+        ({"loads": [{"num_running_reqs": 3, "num_waiting_reqs": 2}]}, (3, 2)),
+        ({"loads": [{"num_running_reqs": 1}, {"num_running_reqs": 2}]}, (3, 0)),
+        ([{"num_reqs": 5, "num_waiting_reqs": 2}], (3, 2)),
+        ([{"num_reqs": 0, "num_waiting_reqs": 1}], (0, 1)),
+        ({"loads": []}, (0, 0)),
     ],
 )
 def test_running_requests_of_both_routes(answer, count):
-    assert _running(answer) == count
+    assert _load(answer) == count
 
 
 def test_a_call_goes_to_every_server(two):

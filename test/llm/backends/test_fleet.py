@@ -1,0 +1,234 @@
+"""Which servers get requests, decided without any."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.fleet import Fleet, Replica
+from torchrl_sglang.backends.retries import RetryPolicy
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    RequestRefusedError,
+    ServerDiedError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+    WeightSyncStateError,
+)
+
+URLS = ["http://a", "http://b", "http://c"]
+
+
+@dataclass
+class Process:
+    """A process that ends when it is told to."""
+
+    state: str = "ready"
+    pid: int = 0
+    log_path: Path = Path("log")
+
+    def log_tail(self, lines: int = 30) -> str:
+        return "its last words"
+
+    def stop(self) -> None:
+        self.state = "stopped"
+
+
+class Router:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.url, self.usable = "http://router", True
+        self.calls: list[tuple[str, str]] = []
+
+    async def add_worker(self, url: str) -> None:
+        self.calls.append(("add", url))
+
+    async def remove_worker(self, url: str) -> None:
+        self.calls.append(("remove", url))
+
+
+def make_fleet(count=3, router=None, owned=True) -> Fleet:
+    replicas = [Replica(url=url, process=Process() if owned else None) for url in URLS]
+    return Fleet(replicas=replicas[:count], weight_version="default", router=router)
+
+
+def picks(fleet, count=12, session=None, avoid=()):
+    return [fleet.pick(session, avoid) for _ in range(count)]
+
+
+def test_servers_take_turns():
+    found = picks(make_fleet())
+    assert {url: found.count(url) for url in URLS} == dict.fromkeys(URLS, 4)
+
+
+def test_a_session_stays_where_it_is():
+    fleet = make_fleet()
+    homes = {f"s{i}": fleet.pick(f"s{i}", ()) for i in range(60)}
+    assert set(homes.values()) == set(URLS)
+    assert all(fleet.pick(session, ()) == home for session, home in homes.items())
+    fleet.replicas[0].process.state = "dead"
+    for session, home in homes.items():
+        # Only those move whose server is gone.
+        assert (fleet.pick(session, ()) == home) == (home != URLS[0])
+
+
+def test_the_router_comes_first():
+    fleet = make_fleet(router=Router())
+    assert set(picks(fleet)) == {"http://router"}
+    assert set(picks(fleet, avoid=["http://router"])) == set(URLS)
+    fleet.router.usable = False
+    assert set(picks(fleet)) == set(URLS)
+
+
+def test_what_failed_is_tried_last():
+    fleet = make_fleet()
+    fleet.failed(URLS[0])
+    assert set(picks(fleet)) == set(URLS[1:])
+    assert set(picks(fleet, avoid=URLS[1:])) == {URLS[0]}
+    for url in URLS:
+        fleet.failed(url)
+    assert set(picks(fleet)) == set(URLS)
+
+
+def test_deaths_are_noticed_when_a_server_is_picked():
+    fleet = make_fleet()
+    woken = []
+    fleet.on_change = lambda: woken.append(1)
+    fleet.replicas[1].process.state = "dead"
+    assert set(picks(fleet)) == {URLS[0], URLS[2]}
+    assert woken
+    assert fleet.urls == (URLS[0], URLS[2])
+    for replica in fleet.replicas:
+        replica.process.state = "dead"
+    with pytest.raises(ServerDiedError, match="its last words"):
+        fleet.pick(None, ())
+
+
+def test_a_server_of_older_weights_waits_for_the_next_update():
+    fleet = make_fleet(2)
+    fleet.begin_update()
+    fleet.end_update("7")
+    first, second = fleet.replicas
+    first.process.state = "dead"
+    assert set(picks(fleet)) == {URLS[1]}
+    before = fleet.membership
+    fleet.joined(first, Process())
+    assert (first.state, fleet.membership) == ("stale", before + 1)
+    assert set(picks(fleet)) == {URLS[1]}
+    # Weights go to it all the same.
+    fleet.begin_update()
+    assert fleet.urls == (URLS[0], URLS[1])
+    fleet.end_update("8")
+    assert set(picks(fleet)) == {URLS[0], URLS[1]}
+    for replica in (first, second):
+        replica.process.state = "dead"
+    fleet.notice_deaths()
+    fleet.joined(first, Process())
+    with pytest.raises(WeightSyncStateError, match="send the weights"):
+        fleet.pick(None, ())
+
+
+def test_who_joins_in_the_middle_of_an_update_is_not_part_of_it():
+    fleet = make_fleet(2)
+    fleet.replicas[0].process.state = "dead"
+    fleet.notice_deaths()
+    fleet.begin_update()
+    assert fleet.urls == (URLS[1],)
+    fleet.weight_version = "1"
+    fleet.joined(fleet.replicas[0], Process())
+    assert fleet.urls == (URLS[1],)
+    fleet.end_update("1")
+    assert [replica.state for replica in fleet.replicas] == ["stale", "serving"]
+    assert fleet.urls == (URLS[0], URLS[1])
+
+
+def test_an_update_that_failed_changes_nothing():
+    fleet = make_fleet(2)
+    fleet.begin_update()
+    fleet.end_update(None)
+    assert fleet.weight_version == "default"
+
+
+def test_before_the_first_update_a_new_start_is_as_good():
+    fleet = make_fleet(1)
+    fleet.replicas[0].process.state = "dead"
+    with pytest.raises(ServerDiedError):
+        fleet.pick(None, ())
+    fleet.joined(fleet.replicas[0], Process())
+    assert fleet.pick(None, ()) == URLS[0]
+
+
+def test_the_router_knows_who_serves():
+    router = Router()
+    fleet = make_fleet(2, router=router)
+    run_sync(fleet.update_router())
+    assert router.calls == []
+    fleet.replicas[0].process.state = "dead"
+    fleet.notice_deaths()
+    run_sync(fleet.update_router())
+    fleet.joined(fleet.replicas[0], Process())
+    run_sync(fleet.update_router())
+    assert router.calls == [("remove", URLS[0]), ("add", URLS[0])]
+
+
+def test_a_copy_owns_nothing():
+    fleet = make_fleet(2, router=Router())
+    fleet.replicas[0].state = "stale"
+    twin = pickle.loads(pickle.dumps(fleet))
+    assert [replica.process for replica in twin.replicas] == [None, None]
+    assert [replica.state for replica in twin.replicas] == ["stale", "serving"]
+    assert set(picks(twin)) == {"http://router"}
+
+
+def test_only_one_server():
+    assert make_fleet(1).only == URLS[0]
+    assert make_fleet(1, router=Router()).only is None
+    assert make_fleet(2).only is None
+
+
+def test_after_the_shutdown():
+    fleet = make_fleet()
+    fleet.closed = True
+    with pytest.raises(ServerUnavailableError, match="shut down"):
+        fleet.pick(None, ())
+
+
+# --- when a request is sent again
+
+
+def unavailable(transient: bool) -> ServerUnavailableError:
+    error = ServerUnavailableError("no")
+    error.transient = transient
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (unavailable(transient=True), True),
+        (unavailable(transient=False), False),
+        (RequestRefusedError("no"), False),
+        (ServerTimeoutError("no"), False),
+        (ServerDiedError("no"), False),
+    ],
+)
+def test_what_is_sent_again(error, again):
+    assert (RetryPolicy().delay(error, 1) is not None) == again
+
+
+def test_waits_grow_up_to_a_limit():
+    policy = RetryPolicy(attempts=20, first_delay=0.1, longest_delay=2.0)
+    error = unavailable(transient=True)
+    waits = [policy.delay(error, attempt) for attempt in range(1, 20)]
+    for attempt, wait in enumerate(waits):
+        limit = min(0.1 * 2**attempt, 2.0)
+        assert limit / 2 <= wait <= limit
+    assert policy.delay(error, 20) is None
+    assert RetryPolicy(attempts=1).delay(error, 1) is None
+    with pytest.raises(ConfigurationError, match="max_attempts=0"):
+        RetryPolicy(attempts=0)

@@ -1,0 +1,212 @@
+"""One call of the engine, from its arguments to completions of the right weights.
+
+It stands between the faces of :class:`~torchrl_sglang.AsyncSGLang` and the data plane:
+prompts are checked, answers find their places, and none is kept that older weights may
+have computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_sglang.backends.batch import Batch, Flags, prepare
+from torchrl_sglang.backends.data_plane import DataPlane
+from torchrl_sglang.backends.fleet import Fleet
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    GenerationAbortedError,
+    RequestRefusedError,
+    ServerUnavailableError,
+    SGLangError,
+    WeightSyncStateError,
+)
+from torchrl_sglang.types import Completion, ServerCapabilities
+
+__all__ = ["GENERATE_TIMEOUT_SECONDS", "Call", "Generation", "version_order"]
+
+GENERATE_TIMEOUT_SECONDS = 1800.0
+"""Default budget for one batch."""
+
+DEATH_GRACE_SECONDS = 2.0
+"""A server that hung up gets this long to be seen dead, so that the error says so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """The arguments of one call of :meth:`.AsyncSGLang.generate` and its relatives."""
+
+    prompts: Sequence[Sequence[int]]
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    return_logprobs: bool | Sequence[bool] = False
+    return_prompt_logprobs: bool | Sequence[bool] = False
+    top_logprobs: int | Sequence[int] = 0
+    request_ids: Sequence[str] | None = None
+    session_ids: str | Sequence[str | None] | None = None
+    timeout: float | None = None
+    request_timeout: float | None = None
+    return_exceptions: bool = False
+
+
+class Generation:
+    """Runs calls. Used from the background loop only.
+
+    Args:
+        data: sends requests.
+        fleet: the servers, and the version of their weights.
+        capabilities: what they can do.
+    """
+
+    def __init__(
+        self,
+        data: DataPlane,
+        fleet: Fleet,
+        capabilities: ServerCapabilities,
+    ) -> None:
+        self._data = data
+        self._fleet = fleet
+        self._capabilities = capabilities
+
+    async def run(self, call: Call) -> list[Completion]:
+        """Returns a completion for each prompt; see :meth:`.AsyncSGLang.generate`."""
+        batch = self._prepare(call)
+        outcomes: dict[int, Completion | SGLangError] = dict(batch.errors)
+        budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
+        deadline = time.monotonic() + budget
+        left = batch.requests
+        while left:
+            key = self._fleet.weight_version
+            try:
+                answers = await self._data.generate(
+                    list(left.values()),
+                    cache_key=key,
+                    timeout=max(deadline - time.monotonic(), 1e-3),
+                    request_timeout=call.request_timeout,
+                )
+            except ServerUnavailableError as error:
+                raise await self.explain(error) from error
+            again = {}
+            for index, answer in zip(left, answers, strict=True):
+                if self._is_stale(answer, key):
+                    again[index] = left[index]
+                else:
+                    outcomes[index] = _in_place(answer, index, batch.size, call)
+            left = again
+        return [outcomes[index] for index in range(batch.size)]  # type: ignore[misc]
+
+    async def stream(
+        self, call: Call
+    ) -> AsyncGenerator[tuple[int, Completion | SGLangError], None]:
+        """Yields responses as they finish; see :meth:`.AsyncSGLang.generate_iter`."""
+        batch = self._prepare(call)
+        for index, failure in batch.errors.items():
+            yield index, failure
+        budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
+        deadline = time.monotonic() + budget
+        left = batch.requests
+        while left:
+            key, again = self._fleet.weight_version, {}
+            places = list(left)
+            stream = self._data.stream(
+                list(left.values()),
+                cache_key=key,
+                timeout=max(deadline - time.monotonic(), 1e-3),
+                request_timeout=call.request_timeout,
+            )
+            async with contextlib.aclosing(stream):
+                try:
+                    async for place, answer in stream:
+                        index = places[place]
+                        if self._is_stale(answer, key):
+                            again[index] = left[index]
+                        else:
+                            yield index, _in_place(answer, index, batch.size, call)
+                except ServerUnavailableError as error:
+                    raise await self.explain(error) from error
+            left = again
+
+    def _prepare(self, call: Call) -> Batch:
+        for name, value in (
+            ("timeout", call.timeout),
+            ("request_timeout", call.request_timeout),
+        ):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigurationError(
+                    f"{name}={value!r} is no time budget; give a positive, finite "
+                    f"number of seconds."
+                )
+        flags = Flags(
+            return_logprobs=call.return_logprobs,
+            return_prompt_logprobs=call.return_prompt_logprobs,
+            top_logprobs=call.top_logprobs,
+            request_ids=call.request_ids,
+            session_ids=call.session_ids,
+        )
+        return prepare(
+            call.prompts,
+            call.sampling_params,
+            flags,
+            self._capabilities,
+            return_exceptions=call.return_exceptions,
+        )
+
+    def _is_stale(self, answer: Completion | SGLangError, key: str) -> bool:
+        """Takes over a newer weight version, and tells whether to ask again.
+
+        An answer that began with newer weights than ``key``, and with cached state
+        that was looked up under that key, may have been computed by older weights:
+        another engine object updated them meanwhile.
+
+        Raises:
+            WeightSyncStateError: if the answer has older weights than were served when
+                it was asked for.
+        """
+        if not isinstance(answer, Completion) or not answer.versions:
+            return False
+        first, last = answer.versions[0].version, answer.versions[-1].version
+        if version_order(last) < version_order(key):
+            raise WeightSyncStateError(
+                f"A server answered with weights of version {last!r}, and the current "
+                f"ones are {key!r}: it was started again by somebody else. Send the "
+                f"weights again."
+            )
+        if version_order(last) > version_order(self._fleet.weight_version):
+            self._fleet.weight_version = last
+        newer = version_order(first) > version_order(key)
+        return newer and answer.cached_tokens > 0
+
+    async def explain(self, error: ServerUnavailableError) -> SGLangError:
+        """Returns the better error where all servers are ours and have ended."""
+        fleet = self._fleet
+        if any(replica.process is None for replica in fleet.replicas):
+            return error
+        for _ in range(20):
+            fleet.notice_deaths()
+            if not any(replica.state == "serving" for replica in fleet.replicas):
+                return fleet.why_nobody_serves()
+            await asyncio.sleep(DEATH_GRACE_SECONDS / 20)
+        return error
+
+
+def _in_place(
+    answer: Completion | SGLangError, index: int, size: int, call: Call
+) -> Completion | SGLangError:
+    """Returns what an item of a batch came to, or raises its error."""
+    if isinstance(answer, SGLangError):
+        # Not all of the batch was sent, so its place is another one there.
+        if isinstance(answer, (GenerationAbortedError, RequestRefusedError)):
+            answer.index = index
+        if not call.return_exceptions:
+            answer.add_note(f"It is item {index} of {size}.")
+            raise answer
+    return answer
+
+
+def version_order(version: str) -> int:
+    """Returns a weight version as a number; a name, such as ``default``, is oldest."""
+    return int(version) if version.isdigit() else -1
