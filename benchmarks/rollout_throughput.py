@@ -1,7 +1,7 @@
-r"""Tokens per second of SGLangWrapper over those of the best raw client.
+r"""Tokens per second of AsyncSGLang and SGLangWrapper over the best raw client's.
 
 The raw client is the fastest form that SGLang's HTTP interface has: the whole batch in
-one request, sent with requests, read with orjson, and nothing made of the answer. Both
+one request, sent with requests, read with orjson, and nothing made of the answer. All
 do the same work on the same server, in turns, in the same run.
 
     python benchmarks/rollout_throughput.py [--prompts 64] [--new-tokens 64]
@@ -24,8 +24,9 @@ import torch
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
 from torchrl.modules.llm.policies import Tokens
 
-from models import SHAPES, save_shapes, server_arguments
+from models import server_arguments
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
+from torchrl_sglang.cli.bench.shapes import SHAPES, save_shapes
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
 
@@ -62,6 +63,18 @@ def raw(engine: AsyncSGLang, prompts: list[list[int]], new_tokens: int) -> int:
     return sum(len(item["output_ids"]) for item in orjson.loads(answer.content))
 
 
+def through_engine(
+    engine: AsyncSGLang, prompts: list[list[int]], new_tokens: int
+) -> int:
+    """Returns the number of generated tokens."""
+    answers = engine.generate(
+        input_ids=prompts,
+        sampling_params={"max_new_tokens": new_tokens, "ignore_eos": True},
+        return_logprobs=True,
+    )
+    return sum(len(answer.token_ids) for answer in answers)
+
+
 def wrapped(policy: SGLangWrapper, prompts: list[list[int]]) -> int:
     """Returns the number of generated tokens."""
     td = lazy_stack(
@@ -91,7 +104,7 @@ def main() -> None:
                 "ignore_eos": True,
             },
         )
-        speeds: dict[str, list[float]] = {"raw": [], "wrapper": []}
+        speeds: dict[str, list[float]] = {"raw": [], "engine": [], "wrapper": []}
         for repeat in range(arguments.repeats + 1):
             for name, values in speeds.items():
                 # New prompts every time, so that no prefix is cached for either.
@@ -100,19 +113,23 @@ def main() -> None:
                 start = time.perf_counter()
                 if name == "raw":
                     tokens = raw(engine, prompts.tolist(), arguments.new_tokens)
+                elif name == "engine":
+                    tokens = through_engine(
+                        engine, prompts.tolist(), arguments.new_tokens
+                    )
                 else:
                     tokens = wrapped(policy, prompts.tolist())
                 if repeat > 0:
                     values.append(tokens / (time.perf_counter() - start))
-        best, ours = (statistics.median(speeds[name]) for name in ("raw", "wrapper"))
+        medians = {name: statistics.median(values) for name, values in speeds.items()}
         print(
             f"{arguments.prompts} prompts of {arguments.prompt_tokens} tokens, "
             f"{arguments.new_tokens} new tokens each, with log-probs, "
             f"SGLang {engine.capabilities.version}, median of {arguments.repeats}:"
         )
-        print(f"raw client    {best:9.0f} tokens/s")
-        print(f"SGLangWrapper {ours:9.0f} tokens/s")
-        print(f"ratio         {ours / best:9.3f}")
+        for name, speed in medians.items():
+            ratio = speed / medians["raw"]
+            print(f"{name:8} {speed:9.0f} tokens/s, {ratio:.3f} of the raw client")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ FLOOR = {
     "policies": 2,
     "weight_update": 2,
     "collectors": 3,
-    "cli": 4,
     "testing": 4,
+    "cli": 5,
+    "__main__": 6,
 }
 """A room imports itself and what lies below; ``testing`` anything that is no tool."""
 

@@ -9,17 +9,17 @@ loop; the plain methods wait for it.
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import threading
 from collections.abc import (
     AsyncIterator,
+    Callable,
     Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -32,6 +32,7 @@ from torchrl_sglang.backends.event_loop import run_sync, submit
 from torchrl_sglang.backends.fleet import (
     Fleet,
     OwnedProcess,
+    RemoteRouter,
     Replica,
     RouterLike,
 )
@@ -42,13 +43,11 @@ from torchrl_sglang.backends.generation import (
     version_order,
 )
 from torchrl_sglang.backends.http import HttpClient, normalize_url
+from torchrl_sglang.backends.launching import Launch, launch
 from torchrl_sglang.backends.metadata import metadata_from_config
 from torchrl_sglang.backends.retries import RetryPolicy
-from torchrl_sglang.backends.server import (
-    START_TIMEOUT_SECONDS,
-    find_free_port,
-    make_sglang_server,
-)
+from torchrl_sglang.backends.router import ask_router
+from torchrl_sglang.backends.server import START_TIMEOUT_SECONDS, find_free_port
 from torchrl_sglang.backends.stats import Counters
 from torchrl_sglang.backends.supervisor import Supervisor
 from torchrl_sglang.errors import (
@@ -147,60 +146,85 @@ class AsyncSGLang(RLSGLangEngine):
         cls,
         model: str | os.PathLike[str] | None = None,
         *,
+        num_replicas: int = 1,
         device: str | None = None,
+        cuda_devices: Sequence[Any] | None = None,
         python: str | os.PathLike[str] | None = None,
         start_timeout: float = START_TIMEOUT_SECONDS,
-        num_replicas: int = 1,
+        parallel_start: bool | Literal["staggered"] | None = None,
+        router_policy: str | None = "cache_aware",
+        router_args: Mapping[str, Any] | None = None,
         api_key: str | None = None,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        max_attempts: int = RetryPolicy().attempts,
+        max_restarts: int = MAX_RESTARTS,
         **server_args: Any,
     ) -> Self:
-        """Starts a server for ``model`` and owns it.
+        """Starts servers for ``model`` and a router in front of several; owns them.
 
-        The server and everything below it end with :meth:`shutdown`, with the ``with``
-        block, with the interpreter, and also when this process is killed.
+        They and everything below them end with :meth:`shutdown`, with the ``with``
+        block, with the interpreter, and also when this process is killed. A server that
+        ends by itself is started again; its requests go to the others meanwhile.
 
         Args:
             model: path or hub name of the model; ``model_name`` is accepted too.
+            num_replicas: number of servers.
             device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` where there is one.
+            cuda_devices: GPUs for the servers, as this process counts them: a list for
+                all of them, or one for each. By default the last of the visible ones,
+                because a trainer takes the first.
             python: interpreter that has sglang installed; see
                 :func:`~torchrl_sglang.make_sglang_server` for the default.
-            start_timeout: budget for the start, in seconds.
-            num_replicas: number of servers; only 1 so far.
-            api_key: key that the server shall ask for.
+            start_timeout: budget for the start of each server, in seconds.
+            parallel_start: start all servers at once (``True``), one after the other
+                (``False``) or as many at a time as there are cores for
+                (``"staggered"``). By default all at once on GPUs.
+            router_policy: how the router chooses a server: ``"cache_aware"``,
+                ``"round_robin"``, ``"power_of_two"``, ``"manual"``,
+                ``"consistent_hashing"`` or ``"random"``; ``None`` for no router, so
+                that this process chooses.
+            router_args: further arguments of sglang-router, under its own names.
+            api_key: key that the servers shall ask for.
+            max_in_flight: most requests under way at once.
+            max_attempts: how often a request is sent at the most, where connections
+                break or servers answer 5xx.
+            max_restarts: how often each server is started again.
             **server_args: arguments of SGLang's server, under its own names or vLLM's.
 
         Raises:
             ConfigurationError: if an argument is wrong or no engine is installed.
-            ServerStartError: if the server ends or is not ready within the budget; the
-                message carries the end of its log.
+            ServerStartError: if a server ends or is not ready within the budget; the
+                message carries the end of its log. The others have been stopped.
         """
         alias = server_args.pop("model_name", None)
         if (model is None) == (alias is None):
             raise ConfigurationError(
                 f"Give the model once: model={model!r}, model_name={alias!r}."
             )
-        if num_replicas != 1:
-            raise ConfigurationError(
-                f"num_replicas={num_replicas!r}: this version starts one server for an "
-                f"engine. Make several engines, and share the prompts out among them."
+        spec = {"model": alias if model is None else model, "api_key": api_key}
+        launched = launch(
+            Launch(
+                spec={**spec, "device": device, "python": python, **server_args},
+                num_replicas=num_replicas,
+                cuda_devices=cuda_devices,
+                router_policy=router_policy,
+                router_args=router_args or {},
+                start_timeout=start_timeout,
+                parallel=parallel_start,
             )
-        start = functools.partial(
-            make_sglang_server,
-            model if model is not None else alias,
-            device=device,
-            python=python,
-            start_timeout=start_timeout,
-            api_key=api_key,
-            **server_args,
         )
-        server = start()
-        port = int(server.url.rpartition(":")[2])
-        restart = functools.partial(start, port=port)
         try:
-            replica = Replica(url=server.url, process=server, restart=restart)
-            return cls._connected([replica], api_key=api_key)
+            return cls._connected(
+                launched.replicas,
+                router=launched.router,
+                start_router=launched.start_router,
+                api_key=api_key,
+                max_in_flight=max_in_flight,
+                max_attempts=max_attempts,
+                max_restarts=max_restarts,
+            )
         except BaseException:
-            server.stop()
+            launched.stop()
             raise
 
     @classmethod
@@ -209,6 +233,7 @@ class AsyncSGLang(RLSGLangEngine):
         url: str | None = None,
         *,
         urls: Sequence[str] | None = None,
+        router_url: str | None = None,
         model: str | None = None,
         api_key: str | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
@@ -219,6 +244,9 @@ class AsyncSGLang(RLSGLangEngine):
         Args:
             url: address of one server, like ``"http://127.0.0.1:30000"``.
             urls: addresses of several servers of the same model, instead.
+            router_url: address of a router in front of them. Without ``urls`` it is
+                asked for its servers. Control calls go to each server directly, so
+                this process must reach them.
             model: folder or hub name with the served model's configuration and
                 tokenizer, where the path that the server reports cannot be read here.
             api_key: key that the servers ask for.
@@ -231,6 +259,11 @@ class AsyncSGLang(RLSGLangEngine):
             ConfigurationError: if an address or the model is wrong, or the servers do
                 not serve the same.
         """
+        router = None
+        if router_url is not None:
+            router = RemoteRouter(url=normalize_url(router_url))
+            if url is None and urls is None:
+                urls = run_sync(ask_router(router.url, api_key))
         if (url is None) == (urls is None):
             raise ConfigurationError(
                 f"Give the address of one server or of several: url={url!r}, "
@@ -245,6 +278,7 @@ class AsyncSGLang(RLSGLangEngine):
             )
         return cls._connected(
             [Replica(url=address) for address in addresses],
+            router=router,
             model=model,
             api_key=api_key,
             max_in_flight=max_in_flight,
@@ -257,6 +291,7 @@ class AsyncSGLang(RLSGLangEngine):
         replicas: list[Replica],
         *,
         router: RouterLike | None = None,
+        start_router: Callable[[Sequence[str]], RouterLike] | None = None,
         model: str | None = None,
         api_key: str | None = None,
         **settings: Any,
@@ -286,7 +321,12 @@ class AsyncSGLang(RLSGLangEngine):
                     f"{replica.url} has weights of version "
                     f"{capabilities.weight_version!r}, and others have {newest!r}."
                 )
-        fleet = Fleet(replicas=replicas, weight_version=newest, router=router)
+        fleet = Fleet(
+            replicas=replicas,
+            weight_version=newest,
+            router=router,
+            start_router=start_router,
+        )
         return cls(fleet, found[0], model=model, api_key=api_key, **settings)
 
     @property

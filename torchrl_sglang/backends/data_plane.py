@@ -14,19 +14,22 @@ import time
 import uuid
 from collections.abc import (
     AsyncGenerator,
+    AsyncIterator,
     Awaitable,
     Callable,
+    Coroutine,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.backends.retries import RetryPolicy
+from torchrl_sglang.backends.router import ROUTING_KEY_HEADER, lost_in_router
 from torchrl_sglang.backends.stats import Counters
 from torchrl_sglang.backends.wire import GenerateRequest, parse_completion, to_payload
 from torchrl_sglang.errors import (
@@ -44,11 +47,15 @@ __all__ = ["DataPlane", "Targets"]
 SINGLE_REQUESTS = 64
 """How many items of a refused batch are under way at once: each has a connection."""
 
+LATE_SECONDS = 0.5
+"""A request that is under way tells by itself that its budget is used up, so soon."""
+
 ABORT_SECONDS = 5.0
 """Budget for telling the servers that nobody waits for a request any more."""
 
-SESSION_HEADER = "X-SMG-Routing-Key"
-"""Where sglang-router looks for the key that keeps requests together."""
+LEADER_SECONDS = 0.02
+"""So much later than the first of a group its others follow: then the router knows
+where the group's prefix is, and the server has it, or is at it."""
 
 Outcome = Completion | SGLangError
 """What becomes of a request."""
@@ -67,12 +74,15 @@ class Targets(Protocol):
     def urls(self) -> Sequence[str]:
         """Every server, for aborts."""
 
-    def pick(self, session: str | None, avoid: Sequence[str]) -> str:
+    def pick(
+        self, session: str | None, avoid: Sequence[str], *, direct: bool = False
+    ) -> str:
         """Returns where to send a request.
 
         Args:
             session: requests of one session go to one place as long as it works.
             avoid: places where it has failed, which are chosen last.
+            direct: to a server, and not to the router.
 
         Raises:
             ServerDiedError: if no server is left.
@@ -165,7 +175,7 @@ class DataPlane:
         deadline = time.monotonic() + timeout
         try:
             with self._registered([r.request_id for r in requests]) as rids:
-                async with self._turns:
+                async with self._turn(deadline):
                     return await self._with_retries(
                         lambda url: self._post(
                             url, requests, rids, cache_key, deadline
@@ -213,18 +223,31 @@ class DataPlane:
         deadline = time.monotonic() + timeout
         turns = asyncio.Semaphore(limit or len(requests) or 1)
         with self._registered([r.request_id for r in requests]) as rids:
-            places = {
-                asyncio.ensure_future(
-                    self._one(request, rid, cache_key, deadline, request_timeout, turns)
-                ): index
-                for index, (request, rid) in enumerate(zip(requests, rids, strict=True))
-            }
+            started: dict[tuple[int, ...], asyncio.Event] = {}
+            places = {}
+            for index, (request, rid) in enumerate(zip(requests, rids, strict=True)):
+                prompt = tuple(request.input_ids)
+                leader = started.get(prompt)
+                sent = started.setdefault(prompt, asyncio.Event())
+                one = self._one(
+                    request, rid, cache_key, deadline, request_timeout, turns, sent
+                )
+                task = asyncio.ensure_future(_after(leader, one))
+                places[task] = index
             pending = set(places)
             try:
                 while pending:
                     done, pending = await asyncio.wait(
-                        pending, return_when=asyncio.FIRST_COMPLETED
+                        pending,
+                        timeout=max(deadline - time.monotonic(), 0.0) + LATE_SECONDS,
+                        return_when=asyncio.FIRST_COMPLETED,
                     )
+                    if not done:
+                        raise ServerTimeoutError(
+                            f"{len(pending)} of {len(requests)} requests waited for "
+                            f"their turn until the budget of {timeout:.3g} s was used "
+                            f"up. Others are under way; see max_in_flight."
+                        )
                     for task in done:
                         yield places[task], _outcome(task, places[task])
             finally:
@@ -232,6 +255,22 @@ class DataPlane:
                     task.cancel()
                 # Errors of several items: one is raised, and the others are seen.
                 await asyncio.gather(*places, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _turn(self, deadline: float) -> AsyncIterator[None]:
+        """Waits until one more request may be under way."""
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise ServerTimeoutError(
+                "A request waited for its turn until its budget was used up: too many "
+                "others are under way; see max_in_flight."
+            ) from None
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     @property
     def queued(self) -> int:
@@ -263,8 +302,10 @@ class DataPlane:
         deadline: float,
         request_timeout: float | None,
         turns: asyncio.Semaphore,
+        sent: asyncio.Event,
     ) -> Completion:
         async with turns, self._turns:
+            sent.set()
             own = deadline
             if request_timeout is not None:
                 own = min(deadline, time.monotonic() + request_timeout)
@@ -274,6 +315,8 @@ class DataPlane:
                     request.session_id,
                     own,
                     [rid],
+                    # The router would drop these without a word.
+                    direct=bool(lost_in_router(request.sampling_params)),
                 )
             except ServerTimeoutError as error:
                 if own < deadline:
@@ -291,6 +334,8 @@ class DataPlane:
         session: str | None,
         deadline: float,
         rids: Sequence[str],
+        *,
+        direct: bool = False,
     ) -> T:
         failed: list[str] = []
         attempt = 0
@@ -300,7 +345,7 @@ class DataPlane:
                 raise GenerationAbortedError(
                     "The request was aborted before a server had it."
                 )
-            url = self._targets.pick(session, failed)
+            url = self._targets.pick(session, failed, direct=direct)
             self._counters.in_flight += len(rids)
             self._sent += len(rids)
             try:
@@ -335,13 +380,12 @@ class DataPlane:
         payload = to_payload(
             requests, self._capabilities, cache_key=cache_key, rids=rids
         )
-        session = requests[0].session_id
         answer = await self._http.request(
             "POST",
             f"{url}/generate",
             payload,
             timeout=max(deadline - time.monotonic(), 1e-3),
-            headers=None if session is None else {SESSION_HEADER: session},
+            headers={ROUTING_KEY_HEADER: requests[0].session_id or rids[0]},
         )
         replies = answer.raise_for_status().json()
         if isinstance(replies, dict) and len(requests) == 1:
@@ -397,7 +441,7 @@ class DataPlane:
                 url + path,
                 {"rid": rids[0], **payload},
                 timeout=max(deadline - time.monotonic(), 1e-3),
-                headers=None if session is None else {SESSION_HEADER: session},
+                headers={ROUTING_KEY_HEADER: session or rids[0]},
             )
             content = answer.raise_for_status().json()
             if not isinstance(content, dict):
@@ -405,7 +449,7 @@ class DataPlane:
             return content
 
         with self._registered([request_id]) as rids:
-            async with self._turns:
+            async with self._turn(deadline):
                 content = await self._with_retries(send, session, deadline, rids)
         self._counters.count_usage(content.get("usage") or {})
         return content
@@ -453,6 +497,18 @@ class DataPlane:
                 torchrl_logger.debug(f"An abort did not arrive: {error}")
 
         await asyncio.gather(*(one(url) for url in self._targets.urls))
+
+
+async def _after(leader: asyncio.Event | None, one: Coroutine[Any, Any, T]) -> T:
+    """Runs a request after the first one with the same prompt was sent."""
+    try:
+        if leader is not None:
+            await leader.wait()
+            await asyncio.sleep(LEADER_SECONDS)
+    except BaseException:
+        one.close()
+        raise
+    return await one
 
 
 class _OwnBudgetError(ServerTimeoutError):

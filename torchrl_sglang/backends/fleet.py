@@ -9,13 +9,14 @@ Decisions are made here, from what is known; ``supervisor.py`` acts on them.
 
 from __future__ import annotations
 
-import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from torchrl_sglang.backends.process import ServerProcess, stop_servers
 from torchrl_sglang.errors import (
     ServerDiedError,
     ServerUnavailableError,
@@ -26,6 +27,9 @@ from torchrl_sglang.errors import (
 __all__ = ["Fleet", "OwnedProcess", "Replica", "RouterLike"]
 
 ReplicaState = Literal["serving", "stale", "down", "lost"]
+
+KNOWN_SESSIONS = 4096
+"""Sessions whose server is remembered; a prefix cache holds fewer."""
 
 REST_SECONDS = 1.0
 """A place that failed is chosen last for so long."""
@@ -64,6 +68,13 @@ class RouterLike(Protocol):
     def usable(self) -> bool:
         """Whether it runs, as far as is known."""
 
+    @property
+    def keyed(self) -> bool:
+        """Whether it keeps requests with one routing key together."""
+
+    def stop(self) -> None:
+        """Ends it, if it is ours."""
+
     async def add_worker(self, url: str) -> None:
         """Lets it send requests to a server."""
 
@@ -79,7 +90,8 @@ class Replica:
     """Its address, which stays the same when it is started again."""
     process: OwnedProcess | None = None
     """The process, where this engine started it."""
-    restart: Callable[[], OwnedProcess] | None = None
+    # Not shown: the arguments hold the key.
+    restart: Callable[[], OwnedProcess] | None = field(default=None, repr=False)
     """Starts it again and waits until it is ready; blocks."""
     state: ReplicaState = "serving"
     restarts: int = 0
@@ -101,6 +113,10 @@ class Fleet:
     weight_version: str
     """Version of the weights that serving replicas generate with."""
     router: RouterLike | None = None
+    start_router: Callable[[Sequence[str]], RouterLike] | None = field(
+        default=None, repr=False
+    )
+    """Starts the router again for these servers; blocks."""
     membership: int = 0
     """Grows whenever a replica joins; a process group holds for one value."""
     closed: bool = False
@@ -111,6 +127,7 @@ class Fleet:
     _updating: tuple[Replica, ...] | None = None
     _registered: set[str] = field(default_factory=set)
     _failures: dict[str, float] = field(default_factory=dict)
+    _homes: dict[str, str] = field(default_factory=dict)
     _turn: int = 0
 
     def __post_init__(self) -> None:
@@ -165,16 +182,27 @@ class Fleet:
 
     def stop(self) -> None:
         """Ends every process that this engine started."""
-        for replica in self.replicas:
-            if replica.process is not None:
-                replica.process.stop()
+        if self.router is not None:
+            self.router.stop()
+        owned = (replica.process for replica in self.replicas)
+        stop_servers([each for each in owned if isinstance(each, ServerProcess)])
+
+    @property
+    def serving(self) -> list[str]:
+        """Addresses of the replicas that get requests."""
+        return [r.url for r in self.replicas if r.state == "serving"]
+
+    def router_joined(self, router: RouterLike, known: Sequence[str]) -> None:
+        """Takes a router that was started again for these servers."""
+        self.router = router
+        self._registered = set(known)
 
     async def update_router(self) -> None:
         """Has the router know the serving replicas, and no others."""
         router = self.router
         if router is None or not router.usable:
             return
-        serving = {r.url for r in self.replicas if r.state == "serving"}
+        serving = set(self.serving)
         for url in self._registered - serving:
             await router.remove_worker(url)
             self._registered.discard(url)
@@ -205,18 +233,24 @@ class Fleet:
         replica.state, replica.reason = "down", reason
         self.on_change()
 
-    def pick(self, session: str | None, avoid: Sequence[str]) -> str:
+    def pick(
+        self, session: str | None, avoid: Sequence[str], *, direct: bool = False
+    ) -> str:
         """Returns where to send a request; see :class:`.data_plane.Targets`."""
         if self.closed:
             raise ServerUnavailableError("The engine was shut down; make a new one.")
         self.notice_deaths()
-        serving = [
-            replica.url for replica in self.replicas if replica.state == "serving"
-        ]
+        serving = self.serving
         if not serving:
             raise self.why_nobody_serves()
         router = self.router
-        if router is not None and router.usable and router.url not in avoid:
+        if (
+            router is not None
+            and router.usable
+            and router.url not in avoid
+            and not direct
+            and (session is None or router.keyed)
+        ):
             return router.url
         return self._direct(
             session, [url for url in serving if url not in avoid] or serving
@@ -230,9 +264,21 @@ class Fleet:
             if now - self._failures.get(url, -REST_SECONDS) >= REST_SECONDS
         ] or urls
         if session is not None:
-            return max(rested, key=lambda url: _score(session, url))
+            return self._home(session, rested)
         self._turn += 1
         return rested[self._turn % len(rested)]
+
+    def _home(self, session: str, urls: Sequence[str]) -> str:
+        """Returns a session's server; a new one gets the server with the fewest."""
+        home = self._homes.pop(session, "")
+        if home not in urls:
+            counts = Counter(self._homes.values())
+            home = min(urls, key=lambda url: counts[url])
+        # The latest last: the sessions that nobody uses are forgotten first.
+        self._homes[session] = home
+        while len(self._homes) > KNOWN_SESSIONS:
+            del self._homes[next(iter(self._homes))]
+        return home
 
     def failed(self, url: str) -> None:
         """Takes note that a request to this address failed."""
@@ -263,6 +309,7 @@ class Fleet:
             "_initial_version": self._initial_version,
             "_updating": None,
             "_registered": set(self._registered),
+            "start_router": None,
             "router": None
             if self.router is None
             else RemoteRouter(url=self.router.url),
@@ -270,6 +317,7 @@ class Fleet:
             "closed": self.closed,
             "on_change": _nothing,
             "_failures": {},
+            "_homes": dict(self._homes),
             "_turn": 0,
         }
 
@@ -285,6 +333,11 @@ class RemoteRouter:
     """Its address."""
     usable: bool = True
     """Nothing is known to the contrary; a request that fails there goes direct."""
+    keyed: bool = True
+    """Its policy is its owner's; one that reads no key ignores it."""
+
+    def stop(self) -> None:
+        """Does nothing: its owner does that."""
 
     async def add_worker(self, url: str) -> None:
         """Does nothing: its owner decides."""
@@ -295,8 +348,3 @@ class RemoteRouter:
 
 def _nothing() -> None:
     pass
-
-
-def _score(session: str, url: str) -> bytes:
-    """Rendezvous hashing: a session moves only if its own server is gone."""
-    return hashlib.blake2b(f"{session}\n{url}".encode(), digest_size=8).digest()

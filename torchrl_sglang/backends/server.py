@@ -1,257 +1,44 @@
-"""One server that was started here: its process tree, its log, its end.
+"""Starting SGLang servers: one, or several that belong together.
 
-A :class:`ServerProcess` is owned by the process that created it. Between it and the
-server sits ``watchdog.py``, which ends the whole tree when the owner asks, and also
-when the owner is gone and cannot ask.
+``plan.py`` decides what is to be run, ``process.py`` holds what runs; here is the
+order of events in between.
 """
 
 from __future__ import annotations
 
-import atexit
+import collections
 import os
-import re
-import secrets
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
-import weakref
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends import cpu
-from torchrl_sglang.backends.command import to_flags, translate_vllm_names
-from torchrl_sglang.errors import ConfigurationError, ServerStartError
+from torchrl_sglang.backends.plan import ServerPlan, plan_server
+from torchrl_sglang.backends.ports import PORTS, find_free_port
+from torchrl_sglang.backends.process import (
+    READY_POLL_SECONDS,
+    START_TIMEOUT_SECONDS,
+    ServerProcess,
+    stop_servers,
+)
+from torchrl_sglang.errors import ConfigurationError
 
-__all__ = ["ServerProcess", "make_sglang_server"]
+__all__ = [
+    "PORTS",
+    "START_TIMEOUT_SECONDS",
+    "ServerProcess",
+    "find_free_port",
+    "make_sglang_server",
+    "start_servers",
+    "stop_servers",
+]
 
-START_TIMEOUT_SECONDS = 600.0
-"""Default budget for a start: a large model loads for minutes."""
+CORES_PER_START = 2
+"""A starting server keeps its launcher and its scheduler busy with imports."""
 
-READY_POLL_SECONDS = 0.1
-"""How often a starting server is asked whether it is ready."""
-
-STOP_TIMEOUT_SECONDS = 15.0
-"""Budget for a tree to be gone; its watchdog needs 3 s at the most when it is asked."""
-
-PORTS = range(20_000, 32_000)
-"""Where a server's port is looked for."""
-
-LOG_TAIL_LINES = 30
-"""How many lines of the log an error carries."""
-
-SERVER_ENVIRONMENT = {
-    # Otherwise /health generates a token, which takes a second, and fails while
-    # generation is paused.
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    # The last lines of a server that is killed are the ones worth reading.
-    "PYTHONUNBUFFERED": "1",
-}
-"""Variables of every server, whatever it runs on."""
-
-LOG_TAIL_BYTES = 100_000
-"""How much of a log is read for that: it grows for as long as its server runs."""
-
-_WATCHDOG = Path(__file__).with_name("watchdog.py")
-
-_LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    for server in list(_LIVING):
-        server.stop()
-
-
-def find_free_port(host: str = "127.0.0.1") -> int:
-    """Returns a TCP port that nothing listens on at the moment.
-
-    It lies outside the range that Linux takes for outgoing connections, one of which
-    could otherwise take it while the server loads.
-    """
-    for _ in range(1000):
-        # The system's randomness: seeded trainers would all try the same ports.
-        port = PORTS[secrets.randbelow(len(PORTS))]
-        if _is_free(host, port):
-            return port
-    raise ConfigurationError(f"No port from {PORTS} is free on {host!r}.")
-
-
-def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError):
-            return False
-    return port > 0
-
-
-class ServerProcess:
-    """A running command that serves HTTP, with everything below it.
-
-    States: *starting* from construction, *ready* after :meth:`wait_ready`, *dead* when
-    its process has ended, *stopped* after :meth:`stop`.
-
-    Args:
-        command: the server's command line.
-        url: where it will answer.
-        environment: its whole environment.
-        name: what messages call it.
-        hidden: texts that no message may show, such as keys.
-
-    Raises:
-        ServerStartError: if the command cannot be run at all.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        url: str,
-        environment: Mapping[str, str],
-        name: str = "SGLang server",
-        hidden: Sequence[str] = (),
-    ) -> None:
-        self.url = url
-        self._hidden = tuple(hidden)
-        self.name = name
-        self.command = tuple(command)
-        self._owner_pid = os.getpid()
-        self._ready = False
-        self._stopped = False
-        self._folder = Path(tempfile.mkdtemp(prefix="torchrl_sglang_"))
-        self.log_path = self._folder / "server.log"
-        if shutil.which(command[0]) is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise ServerStartError(
-                f"The {name} cannot be started: there is no program {command[0]!r}. "
-                f"Give the interpreter that has sglang as python=..."
-            )
-        with open(self.log_path, "wb") as log:
-            self._process = subprocess.Popen(
-                # -P: its folder holds an http.py, which is not the library's.
-                [sys.executable, "-SP", str(_WATCHDOG), str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
-                start_new_session=True,
-            )
-        _LIVING.add(self)
-        torchrl_logger.debug(f"{name} starting: {self._hide(' '.join(command))}")
-
-    @property
-    def pid(self) -> int:
-        """Process id of the tree's root."""
-        return self._process.pid
-
-    @property
-    def state(self) -> str:
-        """One of ``"starting"``, ``"ready"``, ``"dead"`` and ``"stopped"``."""
-        if self._stopped:
-            return "stopped"
-        if self._process.poll() is not None:
-            return "dead"
-        return "ready" if self._ready else "starting"
-
-    def wait_ready(self, timeout: float = START_TIMEOUT_SECONDS) -> None:
-        """Waits until the server answers; stops it if it does not.
-
-        Args:
-            timeout: budget, in seconds.
-
-        Raises:
-            ServerStartError: if its process ends or the budget is used up. The message
-                carries the end of the log.
-        """
-        deadline = time.monotonic() + timeout
-        try:
-            while not self._answers():
-                if self._process.poll() is not None:
-                    raise ServerStartError(
-                        f"The {self.name} ended with status "
-                        f"{self._process.returncode} before it was ready. The end of "
-                        f"its log:\n{self.log_tail()}"
-                    )
-                if time.monotonic() > deadline:
-                    raise ServerStartError(
-                        f"The {self.name} was not ready after {timeout:g} s; give it "
-                        f"more with start_timeout=... The end of its log:\n"
-                        f"{self.log_tail()}"
-                    )
-                time.sleep(READY_POLL_SECONDS)
-        except BaseException:
-            self.stop()
-            raise
-        self._ready = True
-
-    def _answers(self) -> bool:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(f"{self.url}/health", timeout=5.0) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
-
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Returns the last lines of the server's log, without progress bars."""
-        try:
-            with open(self.log_path, "rb") as log:
-                log.seek(max(0, os.path.getsize(self.log_path) - LOG_TAIL_BYTES))
-                text = log.read().decode(errors="replace")
-        except OSError:
-            return "(the log is gone)"
-        kept = [
-            line for line in re.split(r"[\r\n]+", text) if line and "it/s]" not in line
-        ]
-        return self._hide("\n".join(kept[-lines:])) or "(the log is empty)"
-
-    def _hide(self, text: str) -> str:
-        for secret in self._hidden:
-            text = text.replace(secret, "***")
-        return text
-
-    def stop(self) -> None:
-        """Ends the process tree and removes its log. Safe to call twice.
-
-        Does nothing in a process that did not start the server, such as a fork.
-        """
-        if self._stopped or os.getpid() != self._owner_pid:
-            return
-        self._stopped = True
-        _LIVING.discard(self)
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_TIMEOUT_SECONDS)
-            except subprocess.TimeoutExpired:
-                # Its own session, so the group holds the tree and nothing else.
-                os.killpg(self._process.pid, 9)
-                self._process.wait(STOP_TIMEOUT_SECONDS)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __getstate__(self) -> None:
-        raise TypeError(
-            "A ServerProcess belongs to the process that started it and does not "
-            "pickle; pass its url and connect to that."
-        )
-
-    def __del__(self) -> None:
-        # Construction may have failed before there was anything to stop.
-        if hasattr(self, "_process"):
-            self.stop()
-
-    def __repr__(self) -> str:
-        return f"ServerProcess({self.url!r}, pid={self.pid}, state={self.state!r})"
+STILL_STARTING_SECONDS = 30.0
+"""How often a long start says that it goes on."""
 
 
 def make_sglang_server(
@@ -262,9 +49,19 @@ def make_sglang_server(
     start_timeout: float = START_TIMEOUT_SECONDS,
     environment: Mapping[str, str] | None = None,
     sglang_version: str | None = None,
+    cuda_devices: Sequence[Any] | None = None,
     **server_args: Any,
 ) -> ServerProcess:
     """Starts one SGLang server and waits until it is ready.
+
+    It listens on this machine alone, unless ``host`` says otherwise; then it must be
+    given an ``api_key``, which no other user of this machine sees.
+
+    A model that spans several machines is one server with a process tree on each. Call
+    this on every one of them, at about the same time, with the same ``nnodes`` and
+    ``dist_init_addr`` (``"HOST:PORT"`` of the first) and with its own ``node_rank``.
+    Each call returns when all of them have loaded. Requests go to the ``url`` of rank
+    0; that of another rank answers to ``/health`` alone, and is there to be stopped.
 
     Args:
         model: path or hub name of the model.
@@ -275,9 +72,12 @@ def make_sglang_server(
         start_timeout: budget for the start, in seconds.
         environment: variables to add to the server's environment.
         sglang_version: on CPU, which of the installed versions to run.
+        cuda_devices: the GPUs to confine the server to, such as ``[2, 3]``; see
+            :func:`~torchrl_sglang.backends.devices.assign_devices`. By default it sees
+            what this process sees, and takes the first ones.
         **server_args: arguments of SGLang's server under its own names, such as
             ``tp_size``, ``mem_fraction_static`` and ``context_length``, or under
-            vLLM's names.
+            vLLM's names. An unknown name is refused before anything is started.
 
     Returns:
         The running server. It ends with :meth:`ServerProcess.stop`, with this
@@ -293,64 +93,161 @@ def make_sglang_server(
         'ready'
         >>> server.stop()
     """
-    arguments = translate_vllm_names(server_args)
-    path = arguments.pop("model_path", None)
-    if path is not None:
-        raise ConfigurationError(
-            f"The model is given twice, as {model!r} and as {path!r}; give one."
+    server = _launch(
+        plan_server(
+            model,
+            device=device,
+            python=python,
+            environment=environment,
+            sglang_version=sglang_version,
+            cuda_devices=cuda_devices,
+            **server_args,
         )
-    if device is None:
-        device = "cuda" if _has_cuda() else "cpu"
-    if device not in ("cuda", "cpu"):
-        raise ConfigurationError(
-            f"device={device!r} is not one that a server can be started on; give "
-            f"'cuda' or 'cpu'."
-        )
-    _check_local_model(model)
-    host = arguments.setdefault("host", "127.0.0.1")
-    port = arguments.setdefault("port", find_free_port(host))
-    if not str(port).isdigit() or not _is_free(host, int(port)):
-        raise ConfigurationError(
-            f"port={port!r} is not a free port of {host!r}: another process, perhaps a "
-            f"server that was left running, has it. Give another one, or none."
-        )
-    variables = {**os.environ, **SERVER_ENVIRONMENT}
-    if device == "cpu":
-        arguments = {**cpu.default_server_args(), **arguments}
-        command = cpu.launch_command(sglang_version, python)
-        variables.update(cpu.engine_environment(sglang_version, python))
-    else:
-        interpreter = str(python) if python is not None else sys.executable
-        command = [interpreter, "-m", "sglang.launch_server"]
-        arguments = {"device": device, **arguments}
-    variables.update(environment or {})
-    server = ServerProcess(
-        [*command, *to_flags({"model_path": os.fspath(model), **arguments})],
-        url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
-        environment=variables,
-        # SGLang writes its arguments, keys included, to its log.
-        hidden=[
-            str(value)
-            for name, value in arguments.items()
-            if name.endswith("api_key") and value
-        ],
     )
     server.wait_ready(start_timeout)
     return server
 
 
-def _has_cuda() -> bool:
-    import torch
+def start_servers(
+    specs: Sequence[Mapping[str, Any]],
+    *,
+    parallel: bool | Literal["staggered"] | None = None,
+    start_timeout: float = START_TIMEOUT_SECONDS,
+    progress: Callable[[str], None] | None = None,
+) -> list[ServerProcess]:
+    """Starts several servers: all of them, or none.
 
-    return torch.cuda.is_available()
+    Args:
+        specs: for each server, the keyword arguments of :func:`make_sglang_server`
+            with ``model`` and without ``start_timeout``.
+        parallel: ``True`` to start all at once, ``False`` to start one when the one
+            before is ready, ``"staggered"`` for as many at a time as this machine has
+            cores for. By default all at once on GPUs, and staggered on CPU.
+        start_timeout: budget for the start of each, in seconds.
+        progress: takes one line for everything that happens. By default TorchRL's
+            logger, at level INFO.
 
+    Returns:
+        The servers, ready, in the order of ``specs``.
 
-def _check_local_model(model: str | os.PathLike[str]) -> None:
-    # A hub name is "owner/name"; anything that looks like a path must exist.
-    text = os.fspath(model)
-    looks_local = text.startswith((".", "/", "~")) or text.count("/") > 1
-    if looks_local and not Path(text).is_dir():
+    Raises:
+        ConfigurationError: if an argument of any of them is wrong; none was started.
+        ServerStartError: if one of them could not be started, with its number and the
+            end of its log; the others have been stopped.
+
+    Examples:
+        >>> spec = {"model": tiny_model_path, "device": "cpu"}
+        >>> servers = start_servers([spec, spec], progress=lambda line: None)
+        >>> [server.state for server in servers]
+        ['ready', 'ready']
+        >>> stop_servers(servers)
+    """
+    if not (parallel is None or isinstance(parallel, bool) or parallel == "staggered"):
         raise ConfigurationError(
-            f"There is no model folder {text!r}; give the path of a folder with "
-            f"config.json, or a hub name like 'Qwen/Qwen2.5-0.5B'."
+            f"parallel={parallel!r} is none of True, False and 'staggered'."
         )
+    tell = torchrl_logger.info if progress is None else progress
+    plans = _plan_all(specs)
+    at_once = starts_at_once(
+        parallel,
+        count=len(plans),
+        cores=len(os.sched_getaffinity(0)),
+        on_cpu=any(plan.device == "cpu" for plan in plans),
+    )
+    servers: list[ServerProcess] = []
+    try:
+        _start_all(plans, servers, at_once, start_timeout, tell)
+    except BaseException:
+        stop_servers(servers)
+        raise
+    finally:
+        for plan in plans[len(servers) :]:
+            plan.release()
+    return servers
+
+
+def starts_at_once(
+    parallel: bool | Literal["staggered"] | None,
+    *,
+    count: int,
+    cores: int,
+    on_cpu: bool,
+) -> int:
+    """Returns how many servers may be starting at the same time. Pure.
+
+    Examples:
+        >>> starts_at_once(None, count=4, cores=2, on_cpu=True)
+        1
+        >>> starts_at_once(None, count=4, cores=2, on_cpu=False)
+        4
+    """
+    if parallel is None:
+        parallel = "staggered" if on_cpu else True
+    if parallel == "staggered":
+        return max(1, min(count, cores // CORES_PER_START))
+    return max(1, count) if parallel else 1
+
+
+def _plan_all(specs: Sequence[Mapping[str, Any]]) -> list[ServerPlan]:
+    plans: list[ServerPlan] = []
+    try:
+        for number, spec in enumerate(specs, 1):
+            try:
+                plans.append(plan_server(**spec))
+            except ConfigurationError as error:
+                error.add_note(f"It is server {number} of {len(specs)}.")
+                raise
+    except BaseException:
+        for plan in plans:
+            plan.release()
+        raise
+    return plans
+
+
+def _launch(plan: ServerPlan, name: str = "SGLang server") -> ServerProcess:
+    return ServerProcess(
+        plan.command,
+        url=plan.url,
+        environment=plan.environment,
+        name=name,
+        # SGLang writes its arguments, keys included, to its log.
+        hidden=tuple(plan.secrets.values()),
+        config=plan.secrets,
+        leases=plan.leases,
+    )
+
+
+def _start_all(
+    plans: Sequence[ServerPlan],
+    servers: list[ServerProcess],
+    at_once: int,
+    start_timeout: float,
+    tell: Callable[[str], None],
+) -> None:
+    """Carries out the plans, and adds each server to ``servers`` as it is started."""
+    waiting = collections.deque(enumerate(plans, 1))
+    starting: list[ServerProcess] = []
+    last_told = time.monotonic()
+    while waiting or starting:
+        while waiting and len(starting) < at_once:
+            number, plan = waiting.popleft()
+            server = _launch(plan, f"SGLang server {number} of {len(plans)}")
+            servers.append(server)
+            starting.append(server)
+            gpus = f" on GPU {','.join(plan.cuda_devices)}" if plan.cuda_devices else ""
+            tell(f"{server.name} is starting at {server.url}{gpus}.")
+        for server in list(starting):
+            if server.check_ready():
+                starting.remove(server)
+                tell(f"{server.name} is ready after {server.age:.0f} s.")
+            elif server.age > start_timeout:
+                raise server.too_slow(start_timeout)
+        if starting and time.monotonic() - last_told > STILL_STARTING_SECONDS:
+            last_told = time.monotonic()
+            for server in starting:
+                tell(
+                    f"{server.name} is still starting after {server.age:.0f} s: "
+                    f"{server.log_tail(1)}"
+                )
+        if starting:
+            time.sleep(READY_POLL_SECONDS)

@@ -92,6 +92,9 @@ class Supervisor:
                 await self._look(fleet)
             except SGLangError as error:
                 torchrl_logger.warning(f"While watching the servers: {error}")
+            except RuntimeError:
+                # The interpreter is going down, and takes no new threads.
+                return
             del fleet
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -110,7 +113,44 @@ class Supervisor:
         for replica in fleet.replicas:
             if replica.state == "down" and replica.url not in self._starting:
                 self._start_again(fleet, replica)
+        if self._router_is_gone(fleet):
+            self._start_router_again(fleet)
         await fleet.update_router()
+
+    def _router_is_gone(self, fleet: Fleet) -> bool:
+        router = fleet.router
+        return (
+            router is not None
+            and not router.usable
+            and fleet.start_router is not None
+            and "router" not in self._starting
+            and bool(fleet.serving)
+        )
+
+    def _start_router_again(self, fleet: Fleet) -> None:
+        """Until it is there, requests go to the servers directly."""
+        assert fleet.router is not None
+        torchrl_logger.warning(f"{fleet.router!r} has ended and is started again.")
+        self._starting.add("router")
+        known = fleet.serving
+        reference = weakref.ref(fleet)
+        future = self._threads.submit(_restart_router, fleet, known)
+
+        def done(outcome: concurrent.futures.Future[Any]) -> None:
+            self._starting.discard("router")
+            fleet = reference()
+            if outcome.cancelled():
+                return
+            error = outcome.exception()
+            if error is not None:
+                torchrl_logger.warning(f"The router did not start: {error}")
+            elif fleet is None or fleet.closed:
+                outcome.result().stop()
+            else:
+                fleet.router_joined(outcome.result(), known)
+            self.wake()
+
+        future.add_done_callback(done)
 
     def _is_stuck(self) -> bool:
         """Returns whether requests are under way and none has ended for long."""
@@ -173,13 +213,20 @@ class Supervisor:
             error = outcome.exception()
             if error is not None:
                 replica.reason = f"The server at {replica.url} did not start: {error}"
-            elif fleet is None:
+            elif fleet is None or fleet.closed:
                 outcome.result().stop()
             else:
                 fleet.joined(replica, outcome.result())
             self.wake()
 
         future.add_done_callback(done)
+
+
+def _restart_router(fleet: Fleet, urls: list[str]) -> Any:
+    assert fleet.router is not None
+    assert fleet.start_router is not None
+    fleet.router.stop()
+    return fleet.start_router(urls)
 
 
 def _restart(replica: Replica) -> Any:

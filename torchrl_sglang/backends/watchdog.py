@@ -17,16 +17,33 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.1
 """How often the parent is looked for, so how long a tree outlives its trainer."""
 
-TERM_GRACE_SECONDS = 3.0
-"""How long the tree may take to end by itself after SIGTERM, before SIGKILL."""
+TERM_GRACE_SECONDS = 0.5
+"""How long the tree may take to end by itself after SIGTERM, before SIGKILL.
+
+More gains nothing: SGLang answers SIGTERM by waiting up to 5 s, then for requests whose
+caller has gone, and then kills its own processes with SIGKILL.
+"""
+
+TRACKER_GRACE_SECONDS = 1.0
+"""How long Python's resource trackers may take to remove what the killed ones left.
+
+They ignore SIGTERM, and end when the last of the processes that they serve has ended.
+"""
+
+FOLDER_VARIABLE = "TORCHRL_SGLANG_SERVER_FOLDER"
+"""Names the folder of the server's files, to remove for an owner that cannot."""
+
+_TRACKER = b"multiprocessing.resource_tracker"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -81,19 +98,41 @@ def _reap() -> None:
         pass
 
 
-def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
-    """Ends everything below this process: SIGTERM, and SIGKILL after ``grace``."""
-    deadline = time.monotonic() + grace
-    number = signal.SIGTERM
-    while pids := descendants(os.getpid()):
-        _signal_all(pids, number)
-        if number is signal.SIGTERM:
-            while time.monotonic() < deadline and descendants(os.getpid()):
-                _reap()
-                time.sleep(0.02)
-            number = signal.SIGKILL
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return _TRACKER in file.read()
+    except OSError:
+        return False
+
+
+def _wait(pids: Callable[[], list[int]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while pids() and time.monotonic() < deadline:
         _reap()
         time.sleep(0.02)
+
+
+def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
+    """Ends everything below this process: SIGTERM, and SIGKILL after ``grace``."""
+
+    def left() -> list[int]:
+        return descendants(os.getpid())
+
+    def workers() -> list[int]:
+        return [pid for pid in left() if not _is_tracker(pid)]
+
+    _signal_all(workers(), signal.SIGTERM)
+    _wait(workers, grace)
+    # What is killed may have started others meanwhile.
+    while pids := workers():
+        _signal_all(pids, signal.SIGKILL)
+        _wait(workers, 0.1)
+    # Without this, shared memory and semaphores of the killed would outlive them.
+    _wait(left, TRACKER_GRACE_SECONDS)
+    while pids := left():
+        _signal_all(pids, signal.SIGKILL)
+        _wait(left, 0.1)
     _reap()
 
 
@@ -136,6 +175,9 @@ def main(owner: int, command: list[str]) -> int:
     status = server.returncode
     # A trainer that is gone cannot wait for a polite end.
     end_tree(grace=TERM_GRACE_SECONDS if os.getppid() == parent else 0.0)
+    if os.getppid() != parent and FOLDER_VARIABLE in os.environ:
+        # Its log may hold keys, and nobody is left to read it.
+        shutil.rmtree(os.environ[FOLDER_VARIABLE], ignore_errors=True)
     if status is None:
         return 128 + stop[0] if stop else 1
     return status if status >= 0 else 128 - status

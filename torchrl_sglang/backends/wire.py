@@ -322,7 +322,7 @@ def to_payload(
         if "min_new_tokens" in own:
             own["min_new_tokens"] = min(own["min_new_tokens"], limit)
         params.append(own)
-    return {
+    payload = {
         "input_ids": [list(request.input_ids) for request in requests],
         "sampling_params": params,
         "return_logprob": [
@@ -338,6 +338,13 @@ def to_payload(
         "extra_key": [cache_key] * len(requests),
         "rid": list(rids),
         "stream": False,
+    }
+    if len(requests) > 1:
+        return payload
+    # The router takes lists for one prompt only.
+    return {
+        name: value[0] if isinstance(value, list) else value
+        for name, value in payload.items()
     }
 
 

@@ -148,8 +148,12 @@ class FakeServer:
                 raise TimeoutError(f"{count} requests to {path} did not come.")
 
     def payloads(self, path: str = "/generate") -> list[Any]:
-        """Returns the content of every request to a path."""
-        return [content for _, p, content in self.requests if p == path]
+        """Returns the content of every request to a path.
+
+        One to ``/generate`` has the form of a batch, also where it was one prompt.
+        """
+        found = [content for _, p, content in self.requests if p == path]
+        return [_as_batch(content) for content in found]
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -236,7 +240,8 @@ class FakeServer:
     async def _hang(self, content: Any) -> bool:
         """Waits until the requests are aborted (True) or the server ends (False)."""
         aborted = asyncio.Event()
-        self._hanging[aborted] = set(content.get("rid") or ()) if content else set()
+        rids = (content or {}).get("rid") or []
+        self._hanging[aborted] = {rids} if isinstance(rids, str) else set(rids)
         waits = [asyncio.ensure_future(e.wait()) for e in (aborted, self._done)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -424,6 +429,15 @@ class _RefusedError(Exception):
 
 class _FatalError(Exception):
     """A request that an SGLang server does not survive."""
+
+
+def _as_batch(content: Any) -> Any:
+    ids = content.get("input_ids") if isinstance(content, dict) else None
+    if not ids or not isinstance(ids[0], int):
+        return content
+    return {
+        name: value if name == "stream" else [value] for name, value in content.items()
+    }
 
 
 def _items(  # noqa: C901 - One branch for each shape that SGLang refuses.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class Router:
     """Remembers what it is told."""
 
     def __init__(self) -> None:
-        self.url, self.usable = "http://router", True
+        self.url, self.usable, self.keyed = "http://router", True, False
         self.calls: list[tuple[str, str]] = []
 
     async def add_worker(self, url: str) -> None:
@@ -69,8 +70,8 @@ def test_servers_take_turns():
 def test_a_session_stays_where_it_is():
     fleet = make_fleet()
     homes = {f"s{i}": fleet.pick(f"s{i}", ()) for i in range(60)}
-    assert set(homes.values()) == set(URLS)
     assert all(fleet.pick(session, ()) == home for session, home in homes.items())
+    assert Counter(homes.values()) == dict.fromkeys(URLS, 20)
     fleet.replicas[0].process.state = "dead"
     for session, home in homes.items():
         # Only those move whose server is gone.
@@ -81,6 +82,10 @@ def test_the_router_comes_first():
     fleet = make_fleet(router=Router())
     assert set(picks(fleet)) == {"http://router"}
     assert set(picks(fleet, avoid=["http://router"])) == set(URLS)
+    assert set(picks(fleet, session="s")) < set(URLS)
+    fleet.router.keyed = True
+    assert set(picks(fleet, session="s")) == {"http://router"}
+    assert fleet.pick("s", (), direct=True) in URLS
     fleet.router.usable = False
     assert set(picks(fleet)) == set(URLS)
 

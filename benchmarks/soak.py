@@ -1,0 +1,178 @@
+"""Many requests through replicas that are killed again and again.
+
+Every request must be answered exactly once and rightly, and afterwards nothing may be
+left: no process, no listening port, no socket, no growing memory.
+
+    python benchmarks/soak.py [--requests 20000] [--kill-every 60] [--replicas 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.errors import SGLangError
+from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer, save_tiny_model
+
+BATCH = 200
+"""Requests of one call: what is in flight at once."""
+
+PROMPT_TOKENS = 12
+NEW_TOKENS = 4
+VOCABULARY = len(make_tiny_tokenizer())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--kill-every", type=float, default=60.0)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    before = measure()
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(save_tiny_model(folder))
+        with AsyncSGLang.from_pretrained(
+            path, device="cpu", num_replicas=arguments.replicas, max_restarts=1000
+        ) as engine:
+            report = soak(engine, arguments.requests, arguments.kill_every)
+    after = measure()
+    report["left_over"] = {
+        name: after[name] - before[name] for name in ("processes", "ports", "sockets")
+    }
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        for name, value in report.items():
+            print(f"{name:>24}: {value}")
+    wrong = report["wrong"] or report["errors"] or any(report["left_over"].values())
+    sys.exit(bool(wrong))
+
+
+def soak(engine: AsyncSGLang, requests: int, kill_every: float) -> dict[str, object]:
+    """Sends the requests, kills servers meanwhile, and returns what was seen."""
+    prompts = make_prompts(requests)
+    params = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
+    # What an undisturbed engine answers: greedy, so each prompt has one right answer.
+    distinct = sorted(set(map(tuple, prompts)))
+    answers = engine.generate(
+        input_ids=[list(prompt) for prompt in distinct], sampling_params=params
+    )
+    right = {p: a.token_ids for p, a in zip(distinct, answers, strict=True)}
+    done = threading.Event()
+    kills: Counter[str] = Counter()
+    killer = threading.Thread(target=kill, args=(engine, kill_every, done, kills))
+    killer.start()
+    start = time.monotonic()
+    memory = []
+    count, wrong, errors = 0, 0, []
+    for begin in range(0, requests, BATCH):
+        batch = prompts[begin : begin + BATCH]
+        try:
+            found = engine.generate(input_ids=batch, sampling_params=params)
+        except SGLangError as error:
+            errors.append(f"{type(error).__name__}: {error}"[:500])
+            continue
+        count += len(found)
+        wrong += sum(
+            answer.token_ids != right[tuple(prompt)]
+            for prompt, answer in zip(batch, found, strict=True)
+        )
+        memory.append(resident_megabytes())
+    seconds = time.monotonic() - start
+    done.set()
+    killer.join()
+    stats = engine.stats()
+    third = max(len(memory) // 3, 1)
+    return {
+        "requests": requests,
+        "answered": count,
+        "wrong": wrong,
+        "errors": errors,
+        "kills": dict(kills),
+        "restarts": stats.restarts,
+        "retries": stats.retries,
+        "seconds": round(seconds, 1),
+        "requests_per_second": round(count / seconds, 1),
+        "client_megabytes": [round(min(memory[:third])), round(min(memory[-third:]))],
+    }
+
+
+def make_prompts(count: int) -> list[list[int]]:
+    """Returns prompts of which a thousand are distinct."""
+    random.seed(0)
+    distinct = [
+        [random.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)]
+        for _ in range(1000)
+    ]
+    return [distinct[index % len(distinct)] for index in range(count)]
+
+
+def kill(
+    engine: AsyncSGLang, every: float, done: threading.Event, kills: Counter[str]
+) -> None:
+    """Kills a server that serves, every so many seconds."""
+    while not done.wait(every):
+        serving = [s.url for s in engine.stats().servers if s.state == "serving"]
+        if len(serving) < 2:
+            continue  # Nobody could take over its requests.
+        victim = random.choice(engine.servers)
+        if victim.url in serving:
+            os.kill(victim.pid, signal.SIGKILL)
+            kills[victim.url] += 1
+
+
+def resident_megabytes() -> float:
+    """Returns the memory that this process holds."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def measure() -> dict[str, int]:
+    """Returns what this process has open, and what runs below it."""
+    descriptors = Path("/proc/self/fd")
+    links = [os.readlink(fd) for fd in descriptors.iterdir() if fd.is_symlink()]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:")}
+    listening = 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        port = int(fields[1].split(":")[1], 16)
+        if fields[3] == "0A" and 20_000 <= port < 32_000:
+            listening += 1
+    return {
+        "processes": len(children(os.getpid())),
+        "ports": listening,
+        "sockets": len(inodes),
+    }
+
+
+def children(pid: int) -> list[int]:
+    """Returns every process below one."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue  # It ended meanwhile.
+            parents.setdefault(parent, []).append(int(entry.name))
+    found, rest = [], [pid]
+    while rest:
+        below = parents.get(rest.pop(), [])
+        found += below
+        rest += below
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""From one server's arguments to those of N alike: what must differ, differs.
+
+The result goes to :func:`~torchrl_sglang.backends.server.start_servers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl_sglang.backends.command import translate_vllm_names
+from torchrl_sglang.backends.devices import (
+    assign_devices,
+    devices_per_server,
+    visible_devices,
+)
+from torchrl_sglang.backends.plan import default_device
+from torchrl_sglang.errors import ConfigurationError
+
+__all__ = ["replica_specs"]
+
+COUNTED = ("random_seed", "seed", "port", "nccl_port", "grpc_port")
+"""Arguments that are given for the first server, and count up from there.
+
+With one seed, all servers would give the same answers to the same prompts.
+"""
+
+
+def replica_specs(
+    num_replicas: int,
+    spec: Mapping[str, Any],
+    *,
+    cuda_devices: Sequence[Any] | None = None,
+    available: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Returns the arguments of each of several servers of one model.
+
+    On CUDA, each gets GPUs of its own; see
+    :func:`~torchrl_sglang.backends.devices.assign_devices`. A seed or a port that is
+    given is that of the first server, and counts up.
+
+    Args:
+        num_replicas: how many servers there are.
+        spec: what they have in common, as :func:`make_sglang_server` takes it.
+        cuda_devices: the GPUs for all, or a group of them for each.
+        available: the visible GPUs. By default, those of this process.
+
+    Raises:
+        ConfigurationError: if there are too few GPUs, or an argument fits one server
+            only.
+
+    Examples:
+        >>> spec = {"model": "m", "device": "cuda", "num_devices": 2, "seed": 7}
+        >>> for own in replica_specs(2, spec, available="0123"):
+        ...     print(own["cuda_devices"], own["seed"])
+        ('0', '1') 7
+        ('2', '3') 8
+    """
+    if type(num_replicas) is not int or num_replicas < 1:
+        raise ConfigurationError(
+            f"num_replicas={num_replicas!r} is not a positive integer."
+        )
+    known = translate_vllm_names(
+        {name: value for name, value in spec.items() if name != "model"}
+    )
+    device = known.get("device") or default_device()
+    if num_replicas > 1:
+        _check_shared(known)
+    groups: Sequence[tuple[str, ...]] | None = None
+    if device == "cuda" and known.get("base_gpu_id") is None:
+        groups = assign_devices(
+            num_replicas,
+            devices_per_server(known),
+            cuda_devices=cuda_devices,
+            available=visible_devices() if available is None else available,
+        )
+    elif cuda_devices is not None:
+        raise ConfigurationError(
+            f"cuda_devices={cuda_devices!r} is for device='cuda' without base_gpu_id; "
+            f"leave it out."
+        )
+    specs = [_counted(spec, index) for index in range(num_replicas)]
+    for own, group in zip(specs, groups or (), strict=groups is not None):
+        own["cuda_devices"] = group
+    return specs
+
+
+def _check_shared(known: Mapping[str, Any]) -> None:
+    for name in ("base_gpu_id", "gpu_id_step", "nnodes", "node_rank"):
+        if known.get(name) is not None:
+            raise ConfigurationError(
+                f"{name}={known[name]!r} is for one server, and there are several; "
+                f"leave it out, or start each with make_sglang_server."
+            )
+
+
+def _counted(spec: Mapping[str, Any], index: int) -> dict[str, Any]:
+    return {
+        name: int(value) + index if name in COUNTED and value is not None else value
+        for name, value in spec.items()
+    }

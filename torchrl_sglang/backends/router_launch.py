@@ -1,0 +1,55 @@
+"""What the router's Python runs, in the environment of the engine.
+
+Run as a script, by that environment's interpreter::
+
+    python router_launch.py describe
+    python router_launch.py serve --config <file of arguments, in JSON>
+
+``describe`` prints, as JSON, which router is installed and what it takes; ``serve``
+routes until it is told to end.
+
+The router's own ``sglang_router.launch_router`` is not used: it imports all of SGLang,
+which takes seconds and fails on a CPU, its command line offers fewer policies than the
+router has, and it would show keys to every user of the machine. This file runs without
+the package around it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import fields
+from typing import Any
+
+
+def describe() -> dict[str, Any]:
+    """Returns the version, the argument names and the policies of the router."""
+    from sglang_router.router_args import RouterArgs
+    from sglang_router.sglang_router_rs import PolicyType
+    from sglang_router.version import __version__
+
+    names = [name for name in dir(PolicyType) if name[0].isupper()]
+    return {
+        "version": __version__,
+        "arguments": [field.name for field in fields(RouterArgs)],
+        # CacheAware -> cache_aware
+        "policies": [re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name in names],
+    }
+
+
+def serve(arguments: dict[str, Any]) -> None:
+    """Routes until the process is told to end."""
+    from sglang_router.router import Router
+    from sglang_router.router_args import RouterArgs
+
+    Router.from_args(RouterArgs(**arguments)).start()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "describe":
+        print(json.dumps(describe()))  # noqa: T201 - It is read by who started this.
+    else:
+        with open(sys.argv[-1]) as file:
+            found = json.load(file)
+        serve(json.loads(found["arguments"]))
