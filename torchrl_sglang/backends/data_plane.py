@@ -12,17 +12,18 @@ import asyncio
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
     Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
@@ -53,9 +54,10 @@ LATE_SECONDS = 0.5
 ABORT_SECONDS = 5.0
 """Budget for telling the servers that nobody waits for a request any more."""
 
-LEADER_SECONDS = 0.02
-"""So much later than the first of a group its others follow: then the router knows
-where the group's prefix is, and the server has it, or is at it."""
+PRIMED_TOKENS = 32
+"""A prompt of so many tokens that a batch has several times is computed once before its
+samples are sent: those that arrive together would each compute it, and a router that
+has not seen it yet would spread them."""
 
 Outcome = Completion | SGLangError
 """What becomes of a request."""
@@ -132,8 +134,10 @@ class DataPlane:
     def _begin_in_this_process(self) -> None:
         self._pid = os.getpid()
         self._turns = asyncio.Semaphore(self._max_in_flight)
-        # The ids that servers know the requests by that are under way -> the caller's.
+        # Our names of the requests that are under way -> the caller's.
         self._running: dict[str, str | None] = {}
+        # What the servers call them now.
+        self._sent_as: dict[str, str] = {}
         self._aborted: set[str] = set()
         self._sent = 0
         self._tidying: set[asyncio.Task[None]] = set()
@@ -173,12 +177,13 @@ class DataPlane:
                 outcomes[index] = outcome
             return _placed(outcomes)
         deadline = time.monotonic() + timeout
+        await self._prime(list(shared_prompts(requests).values()), cache_key, deadline)
         try:
             with self._registered([r.request_id for r in requests]) as rids:
                 async with self._turn(deadline):
                     return await self._with_retries(
-                        lambda url: self._post(
-                            url, requests, rids, cache_key, deadline
+                        lambda url, sent: self._post(
+                            url, requests, sent, cache_key, deadline
                         ),
                         None,
                         deadline,
@@ -223,17 +228,26 @@ class DataPlane:
         deadline = time.monotonic() + timeout
         turns = asyncio.Semaphore(limit or len(requests) or 1)
         with self._registered([r.request_id for r in requests]) as rids:
-            started: dict[tuple[int, ...], asyncio.Event] = {}
-            places = {}
-            for index, (request, rid) in enumerate(zip(requests, rids, strict=True)):
-                prompt = tuple(request.input_ids)
-                leader = started.get(prompt)
-                sent = started.setdefault(prompt, asyncio.Event())
-                one = self._one(
-                    request, rid, cache_key, deadline, request_timeout, turns, sent
+            primers = {
+                prompt: asyncio.ensure_future(
+                    self._prime([request], cache_key, deadline)
                 )
-                task = asyncio.ensure_future(_after(leader, one))
-                places[task] = index
+                for prompt, request in shared_prompts(requests).items()
+            }
+            places = {
+                asyncio.ensure_future(
+                    self._one(
+                        request,
+                        rid,
+                        cache_key,
+                        deadline,
+                        request_timeout,
+                        turns,
+                        primers.get(tuple(request.input_ids)),
+                    )
+                ): index
+                for index, (request, rid) in enumerate(zip(requests, rids, strict=True))
+            }
             pending = set(places)
             try:
                 while pending:
@@ -248,13 +262,15 @@ class DataPlane:
                             f"their turn until the budget of {timeout:.3g} s was used "
                             f"up. Others are under way; see max_in_flight."
                         )
-                    for task in done:
-                        yield places[task], _outcome(task, places[task])
+                    for finished in done:
+                        index = places[finished]
+                        yield index, _outcome(finished, index)
             finally:
-                for task in places:
+                every: list[asyncio.Task[Any]] = [*primers.values(), *places]
+                for task in every:
                     task.cancel()
                 # Errors of several items: one is raised, and the others are seen.
-                await asyncio.gather(*places, return_exceptions=True)
+                await asyncio.gather(*every, return_exceptions=True)
 
     @asynccontextmanager
     async def _turn(self, deadline: float) -> AsyncIterator[None]:
@@ -279,7 +295,7 @@ class DataPlane:
 
     @contextmanager
     def _registered(self, names: Sequence[str | None]) -> Iterator[list[str]]:
-        """Gives requests ids, by which they can be aborted meanwhile."""
+        """Gives requests names, by which they can be aborted meanwhile."""
         if self._pid != os.getpid():
             # What is under way in a fork's parent is nothing that the child waits for.
             self._begin_in_this_process()
@@ -292,6 +308,7 @@ class DataPlane:
         finally:
             for rid in rids:
                 del self._running[rid]
+                self._sent_as.pop(rid, None)
             self._aborted.difference_update(rids)
 
     async def _one(
@@ -302,16 +319,17 @@ class DataPlane:
         deadline: float,
         request_timeout: float | None,
         turns: asyncio.Semaphore,
-        sent: asyncio.Event,
+        primer: asyncio.Task[None] | None,
     ) -> Completion:
-        async with turns, self._turns:
-            sent.set()
+        if primer is not None:
+            await asyncio.shield(primer)
+        async with turns, self._turn(deadline):
             own = deadline
             if request_timeout is not None:
                 own = min(deadline, time.monotonic() + request_timeout)
             try:
                 (outcome,) = await self._with_retries(
-                    lambda url: self._post(url, [request], [rid], cache_key, own),
+                    lambda url, sent: self._post(url, [request], sent, cache_key, own),
                     request.session_id,
                     own,
                     [rid],
@@ -328,9 +346,39 @@ class DataPlane:
                 raise outcome
             return outcome
 
+    async def _prime(
+        self, requests: Sequence[GenerateRequest], cache_key: str, deadline: float
+    ) -> None:
+        """Has prompts computed that several requests share, and waits for it."""
+        if not requests:
+            return
+        prompts = [
+            replace(
+                request,
+                sampling_params={"max_new_tokens": 0},
+                return_log_probs=False,
+                top_log_probs=0,
+            )
+            for request in requests
+        ]
+        try:
+            with self._registered([p.request_id for p in prompts]) as rids:
+                async with self._turn(deadline):
+                    await self._with_retries(
+                        lambda url, sent: self._post(
+                            url, prompts, sent, cache_key, deadline, count=False
+                        ),
+                        prompts[0].session_id,
+                        deadline,
+                        rids,
+                    )
+        except SGLangError as error:
+            # The requests themselves will meet the same, and say so.
+            torchrl_logger.debug(f"Shared prompts were not computed ahead: {error}")
+
     async def _with_retries(
         self,
-        send: Callable[[str], Awaitable[T]],
+        send: Callable[[str, Sequence[str]], Awaitable[T]],
         session: str | None,
         deadline: float,
         rids: Sequence[str],
@@ -346,13 +394,16 @@ class DataPlane:
                     "The request was aborted before a server had it."
                 )
             url = self._targets.pick(session, failed, direct=direct)
+            # Each attempt has ids of its own: the one before it is being aborted.
+            sent = [f"{rid}-{attempt:03d}" for rid in rids]
+            self._sent_as.update(zip(rids, sent, strict=True))
             self._counters.in_flight += len(rids)
             self._sent += len(rids)
             try:
-                return await send(url)
+                return await send(url, sent)
             except (asyncio.CancelledError, ServerTimeoutError):
                 # Nobody waits for it any more, and the server need not either.
-                self._tidy_up(rids)
+                self._tidy_up(sent)
                 raise
             except ServerUnavailableError as error:
                 self._targets.failed(url)
@@ -366,7 +417,7 @@ class DataPlane:
                 self._counters.in_flight -= len(rids)
                 self._sent -= len(rids)
             # What broke the connection need not have ended the request.
-            self._tidy_up(rids)
+            self._tidy_up(sent)
             await asyncio.sleep(delay)
 
     async def _post(
@@ -376,6 +427,8 @@ class DataPlane:
         rids: Sequence[str],
         cache_key: str,
         deadline: float,
+        *,
+        count: bool = True,
     ) -> list[Outcome]:
         payload = to_payload(
             requests, self._capabilities, cache_key=cache_key, rids=rids
@@ -408,7 +461,8 @@ class DataPlane:
                 error.index = index
                 results.append(error)
             else:
-                self._counters.count(completion, len(request.input_ids))
+                if count:
+                    self._counters.count(completion, len(request.input_ids))
                 results.append(completion)
         return results
 
@@ -435,13 +489,13 @@ class DataPlane:
         """
         deadline = time.monotonic() + timeout
 
-        async def send(url: str) -> dict[str, Any]:
+        async def send(url: str, sent: Sequence[str]) -> dict[str, Any]:
             answer = await self._http.request(
                 "POST",
                 url + path,
-                {"rid": rids[0], **payload},
+                {"rid": sent[0], **payload},
                 timeout=max(deadline - time.monotonic(), 1e-3),
-                headers={ROUTING_KEY_HEADER: session or rids[0]},
+                headers={ROUTING_KEY_HEADER: session or sent[0]},
             )
             content = answer.raise_for_status().json()
             if not isinstance(content, dict):
@@ -472,7 +526,9 @@ class DataPlane:
         if request_ids is None:
             await self._tell_servers({"abort_all": True})
         else:
-            await self._tell_each(rids)
+            await self._tell_each(
+                [self._sent_as[r] for r in rids if r in self._sent_as]
+            )
         return len(rids)
 
     def _tidy_up(self, rids: Sequence[str]) -> None:
@@ -499,16 +555,28 @@ class DataPlane:
         await asyncio.gather(*(one(url) for url in self._targets.urls))
 
 
-async def _after(leader: asyncio.Event | None, one: Coroutine[Any, Any, T]) -> T:
-    """Runs a request after the first one with the same prompt was sent."""
-    try:
-        if leader is not None:
-            await leader.wait()
-            await asyncio.sleep(LEADER_SECONDS)
-    except BaseException:
-        one.close()
-        raise
-    return await one
+def shared_prompts(
+    requests: Sequence[GenerateRequest],
+) -> dict[tuple[int, ...], GenerateRequest]:
+    """Returns the first request of each prompt that is worth computing ahead. Pure.
+
+    Those that ask for the log-probabilities of their prompt compute it anyway.
+    """
+    prompts = [
+        tuple(request.input_ids)
+        for request in requests
+        if len(request.input_ids) >= PRIMED_TOKENS
+        and not request.return_prompt_log_probs
+    ]
+    counts = Counter(prompts)
+    found: dict[tuple[int, ...], GenerateRequest] = {}
+    if len(counts) == len(prompts):
+        return found
+    for request in requests:
+        prompt = tuple(request.input_ids)
+        if counts[prompt] > 1:
+            found.setdefault(prompt, request)
+    return found
 
 
 class _OwnBudgetError(ServerTimeoutError):

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchrl._utils import logger as torchrl_logger
+
 from torchrl_sglang.backends.fleet import Replica, RouterLike
 from torchrl_sglang.backends.replicas import replica_specs
 from torchrl_sglang.backends.router import make_sglang_router
@@ -88,7 +90,11 @@ def launch(what: Launch) -> Launched:
             own = spec.get("environment") or {}
             spec["environment"] = {"OMP_NUM_THREADS": str(threads), **own}
     servers = start_servers(
-        specs, start_timeout=what.start_timeout, parallel=what.parallel
+        specs,
+        start_timeout=what.start_timeout,
+        parallel=what.parallel,
+        # One server is quiet about what comes next: the engine is there, or an error.
+        progress=torchrl_logger.debug if what.num_replicas == 1 else None,
     )
     try:
         replicas = [

@@ -95,8 +95,9 @@ ROUTER_ARGUMENTS: Mapping[str, Any] = {
     # share their beginning, such as a system prompt, are spread out. With the router's
     # own values (0.3, 64, 1.5), 32 of the latter all go to one of two servers.
     "cache_threshold": 0.7,
-    "balance_abs_threshold": 8,
-    "balance_rel_threshold": 1.1,
+    # A burst of groups is not torn apart because one server is a few groups ahead.
+    "balance_abs_threshold": 64,
+    "balance_rel_threshold": 1.5,
     # New keys of the policy "manual" go where the fewest are; with "random", most of a
     # few sessions can be on one server.
     "assignment_mode": "min_group",

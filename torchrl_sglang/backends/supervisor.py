@@ -193,14 +193,14 @@ class Supervisor:
             replica.state = "lost"
             torchrl_logger.warning(
                 f"The server at {replica.url} was started again {replica.restarts} "
-                f"times and has ended again; it is given up. {replica.reason}"
+                f"times and has ended again; it is given up. {_first_line(replica)}"
             )
             return
         replica.restarts += 1
         self._starting.add(replica.url)
         torchrl_logger.warning(
             f"The server at {replica.url} is started again ({replica.restarts} of "
-            f"{self._max_restarts}). {replica.reason}"
+            f"{self._max_restarts}). {_first_line(replica)}"
         )
         future = self._threads.submit(_restart, replica)
         reference = weakref.ref(fleet)
@@ -220,6 +220,10 @@ class Supervisor:
             self.wake()
 
         future.add_done_callback(done)
+
+
+def _first_line(replica: Replica) -> str:
+    return replica.reason.partition("\n")[0]
 
 
 def _restart_router(fleet: Fleet, urls: list[str]) -> Any:

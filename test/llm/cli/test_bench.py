@@ -1,0 +1,194 @@
+"""Measuring, on the test session's server."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from torchrl_sglang.cli import main
+from torchrl_sglang.cli.bench import plan
+from torchrl_sglang.cli.bench.generation import (
+    Latency,
+    Load,
+    Percentiles,
+    Throughput,
+    check_fits,
+    make_prompts,
+    measure_throughput,
+    percentile,
+)
+from torchrl_sglang.cli.bench.shapes import BUILT_IN, SHAPES, save_model
+from torchrl_sglang.cli.bench.tables import Report, to_json, to_lines
+from torchrl_sglang.cli.bench.transfer import Transfer, plain_gloo
+from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
+
+SMALL = ["--prompts=6", "--prompt-tokens=8", "--new-tokens=4", "--repeats=2"]
+
+
+def bench(capsys, *words: str) -> dict:
+    assert main(["bench", *words, *SMALL, "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["reports"]
+    return report
+
+
+def test_throughput_of_a_running_server(engine, capsys):
+    report = bench(capsys, "throughput", "--url", engine.server_url)
+    found = report["throughput"]
+    assert found["raw"] > 0
+    assert found["ratio"] == pytest.approx(found["engine"] / found["raw"])
+    assert report["latency"] is None
+    assert report["weights"] is None
+    assert report["sglang"] == engine.capabilities.version
+    assert report["device"] == "cpu"
+    assert engine.health()
+
+
+@pytest.mark.parametrize("callers", [1, 4, 9])
+def test_latency_of_a_running_server(engine, capsys, callers):
+    words = ("latency", "--url", engine.server_url, "--concurrency", str(callers))
+    found = bench(capsys, *words)["latency"]
+    # All prompts of both rounds that count, and none twice.
+    assert found["requests"] == 12
+    for client in ("raw", "engine"):
+        assert 0 < found[client]["p50"] <= found[client]["p90"] <= found[client]["p99"]
+
+
+def test_throughput_with_more_callers_than_prompts(engine, capsys):
+    words = ("throughput", "--url", engine.server_url, "--concurrency", "9")
+    assert bench(capsys, *words)["throughput"]["engine"] > 0
+
+
+def test_weights_are_replaced_on_request(restored_engine, capsys):
+    words = ("weights", "--url", restored_engine.server_url, "--replace-weights")
+    found = bench(capsys, *words)["weights"]
+    assert found["num_tensors"] == len(restored_engine.get_model_metadata())
+    assert 0 < found["send"] <= found["update"]
+    assert found["gb_per_second"] == pytest.approx(
+        found["num_bytes"] / found["send"] / 1e9
+    )
+
+
+def test_weights_are_spared(engine, capsys):
+    before = engine.generate(input_ids=[[5, 6]], sampling_params={"temperature": 0})
+    assert main(["bench", "all", "--url", engine.server_url, *SMALL]) == 0
+    shown = capsys.readouterr()
+    assert "Weights are left out" in shown.err
+    assert "throughput: 6 prompts of 8 prompt tokens" in shown.out
+    assert "latency: 12 requests" in shown.out
+    assert "weights" not in shown.out
+    after = engine.generate(input_ids=[[5, 6]], sampling_params={"temperature": 0})
+    assert after[0].token_ids == before[0].token_ids
+
+
+def test_what_does_not_fit_is_refused(engine, capsys):
+    words = ["bench", "latency", "--url", engine.server_url, "--new-tokens", "2048"]
+    assert main(words) == 2
+    assert "do not fit into the 2048 tokens" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match="prompt-tokens"):
+        check_fits(engine, Load(prompt_tokens=2047, new_tokens=1, prompts=1))
+
+
+@pytest.mark.slow
+def test_a_server_of_its_own(capsys):
+    words = ("all", "tiny", "--device", "cpu", "--context-length", "64")
+    report = bench(capsys, *words)
+    assert report["model"] == "tiny"
+    assert report["servers"] == 1
+    assert all(report[name] for name in ("throughput", "latency", "weights"))
+
+
+def test_prompts_are_of_the_served_vocabulary(engine):
+    load = Load(prompts=20, prompt_tokens=50)
+    prompts = make_prompts(engine, load, random.Random(0))
+    assert [len(prompt) for prompt in prompts] == [50] * 20
+    assert max(map(max, prompts)) == engine.capabilities.vocab_size - 1
+    assert min(map(min, prompts)) == 5
+
+
+def test_the_raw_client_fails_like_the_engine(engine):
+    nowhere = SimpleNamespace(
+        capabilities=engine.capabilities,
+        control=engine.control,
+        server_url="http://127.0.0.1:1",
+    )
+    with pytest.raises(ServerUnavailableError, match="raw client"):
+        measure_throughput(nowhere, Load(prompts=1, repeats=1))
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [
+        ([1.0], 50, 1.0),
+        ([1.0], 99, 1.0),
+        ([3.0, 1.0, 2.0], 50, 2.0),
+        ([float(n) for n in range(1, 101)], 50, 50.0),
+        ([float(n) for n in range(1, 101)], 90, 90.0),
+        ([float(n) for n in range(1, 101)], 99, 99.0),
+        ([float(n) for n in range(1, 102)], 99, 100.0),
+    ],
+)
+def test_percentile(values, percent, expected):
+    assert percentile(values, percent) == expected
+
+
+def test_plan():
+    assert plan(("weights",), None, runs=False) == [("35m", ("weights",))]
+    assert plan(("latency",), None, runs=True) == [(None, ("latency",))]
+    assert plan(("latency", "weights"), "m", runs=False) == [
+        ("m", ("latency", "weights"))
+    ]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_models(tmp_path, name):
+    from transformers import AutoConfig, AutoTokenizer
+
+    path, needed = save_model(name, tmp_path, half=True)
+    assert needed == ({"load_format": "dummy"} if name in SHAPES else {})
+    assert str(AutoConfig.from_pretrained(path).dtype) == "torch.bfloat16"
+    assert AutoTokenizer.from_pretrained(path).chat_template
+
+
+def test_the_limit_leaves_no_process():
+    assert plain_gloo(1000, 2) > 0
+
+
+def test_tables():
+    row = Percentiles(p50=0.1, p90=0.2, p99=0.3)
+    report = Report(
+        model="m",
+        sglang="1",
+        torch="2",
+        device="cpu",
+        cores=1,
+        servers=2,
+        load=Load(prompts=1),
+        throughput=Throughput(raw=2000.0, engine=1900.0),
+        latency=Latency(raw=row, engine=row, requests=3),
+        weights=Transfer(
+            num_bytes=10**9,
+            num_tensors=9,
+            num_buckets=1,
+            limit=0.5,
+            send=1.0,
+            update=2.0,
+        ),
+    )
+    text = "\n".join(to_lines(report))
+    for words in (
+        "m: SGLang 1 on cpu, 2 servers, torch 2, 1 core\n",
+        "throughput: 1 prompt of",
+        "1,900 tokens/s, 0.950 of the raw client",
+        "100.00     200.00     300.00",
+        "1.000 GB in 9 tensors and 1 bucket\n",
+        "2.0000 s     0.50 GB/s  0.250 of the limit",
+    ):
+        assert words in text
+    values = to_json(report)
+    json.dumps(values)
+    assert values["weights"]["ratio"] == 0.25
+    assert values["weights"]["gb_per_second"] == 1.0
+    assert values["latency"]["ratio"] == 1.0

@@ -1,0 +1,162 @@
+"""Finding out, on this machine and on folders made for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from torchrl_sglang.backends import cpu
+from torchrl_sglang.cli import main
+from torchrl_sglang.cli.doctor.gather import (
+    find_processes,
+    gather,
+    parse_requirements,
+    read_requirements,
+)
+from torchrl_sglang.cli.doctor.gather_engine import gather_engine
+from torchrl_sglang.cli.doctor.gather_model import gather_model
+
+
+def test_this_machine_can_run_the_tests(tiny_model_path, capsys):
+    status = main(["doctor", "--model", tiny_model_path, "--device", "cpu", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    problems = [row for row in found["findings"] if row["level"] == "problem"]
+    assert problems == []
+    assert found["ok"] is True
+    assert status == 0
+    checks = {row["check"] for row in found["findings"]}
+    assert {"python", "torch", "engine", "nccl", "ports", "servers", "model"} <= checks
+
+
+def test_a_problem_is_an_exit_status(tmp_path, capsys):
+    python = str(tmp_path / "none")
+    assert main(["doctor", "--python", python, "--device", "cpu"]) == 1
+    shown = capsys.readouterr()
+    (line,) = [row for row in shown.out.splitlines() if row.startswith("problem")]
+    assert python in line
+    assert "--python" in line
+    assert "1 problems" in shown.err
+
+
+def test_facts_of_this_machine(tiny_model_path):
+    facts = gather(model=tiny_model_path, device="cpu")
+    assert facts.trainer.python == ".".join(map(str, sys.version_info[:3]))
+    assert facts.trainer.broken == {}
+    assert set(facts.trainer.packages) == set(facts.trainer.requirements)
+    assert facts.engine.packages["sglang"] == cpu.DEFAULT_VERSION
+    assert facts.engine.python == str(cpu.engine_python())
+    assert 0 < facts.system.ports_free <= facts.system.ports_tried
+    assert "lo" in facts.system.interfaces
+    assert facts.system.cores == len(os.sched_getaffinity(0))
+    assert facts.model is not None
+    assert facts.model.weight_bytes > 0
+
+
+def test_variables_that_matter(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("no_proxy", "x")
+    monkeypatch.setenv("NCCLX", "1")
+    found = gather(device="cpu").system.environment
+    assert found["NCCL_P2P_DISABLE"] == "1"
+    assert found["no_proxy"] == "x"
+    assert "NCCLX" not in found
+    assert "PATH" not in found
+
+
+def test_requirements_are_those_of_the_project():
+    python, packages, engine = read_requirements()
+    assert python == ">=3.11,<3.13"
+    assert packages["torch"] == ">=2.11,<3"
+    assert "pytest" not in packages
+    assert engine.startswith(">=0.5.15")
+    assert parse_requirements(["a", "b [x] >=1", "c-d==2"]) == {
+        "a": "",
+        "b": ">=1",
+        "c-d": "==2",
+    }
+
+
+def test_an_engine_is_found_by_its_interpreter():
+    found = gather_engine("cuda", str(cpu.engine_python()), required=">=0.5")
+    assert found.packages["sglang"] == cpu.DEFAULT_VERSION
+    assert found.generations == ()
+    assert gather_engine("cuda", None, required="").python == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [("echo no packages", "cannot be asked"), ("echo broken >&2; exit 3", "broken")],
+)
+def test_an_interpreter_that_is_none(tmp_path, script, message):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    found = gather_engine("cuda", str(program), required="")
+    assert found.error is not None
+    assert message in found.error
+
+
+def test_servers_of_a_test_are_in_use(engine):
+    found = list(find_processes())
+    pids = {process.pid: process for process in found}
+    (server,) = engine.servers
+    assert pids[server.pid].kind == "watchdog"
+    below = [process for process in found if process.parent == server.pid]
+    assert [process.kind for process in below] == ["server"]
+
+
+def test_a_server_that_nobody_looks_after():
+    code = "import sys; sys.stdin.read()"
+    words = [sys.executable, "-c", code, "sglang.launch_server"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+        (found,) = (each for each in find_processes() if each.pid == process.pid)
+        process.communicate()
+    assert (found.kind, found.parent) == ("server", 0)
+
+
+def test_a_model_folder(tiny_model_path):
+    found = gather_model(tiny_model_path)
+    assert found.folder == tiny_model_path
+    assert found.model_type == "qwen2"
+    assert found.dtype == "float32"
+    assert found.has_tokenizer
+    assert found.has_chat_template
+    assert not found.missing_files
+    assert not found.pointer_files
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_folder_that_is_no_model(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert gather_model(str(tmp_path)).config_error
+
+
+def test_a_model_that_is_not_whole(tmp_path):
+    config = {"model_type": "x", "text_config": {"dtype": "bfloat16"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight_map = {"a": "1.safetensors", "b": "2.safetensors"}
+    index = {"weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    (tmp_path / "1.safetensors").write_text(pointer)
+    found = gather_model(str(tmp_path))
+    assert found.dtype == "bfloat16"
+    assert found.missing_files == ("2.safetensors",)
+    assert found.pointer_files == ("1.safetensors",)
+    assert not found.has_tokenizer
+    assert not found.has_chat_template
+    (tmp_path / "2.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "chat_template.jinja").write_text("x")
+    found = gather_model(str(tmp_path))
+    assert found.missing_files == ()
+    assert found.has_chat_template
+
+
+@pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "not a name at all"])
+def test_a_model_that_is_not_here(name):
+    assert gather_model(name).folder is None

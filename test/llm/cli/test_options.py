@@ -1,0 +1,231 @@
+"""What is read from a command line, and what is said about a mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from torchrl_sglang.backends import cpu
+from torchrl_sglang.backends.server_flags import find_flags
+from torchrl_sglang.backends.vllm_arguments import ARGUMENTS
+from torchrl_sglang.cli import main, make_parser
+from torchrl_sglang.cli.options import (
+    KEY_VARIABLE,
+    engine_arguments,
+    read_key,
+    split,
+    start_arguments,
+)
+from torchrl_sglang.cli.parser import nearest
+from torchrl_sglang.errors import ConfigurationError
+
+OWN = {"--json": False, "--port": True, "--num-replicas": True, "-h": False}
+
+
+def parse(*words: str):
+    return make_parser().parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "engine"),
+    [
+        ("m", "m", ""),
+        ("m --json --tp-size 2", "m --json", "--tp-size 2"),
+        ("m --tp-size 2 --json", "m --json", "--tp-size 2"),
+        ("--json m --tp-size 2", "--json m", "--tp-size 2"),
+        ("m --tp-size=2 --port 7", "m --port 7", "--tp-size=2"),
+        ("--port=7 m", "--port=7 m", ""),
+        ("--port 7 m --a --b", "--port 7 m", "--a --b"),
+        ("m --graph-bs 1 2 4 --json", "m --json", "--graph-bs 1 2 4"),
+        ("m --limit -1", "m", "--limit -1"),
+        # A value that looks like an option, where an own option is due one.
+        ("m --port --json", "m --port --json", ""),
+        ("--tp-size 2 m", "", "--tp-size 2 m"),
+        ("m --a -x", "m -x", "--a"),
+        ("m -h --a", "m -h", "--a"),
+    ],
+)
+def test_split(words, own, engine):
+    assert split(words.split(), OWN) == (own.split(), engine.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("", {}),
+        ("--tp-size 2", {"tp_size": 2}),
+        ("--tp_size=2", {"tp_size": 2}),
+        ("--mem-fraction-static 0.8", {"mem_fraction_static": 0.8}),
+        ("--disable-radix-cache", {"disable_radix_cache": True}),
+        ("--enable-prefix-caching false", {"enable_prefix_caching": False}),
+        ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--no-repeat 3", {"no_repeat": 3}),
+        ("--cuda-graph-bs 1 2", {"cuda_graph_bs": [1, 2]}),
+        ("--grammar-backend none", {"grammar_backend": "none"}),
+        ("--revision 1.10", {"revision": "1.10"}),
+        ("--name 007", {"name": "007"}),
+        ("--limit -1", {"limit": -1}),
+        ('--override {"a":1}', {"override": {"a": 1}}),
+        ("--template {{x}}", {"template": "{{x}}"}),
+        ("--empty=", {"empty": ""}),
+    ],
+)
+def test_engine_arguments(words, arguments):
+    found = engine_arguments(words.split(), OWN)
+    assert found == arguments
+    assert [*map(type, found.values())] == [*map(type, arguments.values())]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tp-size 2 --tp_size 4", "given twice"),
+        ("--num-replica 2", "did you mean --num-replicas?"),
+        ("--num_replcas 2", "did you mean --num-replicas?"),
+        ("--api-key k", "--api-key-file FILE, or set TORCHRL_SGLANG_API_KEY"),
+        ("--api_key=k", "read by every user"),
+        ("--admin-api-key k", "read by every user"),
+    ],
+)
+def test_engine_arguments_that_are_wrong(words, message):
+    with pytest.raises(ConfigurationError) as caught:
+        engine_arguments(words.split(), OWN)
+    assert message in str(caught.value)
+    assert " k" not in str(caught.value).replace(" key", "")
+
+
+@pytest.mark.parametrize("command", [("serve", "m"), ("bench", "all")])
+def test_every_argument_of_sglang_can_be_given(command):
+    """No name of SGLang's or vLLM's is taken for a mistake in one of ours."""
+    own = parse(*command).own_options
+    flags = find_flags(str(cpu.engine_python()), cpu.engine_environment())
+    assert flags is not None
+    for name in {*flags, *ARGUMENTS} - {"api_key", "admin_api_key"}:
+        flag = "--" + name.replace("_", "-")
+        if flag not in own and "password" not in name:
+            assert engine_arguments([flag], own)
+
+
+def test_own_options_are_options_of_from_pretrained(monkeypatch, tmp_path):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert start_arguments(parse("serve", "m")) == {"num_replicas": 1}
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    words = (
+        "serve m --num-replicas 2 --device cpu --cuda-devices 2,GPU-5f --python p "
+        "--start-timeout 9 --tp-size 2 --router-policy none --max-restarts 0"
+    )
+    found = parse(*words.split(), "--api-key-file", str(key))
+    assert start_arguments(found) == {
+        "num_replicas": 2,
+        "device": "cpu",
+        "cuda_devices": [2, "GPU-5f"],
+        "python": "p",
+        "start_timeout": 9.0,
+        "api_key": "secret",
+        "router_policy": None,
+        "tp_size": 2,
+        "max_restarts": 0,
+    }
+
+
+def test_the_key_comes_from_the_file_or_else_from_the_environment(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("of the file\n")
+    assert read_key(None, {}) is None
+    assert read_key(None, {KEY_VARIABLE: ""}) is None
+    assert read_key(None, {KEY_VARIABLE: "k"}) == "k"
+    assert read_key(str(file), {KEY_VARIABLE: "k"}) == "of the file"
+    file.write_text("\n")
+    for name in (file, tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigurationError, match="key"):
+            read_key(str(name), {KEY_VARIABLE: "k"})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("sevre m", "did you mean 'serve'?"),
+        ("quux", "choose from serve, doctor, bench"),
+        ("--jason", "did you mean"),
+        ("serve", "required: MODEL."),
+        ("serve --tp-size 2 m", "Write it before the server's own options"),
+        ("serve m --device cdua", "did you mean 'cuda'?"),
+        ("serve m --port x", "invalid int value"),
+        ("serve m --cuda-devices ,", "names no GPU"),
+        ("serve m n", "'n' is not understood"),
+        ("serve m -x", "'-x' is not understood"),
+        ("doctor --modle m", "did you mean --model?"),
+        ("doctor --mod=m", "did you mean --model?"),
+        ("bench", "required: MEASUREMENT"),
+        ("bench thruput", "did you mean 'throughput'?"),
+        ("bench all --repeats 0", "'0' is not a positive integer"),
+    ],
+)
+def test_mistakes_are_answered_with_what_is_right(words, message, capsys):
+    if words == "--jason":
+        message = "required: COMMAND"
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("serve m --num-replica 2", "--num-replicas"),
+        ("serve m --api-key k", "--api-key-file"),
+        ("serve m --device cpu --contxt-length 9", "context_length"),
+        ("serve /nowhere/at/all --device cpu", "There is no model folder"),
+        ("serve m --device cpu --host 0.0.0.0", "api_key"),
+        ("bench weights --url http://127.0.0.1:1", "--replace-weights"),
+        ("bench latency --url http://127.0.0.1:1 --device cpu", "--device is for"),
+        ("bench latency --url http://127.0.0.1:1 --tp-size 2", "--tp-size is for"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(words, message, capsys, monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert main(words.split()) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+    assert main([*words.split(), "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_nobody_there_is_a_failure(capsys):
+    assert main(["bench", "latency", "--url", "http://127.0.0.1:1"]) == 1
+    assert "Check that the server is running" in capsys.readouterr().err
+
+
+def test_nearest():
+    names = ["throughput", "latency"]
+    assert nearest("latncy", names) == "latency"
+    assert nearest("t", names) == "throughput"
+    assert nearest("", names) is None
+    assert nearest("xyz", names) is None
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["doctor"], ["bench"]])
+def test_help_is_there_at_once(command):
+    code = (
+        "import sys\n"
+        "from torchrl_sglang.cli import main\n"
+        "try:\n"
+        f"    main([*{command}, '--help'])\n"
+        "finally:\n"
+        "    assert not {'torch', 'aiohttp', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: python -m torchrl_sglang" in done.stdout
+
+
+def test_no_command_shows_the_commands(capsys):
+    assert main([]) == 2
+    assert "bench" in capsys.readouterr().err

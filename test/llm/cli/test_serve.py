@@ -1,0 +1,209 @@
+"""Serving, in a process of its own, with a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.watchdog import children_by_parent, descendants, is_alive
+from torchrl_sglang.cli import main
+
+COMMAND = [sys.executable, "-m", "torchrl_sglang", "serve"]
+BUDGET_SECONDS = 100.0
+
+
+def start(*words: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def serving(*words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = start(*words, **environment)
+    try:
+        yield process
+    finally:
+        # Its servers see that it is gone, whatever a test has left of it.
+        process.kill()
+        process.communicate()
+
+
+def wait_until(happened, seconds: float = BUDGET_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def answers(url: str) -> bool:
+    try:
+        AsyncSGLang.connect(url)
+    except ConnectionError:
+        return False
+    return True
+
+
+def is_server(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"launch.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def end(process: subprocess.Popen[str], number: int) -> tuple[str, str]:
+    """Sends a signal, and returns output and errors once no process is left."""
+    tree = descendants(process.pid)
+    process.send_signal(number)
+    shown = process.communicate(timeout=60)
+    wait_until(lambda: not any(map(is_alive, tree)), 10)
+    return shown
+
+
+@pytest.mark.slow
+def test_serving_until_sigint(tiny_model_path, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("of-the-file\n")
+    with serving(
+        tiny_model_path,
+        "--device=cpu",
+        "--json",
+        "--max-model-len",
+        "256",
+        "--api-key-file",
+        str(key),
+        TORCHRL_SGLANG_API_KEY="of-the-environment",
+    ) as process:
+        about = json.loads(process.stdout.readline())
+        assert about["pid"] == process.pid
+        assert about["urls"] == [about["url"]]
+        assert about["router_url"] is None
+        assert about["model"] == tiny_model_path
+        assert about["weight_version"] == "default"
+        for pid in (process.pid, *descendants(process.pid)):
+            assert b"of-the-file" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        with AsyncSGLang.connect(about["url"], api_key="of-the-file") as engine:
+            assert engine.capabilities.max_context == 256
+            assert engine.capabilities.version == about["version"]
+            assert engine.generate(input_ids=[[5, 6]])[0].token_ids
+        out, errors = end(process, signal.SIGINT)
+        assert process.returncode == 0, errors
+        assert out == ""
+        assert "Traceback" not in errors
+        assert not answers(about["url"])
+
+
+@pytest.mark.slow
+def test_serving_until_sigterm_prints_the_address_alone(tiny_model_path):
+    with serving(tiny_model_path, "--device", "cpu") as process:
+        url = process.stdout.readline().strip()
+        assert answers(url)
+        out, errors = end(process, signal.SIGTERM)
+        assert process.returncode == 0, errors
+        assert out == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_that_is_interrupted_leaves_nothing(tiny_model_path, number):
+    with serving(tiny_model_path, "--device", "cpu") as process:
+        wait_until(lambda: any(map(is_server, descendants(process.pid))))
+        out, errors = end(process, number)
+        assert process.returncode == 128 + number
+        assert out == ""
+        assert errors.rstrip().endswith("interrupted.")
+        assert "Traceback" not in errors
+
+
+def test_an_interrupt_before_anything_was_started(tiny_model_path):
+    with serving(tiny_model_path, "--device", "cpu") as process:
+        # The command runs, and has not come to the server yet.
+        assert "Starting" in process.stderr.readline()
+        _, errors = end(process, signal.SIGINT)
+        assert process.returncode == 128 + signal.SIGINT, errors
+        assert "Traceback" not in errors
+
+
+def test_a_start_that_fails_is_told_in_words(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    # Its log is kept, where the test's other files are.
+    process = start(str(tmp_path), "--device", "cpu", TMPDIR=str(tmp_path))
+    out, errors = process.communicate(timeout=BUDGET_SECONDS)
+    assert process.returncode == 1
+    assert out == ""
+    assert "ended with status" in errors
+    assert "The end of its log" in errors
+    # The server's own traceback is the end of its log; there is none of ours.
+    assert "torchrl_sglang/cli" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_several_servers_behind_a_router(tiny_model_path, capsys):
+    with serving(tiny_model_path, "--device=cpu", "--num-replicas=2") as process:
+        router, *urls = [process.stdout.readline().strip() for _ in range(3)]
+        assert len({router, *urls}) == 3
+        with AsyncSGLang.connect(router_url=router) as engine:
+            assert set(engine.control.urls) == set(urls)
+            assert engine.generate(input_ids=[[5, 6]])[0].token_ids
+        words = ["--prompts=6", "--prompt-tokens=8", "--new-tokens=4", "--repeats=1"]
+        bench = ["bench", "throughput", *words, "--json"]
+        for where in (["--router-url", router], [f"--url={url}" for url in urls]):
+            assert main([*bench, *where]) == 0
+            (report,) = json.loads(capsys.readouterr().out)["reports"]
+            assert report["servers"] == 2
+            assert report["throughput"]["ratio"] > 0
+        end(process, signal.SIGINT)
+        assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_server_that_is_lost_ends_the_command(tiny_model_path, tmp_path):
+    words = ("--device=cpu", "--max-restarts=0")
+    with serving(tiny_model_path, *words, TMPDIR=str(tmp_path)) as process:
+        assert process.stdout.readline()
+        (server,) = filter(is_server, children_by_parent()[watchdog_of(process)])
+        os.kill(server, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "No server runs any more" in errors
+
+
+def watchdog_of(process: subprocess.Popen[str]) -> int:
+    (pid,) = children_by_parent()[process.pid]
+    return pid
+
+
+@pytest.mark.slow
+def test_a_measurement_that_is_interrupted_leaves_nothing(tmp_path):
+    words = ("throughput", "tiny", "--device=cpu", "--prompts=999", "--new-tokens=999")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchrl_sglang", "bench", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    try:
+        while "Measuring" not in process.stderr.readline():
+            assert process.poll() is None
+        _, errors = end(process, signal.SIGINT)
+        assert process.returncode == 128 + signal.SIGINT
+        assert "Traceback" not in errors
+        assert list(tmp_path.glob("torchrl_sglang*")) == []
+    finally:
+        process.kill()
+        process.communicate()

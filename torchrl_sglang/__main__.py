@@ -1,0 +1,14 @@
+"""``python -m torchrl_sglang``: see :mod:`torchrl_sglang.cli`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from torchrl_sglang.cli import main
+
+if __name__ == "__main__":
+    # Standard output is for results; TorchRL's logger, made when it is imported, would
+    # write there too.
+    os.environ["TORCHRL_CONSOLE_STREAM"] = "stderr"
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""``serve``: an engine as a process of its own, for whoever connects to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torchrl_sglang.cli.interrupts import Interrupted, uninterrupted
+from torchrl_sglang.cli.options import add_start_options, start_arguments
+from torchrl_sglang.cli.parser import Parser
+from torchrl_sglang.errors import ServerDiedError
+
+if TYPE_CHECKING:
+    from torchrl_sglang.backends.async_sglang import AsyncSGLang
+
+__all__ = ["add_command"]
+
+POLL_SECONDS = 1.0
+"""How often the servers are looked at while they are served."""
+
+DESCRIPTION = """\
+Starts SGLang servers for MODEL and keeps them until SIGINT (Ctrl-C) or SIGTERM.
+
+When they are ready, their addresses are printed on standard output, one on a line, and
+before them that of the router, where there are several. Connect to one server with
+AsyncSGLang.connect(URL), and to several with AsyncSGLang.connect(router_url=URL)."""
+
+EPILOG = """\
+Every other --name value is an argument of SGLang's server, under its own name or
+vLLM's, like --mem-fraction-static 0.8, --tensor-parallel-size 2 or
+--disable-radix-cache. Arguments of AsyncSGLang.from_pretrained can be given in the same
+way, like --max-restarts 0. MODEL stands before them.
+
+examples:
+  python -m torchrl_sglang serve Qwen/Qwen2.5-0.5B --context-length 4096
+  python -m torchrl_sglang serve ./model --device cpu --port 30000 --json"""
+
+
+def add_command(commands: Any) -> Parser:
+    """Adds the command to those of a parser, and returns its own."""
+    parser: Parser = commands.add_parser(
+        "serve",
+        help="start servers for a model, and keep them until interrupted",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        engine_options=True,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder or hub name of the model"
+    )
+    add_start_options(parser)
+    parser.add_argument(
+        "--host",
+        help="address to listen on (default: 127.0.0.1, which this machine alone "
+        "reaches; any other one needs a key)",
+    )
+    parser.add_argument(
+        "--port", type=int, help="port to listen on (default: one that is free)"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one line with a JSON object instead: url, urls, router_url, "
+        "model, version, weight_version and pid",
+    )
+    parser.set_defaults(run=run, own_options=tuple(parser.own_options()))
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until interrupted."""
+    options = start_arguments(arguments)
+    for name in ("host", "port"):
+        if (value := getattr(arguments, name)) is not None:
+            options[name] = value
+    print(f"Starting SGLang for {arguments.model} ...", file=sys.stderr, flush=True)
+    from torchrl_sglang.backends.async_sglang import AsyncSGLang
+
+    engine = AsyncSGLang.from_pretrained(arguments.model, **options)
+    try:
+        announce(engine, as_json=arguments.json)
+        print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
+        wait(engine)
+    except Interrupted:
+        print("Stopping.", file=sys.stderr, flush=True)
+    finally:
+        with uninterrupted():
+            engine.shutdown()
+    return 0
+
+
+def announce(engine: AsyncSGLang, *, as_json: bool) -> None:
+    """Prints where the engine is."""
+    urls = list(engine.control.urls)
+    # Requests go to the router, where there is one, and else to the servers.
+    router = None if engine.server_url in urls else engine.server_url
+    if as_json:
+        about = {
+            "url": engine.server_url,
+            "urls": urls,
+            "router_url": router,
+            "model": engine.capabilities.model_path,
+            "version": engine.capabilities.version,
+            "weight_version": engine.weight_version,
+            "pid": os.getpid(),
+        }
+        print(json.dumps(about), flush=True)
+        return
+    for url in ([] if router is None else [router]) + urls:
+        print(url, flush=True)
+
+
+def wait(engine: AsyncSGLang) -> NoReturn:
+    """Ends with an interrupt, or when no server can be started again.
+
+    Raises:
+        ServerDiedError: if all servers are lost.
+    """
+    while True:
+        time.sleep(POLL_SECONDS)
+        if any(server.state != "dead" for server in engine.servers):
+            continue
+        servers = engine.stats().servers
+        if all(server.state == "lost" for server in servers):
+            reasons = "\n".join(server.reason for server in servers)
+            raise ServerDiedError(f"No server runs any more. {reasons}")
