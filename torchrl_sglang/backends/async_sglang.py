@@ -19,6 +19,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
@@ -49,7 +50,7 @@ from torchrl_sglang.backends.retries import RetryPolicy
 from torchrl_sglang.backends.router import ask_router
 from torchrl_sglang.backends.server import START_TIMEOUT_SECONDS, find_free_port
 from torchrl_sglang.backends.stats import Counters
-from torchrl_sglang.backends.supervisor import Supervisor
+from torchrl_sglang.backends.supervisor import PROGRESS_SECONDS, Supervisor
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -69,11 +70,41 @@ __all__ = ["AsyncSGLang"]
 MAX_IN_FLIGHT = 2048
 """Default for the most requests of one engine that are under way at once."""
 
+MAX_ATTEMPTS = RetryPolicy().attempts
+"""Default for how often a request is sent at the most."""
+
 MAX_RESTARTS = 3
 """Default for how often a server that ended is started again."""
 
 STATS_TIMEOUT_SECONDS = 5.0
 """Budget for a server to say what it is doing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How an engine behaves; see :meth:`AsyncSGLang.from_pretrained`."""
+
+    max_in_flight: int = MAX_IN_FLIGHT
+    max_attempts: int = MAX_ATTEMPTS
+    max_restarts: int = MAX_RESTARTS
+    progress_timeout: float = PROGRESS_SECONDS
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_in_flight", 1),
+            ("max_attempts", 1),
+            ("max_restarts", 0),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigurationError(
+                    f"{name}={value!r} is not a whole number of at least {least}."
+                )
+        if not self.progress_timeout > 0:
+            raise ConfigurationError(
+                f"progress_timeout={self.progress_timeout!r} is not a time; give "
+                f"seconds, or math.inf for no limit."
+            )
 
 
 class AsyncSGLang(RLSGLangEngine):
@@ -102,16 +133,13 @@ class AsyncSGLang(RLSGLangEngine):
         *,
         model: str | None = None,
         api_key: str | None = None,
-        max_in_flight: int = MAX_IN_FLIGHT,
-        max_attempts: int = RetryPolicy().attempts,
-        max_restarts: int = MAX_RESTARTS,
+        settings: Settings | None = None,
     ) -> None:
         self._fleet = fleet
         self._capabilities = capabilities
         self._model = model
         self._http = HttpClient(api_key)
-        self._max_in_flight = max_in_flight
-        self._retries = RetryPolicy(attempts=max_attempts)
+        self._settings = settings or Settings()
         self._doubt: str | None = None
         self._closed = False
         self._tokenizer: Any = None
@@ -124,7 +152,8 @@ class AsyncSGLang(RLSGLangEngine):
                 self._http,
                 progress=lambda: (counters.in_flight, counters.completed),
                 may_probe=lambda: not lock.locked(),
-                max_restarts=max_restarts,
+                max_restarts=self._settings.max_restarts,
+                progress_seconds=self._settings.progress_timeout,
             )
 
     def _compose(self) -> None:
@@ -135,8 +164,8 @@ class AsyncSGLang(RLSGLangEngine):
             self._http,
             self._fleet,
             self._capabilities,
-            retries=self._retries,
-            max_in_flight=self._max_in_flight,
+            retries=RetryPolicy(attempts=self._settings.max_attempts),
+            max_in_flight=self._settings.max_in_flight,
             counters=self._counters,
         )
         self._generation = Generation(self._data, self._fleet, self._capabilities)
@@ -156,8 +185,9 @@ class AsyncSGLang(RLSGLangEngine):
         router_args: Mapping[str, Any] | None = None,
         api_key: str | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
-        max_attempts: int = RetryPolicy().attempts,
+        max_attempts: int = MAX_ATTEMPTS,
         max_restarts: int = MAX_RESTARTS,
+        progress_timeout: float = PROGRESS_SECONDS,
         **server_args: Any,
     ) -> Self:
         """Starts servers for ``model`` and a router in front of several; owns them.
@@ -189,6 +219,9 @@ class AsyncSGLang(RLSGLangEngine):
             max_attempts: how often a request is sent at the most, where connections
                 break or servers answer 5xx.
             max_restarts: how often each server is started again.
+            progress_timeout: when no request has ended for so long, in seconds, and
+                some are under way, every server is asked for a token; one that gives
+                none is started again.
             **server_args: arguments of SGLang's server, under its own names or vLLM's.
 
         Raises:
@@ -196,6 +229,12 @@ class AsyncSGLang(RLSGLangEngine):
             ServerStartError: if a server ends or is not ready within the budget; the
                 message carries the end of its log. The others have been stopped.
         """
+        settings = Settings(
+            max_in_flight=max_in_flight,
+            max_attempts=max_attempts,
+            max_restarts=max_restarts,
+            progress_timeout=progress_timeout,
+        )
         alias = server_args.pop("model_name", None)
         if (model is None) == (alias is None):
             raise ConfigurationError(
@@ -219,9 +258,7 @@ class AsyncSGLang(RLSGLangEngine):
                 router=launched.router,
                 start_router=launched.start_router,
                 api_key=api_key,
-                max_in_flight=max_in_flight,
-                max_attempts=max_attempts,
-                max_restarts=max_restarts,
+                settings=settings,
             )
         except BaseException:
             launched.stop()
@@ -237,7 +274,7 @@ class AsyncSGLang(RLSGLangEngine):
         model: str | None = None,
         api_key: str | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
-        max_attempts: int = RetryPolicy().attempts,
+        max_attempts: int = MAX_ATTEMPTS,
     ) -> Self:
         """Uses servers that run elsewhere, without owning them.
 
@@ -259,6 +296,7 @@ class AsyncSGLang(RLSGLangEngine):
             ConfigurationError: if an address or the model is wrong, or the servers do
                 not serve the same.
         """
+        settings = Settings(max_in_flight=max_in_flight, max_attempts=max_attempts)
         router = None
         if router_url is not None:
             router = RemoteRouter(url=normalize_url(router_url))
@@ -281,8 +319,7 @@ class AsyncSGLang(RLSGLangEngine):
             router=router,
             model=model,
             api_key=api_key,
-            max_in_flight=max_in_flight,
-            max_attempts=max_attempts,
+            settings=settings,
         )
 
     @classmethod
@@ -294,7 +331,7 @@ class AsyncSGLang(RLSGLangEngine):
         start_router: Callable[[Sequence[str]], RouterLike] | None = None,
         model: str | None = None,
         api_key: str | None = None,
-        **settings: Any,
+        settings: Settings,
     ) -> Self:
         async def ask() -> list[ServerCapabilities]:
             http = HttpClient(api_key)
@@ -327,7 +364,7 @@ class AsyncSGLang(RLSGLangEngine):
             router=router,
             start_router=start_router,
         )
-        return cls(fleet, found[0], model=model, api_key=api_key, **settings)
+        return cls(fleet, found[0], model=model, api_key=api_key, settings=settings)
 
     @property
     def server_url(self) -> str:

@@ -34,7 +34,6 @@ from torchrl_sglang.backends.router import ROUTING_KEY_HEADER, lost_in_router
 from torchrl_sglang.backends.stats import Counters
 from torchrl_sglang.backends.wire import GenerateRequest, parse_completion, to_payload
 from torchrl_sglang.errors import (
-    ConfigurationError,
     GenerationAbortedError,
     RequestRefusedError,
     ServerTimeoutError,
@@ -118,11 +117,6 @@ class DataPlane:
         max_in_flight: int,
         counters: Counters,
     ) -> None:
-        if type(max_in_flight) is not int or max_in_flight < 1:
-            raise ConfigurationError(
-                f"max_in_flight={max_in_flight!r} is not a number of requests; give at "
-                f"least 1."
-            )
         self._http = http
         self._targets = targets
         self._capabilities = capabilities

@@ -96,6 +96,8 @@ class Replica:
     state: ReplicaState = "serving"
     restarts: int = 0
     """How often it was started again."""
+    failures: int = 0
+    """How many of the last starts failed, one after the other."""
     reason: str = ""
     """Why it does not serve: the end of its log, usually."""
 

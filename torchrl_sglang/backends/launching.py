@@ -15,7 +15,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.fleet import Replica, RouterLike
 from torchrl_sglang.backends.replicas import replica_specs
-from torchrl_sglang.backends.router import make_sglang_router
+from torchrl_sglang.backends.router import check_router, make_sglang_router
 from torchrl_sglang.backends.server import (
     ServerProcess,
     make_sglang_server,
@@ -82,6 +82,8 @@ def launch(what: Launch) -> Launched:
             f"router_args={dict(what.router_args)!r} is for several servers, and "
             f"num_replicas is 1; leave it out."
         )
+    if what.num_replicas > 1 and what.router_policy is not None:
+        check_router(what.router_policy, what.router_args)
     specs = replica_specs(what.num_replicas, what.spec, cuda_devices=what.cuda_devices)
     if what.num_replicas > 1:
         # Servers on one CPU that each take all of its cores take turns at waiting.

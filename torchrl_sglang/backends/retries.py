@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
+from torchrl_sglang.errors import ServerUnavailableError
 
 __all__ = ["RetryPolicy"]
 
@@ -25,13 +25,6 @@ class RetryPolicy:
     """Longest wait before the second attempt, in seconds; each further one doubles."""
     longest_delay: float = 5.0
     """Longest wait before any attempt, in seconds."""
-
-    def __post_init__(self) -> None:
-        if type(self.attempts) is not int or self.attempts < 1:
-            raise ConfigurationError(
-                f"max_attempts={self.attempts!r} is not a number of attempts; give at "
-                f"least 1."
-            )
 
     def delay(self, error: BaseException, attempt: int) -> float | None:
         """Returns how long to wait before the next attempt, or None for no other.

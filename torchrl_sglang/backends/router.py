@@ -47,6 +47,7 @@ __all__ = [
     "RouterProcess",
     "RouterWorker",
     "ask_router",
+    "check_router",
     "lost_in_router",
     "make_sglang_router",
     "router_policies",
@@ -538,6 +539,22 @@ def _describe(interpreter: str) -> Mapping[str, Any]:
                 f"sglang-router there, or name another interpreter with python=..."
             ) from None
     return _DESCRIBED[interpreter]
+
+
+def check_router(policy: str, router_args: Mapping[str, Any]) -> None:
+    """Checks a router's arguments without starting one.
+
+    Args:
+        policy: how a server is chosen.
+        router_args: as :class:`RouterProcess` takes them.
+
+    Raises:
+        ConfigurationError: if one is wrong or no router is installed.
+    """
+    interpreter = _find_python(router_args.get("python"))
+    named = ("host", "port", "python", "environment")
+    rest = {k: v for k, v in router_args.items() if k not in named}
+    _check_arguments(_describe(interpreter), policy, rest)
 
 
 def _check_arguments(

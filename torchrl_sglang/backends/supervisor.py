@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.event_loop import get_loop, submit
 from torchrl_sglang.backends.fleet import Fleet, Replica
 from torchrl_sglang.backends.http import HttpClient
-from torchrl_sglang.errors import SGLangError
+from torchrl_sglang.errors import ServerUnavailableError, SGLangError
 
 __all__ = ["Supervisor"]
 
@@ -31,6 +32,12 @@ PROGRESS_SECONDS = 120.0
 """Default for how long no request may end, of those under way, before servers are asked
 to generate: long responses are no fault, and servers that pause must not be taken for
 ones that hang."""
+
+FIRST_RESTART_SECONDS = 0.5
+"""Wait before a server is started again; it doubles with each start that fails."""
+
+LONGEST_SECONDS = 60.0
+"""Longest wait before a server is started again."""
 
 PROBE_BUDGET_SECONDS = 20.0
 """Budget for a server to generate one token."""
@@ -67,6 +74,7 @@ class Supervisor:
         self._progress_seconds = progress_seconds
         self._wake = asyncio.Event()
         self._starting: set[str] = set()
+        self._stopped = threading.Event()
         self._threads = concurrent.futures.ThreadPoolExecutor(
             thread_name_prefix="torchrl_sglang-restart"
         )
@@ -80,6 +88,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ends the watch; starts that are under way are ended by their owner."""
+        self._stopped.set()
         self._task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -202,7 +211,10 @@ class Supervisor:
             f"The server at {replica.url} is started again ({replica.restarts} of "
             f"{self._max_restarts}). {_first_line(replica)}"
         )
-        future = self._threads.submit(_restart, replica)
+        # What was killed needs a moment to let its port go; what fails again and again
+        # needs longer.
+        delay = min(FIRST_RESTART_SECONDS * 2.0 ** (replica.failures), LONGEST_SECONDS)
+        future = self._threads.submit(self._restart, replica, delay)
         reference = weakref.ref(fleet)
 
         def done(outcome: concurrent.futures.Future[Any]) -> None:
@@ -212,14 +224,25 @@ class Supervisor:
                 return
             error = outcome.exception()
             if error is not None:
+                replica.failures += 1
                 replica.reason = f"The server at {replica.url} did not start: {error}"
             elif fleet is None or fleet.closed:
                 outcome.result().stop()
             else:
+                replica.failures = 0
                 fleet.joined(replica, outcome.result())
             self.wake()
 
         future.add_done_callback(done)
+
+    def _restart(self, replica: Replica, delay: float) -> Any:
+        assert replica.restart is not None
+        if replica.process is not None:
+            # Its log and what is left of its tree; the new one takes the same port.
+            replica.process.stop()
+        if self._stopped.wait(delay):
+            raise ServerUnavailableError("The engine was shut down meanwhile.")
+        return replica.restart()
 
 
 def _first_line(replica: Replica) -> str:
@@ -231,11 +254,3 @@ def _restart_router(fleet: Fleet, urls: list[str]) -> Any:
     assert fleet.start_router is not None
     fleet.router.stop()
     return fleet.start_router(urls)
-
-
-def _restart(replica: Replica) -> Any:
-    assert replica.restart is not None
-    if replica.process is not None:
-        # Its log and what is left of its tree; the new one takes the same port.
-        replica.process.stop()
-    return replica.restart()
