@@ -1,15 +1,19 @@
 """Many requests through replicas that are killed again and again.
 
 Every request must be answered exactly once and rightly, and afterwards nothing may be
-left: no process, no listening port, no socket, no growing memory.
+left: no process, no listening port, no socket. The client's memory, and its processor
+time for a request, are those of the first and of the last third of the run.
 
     python benchmarks/soak.py [--requests 20000] [--kill-every 60] [--replicas 2]
+    python benchmarks/soak.py --requests 100000 --new-tokens 4 --kill-every 0
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -21,6 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer, save_tiny_model
 
@@ -28,7 +33,6 @@ BATCH = 200
 """Requests of one call: what is in flight at once."""
 
 PROMPT_TOKENS = 12
-NEW_TOKENS = 4
 VOCABULARY = len(make_tiny_tokenizer())
 
 
@@ -37,15 +41,21 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--kill-every", type=float, default=60.0)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    # What this process has by itself: an event loop, and Python's own helper process.
+    multiprocessing.Lock()
+    run_sync(asyncio.sleep(0))
     before = measure()
     with tempfile.TemporaryDirectory() as folder:
         path = str(save_tiny_model(folder))
         with AsyncSGLang.from_pretrained(
             path, device="cpu", num_replicas=arguments.replicas, max_restarts=1000
         ) as engine:
-            report = soak(engine, arguments.requests, arguments.kill_every)
+            report = soak(
+                engine, arguments.requests, arguments.new_tokens, arguments.kill_every
+            )
     after = measure()
     report["left_over"] = {
         name: after[name] - before[name] for name in ("processes", "ports", "sockets")
@@ -59,10 +69,12 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def soak(engine: AsyncSGLang, requests: int, kill_every: float) -> dict[str, object]:
+def soak(
+    engine: AsyncSGLang, requests: int, new_tokens: int, kill_every: float
+) -> dict[str, object]:
     """Sends the requests, kills servers meanwhile, and returns what was seen."""
     prompts = make_prompts(requests)
-    params = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
+    params = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
     # What an undisturbed engine answers: greedy, so each prompt has one right answer.
     distinct = sorted(set(map(tuple, prompts)))
     answers = engine.generate(
@@ -72,9 +84,10 @@ def soak(engine: AsyncSGLang, requests: int, kill_every: float) -> dict[str, obj
     done = threading.Event()
     kills: Counter[str] = Counter()
     killer = threading.Thread(target=kill, args=(engine, kill_every, done, kills))
-    killer.start()
+    if kill_every:
+        killer.start()
     start = time.monotonic()
-    memory = []
+    memory, processor = [], [time.process_time()]
     count, wrong, errors = 0, 0, []
     for begin in range(0, requests, BATCH):
         batch = prompts[begin : begin + BATCH]
@@ -89,9 +102,11 @@ def soak(engine: AsyncSGLang, requests: int, kill_every: float) -> dict[str, obj
             for prompt, answer in zip(batch, found, strict=True)
         )
         memory.append(resident_megabytes())
+        processor.append(time.process_time())
     seconds = time.monotonic() - start
     done.set()
-    killer.join()
+    if kill_every:
+        killer.join()
     stats = engine.stats()
     third = max(len(memory) // 3, 1)
     return {
@@ -105,6 +120,13 @@ def soak(engine: AsyncSGLang, requests: int, kill_every: float) -> dict[str, obj
         "seconds": round(seconds, 1),
         "requests_per_second": round(count / seconds, 1),
         "client_megabytes": [round(min(memory[:third])), round(min(memory[-third:]))],
+        "client_ms_per_request": [
+            round(1e3 * seconds / third / BATCH, 3)
+            for seconds in (
+                processor[third] - processor[0],
+                processor[-1] - processor[-1 - third],
+            )
+        ],
     }
 
 

@@ -1,1 +1,18 @@
-"""The engine: processes and HTTP. Knows no TensorDict and no torch.distributed."""
+"""The engine: processes and HTTP. Knows no TensorDict and no torch.distributed.
+
+What users hold
+    ``async_sglang`` (composes the rest), ``base`` (the contract of other rooms).
+From a call to an answer
+    ``batch`` (checks), ``generation`` (order, weights' versions), ``data_plane``
+    (sending), ``retries``, ``wire`` (SGLang's protocol), ``stats``.
+Which servers there are
+    ``fleet`` (who gets requests), ``supervisor`` (starts them again),
+    ``control_plane`` (calls to each of them), ``capabilities``, ``metadata``.
+Starting them
+    ``launching`` (servers and router), ``replicas`` and ``devices`` (what differs
+    between servers), ``server`` (order of a start), ``plan`` (command, environment),
+    ``command``, ``vllm_arguments`` and ``server_flags`` (arguments), ``ports``,
+    ``process``, ``watchdog``, ``router`` and ``router_launch``, ``cpu``.
+Underneath
+    ``event_loop``, ``http``.
+"""

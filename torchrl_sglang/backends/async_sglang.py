@@ -775,6 +775,7 @@ class AsyncSGLang(RLSGLangEngine):
         if self._supervisor is not None:
             self._supervisor.stop()
         try:
+            run_sync(self._data.close())
             run_sync(self._http.close())
         finally:
             self._fleet.stop()

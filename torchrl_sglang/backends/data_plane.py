@@ -50,6 +50,9 @@ SINGLE_REQUESTS = 64
 LATE_SECONDS = 0.5
 """A request that is under way tells by itself that its budget is used up, so soon."""
 
+CLOSE_SECONDS = 1.0
+"""Budget for the last aborts when an engine is shut down."""
+
 ABORT_SECONDS = 5.0
 """Budget for telling the servers that nobody waits for a request any more."""
 
@@ -127,6 +130,7 @@ class DataPlane:
 
     def _begin_in_this_process(self) -> None:
         self._pid = os.getpid()
+        self._counters.in_flight = 0
         self._turns = asyncio.Semaphore(self._max_in_flight)
         # Our names of the requests that are under way -> the caller's.
         self._running: dict[str, str | None] = {}
@@ -301,9 +305,12 @@ class DataPlane:
             yield rids
         finally:
             for rid in rids:
-                del self._running[rid]
-                self._sent_as.pop(rid, None)
-            self._aborted.difference_update(rids)
+                self._forget(rid)
+
+    def _forget(self, rid: str) -> None:
+        self._running.pop(rid, None)
+        self._sent_as.pop(rid, None)
+        self._aborted.discard(rid)
 
     async def _one(
         self,
@@ -315,8 +322,25 @@ class DataPlane:
         turns: asyncio.Semaphore,
         primer: asyncio.Task[None] | None,
     ) -> Completion:
-        if primer is not None:
-            await asyncio.shield(primer)
+        try:
+            if primer is not None:
+                await asyncio.shield(primer)
+            return await self._in_turn(
+                request, rid, cache_key, deadline, request_timeout, turns
+            )
+        finally:
+            # The rest of the batch may take longer.
+            self._forget(rid)
+
+    async def _in_turn(
+        self,
+        request: GenerateRequest,
+        rid: str,
+        cache_key: str,
+        deadline: float,
+        request_timeout: float | None,
+        turns: asyncio.Semaphore,
+    ) -> Completion:
         async with turns, self._turn(deadline):
             own = deadline
             if request_timeout is not None:
@@ -512,9 +536,13 @@ class DataPlane:
             How many requests of this engine were under way.
         """
         if request_ids is None:
-            rids = list(self._running)
+            rids = [rid for rid in self._running if rid not in self._aborted]
         else:
-            rids = [rid for rid, own in self._running.items() if own in request_ids]
+            rids = [
+                rid
+                for rid, own in self._running.items()
+                if own in request_ids and rid not in self._aborted
+            ]
         # First of all, so that what waits here is not sent any more.
         self._aborted.update(rids)
         if request_ids is None:
@@ -530,6 +558,11 @@ class DataPlane:
         task = asyncio.ensure_future(self._tell_each(rids))
         self._tidying.add(task)
         task.add_done_callback(self._tidying.discard)
+
+    async def close(self) -> None:
+        """Lets the servers hear what was given up last, and does not wait for long."""
+        if self._tidying and self._pid == os.getpid():
+            await asyncio.wait(self._tidying, timeout=CLOSE_SECONDS)
 
     async def _tell_each(self, rids: Sequence[str]) -> None:
         for start in range(0, len(rids), SINGLE_REQUESTS):

@@ -115,6 +115,8 @@ def plan_server(
     _check_local_model(model)
     _check_nodes(arguments)
     secrets = _take_secrets(arguments)
+    # A line for each request would fill the disk in days.
+    arguments.setdefault("log_level_http", "warning")
     host = str(arguments.setdefault("host", "127.0.0.1"))
     if not is_loopback(host) and "api_key" not in secrets:
         raise ConfigurationError(

@@ -48,6 +48,9 @@ STOP_TIMEOUT_SECONDS = 15.0
 LOG_TAIL_LINES = 30
 """How many lines of the log an error carries."""
 
+LOG_LINE_CHARACTERS = 500
+"""How much of a line it carries: a server lists all its arguments in one."""
+
 LOG_TAIL_BYTES = 100_000
 """How much of a log is read for that: it grows for as long as its server runs."""
 
@@ -62,6 +65,13 @@ _LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 @atexit.register
 def _stop_all() -> None:
     stop_servers(list(_LIVING))
+
+
+def stop_starting(url: str) -> None:
+    """Ends the servers that are being started at an address."""
+    for server in list(_LIVING):
+        if server.url == url and server.state == "starting":
+            server.stop()
 
 
 def stop_servers(servers: Iterable[ServerProcess]) -> None:
@@ -245,9 +255,12 @@ class ServerProcess:
         except OSError:
             return "(the log is gone)"
         kept = [
-            line for line in re.split(r"[\r\n]+", text) if line and "it/s]" not in line
+            # Hidden first: what is left of a key would not be found.
+            self._hide(line)[:LOG_LINE_CHARACTERS]
+            for line in re.split(r"[\r\n]+", text)
+            if line and "it/s]" not in line
         ]
-        return self._hide("\n".join(kept[-lines:])) or "(the log is empty)"
+        return "\n".join(kept[-lines:]) or "(the log is empty)"
 
     def _hide(self, text: str) -> str:
         for secret in self._hidden:

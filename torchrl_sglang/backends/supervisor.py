@@ -21,6 +21,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.event_loop import get_loop, submit
 from torchrl_sglang.backends.fleet import Fleet, Replica
 from torchrl_sglang.backends.http import HttpClient
+from torchrl_sglang.backends.process import stop_starting
 from torchrl_sglang.errors import ServerUnavailableError, SGLangError
 
 __all__ = ["Supervisor"]
@@ -38,6 +39,12 @@ FIRST_RESTART_SECONDS = 0.5
 
 LONGEST_SECONDS = 60.0
 """Longest wait before a server is started again."""
+
+STOP_SECONDS = 10.0
+"""Budget for starts that are under way to be given up."""
+
+STOP_POLL_SECONDS = 0.02
+"""How often they are looked for."""
 
 PROBE_BUDGET_SECONDS = 20.0
 """Budget for a server to generate one token."""
@@ -87,9 +94,15 @@ class Supervisor:
         get_loop().call_soon_threadsafe(self._wake.set)
 
     def stop(self) -> None:
-        """Ends the watch; starts that are under way are ended by their owner."""
+        """Ends the watch, and what it is starting."""
         self._stopped.set()
         self._task.cancel()
+        deadline = time.monotonic() + STOP_SECONDS
+        # A start is seen a moment after it began.
+        while self._starting and time.monotonic() < deadline:
+            for url in list(self._starting):
+                stop_starting(url)
+            time.sleep(STOP_POLL_SECONDS)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _watch(self) -> None:
@@ -132,21 +145,22 @@ class Supervisor:
             router is not None
             and not router.usable
             and fleet.start_router is not None
-            and "router" not in self._starting
+            and router.url not in self._starting
             and bool(fleet.serving)
         )
 
     def _start_router_again(self, fleet: Fleet) -> None:
         """Until it is there, requests go to the servers directly."""
         assert fleet.router is not None
+        url = fleet.router.url
         torchrl_logger.warning(f"{fleet.router!r} has ended and is started again.")
-        self._starting.add("router")
+        self._starting.add(url)
         known = fleet.serving
         reference = weakref.ref(fleet)
-        future = self._threads.submit(_restart_router, fleet, known)
+        future = self._threads.submit(self._restart_router, fleet, known)
 
         def done(outcome: concurrent.futures.Future[Any]) -> None:
-            self._starting.discard("router")
+            self._starting.discard(url)
             fleet = reference()
             if outcome.cancelled():
                 return
@@ -235,6 +249,14 @@ class Supervisor:
 
         future.add_done_callback(done)
 
+    def _restart_router(self, fleet: Fleet, urls: list[str]) -> Any:
+        assert fleet.router is not None
+        assert fleet.start_router is not None
+        fleet.router.stop()
+        if self._stopped.wait(FIRST_RESTART_SECONDS):
+            raise ServerUnavailableError("The engine was shut down meanwhile.")
+        return fleet.start_router(urls)
+
     def _restart(self, replica: Replica, delay: float) -> Any:
         assert replica.restart is not None
         if replica.process is not None:
@@ -246,11 +268,4 @@ class Supervisor:
 
 
 def _first_line(replica: Replica) -> str:
-    return replica.reason.partition("\n")[0]
-
-
-def _restart_router(fleet: Fleet, urls: list[str]) -> Any:
-    assert fleet.router is not None
-    assert fleet.start_router is not None
-    fleet.router.stop()
-    return fleet.start_router(urls)
+    return replica.reason.partition("\n")[0].removesuffix(" The end of its log:")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -242,3 +244,31 @@ def test_stats(engine, three):
     assert [server.running for server in stats.servers] == [0, 0, 0]
     three[2].close()
     assert engine.stats().servers[2].running is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_uses_the_same_servers(engine, three):
+    """Its parent's loop, connections and requests under way are not its own."""
+    with three[0].misbehaving("hang"), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(
+            engine.generate, input_ids=prompts(3), sampling_params=SHORT
+        )
+        three[0].wait_for("/generate")
+        child = multiprocessing.get_context("fork").Process(
+            target=generate_elsewhere, args=(engine,)
+        )
+        # Only what hangs is the parent's.
+        faults, three[0]._faults = three[0]._faults, {}
+        child.start()
+        child.join(30)
+        three[0]._faults = faults
+        assert child.exitcode == 0
+        engine.abort()
+        with pytest.raises(GenerationAbortedError):
+            waiting.result(20)
+
+
+def generate_elsewhere(engine) -> None:
+    answers = engine.generate(input_ids=prompts(6), sampling_params=SHORT)
+    assert [answer.token_ids[0] for answer in answers] == [p[0] for p in prompts(6)]
+    assert engine.stats().in_flight == 0
