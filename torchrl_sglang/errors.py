@@ -44,7 +44,14 @@ __all__ = [
 
 
 class SGLangError(Exception):
-    """Base class of every error of this package."""
+    """Base class of every error of this package.
+
+    Attributes:
+        partly (bool): a call to several servers failed on this one and succeeded on
+            another.
+    """
+
+    partly: bool = False
 
 
 class ConfigurationError(SGLangError, ValueError):

@@ -12,6 +12,7 @@ from torchrl_sglang.errors import SGLangError
 
 ALL = [value for value in vars(errors).values() if inspect.isclass(value)]
 CARRIED = {
+    "SGLangError": {"partly": True},
     "RequestRefusedError": {"status": 400, "index": 3},
     "ServerUnavailableError": {"transient": True},
     "WeightTransferError": {"untouched": True},

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
     Callable,
     Iterator,
@@ -20,7 +22,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -140,18 +142,20 @@ class AsyncSGLang(RLSGLangEngine):
         self._model = model
         self._http = HttpClient(api_key)
         self._settings = settings or Settings()
-        self._doubt: str | None = None
         self._closed = False
         self._tokenizer: Any = None
         self._supervisor: Supervisor | None = None
         self._compose()
         if any(replica.process is not None for replica in fleet.replicas):
             counters, lock = self._counters, self._update_lock
+            pausing = self._control.pausing
             self._supervisor = Supervisor(
                 fleet,
                 self._http,
                 progress=lambda: (counters.in_flight, counters.completed),
-                may_probe=lambda: not lock.locked(),
+                may_probe=lambda: (
+                    not (lock.locked() or pausing.paused or fleet.doubt is not None)
+                ),
                 max_restarts=self._settings.max_restarts,
                 progress_seconds=self._settings.progress_timeout,
             )
@@ -497,27 +501,28 @@ class AsyncSGLang(RLSGLangEngine):
             >>> sorted(index for index, answer in answers)
             [0, 1]
         """
-        stream = self._generation.stream(self._to_call(prompts, **kwargs))
+        steps = _Steps(self._generation.stream(self._to_call(prompts, **kwargs)))
         try:
-            while (item := run_sync(_next(stream))) is not None:
+            while (item := run_sync(steps.next())) is not None:
                 yield item
         finally:
-            run_sync(stream.aclose())
+            if not sys.is_finalizing():
+                run_sync(steps.close())
 
     async def agenerate_iter(
         self, prompts: str | Sequence[str] | None = None, **kwargs: Any
     ) -> AsyncIterator[tuple[int, Completion | SGLangError]]:
         """The same as :meth:`generate_iter`, to be iterated on any event loop."""
         call = await asyncio.to_thread(self._to_call, prompts, **kwargs)
-        stream = self._generation.stream(call)
+        steps = _Steps(self._generation.stream(call))
         try:
             while True:
-                item = await asyncio.wrap_future(submit(_next(stream)))
+                item = await asyncio.wrap_future(submit(steps.next()))
                 if item is None:
                     return
                 yield item
         finally:
-            await asyncio.wrap_future(submit(stream.aclose()))
+            await asyncio.shield(asyncio.wrap_future(submit(steps.close())))
 
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Ends requests on the servers; each of them becomes GenerationAbortedError.
@@ -529,6 +534,7 @@ class AsyncSGLang(RLSGLangEngine):
         Returns:
             How many requests of this engine object were under way.
         """
+        self._check_open()
         if isinstance(request_ids, str):
             request_ids = [request_ids]
         return run_sync(self._data.abort(request_ids))
@@ -585,10 +591,16 @@ class AsyncSGLang(RLSGLangEngine):
         return run_sync(self._call("/v1/completions", payload, session_id, timeout))
 
     async def achat_completion(
-        self, payload: Mapping[str, Any], **kwargs: Any
+        self,
+        payload: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        timeout: float | None = None,
     ) -> dict[str, Any]:
         """The same as :meth:`chat_completion`, to be awaited on any event loop."""
-        return await asyncio.to_thread(self.chat_completion, payload, **kwargs)
+        return await asyncio.wrap_future(
+            submit(self._call("/v1/chat/completions", payload, session_id, timeout))
+        )
 
     async def _call(
         self,
@@ -603,16 +615,22 @@ class AsyncSGLang(RLSGLangEngine):
                 "A stream cannot be returned as one answer; use a client of OpenAI's "
                 "protocol with base_url=engine.openai_base_url."
             )
-        defaults = {"model": "default", "extra_key": self._fleet.weight_version}
+        fleet = self._fleet
         try:
             return await self._data.call(
                 path,
-                {**defaults, **payload},
+                # The version when it is sent, which may be later than now.
+                lambda: {
+                    "model": "default",
+                    "extra_key": fleet.weight_version,
+                    **payload,
+                },
                 session=session,
                 timeout=GENERATE_TIMEOUT_SECONDS if timeout is None else timeout,
             )
         except ServerUnavailableError as error:
-            raise await self._generation.explain(error) from error
+            await self._generation.raise_better(error)
+            raise
 
     def stats(self) -> EngineStats:
         """Returns what this engine has done and what its servers are doing.
@@ -625,6 +643,7 @@ class AsyncSGLang(RLSGLangEngine):
             >>> stats.servers[0].state, stats.in_flight
             ('serving', 0)
         """
+        self._check_open()
         return run_sync(self._stats())
 
     async def _stats(self) -> EngineStats:
@@ -692,9 +711,9 @@ class AsyncSGLang(RLSGLangEngine):
 
     def _check_usable(self) -> None:
         self._check_open()
-        if self._doubt is not None:
+        if self._fleet.doubt is not None:
             raise WeightSyncStateError(
-                f"The weights on {self.server_url} are in doubt: {self._doubt} "
+                f"The weights on {self.server_url} are in doubt: {self._fleet.doubt} "
                 f"Generation stays paused until a weight update succeeds; send the "
                 f"weights again."
             )
@@ -764,14 +783,15 @@ class AsyncSGLang(RLSGLangEngine):
 
     def health(self) -> bool:
         """Returns whether the server answers."""
-        return not self._closed and run_sync(self._control.healthy())
+        alive = all(replica.runs for replica in self._fleet.replicas)
+        return not self._closed and alive and run_sync(self._control.healthy())
 
     def shutdown(self) -> None:
         """Ends the server if this engine owns it, and closes the connections."""
         if self._closed:
             return
         self._closed = True
-        self._fleet.closed = True
+        self._fleet.close()
         if self._supervisor is not None:
             self._supervisor.stop()
         try:
@@ -803,7 +823,7 @@ class AsyncSGLang(RLSGLangEngine):
         fleet = self._fleet
         if self._closed:
             status = "closed"
-        elif self._doubt is not None:
+        elif self._fleet.doubt is not None:
             status = "weights in doubt"
         else:
             status = ", ".join(replica.state for replica in fleet.replicas)
@@ -819,8 +839,23 @@ class AsyncSGLang(RLSGLangEngine):
 T = TypeVar("T")
 
 
-async def _next(stream: AsyncIterator[T]) -> T | None:
-    return await anext(stream, None)
+class _Steps(Generic[T]):
+    """An asynchronous generator on the background loop, used from elsewhere.
+
+    A step that was given up is still unwinding when it is closed, so they take turns.
+    """
+
+    def __init__(self, stream: AsyncGenerator[T, None]) -> None:
+        self._stream = stream
+        self._turn = asyncio.Lock()
+
+    async def next(self) -> T | None:
+        async with self._turn:
+            return await anext(self._stream, None)
+
+    async def close(self) -> None:
+        async with self._turn:
+            await self._stream.aclose()
 
 
 class _Outcome(WeightUpdate):
@@ -830,13 +865,13 @@ class _Outcome(WeightUpdate):
 
     @property
     def already_in_doubt(self) -> bool:
-        return self._engine._doubt is not None
+        return self._engine._fleet.doubt is not None
 
     def committed(self, version: str) -> None:
         self.version = version
         # Before generation goes on, so that no request carries the older key.
         self._engine._fleet.weight_version = version
-        self._engine._doubt = None
+        self._engine._fleet.doubt = None
 
     def in_doubt(self, reason: str) -> None:
-        self._engine._doubt = reason
+        self._engine._fleet.doubt = reason

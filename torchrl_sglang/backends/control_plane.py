@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torchrl_sglang.backends.http import HttpClient
-from torchrl_sglang.errors import RequestRefusedError, SGLangError
+from torchrl_sglang.errors import (
+    RequestRefusedError,
+    ServerUnavailableError,
+    SGLangError,
+)
 from torchrl_sglang.types import PauseMode, ServerCapabilities
 
 __all__ = ["ControlPlane"]
@@ -32,6 +37,13 @@ class Servers(Protocol):
         """Grows whenever a server joins."""
 
 
+@dataclass
+class Pausing:
+    """Whether generation is paused, as far as this engine object knows."""
+
+    paused: bool = False
+
+
 class ControlPlane:
     """Sends control calls to a set of servers. Used from the background loop only.
 
@@ -46,6 +58,7 @@ class ControlPlane:
     ) -> None:
         self._http = http
         self._servers = servers
+        self.pausing = Pausing()
         self.capabilities = capabilities
 
     @property
@@ -82,10 +95,19 @@ class ControlPlane:
                 )
             return content
 
+        targets = self.urls if urls is None else urls
+        if not targets:
+            raise ServerUnavailableError(
+                f"No server of the engine runs, so {path} went to none."
+            )
         outcomes = await asyncio.gather(
-            *(one(url) for url in urls or self.urls), return_exceptions=True
+            *(one(url) for url in targets), return_exceptions=True
         )
         for outcome in outcomes:
+            if isinstance(outcome, SGLangError):
+                outcome.partly = any(
+                    not isinstance(other, BaseException) for other in outcomes
+                )
             if isinstance(outcome, BaseException):
                 raise outcome
         return outcomes
@@ -144,11 +166,13 @@ class ControlPlane:
         not be asked meanwhile: some versions answer with the last value before the
         pause until generation goes on.
         """
+        self.pausing.paused = True
         await self._all("POST", "/pause_generation", {"mode": mode}, timeout=timeout)
 
     async def resume(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
         """Lets generation go on."""
         await self._all("POST", "/continue_generation", {}, timeout=timeout)
+        self.pausing.paused = False
 
     async def flush_cache(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
         """Empties the prefix caches; returns False if a server is too busy to do so."""

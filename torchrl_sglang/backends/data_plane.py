@@ -18,11 +18,12 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Coroutine,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -52,6 +53,12 @@ LATE_SECONDS = 0.5
 
 CLOSE_SECONDS = 1.0
 """Budget for the last aborts when an engine is shut down."""
+
+ABORT_REPEATS = 5
+"""How often an abort is said again of a request that goes on."""
+
+ABORT_REPEAT_SECONDS = 0.5
+"""How soon it is said again."""
 
 ABORT_SECONDS = 5.0
 """Budget for telling the servers that nobody waits for a request any more."""
@@ -128,13 +135,18 @@ class DataPlane:
         self._counters = counters
         self._begin_in_this_process()
 
+    def _begin_after_fork(self) -> None:
+        # What is under way in a fork's parent is nothing that the child waits for.
+        if self._pid != os.getpid():
+            self._begin_in_this_process()
+
     def _begin_in_this_process(self) -> None:
         self._pid = os.getpid()
         self._counters.in_flight = 0
         self._turns = asyncio.Semaphore(self._max_in_flight)
         # Our names of the requests that are under way -> the caller's.
         self._running: dict[str, str | None] = {}
-        # What the servers call them now.
+        # What the servers call them now; nothing before the first attempt.
         self._sent_as: dict[str, str] = {}
         self._aborted: set[str] = set()
         self._sent = 0
@@ -175,31 +187,58 @@ class DataPlane:
                 outcomes[index] = outcome
             return _placed(outcomes)
         deadline = time.monotonic() + timeout
-        await self._prime(list(shared_prompts(requests).values()), cache_key, deadline)
-        try:
-            with self._registered([r.request_id for r in requests]) as rids:
+        with self._registered([r.request_id for r in requests]) as rids:
+            shared = list(shared_prompts(requests).values())
+            await self._prime(shared, cache_key, deadline)
+            try:
                 async with self._turn(deadline):
                     return await self._with_retries(
-                        lambda url, sent: self._post(
-                            url, requests, sent, cache_key, deadline
+                        lambda url, sent: self._post_all_but_aborted(
+                            url, requests, rids, sent, cache_key, deadline
                         ),
                         None,
                         deadline,
                         rids,
                     )
-        except RequestRefusedError as error:
-            if len(requests) == 1:
-                error.index = 0
-                return [error]
-        outcomes = [None] * len(requests)
-        async for index, outcome in self.stream(
-            requests,
-            cache_key=cache_key,
-            timeout=max(deadline - time.monotonic(), 1e-3),
-            limit=SINGLE_REQUESTS,
-        ):
-            outcomes[index] = outcome
-        return _placed(outcomes)
+            except RequestRefusedError as error:
+                if len(requests) == 1:
+                    error.index = 0
+                    return [error]
+            outcomes = [None] * len(requests)
+            async for index, outcome in self._stream(
+                requests,
+                rids,
+                cache_key=cache_key,
+                timeout=max(deadline - time.monotonic(), 1e-3),
+                limit=SINGLE_REQUESTS,
+            ):
+                outcomes[index] = outcome
+            return _placed(outcomes)
+
+    async def _post_all_but_aborted(
+        self,
+        url: str,
+        requests: Sequence[GenerateRequest],
+        rids: Sequence[str],
+        sent: Sequence[str],
+        cache_key: str,
+        deadline: float,
+    ) -> list[Outcome]:
+        live = [i for i, rid in enumerate(rids) if rid not in self._aborted]
+        answers = await self._post(
+            url,
+            [requests[i] for i in live],
+            [sent[i] for i in live],
+            cache_key,
+            deadline,
+        )
+        outcomes: list[Outcome] = [_aborted_here() for _ in requests]
+        for index, answer in zip(live, answers, strict=True):
+            outcomes[index] = answer
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, (GenerationAbortedError, RequestRefusedError)):
+                outcome.index = index
+        return outcomes
 
     async def stream(
         self,
@@ -208,7 +247,6 @@ class DataPlane:
         cache_key: str,
         timeout: float,
         request_timeout: float | None = None,
-        limit: int | None = None,
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         """Yields (index, outcome) as they come: one request for each prompt.
 
@@ -218,57 +256,77 @@ class DataPlane:
             timeout: as in :meth:`generate`.
             request_timeout: as in :meth:`generate`; an item that uses it up is an
                 error in its own place.
-            limit: most requests of this batch under way at once.
 
         Raises:
             SGLangError: as :meth:`generate` does; what is still under way is aborted.
         """
-        deadline = time.monotonic() + timeout
-        turns = asyncio.Semaphore(limit or len(requests) or 1)
         with self._registered([r.request_id for r in requests]) as rids:
-            primers = {
-                prompt: asyncio.ensure_future(
-                    self._prime([request], cache_key, deadline)
+            outcomes = self._stream(
+                requests,
+                rids,
+                cache_key=cache_key,
+                timeout=timeout,
+                request_timeout=request_timeout,
+            )
+            async with aclosing(outcomes):
+                async for outcome in outcomes:
+                    yield outcome
+
+    async def _stream(
+        self,
+        requests: Sequence[GenerateRequest],
+        rids: Sequence[str],
+        *,
+        cache_key: str,
+        timeout: float,
+        request_timeout: float | None = None,
+        limit: int | None = None,
+    ) -> AsyncGenerator[tuple[int, Outcome], None]:
+        deadline = prime_by = time.monotonic() + timeout
+        if request_timeout is not None:
+            prime_by = min(deadline, time.monotonic() + request_timeout)
+        turns = asyncio.Semaphore(limit or len(requests) or 1)
+        primers = {
+            prompt: asyncio.ensure_future(self._prime([request], cache_key, prime_by))
+            for prompt, request in shared_prompts(requests).items()
+        }
+        places = {
+            asyncio.ensure_future(
+                self._one(
+                    request,
+                    rid,
+                    cache_key,
+                    deadline,
+                    request_timeout,
+                    turns,
+                    primers.get(tuple(request.input_ids)),
                 )
-                for prompt, request in shared_prompts(requests).items()
-            }
-            places = {
-                asyncio.ensure_future(
-                    self._one(
-                        request,
-                        rid,
-                        cache_key,
-                        deadline,
-                        request_timeout,
-                        turns,
-                        primers.get(tuple(request.input_ids)),
+            ): index
+            for index, (request, rid) in enumerate(zip(requests, rids, strict=True))
+        }
+        pending = set(places)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending,
+                    timeout=max(deadline - time.monotonic(), 0.0) + LATE_SECONDS,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if not done:
+                    raise ServerTimeoutError(
+                        f"{len(pending)} of {len(requests)} requests waited for "
+                        f"their turn until the budget of {timeout:.3g} s was used "
+                        f"up. Others are under way; see max_in_flight."
                     )
-                ): index
-                for index, (request, rid) in enumerate(zip(requests, rids, strict=True))
-            }
-            pending = set(places)
-            try:
-                while pending:
-                    done, pending = await asyncio.wait(
-                        pending,
-                        timeout=max(deadline - time.monotonic(), 0.0) + LATE_SECONDS,
-                        return_when=asyncio.FIRST_COMPLETED,
-                    )
-                    if not done:
-                        raise ServerTimeoutError(
-                            f"{len(pending)} of {len(requests)} requests waited for "
-                            f"their turn until the budget of {timeout:.3g} s was used "
-                            f"up. Others are under way; see max_in_flight."
-                        )
-                    for finished in done:
-                        index = places[finished]
-                        yield index, _outcome(finished, index)
-            finally:
-                every: list[asyncio.Task[Any]] = [*primers.values(), *places]
-                for task in every:
-                    task.cancel()
-                # Errors of several items: one is raised, and the others are seen.
-                await asyncio.gather(*every, return_exceptions=True)
+                for finished in done:
+                    index = places[finished]
+                    yield index, _outcome(finished, index)
+        finally:
+            every: list[asyncio.Task[Any]] = [*primers.values(), *places]
+            for task in every:
+                task.cancel()
+            # Errors of several items: one is raised, and the others are seen.
+            await asyncio.gather(*every, return_exceptions=True)
 
     @asynccontextmanager
     async def _turn(self, deadline: float) -> AsyncIterator[None]:
@@ -289,18 +347,18 @@ class DataPlane:
     @property
     def queued(self) -> int:
         """Requests that wait to be sent."""
+        self._begin_after_fork()
         return len(self._running) - self._sent
 
     @contextmanager
     def _registered(self, names: Sequence[str | None]) -> Iterator[list[str]]:
         """Gives requests names, by which they can be aborted meanwhile."""
-        if self._pid != os.getpid():
-            # What is under way in a fork's parent is nothing that the child waits for.
-            self._begin_in_this_process()
+        self._begin_after_fork()
         # A server aborts every request whose id begins with the one it is told, so
         # these are of one length and never a user's.
         rids = [uuid.uuid4().hex for _ in names]
         self._running.update(zip(rids, names, strict=True))
+        self._sent_as.update(dict.fromkeys(rids, ""))
         try:
             yield rids
         finally:
@@ -354,8 +412,10 @@ class DataPlane:
                     # The router would drop these without a word.
                     direct=bool(lost_in_router(request.sampling_params)),
                 )
-            except ServerTimeoutError as error:
-                if own < deadline:
+            except (ServerTimeoutError, ServerUnavailableError) as error:
+                # It had no time left for another attempt, and the batch has.
+                late = own < deadline and own - time.monotonic() < LATE_SECONDS
+                if late and request_timeout is not None:
                     raise _OwnBudgetError(
                         f"A request had no answer within {request_timeout:g} s: {error}"
                     ) from error
@@ -380,7 +440,8 @@ class DataPlane:
             for request in requests
         ]
         try:
-            with self._registered([p.request_id for p in prompts]) as rids:
+            # Nobody's: who aborts a request does not wait for its primer.
+            with self._registered([None] * len(prompts)) as rids:
                 async with self._turn(deadline):
                     await self._with_retries(
                         lambda url, sent: self._post(
@@ -408,9 +469,7 @@ class DataPlane:
         while True:
             attempt += 1
             if self._aborted.issuperset(rids):
-                raise GenerationAbortedError(
-                    "The request was aborted before a server had it."
-                )
+                raise _aborted_here()
             url = self._targets.pick(session, failed, direct=direct)
             # Each attempt has ids of its own: the one before it is being aborted.
             sent = [f"{rid}-{attempt:03d}" for rid in rids]
@@ -487,7 +546,7 @@ class DataPlane:
     async def call(
         self,
         path: str,
-        payload: Mapping[str, Any],
+        payload: Callable[[], Mapping[str, Any]],
         *,
         session: str | None,
         request_id: str | None = None,
@@ -497,7 +556,7 @@ class DataPlane:
 
         Args:
             path: where to, such as ``"/v1/chat/completions"``.
-            payload: content.
+            payload: returns the content, for each attempt.
             session: as in :class:`GenerateRequest`.
             request_id: as in :class:`GenerateRequest`.
             timeout: budget, in seconds.
@@ -511,7 +570,7 @@ class DataPlane:
             answer = await self._http.request(
                 "POST",
                 url + path,
-                {"rid": sent[0], **payload},
+                {**payload(), "rid": sent[0]},
                 timeout=max(deadline - time.monotonic(), 1e-3),
                 headers={ROUTING_KEY_HEADER: session or sent[0]},
             )
@@ -547,15 +606,28 @@ class DataPlane:
         self._aborted.update(rids)
         if request_ids is None:
             await self._tell_servers({"abort_all": True})
-        else:
-            await self._tell_each(
-                [self._sent_as[r] for r in rids if r in self._sent_as]
-            )
+        await self._tell_about(rids)
+        self._tidy_up_later(self._insist(rids))
         return len(rids)
+
+    async def _tell_about(self, rids: Sequence[str]) -> None:
+        known = [self._sent_as[r] for r in rids if r in self._running]
+        await self._tell_each([name for name in known if name])
+
+    async def _insist(self, rids: Sequence[str]) -> None:
+        """Says again what may have overtaken the request that it was about."""
+        for _ in range(ABORT_REPEATS):
+            await asyncio.sleep(ABORT_REPEAT_SECONDS)
+            if not any(rid in self._running for rid in rids):
+                return
+            await self._tell_about(rids)
 
     def _tidy_up(self, rids: Sequence[str]) -> None:
         """Has the servers end requests that nobody waits for, without waiting."""
-        task = asyncio.ensure_future(self._tell_each(rids))
+        self._tidy_up_later(self._tell_each(rids))
+
+    def _tidy_up_later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._tidying.add(task)
         task.add_done_callback(self._tidying.discard)
 
@@ -604,6 +676,10 @@ def shared_prompts(
         if counts[prompt] > 1:
             found.setdefault(prompt, request)
     return found
+
+
+def _aborted_here() -> GenerationAbortedError:
+    return GenerationAbortedError("The request was aborted before a server had it.")
 
 
 class _OwnBudgetError(ServerTimeoutError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import sys
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -70,6 +71,10 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
             "A synchronous engine method was called on torchrl_sglang's own event "
             "loop, where it would wait for itself; await the asynchronous one."
         )
+    if sys.is_finalizing():
+        # The loop's thread is gone, and would be waited for without end.
+        coroutine.close()
+        raise RuntimeError("The interpreter is going down; the engine is out of use.")
     future = submit(coroutine)
     try:
         return future.result()

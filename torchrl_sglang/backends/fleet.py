@@ -9,12 +9,16 @@ Decisions are made here, from what is known; ``supervisor.py`` acts on them.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.process import ServerProcess, stop_servers
 from torchrl_sglang.errors import (
@@ -119,14 +123,17 @@ class Fleet:
         default=None, repr=False
     )
     """Starts the router again for these servers; blocks."""
-    membership: int = 0
-    """Grows whenever a replica joins; a process group holds for one value."""
+    doubt: str | None = None
+    """Why the servers may hold a mix of weights; they are paused until an update."""
     closed: bool = False
     """Whether the engine was shut down."""
     on_change: Callable[[], None] = lambda: None
     """Called when something happened that the supervisor should look at."""
     _initial_version: str = ""
-    _updating: tuple[Replica, ...] | None = None
+    _updating: dict[str, OwnedProcess | None] | None = None
+    _members: int = 0
+    # Servers join on threads of their own, while others look and update.
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _registered: set[str] = field(default_factory=set)
     _failures: dict[str, float] = field(default_factory=dict)
     _homes: dict[str, str] = field(default_factory=dict)
@@ -150,42 +157,79 @@ class Fleet:
         In a weight update, those that ran when it began: one that joins meanwhile has
         not taken part from the beginning.
         """
-        replicas = self._updating
-        if replicas is None:
-            replicas = tuple(replica for replica in self.replicas if replica.runs)
-        return tuple(replica.url for replica in replicas)
+        updating = self._updating
+        if updating is not None:
+            return tuple(updating)
+        return tuple(replica.url for replica in self.replicas if replica.runs)
+
+    @property
+    def membership(self) -> int:
+        """Changes whenever a replica joins or leaves: a process group holds for one."""
+        return self._members
 
     def begin_update(self) -> None:
         """Holds the set of servers that a weight update goes to."""
-        self._updating = tuple(replica for replica in self.replicas if replica.runs)
+        with self._lock:
+            self._updating = {r.url: r.process for r in self.replicas if r.runs}
 
     def end_update(self, version: str | None) -> None:
-        """Lets the set go; with a version, all of it has these weights now."""
-        updated, self._updating = self._updating or (), None
-        if version is None:
-            return
-        self.weight_version = version
-        for replica in updated:
-            if replica.runs:
-                replica.state = "serving"
+        """Lets the set go; with a version, all of it has these weights now.
+
+        A server that joined meanwhile, even one that had been part of it before it was
+        started again, has not.
+        """
+        with self._lock:
+            updated, self._updating = self._updating or {}, None
+            if version is not None:
+                self.weight_version = version
+            for replica in self.replicas:
+                if not replica.runs:
+                    continue
+                whole = updated.get(replica.url, self) is replica.process
+                if version is not None:
+                    replica.state = "serving" if whole else "stale"
+                elif not whole and self.weight_version == self._initial_version:
+                    replica.state = "serving"
         self.on_change()
 
     def joined(self, replica: Replica, process: OwnedProcess) -> None:
         """Takes back a replica that was started again with the checkpoint's weights."""
-        current = self.weight_version == self._initial_version
-        replica.process, replica.reason = process, ""
-        replica.state = "serving" if current else "stale"
-        self.membership += 1
-        if not current:
-            replica.reason = (
-                f"The server at {replica.url} was started again and waits for the next "
-                f"weight update."
-            )
+        with self._lock:
+            if not self.closed:
+                initial = self.weight_version == self._initial_version
+                current = initial and self._updating is None
+                replica.process, replica.reason = process, ""
+                replica.state = "serving" if current else "stale"
+                self._members += 1
+                if not current:
+                    replica.reason = (
+                        f"The server at {replica.url} was started again and waits for "
+                        f"the next weight update."
+                    )
+                return
+        process.stop()
+
+    def has_version(self, replica: Replica, version: str) -> None:
+        """Takes note of the weights of a replica that waited for current ones."""
+        with self._lock:
+            current = version == self.weight_version
+            if current and self._updating is None and replica.state == "stale":
+                replica.state, replica.reason = "serving", ""
+
+    def close(self) -> None:
+        """Takes no more requests and no more servers."""
+        with self._lock:
+            self.closed = True
 
     def stop(self) -> None:
         """Ends every process that this engine started."""
-        if self.router is not None:
-            self.router.stop()
+        try:
+            if self.router is not None:
+                self.router.stop()
+        finally:
+            self._stop_servers()
+
+    def _stop_servers(self) -> None:
         owned = (replica.process for replica in self.replicas)
         stop_servers([each for each in owned if isinstance(each, ServerProcess)])
 
@@ -206,11 +250,13 @@ class Fleet:
             return
         serving = set(self.serving)
         for url in self._registered - serving:
-            await router.remove_worker(url)
-            self._registered.discard(url)
+            with _one_of_several(router.url, url):
+                await router.remove_worker(url)
+                self._registered.discard(url)
         for url in serving - self._registered:
-            await router.add_worker(url)
-            self._registered.add(url)
+            with _one_of_several(router.url, url):
+                await router.add_worker(url)
+                self._registered.add(url)
 
     def notice_deaths(self) -> list[Replica]:
         """Marks replicas whose process has ended, and returns those that are new."""
@@ -232,7 +278,9 @@ class Fleet:
 
     def mark_down(self, replica: Replica, reason: str) -> None:
         """Takes a replica out of rotation until it has been started again."""
-        replica.state, replica.reason = "down", reason
+        with self._lock:
+            replica.state, replica.reason = "down", reason
+            self._members += 1
         self.on_change()
 
     def pick(
@@ -306,7 +354,12 @@ class Fleet:
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process owns nothing: it knows addresses.
         return {
-            "replicas": [Replica(url=r.url, state=r.state) for r in self.replicas],
+            # Who is down here may be back when the copy looks.
+            "replicas": [
+                Replica(url=r.url, state="serving" if r.state == "serving" else "stale")
+                for r in self.replicas
+            ],
+            "doubt": self.doubt,
             "weight_version": self.weight_version,
             "_initial_version": self._initial_version,
             "_updating": None,
@@ -315,7 +368,7 @@ class Fleet:
             "router": None
             if self.router is None
             else RemoteRouter(url=self.router.url),
-            "membership": self.membership,
+            "_members": self._members,
             "closed": self.closed,
             "on_change": _nothing,
             "_failures": {},
@@ -325,6 +378,16 @@ class Fleet:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+
+@contextmanager
+def _one_of_several(router: str, url: str) -> Iterator[None]:
+    """Keeps what fails with one server from the others; it is tried again soon."""
+    try:
+        yield
+    except SGLangError as error:
+        torchrl_logger.warning(f"The router at {router} does not take {url}: {error}")
 
 
 @dataclass(frozen=True, kw_only=True)

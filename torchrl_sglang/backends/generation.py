@@ -89,7 +89,8 @@ class Generation:
                     request_timeout=call.request_timeout,
                 )
             except ServerUnavailableError as error:
-                raise await self.explain(error) from error
+                await self.raise_better(error)
+                raise
             again = {}
             for index, answer in zip(left, answers, strict=True):
                 if self._is_stale(answer, key):
@@ -127,7 +128,8 @@ class Generation:
                         else:
                             yield index, _in_place(answer, index, batch.size, call)
                 except ServerUnavailableError as error:
-                    raise await self.explain(error) from error
+                    await self.raise_better(error)
+                    raise
             left = again
 
     def _prepare(self, call: Call) -> Batch:
@@ -180,17 +182,19 @@ class Generation:
         newer = version_order(first) > version_order(key)
         return newer and answer.cached_tokens > 0
 
-    async def explain(self, error: ServerUnavailableError) -> SGLangError:
-        """Returns the better error where all servers are ours and have ended."""
+    async def raise_better(self, error: ServerUnavailableError) -> None:
+        """Raises the better error where all servers are ours and have ended."""
         fleet = self._fleet
-        if any(replica.process is None for replica in fleet.replicas):
-            return error
+        if fleet.closed or any(replica.process is None for replica in fleet.replicas):
+            return
         for _ in range(20):
             fleet.notice_deaths()
-            if not any(replica.state == "serving" for replica in fleet.replicas):
-                return fleet.why_nobody_serves()
+            if not fleet.serving:
+                better = fleet.why_nobody_serves()
+                if type(better) is not type(error):
+                    raise better from error
+                return
             await asyncio.sleep(DEATH_GRACE_SECONDS / 20)
-        return error
 
 
 def _in_place(

@@ -176,7 +176,8 @@ class ServerProcess:
         """One of ``"starting"``, ``"ready"``, ``"dead"`` and ``"stopped"``."""
         if self._stopped:
             return "stopped"
-        if self._process.poll() is not None:
+        # A fork cannot wait for its parent's child, and would take it for ended.
+        if os.getpid() == self._owner_pid and self._process.poll() is not None:
             return "dead"
         return "ready" if self._ready else "starting"
 

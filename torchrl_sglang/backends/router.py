@@ -397,7 +397,12 @@ class RouterProcess(ServerProcess):
 
     async def _list(self, deadline: float) -> list[dict[str, Any]]:
         answer = await self._call("GET", "/workers", deadline)
-        entries: list[dict[str, Any]] = answer.raise_for_status().json()["workers"]
+        content = answer.raise_for_status().json()
+        if not isinstance(content, dict) or "workers" not in content:
+            raise ServerUnavailableError(
+                f"{answer.url} answered {content!r:.200}, as no router does."
+            )
+        entries: list[dict[str, Any]] = content["workers"]
         return entries
 
     async def _call(

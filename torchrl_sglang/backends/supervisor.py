@@ -8,23 +8,26 @@ than its siblings gets no traffic until a weight update has reached it.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
+import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.event_loop import get_loop, submit
-from torchrl_sglang.backends.fleet import Fleet, Replica
+from torchrl_sglang.backends.fleet import Fleet, OwnedProcess, Replica, RouterLike
 from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.backends.process import stop_starting
 from torchrl_sglang.errors import ServerUnavailableError, SGLangError
 
 __all__ = ["Supervisor"]
+
+P = TypeVar("P", OwnedProcess, RouterLike)
 
 LOOK_SECONDS = 0.5
 """How often processes are looked at."""
@@ -79,22 +82,26 @@ class Supervisor:
         self._may_probe = may_probe
         self._max_restarts = max_restarts
         self._progress_seconds = progress_seconds
+        self._pid = os.getpid()
         self._wake = asyncio.Event()
+        # Addresses of what is being started; only added to on the background loop.
         self._starting: set[str] = set()
+        self._router_failures = 0
+        self._routing: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
-        self._threads = concurrent.futures.ThreadPoolExecutor(
-            thread_name_prefix="torchrl_sglang-restart"
-        )
         self._last_progress = (time.monotonic(), 0)
         fleet.on_change = self.wake
         self._task = submit(self._watch())
 
     def wake(self) -> None:
         """Has the fleet looked at now. Can be called from any thread."""
-        get_loop().call_soon_threadsafe(self._wake.set)
+        if self._pid == os.getpid():
+            get_loop().call_soon_threadsafe(self._wake.set)
 
     def stop(self) -> None:
         """Ends the watch, and what it is starting."""
+        if self._pid != os.getpid():
+            return
         self._stopped.set()
         self._task.cancel()
         deadline = time.monotonic() + STOP_SECONDS
@@ -103,20 +110,18 @@ class Supervisor:
             for url in list(self._starting):
                 stop_starting(url)
             time.sleep(STOP_POLL_SECONDS)
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _watch(self) -> None:
-        while True:
+        while not self._stopped.is_set():
             fleet = self._fleet()
             if fleet is None:
                 return
             try:
                 await self._look(fleet)
-            except SGLangError as error:
-                torchrl_logger.warning(f"While watching the servers: {error}")
-            except RuntimeError:
-                # The interpreter is going down, and takes no new threads.
-                return
+            except Exception as error:  # noqa: BLE001 - The watch goes on, always.
+                if sys.is_finalizing() or self._stopped.is_set():
+                    return
+                torchrl_logger.warning(f"While watching the servers: {error!r}")
             del fleet
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -126,54 +131,18 @@ class Supervisor:
         fleet.notice_deaths()
         if self._is_stuck() and self._may_probe():
             await asyncio.gather(
+                self._probe_router(fleet),
                 *(
                     self._probe(fleet, replica)
                     for replica in fleet.replicas
                     if replica.state == "serving"
-                )
+                ),
             )
         for replica in fleet.replicas:
             if replica.state == "down" and replica.url not in self._starting:
                 self._start_again(fleet, replica)
-        if self._router_is_gone(fleet):
-            self._start_router_again(fleet)
-        await fleet.update_router()
-
-    def _router_is_gone(self, fleet: Fleet) -> bool:
-        router = fleet.router
-        return (
-            router is not None
-            and not router.usable
-            and fleet.start_router is not None
-            and router.url not in self._starting
-            and bool(fleet.serving)
-        )
-
-    def _start_router_again(self, fleet: Fleet) -> None:
-        """Until it is there, requests go to the servers directly."""
-        assert fleet.router is not None
-        url = fleet.router.url
-        torchrl_logger.warning(f"{fleet.router!r} has ended and is started again.")
-        self._starting.add(url)
-        known = fleet.serving
-        reference = weakref.ref(fleet)
-        future = self._threads.submit(self._restart_router, fleet, known)
-
-        def done(outcome: concurrent.futures.Future[Any]) -> None:
-            self._starting.discard(url)
-            fleet = reference()
-            if outcome.cancelled():
-                return
-            error = outcome.exception()
-            if error is not None:
-                torchrl_logger.warning(f"The router did not start: {error}")
-            elif fleet is None or fleet.closed:
-                outcome.result().stop()
-            else:
-                fleet.router_joined(outcome.result(), known)
-            self.wake()
-
-        future.add_done_callback(done)
+        self._look_after_router(fleet)
+        await self._look_at_stale(fleet)
 
     def _is_stuck(self) -> bool:
         """Returns whether requests are under way and none has ended for long."""
@@ -190,27 +159,90 @@ class Supervisor:
 
     async def _probe(self, fleet: Fleet, replica: Replica) -> None:
         """Asks a server for one token, which a scheduler that hangs cannot give."""
+        if await self._answers(f"{replica.url}/health_generate"):
+            return
+        if not self._may_probe() or replica.state != "serving":
+            return
+        torchrl_logger.warning(f"The server at {replica.url} does not generate.")
+        process = replica.process
+        fleet.mark_down(
+            replica, f"The server at {replica.url} answered and did not generate."
+        )
+        if process is not None:
+            # Its requests fail now, and go to the others.
+            await asyncio.to_thread(process.stop)
+
+    async def _probe_router(self, fleet: Fleet) -> None:
+        router = fleet.router
+        if router is None or fleet.start_router is None or not router.usable:
+            return
+        if not await self._answers(f"{router.url}/workers"):
+            torchrl_logger.warning(f"{router!r} does not answer.")
+            await asyncio.to_thread(router.stop)
+
+    async def _answers(self, url: str) -> bool:
         try:
-            answer = await self._http.request(
-                "GET", f"{replica.url}/health_generate", timeout=PROBE_BUDGET_SECONDS
-            )
+            answer = await self._http.request("GET", url, timeout=PROBE_BUDGET_SECONDS)
             answer.raise_for_status()
         except SGLangError as error:
-            if not self._may_probe():
-                return
-            torchrl_logger.warning(
-                f"The server at {replica.url} does not generate any more: {error}"
-            )
-            process = replica.process
-            fleet.mark_down(
-                replica, f"The server at {replica.url} answered and did not generate."
-            )
-            if process is not None:
-                # Its requests fail now, and go to the others.
-                await asyncio.to_thread(process.stop)
+            torchrl_logger.debug(f"A probe failed: {error}")
+            return False
+        return True
+
+    async def _look_at_stale(self, fleet: Fleet) -> None:
+        """Takes servers back that another engine object has sent the weights to."""
+        for replica in fleet.replicas:
+            if replica.state != "stale" or not self._may_probe():
+                continue
+            try:
+                answer = await self._http.request(
+                    "GET", f"{replica.url}/model_info", timeout=PROBE_BUDGET_SECONDS
+                )
+                version = answer.raise_for_status().json().get("weight_version")
+            except SGLangError as error:
+                torchrl_logger.debug(f"A server does not tell its version: {error}")
+                continue
+            fleet.has_version(replica, str(version))
+
+    def _look_after_router(self, fleet: Fleet) -> None:
+        router = fleet.router
+        if router is None:
+            return
+        if router.usable:
+            # In a task of its own: the router can take long over a server.
+            if self._routing is None or self._routing.done():
+                self._routing = asyncio.ensure_future(fleet.update_router())
+        elif (
+            fleet.start_router is not None
+            and router.url not in self._starting
+            and fleet.serving
+        ):
+            self._start_router_again(fleet, router)
+
+    def _start_router_again(self, fleet: Fleet, router: RouterLike) -> None:
+        """Until it is there, requests go to the servers directly."""
+        torchrl_logger.warning(f"{router!r} has ended and is started again.")
+        known, start = fleet.serving, fleet.start_router
+        assert start is not None
+
+        def run() -> RouterLike:
+            router.stop()
+            self._wait(self._router_failures)
+            return start(known)
+
+        def done(fleet: Fleet, found: RouterLike) -> None:
+            self._router_failures = 0
+            fleet.router_joined(found, known)
+
+        def failed(error: BaseException) -> None:
+            self._router_failures += 1
+            torchrl_logger.warning(f"The router did not start: {error}")
+
+        self._in_thread(router.url, run, done, failed)
 
     def _start_again(self, fleet: Fleet, replica: Replica) -> None:
-        if replica.restart is None:
+        restart = replica.restart
+        if restart is None:
             return
         if replica.restarts >= self._max_restarts:
             replica.state = "lost"
@@ -220,51 +252,62 @@ class Supervisor:
             )
             return
         replica.restarts += 1
-        self._starting.add(replica.url)
         torchrl_logger.warning(
             f"The server at {replica.url} is started again ({replica.restarts} of "
             f"{self._max_restarts}). {_first_line(replica)}"
         )
-        # What was killed needs a moment to let its port go; what fails again and again
-        # needs longer.
-        delay = min(FIRST_RESTART_SECONDS * 2.0 ** (replica.failures), LONGEST_SECONDS)
-        future = self._threads.submit(self._restart, replica, delay)
-        reference = weakref.ref(fleet)
 
-        def done(outcome: concurrent.futures.Future[Any]) -> None:
-            self._starting.discard(replica.url)
-            fleet = reference()
-            if outcome.cancelled():
-                return
-            error = outcome.exception()
-            if error is not None:
-                replica.failures += 1
-                replica.reason = f"The server at {replica.url} did not start: {error}"
-            elif fleet is None or fleet.closed:
-                outcome.result().stop()
-            else:
-                replica.failures = 0
-                fleet.joined(replica, outcome.result())
-            self.wake()
+        def run() -> OwnedProcess:
+            if replica.process is not None:
+                # Its log and what is left of its tree; the new one takes the same port.
+                replica.process.stop()
+            self._wait(replica.failures)
+            return restart()
 
-        future.add_done_callback(done)
+        def done(fleet: Fleet, process: OwnedProcess) -> None:
+            replica.failures = 0
+            fleet.joined(replica, process)
 
-    def _restart_router(self, fleet: Fleet, urls: list[str]) -> Any:
-        assert fleet.router is not None
-        assert fleet.start_router is not None
-        fleet.router.stop()
-        if self._stopped.wait(FIRST_RESTART_SECONDS):
-            raise ServerUnavailableError("The engine was shut down meanwhile.")
-        return fleet.start_router(urls)
+        def failed(error: BaseException) -> None:
+            replica.failures += 1
+            replica.reason = f"The server at {replica.url} did not start: {error}"
 
-    def _restart(self, replica: Replica, delay: float) -> Any:
-        assert replica.restart is not None
-        if replica.process is not None:
-            # Its log and what is left of its tree; the new one takes the same port.
-            replica.process.stop()
+        self._in_thread(replica.url, run, done, failed)
+
+    def _wait(self, failures: int) -> None:
+        """Waits before a start: what was killed needs a moment to let its port go."""
+        delay = min(FIRST_RESTART_SECONDS * 2.0**failures, LONGEST_SECONDS)
         if self._stopped.wait(delay):
             raise ServerUnavailableError("The engine was shut down meanwhile.")
-        return replica.restart()
+
+    def _in_thread(
+        self,
+        url: str,
+        run: Callable[[], P],
+        done: Callable[[Fleet, P], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Starts something in a thread that the interpreter's end does not wait for."""
+        self._starting.add(url)
+        reference = self._fleet
+
+        def work() -> None:
+            try:
+                found = run()
+                fleet = reference()
+                if fleet is None or self._stopped.is_set():
+                    found.stop()
+                else:
+                    done(fleet, found)
+            except BaseException as error:  # noqa: BLE001 - A thread has no caller.
+                failed(error)
+            finally:
+                # Last of all: until then nobody starts it a second time.
+                self._starting.discard(url)
+            if not sys.is_finalizing():
+                self.wake()
+
+        threading.Thread(target=work, name="torchrl_sglang-start", daemon=True).start()
 
 
 def _first_line(replica: Replica) -> str:

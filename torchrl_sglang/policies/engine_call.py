@@ -150,12 +150,21 @@ def _generate_in_stages(
     continued = _generate(
         engine,
         [_continued(prompts[i], outcomes[i], stages[i]) for i in later],
-        return_exceptions,
+        return_exceptions=True,
     )
     for index, rest in zip(later, continued, strict=True):
         begun = outcomes[index]
         assert isinstance(begun, Completion)
-        outcomes[index] = join(begun, rest) if isinstance(rest, Completion) else rest
+        if isinstance(rest, Completion):
+            outcomes[index] = join(begun, rest)
+            continue
+        # Not all of the batch was sent again, so its place is another one there.
+        if hasattr(rest, "index"):
+            rest.index = index
+        if not return_exceptions:
+            rest.add_note(f"It is item {index} of {len(prompts)}.")
+            raise rest
+        outcomes[index] = rest
     return outcomes
 
 

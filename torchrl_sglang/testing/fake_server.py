@@ -133,7 +133,17 @@ class FakeServer:
         try:
             yield
         finally:
-            del self._faults[path]
+            self._faults.pop(path, None)
+
+    def recover(self) -> None:
+        """Misbehaves no more, and ends every request that hangs as an abort does."""
+        self._faults.clear()
+
+        def release() -> None:
+            for event in self._hanging:
+                event.set()
+
+        self._loop.call_soon_threadsafe(release)
 
     def wait_for(self, path: str, count: int = 1, timeout: float = 10.0) -> None:
         """Waits until that many requests to a path have arrived.

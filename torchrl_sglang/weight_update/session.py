@@ -156,14 +156,19 @@ def _clean_up(
         )
     else:
         outcome = "The servers still hold the old weights."
-    steps = [control.end_weight_update(timeout=CLEANUP_SECONDS)]
+    try:
+        run_sync(control.end_weight_update(timeout=CLEANUP_SECONDS))
+    except SGLangError as secondary:
+        torchrl_logger.debug(f"After a failed weight update: {secondary}")
     if not touched:
-        steps.append(control.resume(timeout=CLEANUP_SECONDS))
-    for step in steps:
         try:
-            run_sync(step)
+            run_sync(control.resume(timeout=CLEANUP_SECONDS))
         except SGLangError as secondary:
-            torchrl_logger.debug(f"After a failed weight update: {secondary}")
+            update.in_doubt(f"{error} Generation could not be resumed: {secondary}")
+            outcome = (
+                f"The servers still hold the old weights, and generation could not be "
+                f"resumed: {secondary} Send the weights again."
+            )
     failure = WeightTransferError(f"{error} {outcome}")
     failure.untouched = not touched
     return failure

@@ -234,3 +234,60 @@ def test_waits_grow_up_to_a_limit():
         assert limit / 2 <= wait <= limit
     assert policy.delay(error, 20) is None
     assert RetryPolicy(attempts=1).delay(error, 1) is None
+
+
+@pytest.mark.parametrize("joins", ["from before", "from within"])
+def test_a_server_started_again_in_the_middle_of_the_first_update(joins):
+    """It has the checkpoint's weights, whether it took part at the beginning or not."""
+    fleet = make_fleet(2)
+    again = fleet.replicas[0]
+    if joins == "from before":
+        again.process.state = "dead"
+        fleet.notice_deaths()
+    fleet.begin_update()
+    if joins == "from within":
+        again.process.state = "dead"
+        fleet.notice_deaths()
+    fleet.joined(again, Process())
+    fleet.end_update("1")
+    assert [replica.state for replica in fleet.replicas] == ["stale", "serving"]
+
+
+def test_an_update_that_failed_leaves_who_joined_meanwhile_useful():
+    fleet = make_fleet(2)
+    fleet.replicas[0].process.state = "dead"
+    fleet.notice_deaths()
+    fleet.begin_update()
+    fleet.joined(fleet.replicas[0], Process())
+    assert fleet.replicas[0].state == "stale"
+    fleet.end_update(None)
+    assert [replica.state for replica in fleet.replicas] == ["serving", "serving"]
+
+
+def test_a_process_group_holds_for_one_set_of_servers():
+    fleet = make_fleet(2)
+    before = fleet.membership
+    fleet.replicas[0].process.state = "dead"
+    fleet.notice_deaths()
+    assert fleet.membership != before
+
+
+def test_a_server_that_is_ready_after_the_shutdown_is_ended():
+    fleet = make_fleet(1)
+    fleet.close()
+    late = Process()
+    fleet.joined(fleet.replicas[0], late)
+    assert late.state == "stopped"
+
+
+def test_a_server_that_somebody_else_has_sent_the_weights_to():
+    fleet = make_fleet(2)
+    fleet.begin_update()
+    fleet.end_update("3")
+    fleet.replicas[0].process.state = "dead"
+    fleet.notice_deaths()
+    fleet.joined(fleet.replicas[0], Process())
+    fleet.has_version(fleet.replicas[0], "2")
+    assert fleet.replicas[0].state == "stale"
+    fleet.has_version(fleet.replicas[0], "3")
+    assert fleet.replicas[0].state == "serving"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -244,6 +246,102 @@ def test_stats(engine, three):
     assert [server.running for server in stats.servers] == [0, 0, 0]
     three[2].close()
     assert engine.stats().servers[2].running is None
+
+
+@pytest.mark.parametrize("prompt", [[5], [5] * 40], ids=["waiting", "primed"])
+def test_a_part_of_a_batch_is_aborted(three, prompt):
+    """On one server a batch is one request; here, before it is sent."""
+    fake, *_ = three
+    engine = AsyncSGLang.connect(fake.url, max_in_flight=1)
+    primed = len(prompt) > 1
+
+    def call(batch, names):
+        return engine.generate(
+            input_ids=batch,
+            sampling_params=SHORT,
+            request_ids=names,
+            return_exceptions=True,
+        )
+
+    with ThreadPoolExecutor(2) as pool, fake.misbehaving("hang"):
+        if not primed:
+            pool.submit(call, [[8]], ["first"])
+            fake.wait_for("/generate")
+        batch = [prompt, prompt, [6], [7]]
+        waiting = pool.submit(call, batch, ["a", "a", "b", "b"])
+        while engine.stats().queued < 4:
+            assert not waiting.done()
+        if primed:
+            fake.wait_for("/generate")
+        assert engine.abort("a") == 2
+        fake.recover()
+        outcomes = waiting.result(20)
+    kinds = [type(outcome).__name__ for outcome in outcomes]
+    assert kinds == ["GenerationAbortedError"] * 2 + ["Completion"] * 2
+    assert [outcome.index for outcome in outcomes[:2]] == [0, 1]
+    engine.shutdown()
+
+
+def test_cancelling_what_is_iterated(engine, three):
+    """It is a cancellation for the caller, and an abort for the servers."""
+
+    async def give_up():
+        async for _ in engine.agenerate_iter(input_ids=prompts(3)):
+            pass
+
+    async def main():
+        with three[0].misbehaving("hang"):
+            task = asyncio.ensure_future(give_up())
+            await asyncio.to_thread(three[0].wait_for, "/generate")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(three[0].wait_for, "/abort_request")
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_chat(engine, three):
+    path = "/v1/chat/completions"
+
+    async def main():
+        task = asyncio.ensure_future(engine.achat_completion({"messages": []}))
+        # One of them has it, and which one is the fleet's to say.
+        waits = [asyncio.to_thread(fake.wait_for, path, timeout=3.0) for fake in three]
+        found = await asyncio.gather(*waits, return_exceptions=True)
+        assert sum(outcome is None for outcome in found) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with ExitStack() as stack:
+        for fake in three:
+            stack.enter_context(fake.misbehaving("hang", path))
+        start = time.monotonic()
+        asyncio.run(main())
+    assert time.monotonic() - start < 8
+    assert engine.stats().in_flight == 0
+
+
+def test_leaving_an_iterator_open_does_not_hold_the_interpreter_up(three):
+    program = f"""
+from torchrl_sglang import AsyncSGLang
+engine = AsyncSGLang.connect(urls={[fake.url for fake in three]!r})
+answers = engine.generate_iter(input_ids=[[5], [6], [7]])
+next(answers)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], timeout=60, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_nobody_is_healthy_where_nobody_runs(engine, three):
+    for replica in engine._fleet.replicas:
+        replica.state = "lost"
+    assert not engine.health()
+    with pytest.raises(ServerUnavailableError, match="No server of the engine runs"):
+        engine.flush_cache()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

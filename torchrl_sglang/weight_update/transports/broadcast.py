@@ -194,6 +194,8 @@ class BroadcastTransport:
             # servers answered and it has not ended.
             unsent = starting.done() and starting.exception() is not None
             refused = request.done() and (work is None or not work.is_completed())
+            # One server can refuse what another has received and loaded.
+            refused = refused and not getattr(error, "partly", False)
             request.cancel()
             self._fail(
                 error,
