@@ -55,9 +55,13 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def children_by_parent() -> dict[int, list[int]]:
-    """Returns every process id on the machine, under its parent's."""
-    table: dict[int, list[int]] = {}
+def processes_by_parent() -> dict[int, list[tuple[int, bool]]]:
+    """Returns every process id on the machine and whether it lives, under its parent's.
+
+    A process of several threads can be dead by its own account while its children are
+    still below it, so the dead ones are listed as well.
+    """
+    table: dict[int, list[tuple[int, bool]]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -67,20 +71,19 @@ def children_by_parent() -> dict[int, list[int]]:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue
-        if fields[0] != b"Z":
-            table.setdefault(int(fields[1]), []).append(int(entry))
+        table.setdefault(int(fields[1]), []).append((int(entry), fields[0] != b"Z"))
     return table
 
 
 def descendants(pid: int) -> list[int]:
     """Returns the ids of all living processes below ``pid``, parents first."""
-    table = children_by_parent()
+    table = processes_by_parent()
     found: list[int] = []
     frontier = [pid]
     while frontier:
         below = [child for parent in frontier for child in table.get(parent, [])]
-        found += below
-        frontier = below
+        found += [child for child, lives in below if lives]
+        frontier = [child for child, _ in below]
     return found
 
 

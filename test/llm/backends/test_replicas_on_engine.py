@@ -16,6 +16,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
+from torchrl_sglang.backends.watchdog import descendants, is_alive
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
@@ -143,14 +144,7 @@ def test_a_server_that_hangs(tiny_model_path, session_engine):
         answers = generate(engine, batch, timeout=PATIENCE)
         assert tokens(answers) == tokens(generate(session_engine, batch))
         wait_for(engine, ["serving", "serving"])
-
-
-def descendants(pid) -> list[int]:
-    found = []
-    with open(f"/proc/{pid}/task/{pid}/children") as children:
-        for child in map(int, children.read().split()):
-            found += [child, *descendants(child)]
-    return found
+        assert not [pid for pid in below if is_alive(pid)]
 
 
 def test_the_router_killed(engine, session_engine):

@@ -18,7 +18,11 @@ from contextlib import contextmanager
 import pytest
 
 from torchrl_sglang.backends import watchdog
-from torchrl_sglang.backends.watchdog import children_by_parent, descendants, is_alive
+from torchrl_sglang.backends.watchdog import (
+    descendants,
+    is_alive,
+    processes_by_parent,
+)
 
 SECONDS = 15.0
 """For a tree to be gone: the grace that it is given, and a loaded machine."""
@@ -140,5 +144,5 @@ def test_descendants_in_order():
         assert set(below) == {server, child, orphan}
         assert below.index(server) < below.index(child)
         # It has adopted the orphan.
-        assert orphan in children_by_parent()[process.pid]
+        assert orphan in dict(processes_by_parent()[process.pid])
         assert descendants(child) == []

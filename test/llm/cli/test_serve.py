@@ -15,7 +15,11 @@ from pathlib import Path
 import pytest
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.watchdog import children_by_parent, descendants, is_alive
+from torchrl_sglang.backends.watchdog import (
+    descendants,
+    is_alive,
+    processes_by_parent,
+)
 from torchrl_sglang.cli import main
 
 COMMAND = [sys.executable, "-m", "torchrl_sglang", "serve"]
@@ -175,7 +179,7 @@ def test_a_server_that_is_lost_ends_the_command(tiny_model_path, tmp_path):
     words = ("--device=cpu", "--max-restarts=0")
     with serving(tiny_model_path, *words, TMPDIR=str(tmp_path)) as process:
         assert process.stdout.readline()
-        (server,) = filter(is_server, children_by_parent()[watchdog_of(process)])
+        (server,) = filter(is_server, dict(processes_by_parent()[watchdog_of(process)]))
         os.kill(server, signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 1
@@ -183,7 +187,7 @@ def test_a_server_that_is_lost_ends_the_command(tiny_model_path, tmp_path):
 
 
 def watchdog_of(process: subprocess.Popen[str]) -> int:
-    (pid,) = children_by_parent()[process.pid]
+    (pid,) = dict(processes_by_parent()[process.pid])
     return pid
 
 
