@@ -147,6 +147,14 @@ def test_the_trainer_never_imports_sglang():
     assert not {"sglang", "torchvision", "vllm"} & set(sys.modules)
 
 
+def test_nothing_is_unpickled():
+    """What a server or a router sends is JSON, and is read as nothing else."""
+    forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    for path in sorted(ROOT.rglob("*.py")):
+        found = {name.partition(".")[0] for name, _ in imports(path)}
+        assert not found & forbidden, path
+
+
 def test_public_names_are_frozen():
     assert sorted(torchrl_sglang.__all__) == sorted(PUBLIC)
     assert dir(torchrl_sglang) == sorted(PUBLIC)

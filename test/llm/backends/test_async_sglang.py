@@ -618,3 +618,15 @@ def test_one_engine_for_every_thread_of_its_life(fake, fake_engine):
     for thread in threads:
         thread.join(30)
     assert errors == []
+
+
+def test_profile(engine, tmp_path):
+    """The server writes a trace of what it did meanwhile, and goes on."""
+    engine.start_profile(str(tmp_path), activities=["CPU"])
+    engine.generate(input_ids=[5], sampling_params=FOUR)
+    engine.stop_profile()
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.rglob("*.trace.json.gz")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert engine.generate(input_ids=[5], sampling_params=FOUR)
