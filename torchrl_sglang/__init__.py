@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.backends.base import RLSGLangEngine
     from torchrl_sglang.backends.server import make_sglang_server
+    from torchrl_sglang.collectors import SGLangLLMCollector, attach
     from torchrl_sglang.policies.info import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
@@ -25,10 +26,12 @@ _HOME = {
     "AsyncSGLang": "backends.async_sglang",
     "GenerationInfo": "policies.info",
     "RLSGLangEngine": "backends.base",
+    "SGLangLLMCollector": "collectors",
     "SGLangWeightReceiver": "weight_update.receiver",
     "SGLangWeightSender": "weight_update.sender",
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
+    "attach": "collectors",
     "get_model_metadata": "weight_update.source",
     "make_sglang_server": "backends.server",
 }
@@ -38,11 +41,13 @@ __all__ = [
     "AsyncSGLang",
     "GenerationInfo",
     "RLSGLangEngine",
+    "SGLangLLMCollector",
     "SGLangWeightReceiver",
     "SGLangWeightSender",
     "SGLangWeightSyncScheme",
     "SGLangWrapper",
     "__version__",
+    "attach",
     "get_model_metadata",
     "make_sglang_server",
 ]

@@ -13,14 +13,18 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 __all__ = [
+    "Adapter",
     "Completion",
     "EngineStats",
     "FinishReason",
+    "FusedParameter",
     "ModelMetadata",
     "PauseMode",
     "ServerCapabilities",
+    "ServerPlacement",
     "ServerStats",
     "SyncReport",
+    "TensorPart",
     "VersionSpan",
 ]
 
@@ -30,8 +34,35 @@ ModelMetadata: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
 FinishReason: TypeAlias = Literal["stop", "length"]
 """Why a response ended. An aborted one is an error and never a completion."""
 
-PauseMode: TypeAlias = Literal["retract", "abort", "in_place"]
+PauseMode: TypeAlias = Literal["retract", "abort", "in_place", "none"]
 """What happens to running requests while weights are updated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPart:
+    """What the server's loader takes of a larger tensor, as a view of it."""
+
+    name: str
+    """Name that the loader takes it by."""
+    shape: torch.Size
+    """Its shape."""
+    stride: tuple[int, ...]
+    """Its strides in the larger tensor, which is contiguous, in elements."""
+    offset: int
+    """Where it begins in the larger tensor, in elements."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedParameter:
+    """A parameter of the module that the server's loader takes in other pieces.
+
+    For example all experts of a layer, which a checkpoint holds one by one.
+    """
+
+    shape: torch.Size
+    """Its shape in the module."""
+    parts: tuple[TensorPart, ...]
+    """The pieces; a parameter that only has another name there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +103,25 @@ class Completion:
     """Weight versions of the response tokens, in order, without gaps."""
     text: str | None = None
     """The server's own decoding, where it has a tokenizer."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that it was computed with, if any."""
+    adapter_version: str | None = None
+    """Version of that adapter, where a weight update published it; ``versions`` then
+    says the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """A LoRA adapter that the servers of an engine hold."""
+
+    name: str
+    """Name that requests select it by."""
+    served_as: str
+    """What the servers call it: another name for each time that it is loaded."""
+    version: str | None = None
+    """Weight version, where a weight update published it."""
+    pinned: bool = False
+    """Whether the servers keep it among those that batches are computed with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +161,36 @@ class ServerCapabilities:
     """The server accepts regex, JSON-schema and EBNF constraints."""
     weight_version: str
     """Version of the weights at the time of connecting."""
+    has_lora: bool = False
+    """The server takes LoRA adapters."""
+    lora_tensors_field: str | None = None
+    """Field of a request that an adapter's tensors travel in; ``None`` where the server
+    reads adapters from files only."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that it held at the time of connecting, as it calls them."""
+    can_sleep: bool = False
+    """The server can give GPU memory back and take it again."""
+    keeps_weights: bool = False
+    """Weights whose memory it gave back are there again when it takes that memory."""
     server_args: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Everything that the server says about its own arguments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerPlacement:
+    """Where one server of an engine runs, as far as is known."""
+
+    url: str
+    """Its address."""
+    local: bool
+    """Whether it is on this machine."""
+    device: str | None
+    """``"cuda"`` or ``"cpu"``."""
+    gpus: tuple[str, ...] | None = None
+    """The GPUs of its ranks, in order, under the names that ``CUDA_VISIBLE_DEVICES``
+    has for them here; ``None`` where it was started by somebody else."""
+    visible_gpus: tuple[str, ...] | None = None
+    """The GPUs that its processes see."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +200,9 @@ class ServerStats:
     url: str
     """Its address."""
     state: str
-    """``"serving"``, ``"stale"`` (it waits for the next weight update), ``"down"`` or
-    ``"lost"`` (started again too often)."""
+    """``"serving"``, ``"stale"`` (it waits for the next weight update), ``"down"``,
+    ``"lost"`` (started again too often), or ``"asleep: "`` and what of its memory is
+    released."""
     running: int | None
     """Requests that it computes, of all users; ``None`` if it does not answer."""
     queued: int | None
@@ -170,6 +249,12 @@ class SyncReport:
 
     version: str
     """Weight version that the servers report from now on."""
+    transport: str
+    """How they were sent: ``"broadcast"``, ``"cuda_ipc"``, ``"disk"`` or ``"lora"``;
+    ``"checkpoint"`` if the servers went back to their own files, ``"none"`` if another
+    rank of the trainer sends."""
+    reason: str = ""
+    """Why in this way."""
     num_tensors: int
     """Number of tensors sent; tied weights count once."""
     num_bytes: int

@@ -46,6 +46,29 @@ def engine(session_engine: AsyncSGLang) -> AsyncSGLang:
 
 
 @pytest.fixture(scope="session")
+def session_lora_engine(tiny_model_path: str) -> Iterator[AsyncSGLang]:
+    """The server with LoRA of the test session. Use ``lora_engine``."""
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path,
+        device="cpu",
+        enable_lora=True,
+        max_lora_rank=8,
+        lora_target_modules=["all"],
+        max_loras_per_batch=3,
+        max_loaded_loras=3,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def lora_engine(session_lora_engine: AsyncSGLang) -> Iterator[AsyncSGLang]:
+    """A running engine that takes LoRA adapters; it has none before and after."""
+    yield session_lora_engine
+    for name in session_lora_engine.adapters:
+        session_lora_engine.unload_adapter(name)
+
+
+@pytest.fixture(scope="session")
 def tokenizer(tiny_model_path: str) -> Any:
     """The tokenizer of the tiny model."""
     from transformers import AutoTokenizer
@@ -70,6 +93,49 @@ def restored_engine(
     sender = SGLangWeightSyncScheme(engine).create_sender()
     sender.update_weights(hf_model)
     sender.shutdown()
+
+
+class PeftModels:
+    """Models with LoRA adapters, in PEFT's hands: the engine's answers are held to it.
+
+    Args:
+        path: folder of the base model.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def make(self, seed: int, **config: Any) -> Any:
+        """Returns the model with an adapter whose effect is plain to see."""
+        from peft import LoraConfig, get_peft_model
+
+        settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+        model = get_peft_model(
+            load_hf_model(self._path), LoraConfig(**{**settings, **config})
+        )
+        self.change(model, seed)
+        return model.eval()
+
+    @torch.no_grad()
+    def change(self, model: Any, seed: int) -> None:
+        """Gives the adapter other weights, in place, as a step of training does."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+                parameter.mul_(0.2)
+
+    @torch.no_grad()
+    def difference(self, answer: Any, prompt: Sequence[int], model: Any) -> float:
+        """Greatest difference of an answer's log-probs from a model's."""
+        expected = scorer(model)([*prompt, *answer.token_ids])[len(prompt) :]
+        return float((expected - torch.tensor(answer.log_probs)).abs().max())
+
+
+@pytest.fixture(scope="session")
+def peft_models(tiny_model_path: str) -> PeftModels:
+    """Makes models with adapters, and compares answers with them."""
+    return PeftModels(tiny_model_path)
 
 
 @pytest.fixture

@@ -5,9 +5,12 @@ What users hold
 From a call to an answer
     ``batch`` (checks), ``generation`` (order, weights' versions), ``data_plane``
     (sending), ``retries``, ``wire`` (SGLang's protocol), ``stats``.
+LoRA adapters
+    ``adapters`` (loading, replacing, who uses which), ``adapter_payload`` (checks).
 Which servers there are
     ``fleet`` (who gets requests), ``supervisor`` (starts them again),
-    ``control_plane`` (calls to each of them), ``capabilities``, ``metadata``.
+    ``control_plane`` (calls to each of them), ``memory`` (sleep and wake-up),
+    ``capabilities``, ``metadata``.
 Starting them
     ``launching`` (servers and router), ``replicas`` and ``devices`` (what differs
     between servers), ``server`` (order of a start), ``plan`` (command, environment),

@@ -10,23 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import threading
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Self, TypeVar
 
+import torch
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends import capabilities as capabilities_module
+from torchrl_sglang.backends.adapter_payload import prepare_adapter
+from torchrl_sglang.backends.adapters import (
+    LOAD_SECONDS,
+    UNLOAD_SECONDS,
+    Adapters,
+    check_name,
+    weak_equip,
+    why_no_lora,
+)
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
 from torchrl_sglang.backends.batch import to_token_ids
 from torchrl_sglang.backends.control_plane import ControlPlane
@@ -38,6 +50,7 @@ from torchrl_sglang.backends.fleet import (
     RemoteRouter,
     Replica,
     RouterLike,
+    in_order,
 )
 from torchrl_sglang.backends.generation import (
     GENERATE_TIMEOUT_SECONDS,
@@ -47,8 +60,17 @@ from torchrl_sglang.backends.generation import (
 )
 from torchrl_sglang.backends.http import HttpClient, normalize_url
 from torchrl_sglang.backends.launching import Launch, launch
-from torchrl_sglang.backends.metadata import metadata_from_config
+from torchrl_sglang.backends.memory import (
+    DRAIN_TIMEOUT_SECONDS,
+    Memory,
+    check_budget,
+    check_can_sleep,
+    check_tags,
+    check_weights_awake,
+)
+from torchrl_sglang.backends.metadata import fused_from_config, metadata_from_config
 from torchrl_sglang.backends.retries import RetryPolicy
+from torchrl_sglang.backends.revive import revive
 from torchrl_sglang.backends.router import ask_router
 from torchrl_sglang.backends.server import START_TIMEOUT_SECONDS, find_free_port
 from torchrl_sglang.backends.stats import Counters
@@ -60,10 +82,13 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.types import (
+    Adapter,
     Completion,
     EngineStats,
+    FusedParameter,
     ModelMetadata,
     ServerCapabilities,
+    ServerPlacement,
     ServerStats,
 )
 
@@ -154,16 +179,23 @@ class AsyncSGLang(RLSGLangEngine):
                 self._http,
                 progress=lambda: (counters.in_flight, counters.completed),
                 may_probe=lambda: (
-                    not (lock.locked() or pausing.paused or fleet.doubt is not None)
+                    not (
+                        lock.locked()
+                        or pausing.paused
+                        or fleet.asleep
+                        or fleet.doubt is not None
+                    )
                 ),
                 max_restarts=self._settings.max_restarts,
                 progress_seconds=self._settings.progress_timeout,
+                equip=weak_equip(self._adapters),
             )
 
     def _compose(self) -> None:
         self._counters = Counters()
         self._update_lock = threading.Lock()
         self._control = ControlPlane(self._http, self._fleet, self._capabilities)
+        self._adapters = Adapters(self._control, self._fleet, self._capabilities)
         self._data = DataPlane(
             self._http,
             self._fleet,
@@ -171,8 +203,18 @@ class AsyncSGLang(RLSGLangEngine):
             retries=RetryPolicy(attempts=self._settings.max_attempts),
             max_in_flight=self._settings.max_in_flight,
             counters=self._counters,
+            adapters=self._adapters,
         )
-        self._generation = Generation(self._data, self._fleet, self._capabilities)
+        self._generation = Generation(
+            self._data, self._fleet, self._capabilities, self._adapters
+        )
+        data, counters = self._data, self._counters
+        self._memory = Memory(
+            self._fleet,
+            self._control,
+            under_way=lambda: data.queued + counters.in_flight,
+            abort=lambda: data.abort(None),
+        )
 
     @classmethod
     def from_pretrained(
@@ -388,6 +430,25 @@ class AsyncSGLang(RLSGLangEngine):
         return self._capabilities
 
     @property
+    def model_path(self) -> str:
+        """Folder or hub name of the served model, as it can be read from here."""
+        return self._model or self._capabilities.model_path
+
+    @property
+    def placements(self) -> tuple[ServerPlacement, ...]:
+        """Where the servers that run are, in the order of their ranks."""
+        known = {replica.url: replica for replica in self._fleet.replicas}
+        return tuple(
+            replace(
+                place,
+                local=place.local or known[place.url].process is not None,
+                gpus=known[place.url].gpus,
+                visible_gpus=known[place.url].visible_gpus,
+            )
+            for place in super().placements
+        )
+
+    @property
     def control(self) -> ControlPlane:
         """Control calls to the server; to be awaited on the background loop."""
         return self._control
@@ -396,6 +457,16 @@ class AsyncSGLang(RLSGLangEngine):
     def weight_version(self) -> str:
         """Version of the weights that the server generates with."""
         return self._fleet.weight_version
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """What of the servers' memory is released; empty while they are awake.
+
+        Examples:
+            >>> sorted(engine.asleep)
+            []
+        """
+        return self._fleet.asleep
 
     def generate(
         self,
@@ -411,6 +482,7 @@ class AsyncSGLang(RLSGLangEngine):
         timeout: float | None = None,
         request_timeout: float | None = None,
         return_exceptions: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Continues a batch of prompts and returns the responses in the same order.
 
@@ -435,6 +507,8 @@ class AsyncSGLang(RLSGLangEngine):
                 One that uses it up is an error of that item.
             return_exceptions: put the error of an item in its place instead of
                 raising the first one.
+            adapter: name of the LoRA adapter to compute them with, for all or one for
+                each; ``""`` for the base model. Defaults to :attr:`default_adapter`.
 
         Returns:
             One completion for each prompt.
@@ -460,6 +534,7 @@ class AsyncSGLang(RLSGLangEngine):
             timeout=timeout,
             request_timeout=request_timeout,
             return_exceptions=return_exceptions,
+            adapter=adapter,
         )
         return run_sync(self._generation.run(call))
 
@@ -540,6 +615,116 @@ class AsyncSGLang(RLSGLangEngine):
         return run_sync(self._data.abort(request_ids))
 
     @property
+    def adapters(self) -> dict[str, Adapter]:
+        """Name -> LoRA adapter, of those that requests can select.
+
+        Examples:
+            >>> engine.adapters
+            {}
+        """
+        return self._adapters.table
+
+    @property
+    def default_adapter(self) -> str | None:
+        """Name of the LoRA adapter of requests that select none.
+
+        Weight updates that send an adapter set it, here and in every copy of the engine
+        and other engine of these servers. ``None`` is the base model.
+
+        Raises:
+            ConfigurationError: when it is set to one that is not loaded.
+        """
+        return self._adapters.default
+
+    @default_adapter.setter
+    def default_adapter(self, name: str | None) -> None:
+        self._adapters.default = name
+
+    def load_adapter(
+        self,
+        name: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        config: Mapping[str, Any] | None = None,
+        pinned: bool = False,
+        version: str | None = None,
+        default: bool = False,
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Loads a LoRA adapter into every server, or replaces the one of this name.
+
+        Requests that are sent from then on use the new one; those under way end with
+        the old one, which is dropped after them. Generation is not paused.
+
+        Args:
+            name: what requests select it by.
+            path: folder that PEFT has saved it in. One that is not on this machine, or
+                a hub name, is read by the servers.
+            tensors: its tensors instead, as ``peft.get_peft_model_state_dict`` returns
+                them, on any device.
+            config: content of PEFT's ``adapter_config.json``, with ``tensors``.
+            pinned: keep it among those that batches are computed with; the servers
+                leave at least one place for others.
+            version: weight version that completions with it report.
+            default: use it for requests that select none.
+            timeout: budget, in seconds. Defaults to 120.
+
+        Raises:
+            ConfigurationError: if it is not whole, if servers refuse it (its rank, its
+                modules), or if they have no room for one more.
+            WeightMismatchError: if its tensors do not fit the served model.
+            UnsupportedByServerError: if the servers were started without LoRA.
+            ServerTimeoutError: if the budget is used up. After any error, requests use
+                what they used before.
+        """
+        self._check_open()
+        check_name(name)
+        if version is not None and not re.fullmatch(r"[^#\s]+", version):
+            raise ConfigurationError(
+                f"version={version!r} is no weight version; give a text without spaces "
+                f"and '#'."
+            )
+        if not self._capabilities.has_lora:
+            raise why_no_lora()
+        content = prepare_adapter(
+            path=path,
+            tensors=tensors,
+            config=config,
+            capabilities=self._capabilities,
+            get_metadata=lambda: self._adapters.metadata(self.get_model_metadata),
+        )
+        return run_sync(
+            self._adapters.load(
+                name,
+                content,
+                pinned=pinned,
+                version=version,
+                make_default=default,
+                timeout=LOAD_SECONDS if timeout is None else timeout,
+            )
+        )
+
+    def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
+        """Drops a LoRA adapter from every server, after the requests that use it.
+
+        Args:
+            name: what it was loaded as.
+            timeout: budget for those requests to end, in seconds. Defaults to 60.
+
+        Raises:
+            ConfigurationError: if there is none of this name.
+            ServerTimeoutError: if the budget is used up; no new request uses it, and it
+                is dropped after the last one that does.
+        """
+        self._check_open()
+        run_sync(
+            self._adapters.unload(
+                name, timeout=UNLOAD_SECONDS if timeout is None else timeout
+            )
+        )
+
+    @property
     def openai_base_url(self) -> str:
         """Address for clients that speak OpenAI's protocol: same servers, same weights.
 
@@ -560,6 +745,8 @@ class AsyncSGLang(RLSGLangEngine):
 
         Args:
             payload: content for ``/v1/chat/completions``. ``model`` can be left out.
+                ``lora_path`` selects a LoRA adapter by its name, as ``adapter`` does in
+                :meth:`generate`.
             session_id: turns of one session go where their prefix is cached.
             timeout: budget, in seconds. Defaults to 1800.
 
@@ -616,6 +803,9 @@ class AsyncSGLang(RLSGLangEngine):
                 "protocol with base_url=engine.openai_base_url."
             )
         fleet = self._fleet
+        content = dict(payload)
+        adapter = content.pop("lora_path", None)
+        await self._adapters.look([adapter])
         try:
             return await self._data.call(
                 path,
@@ -623,9 +813,10 @@ class AsyncSGLang(RLSGLangEngine):
                 lambda: {
                     "model": "default",
                     "extra_key": fleet.weight_version,
-                    **payload,
+                    **content,
                 },
                 session=session,
+                adapter=adapter,
                 timeout=GENERATE_TIMEOUT_SECONDS if timeout is None else timeout,
             )
         except ServerUnavailableError as error:
@@ -664,7 +855,7 @@ class AsyncSGLang(RLSGLangEngine):
                     torchrl_logger.debug(f"A server tells nothing: {error}")
             return ServerStats(
                 url=replica.url,
-                state=replica.state,
+                state=replica.status,
                 running=running,
                 queued=queued,
                 weight_version=version,
@@ -711,6 +902,7 @@ class AsyncSGLang(RLSGLangEngine):
 
     def _check_usable(self) -> None:
         self._check_open()
+        self._fleet.check_awake()
         if self._fleet.doubt is not None:
             raise WeightSyncStateError(
                 f"The weights on {self.server_url} are in doubt: {self._fleet.doubt} "
@@ -744,9 +936,21 @@ class AsyncSGLang(RLSGLangEngine):
         Tied weights appear once. These are the names that the server's weight loader
         takes, with the type that it serves them in.
         """
-        path = self._model or self._capabilities.model_path
-        config = capabilities_module.load_model_config(path)
+        config = capabilities_module.load_model_config(self.model_path)
         return metadata_from_config(config, self._capabilities.dtype)
+
+    def get_fused_parameters(self) -> dict[str, FusedParameter]:
+        """Returns the parameters that a module holds otherwise than checkpoints do.
+
+        The names of :meth:`get_model_metadata` are a checkpoint's. Where the module's
+        own differ, this is how to get from the one to the other.
+
+        Examples:
+            >>> engine.get_fused_parameters()  # None in a dense model.
+            {}
+        """
+        config = capabilities_module.load_model_config(self.model_path)
+        return fused_from_config(config)
 
     def get_master_address(self) -> str:
         """Returns the address at which the server meets a sender of weights."""
@@ -761,20 +965,128 @@ class AsyncSGLang(RLSGLangEngine):
         """Holds the engine for one weight update; a second one is refused meanwhile.
 
         Raises:
-            WeightSyncStateError: if an update is under way.
+            WeightSyncStateError: if an update is under way, or weights are asleep.
         """
+        with self._alone():
+            check_weights_awake(self._fleet.asleep)
+            outcome = _Outcome(self)
+            self._fleet.begin_update()
+            try:
+                yield outcome
+            finally:
+                self._fleet.end_update(outcome.version)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Lets one weight update, sleep or wake-up at a time have the servers."""
         if not self._update_lock.acquire(blocking=False):
             raise WeightSyncStateError(
-                f"A weight update of {self.server_url} is under way; wait for it to "
-                f"end."
+                f"A weight update, sleep() or wake_up() of {self.server_url} is under "
+                f"way; wait for it to end."
             )
-        outcome = _Outcome(self)
-        self._fleet.begin_update()
         try:
-            yield outcome
+            yield
         finally:
-            self._fleet.end_update(outcome.version)
             self._update_lock.release()
+
+    def sleep(
+        self,
+        tags: str | Iterable[str] = ("weights", "kv_cache"),
+        *,
+        abort_first: bool = False,
+        drain_timeout: float = DRAIN_TIMEOUT_SECONDS,
+    ) -> None:
+        """Has every server give GPU memory back, for a trainer on the same GPU.
+
+        The servers must have been started with ``enable_memory_saver=True``. From the
+        call on, new requests are refused with :class:`WeightSyncStateError`; those that
+        run are waited for, those of other users of the servers too. A request that
+        somebody else sends later than that waits in the server until :meth:`wake_up`.
+
+        The order of a step of a trainer that shares the GPU::
+
+            engine.sleep()
+            ...  # Train.
+            engine.wake_up("weights")
+            sender.update_weights(model)
+            engine.wake_up("kv_cache")
+
+        Released weights are lost, unless the servers were started with
+        ``enable_weights_cpu_backup=True``: the engine refuses to generate from
+        :meth:`wake_up` to the next weight update. Put servers to sleep and wake them up
+        with one engine object; others, and copies made before, do not know of it.
+
+        A server that ends meanwhile is started again after :meth:`wake_up`.
+
+        Args:
+            tags: ``"weights"``, ``"kv_cache"`` and ``"cuda_graph"`` (which frees
+                something where ``SGLANG_MEMORY_SAVER_CUDA_GRAPH=1`` was in the
+                servers' environment). What is asleep already stays so.
+            abort_first: end what runs, of all users, instead of waiting for it.
+            drain_timeout: budget for what runs to end, in seconds.
+
+        Raises:
+            ConfigurationError: if a tag is unknown or the budget is none.
+            UnsupportedByServerError: if the servers cannot give memory back.
+            ServerTimeoutError: if requests still run when the budget is used up.
+                Nothing was released, and generation goes on.
+            WeightSyncStateError: if a weight update is under way.
+            ServerError: if a server failed; the message tells which. The engine stays
+                asleep: a second call completes it, and :meth:`wake_up` undoes it.
+        """
+        self._check_open()
+        wanted = check_tags(tags)
+        check_can_sleep(self._capabilities, self.server_url)
+        check_budget(drain_timeout)
+        with self._alone():
+            run_sync(
+                self._memory.sleep(
+                    wanted, abort_first=abort_first, drain_timeout=drain_timeout
+                )
+            )
+
+    def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
+        """Has the servers take memory again that :meth:`sleep` released.
+
+        When all of it is back, and the weights are no lost ones, generation goes on.
+
+        Args:
+            tags: as for :meth:`sleep`; by default all that is asleep. What is awake
+                stays so.
+
+        Raises:
+            ConfigurationError: if a tag is unknown.
+            WeightSyncStateError: if a weight update is under way.
+            ServerError: if a server failed, as where another process still has the
+                memory; the message tells which. A second call completes it.
+
+        Examples:
+            >>> engine.wake_up()
+            >>> sorted(engine.asleep)
+            []
+        """
+        self._check_open()
+        wanted = self._fleet.asleep if tags is None else check_tags(tags)
+        with self._alone():
+            run_sync(self._memory.wake_up(wanted))
+
+    def revive(self, *, timeout: float = START_TIMEOUT_SECONDS) -> None:
+        """Starts servers again that do not answer, and waits for all that are started.
+
+        A server that was started again holds the checkpoint's weights, and waits for
+        a weight update if the others hold newer ones.
+
+        Args:
+            timeout: budget for them to be ready, in seconds.
+
+        Raises:
+            ServerTimeoutError: if a server that this engine does not own does not
+                answer, or if the budget is used up.
+            ServerUnavailableError: if such a server cannot be reached.
+            ServerDiedError: if every server has been started too often.
+        """
+        self._check_open()
+        run_sync(revive(self._fleet, self._control, timeout=timeout))
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; returns False if the server is too busy for it."""
@@ -796,6 +1108,7 @@ class AsyncSGLang(RLSGLangEngine):
             self._supervisor.stop()
         try:
             run_sync(self._data.close())
+            run_sync(self._adapters.close())
             run_sync(self._http.close())
         finally:
             self._fleet.stop()
@@ -809,20 +1122,32 @@ class AsyncSGLang(RLSGLangEngine):
     def __getstate__(self) -> dict[str, Any]:
         # Ownership, locks and the tokenizer stay here; the rest is plain values.
         state = dict(self.__dict__)
-        for name in ("_data", "_control", "_counters", "_generation", "_update_lock"):
+        for name in (
+            "_data",
+            "_control",
+            "_counters",
+            "_generation",
+            "_memory",
+            "_update_lock",
+        ):
             del state[name]
+        state["_adapters"] = self._adapters.state()
         state["_supervisor"] = None
         state["_tokenizer"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        adapters = state["_adapters"]
         self._compose()
+        self._adapters.set_state(adapters)
 
     def __repr__(self) -> str:
         fleet = self._fleet
         if self._closed:
             status = "closed"
+        elif fleet.asleep:
+            status = f"asleep: {in_order(fleet.asleep)}"
         elif self._fleet.doubt is not None:
             status = "weights in doubt"
         else:
@@ -861,11 +1186,12 @@ class _Steps(Generic[T]):
 class _Outcome(WeightUpdate):
     def __init__(self, engine: AsyncSGLang) -> None:
         self._engine = engine
+        self._doubt_before = engine._fleet.doubt
         self.version: str | None = None
 
     @property
     def already_in_doubt(self) -> bool:
-        return self._engine._fleet.doubt is not None
+        return self._doubt_before is not None
 
     def committed(self, version: str) -> None:
         self.version = version
@@ -875,3 +1201,6 @@ class _Outcome(WeightUpdate):
 
     def in_doubt(self, reason: str) -> None:
         self._engine._fleet.doubt = reason
+
+    def untouched(self) -> None:
+        self._engine._fleet.doubt = self._doubt_before

@@ -8,12 +8,24 @@ bring another.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
+
+import torch
 
 from torchrl_sglang.backends.control_plane import ControlPlane
-from torchrl_sglang.types import Completion, ModelMetadata, ServerCapabilities
+from torchrl_sglang.backends.plan import is_loopback
+from torchrl_sglang.types import (
+    Adapter,
+    Completion,
+    FusedParameter,
+    ModelMetadata,
+    ServerCapabilities,
+    ServerPlacement,
+)
 
 __all__ = ["RLSGLangEngine"]
 
@@ -50,6 +62,29 @@ class RLSGLangEngine(abc.ABC):
         """Version of the weights that the servers generate with."""
 
     @property
+    @abc.abstractmethod
+    def asleep(self) -> frozenset[str]:
+        """What of the servers' memory is released; empty while they are awake."""
+
+    @property
+    def model_path(self) -> str:
+        """Folder or hub name of the model that the servers were started with."""
+        return self.capabilities.model_path
+
+    @property
+    def placements(self) -> tuple[ServerPlacement, ...]:
+        """Where the servers run, in the order of their ranks."""
+        device = self.capabilities.server_args.get("device")
+        return tuple(
+            ServerPlacement(
+                url=url,
+                local=is_loopback(urlsplit(url).hostname or ""),
+                device=device if isinstance(device, str) else None,
+            )
+            for url in self.control.urls
+        )
+
+    @property
     def num_replicas(self) -> int:
         """Number of servers."""
         return len(self.control.urls)
@@ -69,8 +104,42 @@ class RLSGLangEngine(abc.ABC):
         timeout: float | None = None,
         request_timeout: float | None = None,
         return_exceptions: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Continues a batch of prompts; see :meth:`AsyncSGLang.generate`."""
+
+    @property
+    @abc.abstractmethod
+    def adapters(self) -> dict[str, Adapter]:
+        """Name -> LoRA adapter, of those that the servers hold."""
+
+    @property
+    @abc.abstractmethod
+    def default_adapter(self) -> str | None:
+        """Name of the LoRA adapter of requests that select none."""
+
+    @default_adapter.setter
+    @abc.abstractmethod
+    def default_adapter(self, name: str | None) -> None: ...
+
+    @abc.abstractmethod
+    def load_adapter(
+        self,
+        name: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        config: Mapping[str, Any] | None = None,
+        pinned: bool = False,
+        version: str | None = None,
+        default: bool = False,
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Loads or replaces an adapter; see :meth:`AsyncSGLang.load_adapter`."""
+
+    @abc.abstractmethod
+    def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
+        """Drops a LoRA adapter; see :meth:`AsyncSGLang.unload_adapter`."""
 
     @abc.abstractmethod
     def get_tokenizer(self) -> Any:
@@ -79,6 +148,10 @@ class RLSGLangEngine(abc.ABC):
     @abc.abstractmethod
     def get_model_metadata(self) -> ModelMetadata:
         """Returns the name, type and shape of every parameter of the served model."""
+
+    def get_fused_parameters(self) -> dict[str, FusedParameter]:
+        """Returns the parameters that a module holds otherwise than checkpoints do."""
+        return {}
 
     @abc.abstractmethod
     def get_master_address(self) -> str:
@@ -94,8 +167,26 @@ class RLSGLangEngine(abc.ABC):
         """Holds the engine for one weight update; a second one is refused meanwhile.
 
         Raises:
-            WeightSyncStateError: if an update is under way.
+            WeightSyncStateError: if an update is under way, or weights are asleep.
         """
+
+    @abc.abstractmethod
+    def sleep(
+        self,
+        tags: str | Iterable[str] = ("weights", "kv_cache"),
+        *,
+        abort_first: bool = False,
+        drain_timeout: float = 60.0,
+    ) -> None:
+        """Has every server give GPU memory back; see :meth:`AsyncSGLang.sleep`."""
+
+    @abc.abstractmethod
+    def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
+        """Has them take it again; see :meth:`AsyncSGLang.wake_up`."""
+
+    @abc.abstractmethod
+    def revive(self, *, timeout: float = 600.0) -> None:
+        """Gets servers back that do not answer; see :meth:`AsyncSGLang.revive`."""
 
     @abc.abstractmethod
     def flush_cache(self) -> bool:
@@ -137,3 +228,7 @@ class WeightUpdate(abc.ABC):
     @abc.abstractmethod
     def in_doubt(self, reason: str) -> None:
         """The servers may hold a mix of old and new weights: refuse to generate."""
+
+    @abc.abstractmethod
+    def untouched(self) -> None:
+        """The servers hold what they held before; so does the engine's opinion."""

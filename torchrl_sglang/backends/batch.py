@@ -31,6 +31,7 @@ class Flags:
     top_logprobs: int | Sequence[int] = 0
     request_ids: Sequence[str] | None = None
     session_ids: str | Sequence[str | None] | None = None
+    adapter: str | Sequence[str | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +119,7 @@ def prepare(
     tops = _for_each(flags.top_logprobs, size, "top_logprobs")
     sessions = _names(flags.session_ids, size, "session_ids")
     ids = _names(flags.request_ids, size, "request_ids")
+    adapters = _for_each(flags.adapter, size, "adapter")
     batch = Batch(size=size, requests={}, errors={})
     checked: dict[int, dict[str, Any]] = {}
     for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
@@ -141,6 +143,7 @@ def prepare(
             top_log_probs=tops[index],
             request_id=ids[index],
             session_id=sessions[index],
+            adapter=adapters[index],
         )
     return batch
 

@@ -7,12 +7,13 @@ the routes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
 
 from torchrl_sglang.backends.http import HttpClient
+from torchrl_sglang.backends.snapshots import original_model
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -27,6 +28,13 @@ CONNECT_BUDGET_SECONDS = 30.0
 
 _SECRET = ("api_key", "password", "launch_command", "internal_states")
 """A server tells its keys to whoever knows one of them; these ends of names do so."""
+
+_LORA_TENSORS = "/load_lora_adapter_from_tensors"
+"""Takes an adapter's tensors."""
+
+_LORA_FIELDS = ("serialized_named_tensors", "serialized_tensors")
+"""Where they are in it, newest first: a list with one copy for each tensor-parallel
+rank, or one text."""
 
 _LOAD_ROUTES = ("/v1/loads", "/get_load")
 """Where the number of running requests is, newest first."""
@@ -43,8 +51,38 @@ _SAME = (
     "needs_update_session",
     "has_tokenizer",
     "has_grammar",
+    "has_lora",
+    "lora_tensors_field",
+    "can_sleep",
+    "keeps_weights",
 )
 """What servers of one engine have in common."""
+
+
+_TO_SLEEP: Mapping[str, tuple[Any, ...]] = {
+    "enable_memory_saver": (True,),
+    # Weights that servers share through a daemon.
+    "weight_cache_mode": ("off", None),
+    # Copies of caches that are under way are not seen from outside.
+    "enable_hierarchical_cache": (False, None),
+    "disaggregation_mode": ("null", None),
+}
+"""What a server's arguments must be for it to give memory back. Without the first it
+says that it did; with others than these it can end."""
+
+
+def what_keeps_awake(
+    server_args: Mapping[str, Any],
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the arguments that keep a server from giving memory back. Pure.
+
+    Yields:
+        Name, value, and the value that it would have to have.
+    """
+    for name, allowed in _TO_SLEEP.items():
+        value = server_args.get(name)
+        if value not in allowed:
+            yield name, value, allowed[0]
 
 
 async def find_out(
@@ -82,20 +120,30 @@ async def find_out(
             )
         return content
 
-    routes = set(await _ask_routes(ask, url))
+    described = await _ask_routes(ask, url)
+    routes = set(described["paths"])
     server_info = await ask(_first(routes, ("/server_info", "/get_server_info"), url))
     model_info = await ask(_first(routes, ("/model_info", "/get_model_info"), url))
     models = await ask("/v1/models")
     try:
-        config = load_model_config(model or str(model_info["model_path"]))
+        # Weights may have come from a folder that is gone later; see snapshots.py.
+        served = original_model(str(model_info["model_path"]))
+        started = str(server_info.get("model_path") or served)
+        try:
+            config = load_model_config(model or served)
+        except ConfigurationError:
+            if model or started == served:
+                raise
+            served, config = started, load_model_config(started)
         return interpret(
             url=url,
             routes=routes,
             server_info=server_info,
-            model_info=model_info,
+            model_info={**model_info, "model_path": served},
             models=models,
             vocab_size=int(config.get_text_config().vocab_size),
-            eos_token_ids=find_eos_token_ids(config, model or model_info["model_path"]),
+            eos_token_ids=find_eos_token_ids(config, model or served),
+            lora_fields=fields_of(described, _LORA_TENSORS),
         )
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ServerUnavailableError(
@@ -104,14 +152,44 @@ async def find_out(
         ) from error
 
 
-async def _ask_routes(ask: Any, url: str) -> list[str]:
+async def _ask_routes(ask: Any, url: str) -> dict[str, Any]:
     content = await ask("/openapi.json")
     paths = content.get("paths")
     if not isinstance(paths, dict) or "/generate" not in paths:
         raise ServerUnavailableError(
             f"{url} has no /generate; that is not an SGLang server."
         )
-    return list(paths)
+    described: dict[str, Any] = content
+    return described
+
+
+def fields_of(described: Mapping[str, Any], path: str) -> set[str]:
+    """Returns the names of the fields that a route takes, from an OpenAPI description.
+
+    Args:
+        described: what the server answers to ``/openapi.json``.
+        path: the route; one that it does not have takes none.
+    """
+    try:
+        content = described["paths"][path]["post"]["requestBody"]["content"]
+        schema: Any = content["application/json"]["schema"]
+        if "$ref" in schema:
+            place, schema = schema["$ref"], described
+            for part in place.split("/")[1:]:
+                schema = schema[part]
+        return set(schema["properties"])
+    except (KeyError, TypeError):
+        return set()
+
+
+def adapters_in(models: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the LoRA adapters among what a server answers to ``/v1/models``.
+
+    Examples:
+        >>> adapters_in({"data": [{"id": "base"}, {"id": "a", "parent": "base"}]})
+        ('a',)
+    """
+    return tuple(str(card["id"]) for card in models["data"] if card.get("parent"))
 
 
 def _first(routes: set[str], candidates: tuple[str, ...], url: str) -> str:
@@ -190,6 +268,7 @@ def interpret(
     models: Mapping[str, Any],
     vocab_size: int,
     eos_token_ids: tuple[int, ...] = (),
+    lora_fields: Set[str] = frozenset(),
 ) -> ServerCapabilities:
     """Returns the capabilities that these answers of a server mean. Pure.
 
@@ -201,6 +280,7 @@ def interpret(
         models: its answer to ``/v1/models``.
         vocab_size: size of the embedding, from the model's configuration.
         eos_token_ids: tokens that end a response, from the same.
+        lora_fields: fields that the route for adapters in memory takes.
     """
     if not model_info.get("is_generation", True):
         raise UnsupportedByServerError(
@@ -229,6 +309,13 @@ def interpret(
         has_tokenizer=not skip_tokenizer,
         has_grammar=grammar not in (None, "none"),
         weight_version=str(model_info.get("weight_version") or "default"),
+        has_lora=bool(server_info.get("enable_lora")),
+        lora_tensors_field=next(
+            (name for name in _LORA_FIELDS if name in lora_fields), None
+        ),
+        adapters=adapters_in(models),
+        can_sleep=not any(what_keeps_awake(server_info)),
+        keeps_weights=bool(server_info.get("enable_weights_cpu_backup")),
         server_args={
             name: value
             for name, value in server_info.items()

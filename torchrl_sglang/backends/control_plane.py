@@ -7,15 +7,17 @@ otherwise the error tells which one failed and how.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from torchrl_sglang.backends.capabilities import adapters_in
 from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.errors import (
     RequestRefusedError,
     ServerUnavailableError,
     SGLangError,
+    UnsupportedByServerError,
 )
 from torchrl_sglang.types import PauseMode, ServerCapabilities
 
@@ -35,6 +37,10 @@ class Servers(Protocol):
     @property
     def membership(self) -> int:
         """Grows whenever a server joins."""
+
+    @property
+    def asleep(self) -> Collection[str]:
+        """What of the servers' memory is released; nothing may be computed then."""
 
 
 @dataclass
@@ -103,13 +109,14 @@ class ControlPlane:
         outcomes = await asyncio.gather(
             *(one(url) for url in targets), return_exceptions=True
         )
-        for outcome in outcomes:
-            if isinstance(outcome, SGLangError):
-                outcome.partly = any(
-                    not isinstance(other, BaseException) for other in outcomes
-                )
-            if isinstance(outcome, BaseException):
-                raise outcome
+        failures = [each for each in outcomes if isinstance(each, BaseException)]
+        if failures:
+            # A refusal says that nothing was done; it must not hide a failure after
+            # which that is not known.
+            failures.sort(key=lambda each: isinstance(each, RequestRefusedError))
+            if isinstance(failures[0], SGLangError):
+                failures[0].partly = len(failures) < len(outcomes)
+            raise failures[0]
         return outcomes
 
     async def healthy(self, *, timeout: float = 10.0) -> bool:
@@ -126,6 +133,20 @@ class ControlPlane:
         """Returns the weight version that each server reports."""
         answers = await self._all("GET", "/model_info", timeout=timeout, urls=urls)
         return [str(answer.get("weight_version") or "default") for answer in answers]
+
+    async def schedulers_answer(
+        self, *, timeout: float
+    ) -> dict[str, SGLangError | None]:
+        """Has every scheduler do something cheap; returns each one's error, or None.
+
+        Other questions are answered by a process in front of it, which is well when
+        the scheduler hangs. A refusal is an answer.
+        """
+        outcomes = await self._each("/flush_cache", None, timeout, None)
+        return {
+            url: None if isinstance(error, RequestRefusedError) else error
+            for url, error in outcomes.items()
+        }
 
     async def running_requests(self, *, timeout: float = 10.0) -> int:
         """Returns how many requests are being computed on all servers together."""
@@ -170,9 +191,42 @@ class ControlPlane:
         await self._all("POST", "/pause_generation", {"mode": mode}, timeout=timeout)
 
     async def resume(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
-        """Lets generation go on."""
+        """Lets generation go on; if memory is released, waking it up will do so."""
+        if self._servers.asleep:
+            return
         await self._all("POST", "/continue_generation", {}, timeout=timeout)
         self.pausing.paused = False
+
+    async def release_memory_occupation(
+        self, tags: Collection[str], *, urls: Sequence[str], timeout: float
+    ) -> None:
+        """Has servers give memory back to the device.
+
+        A server must be idle and paused, and must hold this memory: it does not survive
+        the call otherwise.
+        """
+        await self._all(
+            "POST",
+            "/release_memory_occupation",
+            {"tags": sorted(tags)},
+            timeout=timeout,
+            urls=urls,
+        )
+
+    async def resume_memory_occupation(
+        self, tags: Collection[str], *, urls: Sequence[str], timeout: float
+    ) -> None:
+        """Has servers take memory that they gave back, which holds nothing then.
+
+        A server does not survive the call where it did not give this memory back.
+        """
+        await self._all(
+            "POST",
+            "/resume_memory_occupation",
+            {"tags": sorted(tags)},
+            timeout=timeout,
+            urls=urls,
+        )
 
     async def flush_cache(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
         """Empties the prefix caches; returns False if a server is too busy to do so."""
@@ -249,6 +303,7 @@ class ControlPlane:
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         group_name: str,
+        load_format: Literal["flattened_bucket"] | None,
         weight_version: str | None,
         timeout: float,
     ) -> None:
@@ -259,6 +314,8 @@ class ControlPlane:
             dtypes: their types, like ``"bfloat16"``.
             shapes: their shapes.
             group_name: a group that the servers have joined.
+            load_format: ``"flattened_bucket"`` for one broadcast of them all, ``None``
+                for one of each.
             weight_version: version to report from now on; given with the last bucket.
             timeout: budget, in seconds.
         """
@@ -267,7 +324,7 @@ class ControlPlane:
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group_name,
-            "load_format": "flattened_bucket",
+            "load_format": load_format,
             # An update that flushes while requests are queued kills some versions.
             "flush_cache": False,
             "abort_all_requests": False,
@@ -276,6 +333,224 @@ class ControlPlane:
         await self._all(
             "POST", "/update_weights_from_distributed", payload, timeout=timeout
         )
+
+    async def get_weights_by_name(
+        self,
+        name: str,
+        rows: int,
+        *,
+        timeout: float = CONTROL_TIMEOUT_SECONDS,
+        urls: Sequence[str] | None = None,
+    ) -> list[Any]:
+        """Returns the first rows of a parameter as each server holds it.
+
+        Few architectures can, Llama's family among them. Of a tensor-parallel server it
+        is the first rank's part.
+
+        Args:
+            name: of a parameter, as in a checkpoint.
+            rows: how many rows of it, or elements of a vector.
+            timeout: budget, in seconds.
+            urls: the servers; by default every one.
+
+        Raises:
+            RequestRefusedError: if a server cannot, or has no such parameter.
+        """
+        payload = {"name": name, "truncate_size": rows}
+        return await self._all(
+            "POST", "/get_weights_by_name", payload, timeout=timeout, urls=urls
+        )
+
+    async def prompt_log_probs(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        cache_key: str,
+        timeout: float = CONTROL_TIMEOUT_SECONDS,
+    ) -> list[list[list[float]]]:
+        """Has every server score prompts, whatever a router would choose.
+
+        Args:
+            prompts: token ids.
+            cache_key: version of the weights, so that no older cache is used.
+            timeout: budget, in seconds.
+
+        Returns:
+            For each server and prompt, the log-probability of each token but the first.
+        """
+        payload = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "extra_key": [cache_key] * len(prompts),
+        }
+        answers = await self._all("POST", "/generate", payload, timeout=timeout)
+        return [
+            [
+                [entry[0] for entry in item["meta_info"]["input_token_logprobs"][1:]]
+                for item in answer
+            ]
+            for answer in answers
+        ]
+
+    async def update_weights_from_disk(
+        self,
+        path: str,
+        *,
+        load_format: str | None = None,
+        weight_version: str | None,
+        timeout: float,
+        urls: Sequence[str] | None = None,
+    ) -> None:
+        """Has every server load a checkpoint, whatever it held before.
+
+        Args:
+            path: folder or hub name, as the servers see it.
+            load_format: like ``"safetensors"``; by default what each was started with,
+                which cannot read files where it is ``"dummy"``.
+            weight_version: version to report from now on.
+            timeout: budget, in seconds.
+            urls: the servers; by default every one.
+        """
+        payload = {
+            "model_path": path,
+            "load_format": load_format,
+            "flush_cache": False,
+            "abort_all_requests": False,
+            "weight_version": weight_version,
+        }
+        await self._all(
+            "POST", "/update_weights_from_disk", payload, timeout=timeout, urls=urls
+        )
+
+    async def update_weights_from_tensor(
+        self,
+        entries: Sequence[str],
+        *,
+        weight_version: str | None,
+        timeout: float,
+        urls: Sequence[str] | None = None,
+    ) -> None:
+        """Has servers load tensors that they open, or that the request holds.
+
+        Args:
+            entries: for each tensor-parallel rank, a base64 text of the pickle of a
+                list of (name, tensor).
+            weight_version: version to report from now on; given with the last one.
+            timeout: budget, in seconds.
+            urls: the servers; by default every one.
+        """
+        payload = {
+            "serialized_named_tensors": list(entries),
+            "load_format": None,
+            "flush_cache": False,
+            "abort_all_requests": False,
+            "weight_version": weight_version,
+        }
+        await self._all(
+            "POST", "/update_weights_from_tensor", payload, timeout=timeout, urls=urls
+        )
+
+    async def load_lora_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        pinned: bool = False,
+        timeout: float = CONTROL_TIMEOUT_SECONDS,
+        urls: Sequence[str] | None = None,
+    ) -> dict[str, SGLangError | None]:
+        """Has servers read a LoRA adapter; returns each one's error, or None.
+
+        Args:
+            name: what to call it; no adapter that they hold has this name.
+            path: folder or hub name, as the servers see it.
+            pinned: keep it among those that batches are computed with.
+            timeout: budget, in seconds.
+            urls: the servers; by default every one.
+        """
+        payload = {"lora_name": name, "lora_path": path, "pinned": pinned}
+        return await self._each("/load_lora_adapter", payload, timeout, urls)
+
+    async def load_lora_adapter_from_tensors(
+        self,
+        name: str,
+        tensors: str,
+        config: Mapping[str, Any],
+        *,
+        pinned: bool = False,
+        timeout: float = CONTROL_TIMEOUT_SECONDS,
+        urls: Sequence[str] | None = None,
+    ) -> dict[str, SGLangError | None]:
+        """Sends servers a LoRA adapter; returns each one's error, or None.
+
+        Args:
+            name: as in :meth:`load_lora_adapter`.
+            tensors: the adapter's tensors, in text; see
+                :func:`.adapter_payload.to_text`.
+            config: the content of PEFT's ``adapter_config.json``.
+            pinned: as in :meth:`load_lora_adapter`.
+            timeout: as in :meth:`load_lora_adapter`.
+            urls: as in :meth:`load_lora_adapter`.
+
+        Raises:
+            UnsupportedByServerError: if the servers read adapters from files only.
+        """
+        field = self.capabilities.lora_tensors_field
+        if field is None:
+            raise UnsupportedByServerError(
+                "This version of SGLang takes LoRA adapters from files only; save the "
+                "adapter where the servers can read it, and give its path."
+            )
+        payload = {
+            "lora_name": name,
+            "config_dict": dict(config),
+            field: [tensors] * self.capabilities.tp_size
+            if field.endswith("named_tensors")
+            else tensors,
+            "pinned": pinned,
+        }
+        return await self._each(
+            "/load_lora_adapter_from_tensors", payload, timeout, urls
+        )
+
+    async def unload_lora_adapter(
+        self,
+        name: str,
+        *,
+        timeout: float = CONTROL_TIMEOUT_SECONDS,
+        urls: Sequence[str] | None = None,
+    ) -> dict[str, SGLangError | None]:
+        """Has servers drop a LoRA adapter; returns each one's error, or None.
+
+        A server takes no new requests for it at once, and drops it after the last one
+        that runs. Until then it neither loads nor drops another adapter, and while
+        generation is paused that is for ever: see to it that none runs.
+        """
+        payload = {"lora_name": name}
+        return await self._each("/unload_lora_adapter", payload, timeout, urls)
+
+    async def adapters(
+        self, *, timeout: float = 10.0, urls: Sequence[str] | None = None
+    ) -> list[tuple[str, ...]]:
+        """Returns the LoRA adapters that each server holds, as it calls them."""
+        answers = await self._all("GET", "/v1/models", timeout=timeout, urls=urls)
+        return [adapters_in(answer) for answer in answers]
+
+    async def _each(
+        self, path: str, payload: Any, timeout: float, urls: Sequence[str] | None
+    ) -> dict[str, SGLangError | None]:
+        async def one(url: str) -> SGLangError | None:
+            try:
+                await self._all("POST", path, payload, timeout=timeout, urls=[url])
+            except SGLangError as error:
+                return error
+            return None
+
+        targets = self.urls if urls is None else urls
+        outcomes = await asyncio.gather(*(one(url) for url in targets))
+        return dict(zip(targets, outcomes, strict=True))
 
 
 def _load(answer: Any) -> tuple[int, int]:

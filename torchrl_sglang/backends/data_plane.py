@@ -23,7 +23,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -41,7 +46,7 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
 )
-from torchrl_sglang.types import Completion, ServerCapabilities
+from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 
 __all__ = ["DataPlane", "Targets"]
 
@@ -72,6 +77,19 @@ Outcome = Completion | SGLangError
 """What becomes of a request."""
 
 T = TypeVar("T")
+
+
+class AdapterUse(Protocol):
+    """Which LoRA adapter a request is computed with."""
+
+    def used(
+        self, names: Sequence[str | None]
+    ) -> AbstractContextManager[Sequence[Adapter | None]]:
+        """Keeps the adapters of requests loaded while these are under way.
+
+        Args:
+            names: what each request selects.
+        """
 
 
 class Targets(Protocol):
@@ -115,6 +133,7 @@ class DataPlane:
         max_in_flight: most requests under way at once; a batch sent as one counts
             as one.
         counters: what is counted.
+        adapters: the LoRA adapters; by default there are none.
     """
 
     def __init__(
@@ -126,7 +145,9 @@ class DataPlane:
         retries: RetryPolicy,
         max_in_flight: int,
         counters: Counters,
+        adapters: AdapterUse | None = None,
     ) -> None:
+        self._adapters = adapters or NoAdapters()
         self._http = http
         self._targets = targets
         self._capabilities = capabilities
@@ -287,8 +308,8 @@ class DataPlane:
             prime_by = min(deadline, time.monotonic() + request_timeout)
         turns = asyncio.Semaphore(limit or len(requests) or 1)
         primers = {
-            prompt: asyncio.ensure_future(self._prime([request], cache_key, prime_by))
-            for prompt, request in shared_prompts(requests).items()
+            shared: asyncio.ensure_future(self._prime([request], cache_key, prime_by))
+            for shared, request in shared_prompts(requests).items()
         }
         places = {
             asyncio.ensure_future(
@@ -299,7 +320,7 @@ class DataPlane:
                     deadline,
                     request_timeout,
                     turns,
-                    primers.get(tuple(request.input_ids)),
+                    primers.get(prefix(request)),
                 )
             ): index
             for index, (request, rid) in enumerate(zip(requests, rids, strict=True))
@@ -507,16 +528,22 @@ class DataPlane:
         *,
         count: bool = True,
     ) -> list[Outcome]:
-        payload = to_payload(
-            requests, self._capabilities, cache_key=cache_key, rids=rids
-        )
-        answer = await self._http.request(
-            "POST",
-            f"{url}/generate",
-            payload,
-            timeout=max(deadline - time.monotonic(), 1e-3),
-            headers={ROUTING_KEY_HEADER: requests[0].session_id or rids[0]},
-        )
+        # The adapters of this moment: what waited for its turn gets the newest.
+        with self._adapters.used([request.adapter for request in requests]) as used:
+            payload = to_payload(
+                requests,
+                self._capabilities,
+                cache_key=cache_key,
+                rids=rids,
+                adapters=[None if each is None else each.served_as for each in used],
+            )
+            answer = await self._http.request(
+                "POST",
+                f"{url}/generate",
+                payload,
+                timeout=max(deadline - time.monotonic(), 1e-3),
+                headers={ROUTING_KEY_HEADER: requests[0].session_id or rids[0]},
+            )
         replies = answer.raise_for_status().json()
         if isinstance(replies, dict) and len(requests) == 1:
             replies = [replies]
@@ -538,6 +565,13 @@ class DataPlane:
                 error.index = index
                 results.append(error)
             else:
+                adapter = used[index]
+                if adapter is not None:
+                    completion = replace(
+                        completion,
+                        adapter=adapter.name,
+                        adapter_version=adapter.version,
+                    )
                 if count:
                     self._counters.count(completion, len(request.input_ids))
                 results.append(completion)
@@ -550,6 +584,7 @@ class DataPlane:
         *,
         session: str | None,
         request_id: str | None = None,
+        adapter: str | None = None,
         timeout: float,
     ) -> dict[str, Any]:
         """Sends one request of another protocol than SGLang's own.
@@ -559,6 +594,7 @@ class DataPlane:
             payload: returns the content, for each attempt.
             session: as in :class:`GenerateRequest`.
             request_id: as in :class:`GenerateRequest`.
+            adapter: as in :class:`GenerateRequest`.
             timeout: budget, in seconds.
 
         Raises:
@@ -567,13 +603,15 @@ class DataPlane:
         deadline = time.monotonic() + timeout
 
         async def send(url: str, sent: Sequence[str]) -> dict[str, Any]:
-            answer = await self._http.request(
-                "POST",
-                url + path,
-                {**payload(), "rid": sent[0]},
-                timeout=max(deadline - time.monotonic(), 1e-3),
-                headers={ROUTING_KEY_HEADER: session or sent[0]},
-            )
+            with self._adapters.used([adapter]) as (used,):
+                selected = {} if used is None else {"lora_path": used.served_as}
+                answer = await self._http.request(
+                    "POST",
+                    url + path,
+                    {**payload(), **selected, "rid": sent[0]},
+                    timeout=max(deadline - time.monotonic(), 1e-3),
+                    headers={ROUTING_KEY_HEADER: session or sent[0]},
+                )
             content = answer.raise_for_status().json()
             if not isinstance(content, dict):
                 raise ServerUnavailableError(f"{url}{path} answered {content!r:.200}.")
@@ -654,27 +692,44 @@ class DataPlane:
         await asyncio.gather(*(one(url) for url in self._targets.urls))
 
 
+class NoAdapters:
+    """Computes every request with the base model."""
+
+    @contextmanager
+    def used(self, names: Sequence[str | None]) -> Iterator[list[None]]:
+        """Yields no adapter for each; see :class:`AdapterUse`."""
+        yield [None] * len(names)
+
+
+Prefix = tuple[tuple[int, ...], str | None]
+"""What two requests must have in common to share cached state: prompt and adapter."""
+
+
+def prefix(request: GenerateRequest) -> Prefix:
+    """Returns what requests that share cached state with this one have too."""
+    return tuple(request.input_ids), request.adapter
+
+
 def shared_prompts(
     requests: Sequence[GenerateRequest],
-) -> dict[tuple[int, ...], GenerateRequest]:
+) -> dict[Prefix, GenerateRequest]:
     """Returns the first request of each prompt that is worth computing ahead. Pure.
 
     Those that ask for the log-probabilities of their prompt compute it anyway.
     """
-    prompts = [
-        tuple(request.input_ids)
+    prefixes = [
+        prefix(request)
         for request in requests
         if len(request.input_ids) >= PRIMED_TOKENS
         and not request.return_prompt_log_probs
     ]
-    counts = Counter(prompts)
-    found: dict[tuple[int, ...], GenerateRequest] = {}
-    if len(counts) == len(prompts):
+    counts = Counter(prefixes)
+    found: dict[Prefix, GenerateRequest] = {}
+    if len(counts) == len(prefixes):
         return found
     for request in requests:
-        prompt = tuple(request.input_ids)
-        if counts[prompt] > 1:
-            found.setdefault(prompt, request)
+        if counts[prefix(request)] > 1:
+            found.setdefault(prefix(request), request)
     return found
 
 

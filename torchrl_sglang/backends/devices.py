@@ -12,14 +12,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
 
 __all__ = [
+    "VISIBLE_DEVICES",
+    "Gpus",
     "assign_devices",
     "device_environment",
     "devices_per_server",
+    "gpus_of_server",
     "parse_visible_devices",
     "visible_devices",
 ]
@@ -29,6 +33,16 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 _NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 """What stands for one GPU in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpus:
+    """The GPUs of one server, by the names that ``CUDA_VISIBLE_DEVICES`` takes."""
+
+    gpus: tuple[str, ...] | None
+    """Those of its ranks, in order; ``None`` where that is not known."""
+    visible: tuple[str, ...] | None
+    """Those that its processes see."""
 
 
 def visible_devices() -> tuple[str, ...]:
@@ -165,6 +179,26 @@ def assign_devices(
             )
         groups = _split(names, size)
     return groups
+
+
+def gpus_of_server(arguments: Mapping[str, Any], *, available: Sequence[str]) -> Gpus:
+    """Returns the GPUs of a server with these arguments. Pure.
+
+    Args:
+        arguments: under SGLang's names, and ``cuda_devices``.
+        available: the visible GPUs; see :func:`visible_devices`.
+
+    Examples:
+        >>> gpus_of_server({"base_gpu_id": 1, "tp_size": 2}, available="0123").gpus
+        ('1', '2')
+    """
+    seen = tuple(arguments.get("cuda_devices") or available)
+    first = int(arguments.get("base_gpu_id") or 0)
+    step = int(arguments.get("gpu_id_step") or 1)
+    places = [first + step * i for i in range(devices_per_server(arguments))]
+    if int(arguments.get("nnodes") or 1) > 1 or max(places) >= len(seen):
+        return Gpus(gpus=None, visible=seen)
+    return Gpus(gpus=tuple(seen[place] for place in places), visible=seen)
 
 
 def device_environment(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,18 +97,34 @@ class Replica:
     # Not shown: the arguments hold the key.
     restart: Callable[[], OwnedProcess] | None = field(default=None, repr=False)
     """Starts it again and waits until it is ready; blocks."""
+    gpus: tuple[str, ...] | None = None
+    """The GPUs of its ranks, where this engine started it."""
+    visible_gpus: tuple[str, ...] | None = None
+    """The GPUs that it sees."""
     state: ReplicaState = "serving"
     restarts: int = 0
     """How often it was started again."""
     failures: int = 0
     """How many of the last starts failed, one after the other."""
+    released: frozenset[str] = frozenset()
+    """What of its memory it gave back: it survives neither doing so twice nor taking
+    back what it holds."""
     reason: str = ""
     """Why it does not serve: the end of its log, usually."""
+    adapters: set[str] = field(default_factory=set)
+    """LoRA adapters that this engine has loaded into it, as it calls them."""
 
     @property
     def runs(self) -> bool:
         """Whether its process runs, as far as is known."""
         return self.state in ("serving", "stale")
+
+    @property
+    def status(self) -> str:
+        """Its state, and what of its memory is released."""
+        if self.runs and self.released:
+            return f"asleep: {in_order(self.released)}"
+        return self.state
 
 
 @dataclass(kw_only=True)
@@ -125,8 +141,15 @@ class Fleet:
     """Starts the router again for these servers; blocks."""
     doubt: str | None = None
     """Why the servers may hold a mix of weights; they are paused until an update."""
+    asleep: frozenset[str] = frozenset()
+    """What of the servers' memory is not to be used: nobody generates, and no server is
+    started. One that could not be reached may hold some of it still."""
+    draining: bool = False
+    """Whether calls that have begun are finished and no other ones are taken."""
     closed: bool = False
     """Whether the engine was shut down."""
+    required_adapters: frozenset[str] = frozenset()
+    """LoRA adapters that requests may name: a replica without them gets none."""
     on_change: Callable[[], None] = lambda: None
     """Called when something happened that the supervisor should look at."""
     _initial_version: str = ""
@@ -186,25 +209,30 @@ class Fleet:
                 if not replica.runs:
                     continue
                 whole = updated.get(replica.url, self) is replica.process
+                equipped = self.is_equipped(replica)
                 if version is not None:
-                    replica.state = "serving" if whole else "stale"
+                    replica.state = "serving" if whole and equipped else "stale"
                 elif not whole and self.weight_version == self._initial_version:
-                    replica.state = "serving"
+                    replica.state = "serving" if equipped else "stale"
         self.on_change()
 
     def joined(self, replica: Replica, process: OwnedProcess) -> None:
         """Takes back a replica that was started again with the checkpoint's weights."""
         with self._lock:
-            if not self.closed:
+            if not (self.closed or self.asleep):
                 initial = self.weight_version == self._initial_version
-                current = initial and self._updating is None
+                replica.adapters = set()
+                equipped = self.is_equipped(replica)
+                current = initial and self._updating is None and equipped
                 replica.process, replica.reason = process, ""
+                replica.released = frozenset()
                 replica.state = "serving" if current else "stale"
                 self._members += 1
                 if not current:
+                    awaited = "the next weight update" if equipped else "its adapters"
                     replica.reason = (
                         f"The server at {replica.url} was started again and waits for "
-                        f"the next weight update."
+                        f"{awaited}."
                     )
                 return
         process.stop()
@@ -212,9 +240,67 @@ class Fleet:
     def has_version(self, replica: Replica, version: str) -> None:
         """Takes note of the weights of a replica that waited for current ones."""
         with self._lock:
-            current = version == self.weight_version
+            current = version == self.weight_version and self.is_equipped(replica)
             if current and self._updating is None and replica.state == "stale":
                 replica.state, replica.reason = "serving", ""
+
+    def is_equipped(self, replica: Replica) -> bool:
+        """Returns whether a replica holds every adapter that requests may name."""
+        return self.required_adapters <= replica.adapters
+
+    def require_adapters(
+        self, names: frozenset[str], commit: Callable[[], None]
+    ) -> bool:
+        """Has requests name these adapters from now on, if every replica holds them.
+
+        Args:
+            names: as the servers call them.
+            commit: makes requests name them; called while no server can join.
+
+        Returns:
+            Whether that was done. A replica that does not serve yet is given them
+            before it does.
+        """
+        with self._lock:
+            if any(
+                r.state == "serving" and not names <= r.adapters for r in self.replicas
+            ):
+                return False
+            self.required_adapters = names
+            commit()
+            return True
+
+    def fall_asleep(self, tags: frozenset[str]) -> list[Replica]:
+        """Takes no more requests and no more servers; returns those that run."""
+        with self._lock:
+            self.asleep |= tags
+            running = [replica for replica in self.replicas if replica.runs]
+        self.on_change()
+        return running
+
+    def wake_up(self, tags: frozenset[str]) -> None:
+        """Takes note of the memory that is back on every server that runs."""
+        with self._lock:
+            released = (replica.released for replica in self.replicas if replica.runs)
+            self.asleep -= tags - set[str]().union(*released)
+        self.on_change()
+
+    def check_awake(self) -> None:
+        """Checks that requests are taken.
+
+        Raises:
+            WeightSyncStateError: if memory of the servers is released.
+        """
+        if self.asleep:
+            raise WeightSyncStateError(
+                f"The engine is asleep ({in_order(self.asleep)}) and does not "
+                f"generate; call wake_up() first."
+            )
+        if self.draining:
+            raise WeightSyncStateError(
+                "The engine is being put to sleep and takes no more requests; call "
+                "wake_up() when it is asleep."
+            )
 
     def close(self) -> None:
         """Takes no more requests and no more servers."""
@@ -289,6 +375,8 @@ class Fleet:
         """Returns where to send a request; see :class:`.data_plane.Targets`."""
         if self.closed:
             raise ServerUnavailableError("The engine was shut down; make a new one.")
+        if self.asleep:
+            self.check_awake()
         self.notice_deaths()
         serving = self.serving
         if not serving:
@@ -337,7 +425,14 @@ class Fleet:
 
     def why_nobody_serves(self) -> SGLangError:
         """Returns the error that tells what has become of every server."""
-        if any(replica.state == "stale" for replica in self.replicas):
+        stale = [replica for replica in self.replicas if replica.state == "stale"]
+        initial = self.weight_version == self._initial_version
+        if initial and not all(self.is_equipped(replica) for replica in stale):
+            return ServerUnavailableError(
+                "The servers that run were started again and are being given their "
+                "LoRA adapters; try again in a few seconds."
+            )
+        if stale:
             return WeightSyncStateError(
                 f"The servers that run were started again and hold the checkpoint's "
                 f"weights, not the current ones: {', '.join(self.urls)}. They generate "
@@ -356,10 +451,18 @@ class Fleet:
         return {
             # Who is down here may be back when the copy looks.
             "replicas": [
-                Replica(url=r.url, state="serving" if r.state == "serving" else "stale")
+                Replica(
+                    url=r.url,
+                    state="serving" if r.state == "serving" else "stale",
+                    released=r.released if r.runs else frozenset(),
+                    gpus=r.gpus,
+                    visible_gpus=r.visible_gpus,
+                )
                 for r in self.replicas
             ],
             "doubt": self.doubt,
+            "asleep": self.asleep,
+            "draining": False,
             "weight_version": self.weight_version,
             "_initial_version": self._initial_version,
             "_updating": None,
@@ -369,6 +472,7 @@ class Fleet:
             if self.router is None
             else RemoteRouter(url=self.router.url),
             "_members": self._members,
+            "required_adapters": frozenset(),
             "closed": self.closed,
             "on_change": _nothing,
             "_failures": {},
@@ -379,6 +483,11 @@ class Fleet:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock()
+
+
+def in_order(tags: Iterable[str]) -> str:
+    """Returns kinds of memory for a message, the weights first."""
+    return ", ".join(sorted(tags, reverse=True))
 
 
 @contextmanager

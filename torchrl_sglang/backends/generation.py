@@ -12,9 +12,10 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torchrl_sglang.backends.adapters import Adapters
 from torchrl_sglang.backends.batch import Batch, Flags, prepare
 from torchrl_sglang.backends.data_plane import DataPlane
 from torchrl_sglang.backends.fleet import Fleet
@@ -26,7 +27,7 @@ from torchrl_sglang.errors import (
     SGLangError,
     WeightSyncStateError,
 )
-from torchrl_sglang.types import Completion, ServerCapabilities
+from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
 
 __all__ = ["GENERATE_TIMEOUT_SECONDS", "Call", "Generation", "version_order"]
 
@@ -51,6 +52,7 @@ class Call:
     timeout: float | None = None
     request_timeout: float | None = None
     return_exceptions: bool = False
+    adapter: str | Sequence[str | None] | None = None
 
 
 class Generation:
@@ -60,6 +62,7 @@ class Generation:
         data: sends requests.
         fleet: the servers, and the version of their weights.
         capabilities: what they can do.
+        adapters: their LoRA adapters.
     """
 
     def __init__(
@@ -67,14 +70,16 @@ class Generation:
         data: DataPlane,
         fleet: Fleet,
         capabilities: ServerCapabilities,
+        adapters: Adapters,
     ) -> None:
+        self._adapters = adapters
         self._data = data
         self._fleet = fleet
         self._capabilities = capabilities
 
     async def run(self, call: Call) -> list[Completion]:
         """Returns a completion for each prompt; see :meth:`.AsyncSGLang.generate`."""
-        batch = self._prepare(call)
+        batch = await self._prepare(call)
         outcomes: dict[int, Completion | SGLangError] = dict(batch.errors)
         budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
         deadline = time.monotonic() + budget
@@ -104,7 +109,7 @@ class Generation:
         self, call: Call
     ) -> AsyncGenerator[tuple[int, Completion | SGLangError], None]:
         """Yields responses as they finish; see :meth:`.AsyncSGLang.generate_iter`."""
-        batch = self._prepare(call)
+        batch = await self._prepare(call)
         for index, failure in batch.errors.items():
             yield index, failure
         budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
@@ -132,7 +137,7 @@ class Generation:
                     raise
             left = again
 
-    def _prepare(self, call: Call) -> Batch:
+    async def _prepare(self, call: Call) -> Batch:
         for name, value in (
             ("timeout", call.timeout),
             ("request_timeout", call.request_timeout),
@@ -148,14 +153,17 @@ class Generation:
             top_logprobs=call.top_logprobs,
             request_ids=call.request_ids,
             session_ids=call.session_ids,
+            adapter=call.adapter,
         )
-        return prepare(
+        batch = prepare(
             call.prompts,
             call.sampling_params,
             flags,
             self._capabilities,
             return_exceptions=call.return_exceptions,
         )
+        await self._adapters.look([each.adapter for each in batch.requests.values()])
+        return batch
 
     def _is_stale(self, answer: Completion | SGLangError, key: str) -> bool:
         """Takes over a newer weight version, and tells whether to ask again.
@@ -208,6 +216,11 @@ def _in_place(
         if not call.return_exceptions:
             answer.add_note(f"It is item {index} of {size}.")
             raise answer
+    elif answer.adapter_version is not None:
+        # The server knows the version of the base model only.
+        end = len(answer.token_ids)
+        span = VersionSpan(version=answer.adapter_version, start=0, end=end)
+        answer = replace(answer, versions=(span,))
     return answer
 
 

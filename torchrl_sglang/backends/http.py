@@ -108,9 +108,9 @@ class Answer:
         if isinstance(content, dict):
             inner = content.get("error", content)
             if isinstance(inner, dict):
-                found = inner.get("message") or inner.get("detail")
-                if found:
-                    return str(found)[:ERROR_BODY_CHARACTERS]
+                for name in ("message", "detail", "error_message"):
+                    if inner.get(name):
+                        return str(inner[name])[:ERROR_BODY_CHARACTERS]
             if isinstance(inner, str):
                 return inner[:ERROR_BODY_CHARACTERS]
         return text

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.fleet import Replica, RouterLike
-from torchrl_sglang.backends.replicas import replica_specs
+from torchrl_sglang.backends.replicas import find_gpus, replica_specs
 from torchrl_sglang.backends.router import check_router, make_sglang_router
 from torchrl_sglang.backends.server import (
     ServerProcess,
@@ -99,13 +99,16 @@ def launch(what: Launch) -> Launched:
         progress=torchrl_logger.debug if what.num_replicas == 1 else None,
     )
     try:
+        places = [find_gpus(spec) for spec in specs]
         replicas = [
             Replica(
                 url=server.url,
                 process=server,
                 restart=_restarter(spec, server, what.start_timeout),
+                gpus=place.gpus,
+                visible_gpus=place.visible,
             )
-            for spec, server in zip(specs, servers, strict=True)
+            for spec, server, place in zip(specs, servers, places, strict=True)
         ]
         if what.num_replicas == 1 or what.router_policy is None:
             return Launched(replicas=replicas, router=None, start_router=None)

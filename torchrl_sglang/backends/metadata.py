@@ -1,19 +1,22 @@
 """Names, types and shapes of a served model's parameters, from its configuration.
 
-SGLang has no route that lists them. Its weight loaders take Hugging Face's names, so
-the Hugging Face model is built without memory (on the meta device) and asked.
+SGLang has no route that lists them. Its weight loaders take the names of a checkpoint,
+so the Hugging Face model is built without memory (on the meta device) and asked what
+it would save. That can differ from what the module holds: transformers fuses the
+experts of a layer when it loads them. A loader drops a fused name without a word.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.types import ModelMetadata
+from torchrl_sglang.types import FusedParameter, ModelMetadata, TensorPart
 
-__all__ = ["metadata_from_config"]
+__all__ = ["fused_from_config", "metadata_from_config"]
 
 
 def metadata_from_config(config: Any, dtype: torch.dtype | None) -> ModelMetadata:
@@ -28,18 +31,86 @@ def metadata_from_config(config: Any, dtype: torch.dtype | None) -> ModelMetadat
     Raises:
         ConfigurationError: if transformers has no causal language model for it.
     """
+    model = _build(config)
+    served = dtype or getattr(config, "dtype", None) or torch.float32
+    buffers = dict(_persistent_buffers(model))
+    found: ModelMetadata = {}
+    for name, saved in _saved(model).items():
+        for part_name, part in saved.items():
+            # What is no parameter is kept as exact as it was trained.
+            exact = buffers[name].dtype if name in buffers else served
+            found[part_name] = (exact, part.shape)
+    return found
+
+
+def fused_from_config(config: Any) -> dict[str, FusedParameter]:
+    """Returns what a module of ``config`` holds under other names than it saves.
+
+    Args:
+        config: a Hugging Face configuration.
+
+    Raises:
+        ConfigurationError: if transformers has no causal language model for it.
+    """
+    model = _build(config)
+    shapes = {name: value.shape for name, value in _tensors(model)}
+    return {
+        name: FusedParameter(
+            shape=shapes[name],
+            parts=tuple(
+                TensorPart(
+                    name=part_name,
+                    shape=part.shape,
+                    stride=tuple(part.stride()),
+                    offset=int(part.storage_offset()),
+                )
+                for part_name, part in saved.items()
+            ),
+        )
+        for name, saved in _saved(model).items()
+        if name in shapes and list(saved) != [name]
+    }
+
+
+def _build(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise ConfigurationError(
             f"transformers has no causal language model for a configuration of type "
             f"{type(config).__name__}, so the parameters of the served model cannot be "
             f"listed: {error}"
         ) from error
-    served = dtype or getattr(config, "dtype", None) or torch.float32
-    return {
-        name: (served, parameter.shape) for name, parameter in model.named_parameters()
-    }
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from _persistent_buffers(model)
+
+
+def _persistent_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, value in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), value
+
+
+def _saved(model: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns name in the module -> name in a checkpoint -> tensor, all on meta.
+
+    What a checkpoint holds is a view of what the module holds, and a view on the meta
+    device tells where it lies. What is put together from several parameters is no view
+    of any; it is listed under its own name.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    held = {name: value.detach() for name, value in _tensors(model)}
+    owners = {value.untyped_storage()._cdata: name for name, value in held.items()}
+    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
+    for name, value in revert_weight_conversion(model, dict(held)).items():
+        owner = owners.get(value.untyped_storage()._cdata, name)
+        found.setdefault(owner, {})[name] = value
+    return {name: saved for name, saved in found.items() if saved}

@@ -126,7 +126,9 @@ def plan_server(
     groups = _device_groups(device, cuda_devices, arguments)
     variables = {**os.environ, **SERVER_ENVIRONMENT}
     if device == "cpu":
-        arguments = {**cpu.default_server_args(), **arguments}
+        takes_lora = arguments.get("enable_lora") or arguments.get("lora_paths")
+        extra = cpu.lora_server_args() if takes_lora else {}
+        arguments = {**cpu.default_server_args(), **extra, **arguments}
         command = cpu.launch_command(sglang_version, python)
         variables.update(cpu.engine_environment(sglang_version, python))
     else:

@@ -10,14 +10,17 @@ from typing import Any
 
 from torchrl_sglang.backends.command import translate_vllm_names
 from torchrl_sglang.backends.devices import (
+    VISIBLE_DEVICES,
+    Gpus,
     assign_devices,
     devices_per_server,
+    gpus_of_server,
     visible_devices,
 )
 from torchrl_sglang.backends.plan import default_device
 from torchrl_sglang.errors import ConfigurationError
 
-__all__ = ["replica_specs"]
+__all__ = ["find_gpus", "replica_specs"]
 
 COUNTED = ("random_seed", "seed", "port", "nccl_port", "grpc_port")
 """Arguments that are given for the first server, and count up from there.
@@ -83,6 +86,25 @@ def replica_specs(
     for own, group in zip(specs, groups or (), strict=groups is not None):
         own["cuda_devices"] = group
     return specs
+
+
+def find_gpus(
+    spec: Mapping[str, Any], *, available: Sequence[str] | None = None
+) -> Gpus:
+    """Returns the GPUs of a server that is started with these arguments.
+
+    Args:
+        spec: one of :func:`replica_specs`.
+        available: the visible GPUs. By default, those of this process.
+    """
+    known = translate_vllm_names({n: v for n, v in spec.items() if n != "model"})
+    if (known.get("device") or default_device()) != "cuda":
+        return Gpus(gpus=(), visible=())
+    if VISIBLE_DEVICES in (known.get("environment") or {}):
+        return Gpus(gpus=None, visible=None)
+    return gpus_of_server(
+        known, available=visible_devices() if available is None else available
+    )
 
 
 def _check_shared(known: Mapping[str, Any]) -> None:

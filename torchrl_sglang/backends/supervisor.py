@@ -64,6 +64,7 @@ class Supervisor:
             generation is paused.
         max_restarts: how often a replica is started again before it is given up.
         progress_seconds: see :data:`PROGRESS_SECONDS`.
+        equip: begins to give a replica the adapters that it lacks; does not wait.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class Supervisor:
         may_probe: Callable[[], bool],
         max_restarts: int,
         progress_seconds: float = PROGRESS_SECONDS,
+        equip: Callable[[Replica], None] = lambda replica: None,
     ) -> None:
         self._fleet = weakref.ref(fleet)
         self._http = http
         self._progress = progress
         self._may_probe = may_probe
         self._max_restarts = max_restarts
+        self._equip = equip
         self._progress_seconds = progress_seconds
         self._pid = os.getpid()
         self._wake = asyncio.Event()
@@ -139,7 +142,12 @@ class Supervisor:
                 ),
             )
         for replica in fleet.replicas:
-            if replica.state == "down" and replica.url not in self._starting:
+            if replica.state != "down":
+                continue
+            if fleet.asleep:
+                # Others use the memory that it would take.
+                await asyncio.to_thread(stop_starting, replica.url)
+            elif replica.url not in self._starting:
                 self._start_again(fleet, replica)
         self._look_after_router(fleet)
         await self._look_at_stale(fleet)
@@ -193,6 +201,9 @@ class Supervisor:
         """Takes servers back that another engine object has sent the weights to."""
         for replica in fleet.replicas:
             if replica.state != "stale" or not self._may_probe():
+                continue
+            if not fleet.is_equipped(replica):
+                self._equip(replica)
                 continue
             try:
                 answer = await self._http.request(

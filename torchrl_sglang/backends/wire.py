@@ -96,6 +96,9 @@ class GenerateRequest:
     """Name by which the caller can abort it."""
     session_id: str | None = None
     """Requests of one session go to one server, where their prefix is cached."""
+    adapter: str | None = None
+    """LoRA adapter to compute it with: a name, ``""`` for none, or ``None`` for the
+    engine's default when it is sent."""
 
 
 def check_sampling_params(
@@ -304,6 +307,7 @@ def to_payload(
     *,
     cache_key: str,
     rids: Sequence[str],
+    adapters: Sequence[str | None] = (),
 ) -> dict[str, Any]:
     """Returns the JSON content of one ``/generate`` call for a batch of requests.
 
@@ -312,6 +316,8 @@ def to_payload(
         capabilities: of the server that it goes to.
         cache_key: separates prefix-cache entries; entries of other keys are not seen.
         rids: what the server shall call each request.
+        adapters: what the server calls the LoRA adapter of each; by default none. It
+            separates prefix-cache entries by them.
     """
     params = []
     for request in requests:
@@ -339,6 +345,8 @@ def to_payload(
         "rid": list(rids),
         "stream": False,
     }
+    if any(adapters):
+        payload["lora_path"] = list(adapters)
     if len(requests) > 1:
         return payload
     # The router takes lists for one prompt only.

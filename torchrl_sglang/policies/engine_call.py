@@ -52,6 +52,7 @@ def ask(
     *,
     tokenizer: Any,
     return_exceptions: bool = False,
+    adapter: str | None = None,
 ) -> list[Outcome]:
     """Returns a completion for each prompt.
 
@@ -62,16 +63,19 @@ def ask(
             it.
         return_exceptions: put the error of an item in its place instead of raising
             the first one.
+        adapter: LoRA adapter to compute them with; by default the engine's.
 
     Raises:
         SGLangError: as :meth:`~torchrl_sglang.AsyncSGLang.generate` does.
         ConfigurationError: if a tokenizer is needed and there is none.
     """
     if engine.capabilities.has_tokenizer:
-        outcomes = _generate(engine, prompts, return_exceptions)
+        outcomes = _generate(engine, prompts, return_exceptions, adapter)
         for_cutting = [not prompt.include_stop for prompt in prompts]
     else:
-        outcomes = _generate_in_stages(engine, prompts, tokenizer, return_exceptions)
+        outcomes = _generate_in_stages(
+            engine, prompts, tokenizer, return_exceptions, adapter
+        )
         for_cutting = [True] * len(prompts)
     for index, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
         stops = as_texts(prompt.sampling_params.get("stop", ()))
@@ -98,7 +102,10 @@ def decode(
 
 
 def _generate(
-    engine: RLSGLangEngine, prompts: Sequence[Prompt], return_exceptions: bool
+    engine: RLSGLangEngine,
+    prompts: Sequence[Prompt],
+    return_exceptions: bool,
+    adapter: str | None,
 ) -> list[Outcome]:
     return list(
         engine.generate(
@@ -108,6 +115,7 @@ def _generate(
             return_prompt_logprobs=[prompt.score for prompt in prompts],
             top_logprobs=[prompt.top_log_probs for prompt in prompts],
             return_exceptions=return_exceptions,
+            adapter=adapter,
         )
     )
 
@@ -126,6 +134,7 @@ def _generate_in_stages(
     prompts: Sequence[Prompt],
     tokenizer: Any,
     return_exceptions: bool,
+    adapter: str | None,
 ) -> list[Outcome]:
     """Asks a server without a tokenizer; see :func:`.stopping.without_tokenizer`."""
     stages = _stages(engine, prompts, tokenizer)
@@ -136,6 +145,7 @@ def _generate_in_stages(
             for prompt, stage in zip(prompts, stages, strict=True)
         ],
         return_exceptions,
+        adapter,
     )
     later = [
         index
@@ -151,6 +161,7 @@ def _generate_in_stages(
         engine,
         [_continued(prompts[i], outcomes[i], stages[i]) for i in later],
         return_exceptions=True,
+        adapter=adapter,
     )
     for index, rest in zip(later, continued, strict=True):
         begun = outcomes[index]

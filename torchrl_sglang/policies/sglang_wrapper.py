@@ -122,6 +122,9 @@ class SGLangWrapper(LLMWrapperBase):
             its prompt was cached, and the weight version of each of its tokens, as a
             :class:`~torchrl_sglang.GenerationInfo`. Defaults to False.
         generation_info_key (NestedKey): where to write it.
+        adapter (str, optional): name of the LoRA adapter to generate and score with;
+            ``""`` for the base model. Defaults to the engine's, which weight updates
+            that send an adapter set.
 
     Raises:
         ConfigurationError: (a ValueError) if an argument cannot be honoured.
@@ -174,6 +177,7 @@ class SGLangWrapper(LLMWrapperBase):
         prefer_tokens: bool = False,
         return_generation_info: bool = False,
         generation_info_key: NestedKey = "generation_info",
+        adapter: str | None = None,
     ) -> None:
         # What get_new_version starts from; locals() holds the arguments and no more.
         arguments = dict(locals())
@@ -208,6 +212,7 @@ class SGLangWrapper(LLMWrapperBase):
         self.input_mode = input_mode
         self.attention_mask_key = attention_mask_key
         self.generate = generate
+        self.adapter = adapter
         self.pad_output = pad_output
         self.prefer_tokens = prefer_tokens
         self._device = None if device is None else torch.device(device)
@@ -563,6 +568,7 @@ class SGLangWrapper(LLMWrapperBase):
             prompts,
             tokenizer=self.tokenizer,
             return_exceptions=return_exceptions,
+            adapter=self.adapter,
         )
 
     def _write_text(

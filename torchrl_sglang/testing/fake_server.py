@@ -48,8 +48,11 @@ RESERVED_TOKENS = 2
 LONGEST_PROMPT_ROOM = 6
 """The scheduler refuses a prompt that leaves no more than this of the context."""
 MOST_STOPS = 32
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 LOG_PROB = -1.5
 """Of every token."""
+
+_LORA_TENSORS = "/load_lora_adapter_from_tensors"
 
 _NO_SESSION = (
     "update_weights_from_distributed must run between begin_weight_update() and "
@@ -66,6 +69,9 @@ class FakeServer:
     Args:
         model_path: folder whose ``config.json`` gives the vocabulary and the context.
         api_key: key that requests must carry.
+        context: context of the model, instead of the one in ``config.json``.
+        enable_memory_saver: what it says of this argument of SGLang.
+        enable_lora: whether it takes LoRA adapters, which change no response.
 
     Attributes:
         url (str): where it answers.
@@ -74,6 +80,7 @@ class FakeServer:
         model_path (str): what it says that it serves.
         weight_version (str): whose weights it says that it generates with.
         cached_tokens (int): how many tokens of a prompt it says were cached.
+        adapters (list): the LoRA adapters that it holds.
 
     Examples:
         >>> with FakeServer(tiny_model_path) as server:
@@ -92,6 +99,8 @@ class FakeServer:
         *,
         api_key: str | None = None,
         context: int | None = None,
+        enable_memory_saver: bool = False,
+        enable_lora: bool = False,
     ) -> None:
         config = json.loads((Path(model_path) / "config.json").read_text())
         self.url = ""
@@ -104,7 +113,11 @@ class FakeServer:
         self._faults: dict[str, Fault] = {}
         self.weight_version = "default"
         self.cached_tokens = 0
+        self.adapters: list[str] = []
+        self._enable_lora = enable_lora
         self._in_session = False
+        self._enable_memory_saver = enable_memory_saver
+        self._released: set[str] = set()
         self._dead = False
         self._peers: set[Any] = set()
         self._most_open = 0
@@ -235,7 +248,7 @@ class FakeServer:
         if fault == "error_500":
             return web.Response(text="Internal Server Error", status=500)
         if request.path == "/openapi.json":
-            return _json({"paths": {path: {} for path in self.routes}})
+            return _json(self._describe())
         if request.path not in self.routes:
             return _json({"detail": "Not Found"}, 404)
         try:
@@ -283,17 +296,55 @@ class FakeServer:
             "/flush_cache": _flushed,
             "/pause_generation": self._pause,
             "/continue_generation": _ok,
+            "/release_memory_occupation": self._release,
+            "/resume_memory_occupation": self._resume,
             "/abort_request": self._abort,
             "/init_weights_update_group": _refuse_group,
             "/destroy_weights_update_group": _refuse_group,
             "/begin_weight_update": self._begin,
             "/end_weight_update": self._end,
             "/update_weights_from_distributed": self._update,
+            "/load_lora_adapter": self._load_adapter,
+            _LORA_TENSORS: self._load_adapter,
+            "/unload_lora_adapter": self._unload_adapter,
         }
+
+    def _describe(self) -> dict[str, Any]:
+        """Its answer to ``/openapi.json``."""
+        paths: dict[str, Any] = {path: {} for path in self.routes}
+        if _LORA_TENSORS in paths:
+            name = "LoadLoRAAdapterFromTensorsReqInput"
+            schema = {"$ref": f"#/components/schemas/{name}"}
+            body = {"content": {"application/json": {"schema": schema}}}
+            paths[_LORA_TENSORS] = {"post": {"requestBody": body}}
+            fields = {"properties": {"serialized_named_tensors": {"type": "array"}}}
+            return {"paths": paths, "components": {"schemas": {name: fields}}}
+        return {"paths": paths}
+
+    def _load_adapter(self, content: Any) -> web.Response:
+        name = content["lora_name"]
+        if not self._enable_lora:
+            return _lora_outcome(
+                "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+            )
+        if name in self.adapters:
+            return _lora_outcome(
+                f"Failed to load LoRA adapter {name} because it is already loaded"
+            )
+        self.adapters.append(name)
+        return _lora_outcome()
+
+    def _unload_adapter(self, content: Any) -> web.Response:
+        name = content["lora_name"]
+        if name not in self.adapters:
+            return _lora_outcome(f"LoRA with name {name} does not exist.")
+        self.adapters.remove(name)
+        return _lora_outcome()
 
     def _server_info(self, content: Any) -> web.Response:
         return _json(
             {
+                "enable_lora": self._enable_lora or None,
                 "version": VERSION,
                 "dtype": "float32",
                 "tp_size": 1,
@@ -302,6 +353,7 @@ class FakeServer:
                 "skip_tokenizer_init": False,
                 "grammar_backend": "none",
                 "max_req_input_len": self._context - LONGEST_PROMPT_ROOM,
+                "enable_memory_saver": self._enable_memory_saver,
             }
         )
 
@@ -317,7 +369,8 @@ class FakeServer:
 
     def _models(self, content: Any) -> web.Response:
         model = {"id": self.model_path, "max_model_len": self._context}
-        return _json({"object": "list", "data": [model]})
+        adapters = [{"id": n, "parent": self.model_path} for n in self.adapters]
+        return _json({"object": "list", "data": [model, *adapters]})
 
     def _loads(self, content: Any) -> web.Response:
         return _json({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]})
@@ -327,6 +380,20 @@ class FakeServer:
         if mode not in ("abort", "retract", "in_place"):
             return _refusal("Input should be 'abort', 'retract' or 'in_place'")
         return _ok(content)
+
+    def _release(self, content: Any) -> web.Response:
+        tags = set(content["tags"] or MEMORY_TAGS)
+        if self._hanging or tags & self._released:
+            raise _FatalError
+        self._released |= tags
+        return _json(None)
+
+    def _resume(self, content: Any) -> web.Response:
+        tags = set(content["tags"] or MEMORY_TAGS)
+        if tags - self._released:
+            raise _FatalError
+        self._released -= tags
+        return _json(None)
 
     def _begin(self, content: Any) -> web.Response:
         if self._in_session:
@@ -355,6 +422,10 @@ class FakeServer:
         items = list(_items(content))
         for item in items:
             self._check(item)
+            if item["lora_path"] not in (None, *self.adapters):
+                raise _RefusedError(
+                    f"Got LoRA adapter that has never been loaded: {item['lora_path']}"
+                )
         fault = fault or self._faults.get("/generate")
         replies = [self._reply(item) for item in items]
         for number, reply in enumerate(replies, start=1):
@@ -477,6 +548,7 @@ def _items(  # noqa: C901 - One branch for each shape that SGLang refuses.
         ("top_logprobs_num", 0),
         ("rid", None),
         ("extra_key", None),
+        ("lora_path", None),
     ):
         value = content.get(name, default)
         if not isinstance(value, list):
@@ -570,6 +642,11 @@ def _refusal(message: str) -> web.Response:
 
 def _outcome(refusal: str | None = None) -> web.Response:
     content = {"success": refusal is None, "message": refusal or "Success"}
+    return _json(content, 200 if refusal is None else 400)
+
+
+def _lora_outcome(refusal: str | None = None) -> web.Response:
+    content = {"success": refusal is None, "error_message": refusal or ""}
     return _json(content, 200 if refusal is None else 400)
 
 

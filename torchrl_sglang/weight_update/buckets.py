@@ -19,6 +19,10 @@ from torchrl_sglang.errors import ConfigurationError
 
 __all__ = ["Bucket", "TensorSpec", "plan_buckets"]
 
+SMALL_SHARE = 16
+"""A bucket of small tensors is smaller than others by this factor: they are held until
+it is full, beside the others."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
@@ -47,14 +51,24 @@ class Bucket:
     """Byte at which each one begins."""
     num_bytes: int
     """Size of them all."""
+    small: bool
+    """Each of them is too small to travel by itself at the speed of a link."""
 
 
-def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> list[Bucket]:
+def plan_buckets(
+    specs: Iterable[TensorSpec], max_bytes: int, small_below: int = 0
+) -> list[Bucket]:
     """Returns buckets of at most ``max_bytes``; a larger tensor has one to itself.
+
+    Every tensor of a bucket comes before all those of the next one that are of the
+    same kind, small or not, so that whoever reads the tensors in order never has to
+    hold more than a bucket of each kind.
 
     Args:
         specs: tensors with distinct names.
         max_bytes: target size, in bytes.
+        small_below: tensors smaller than that, in bytes, travel among themselves, in
+            buckets of a sixteenth of the size.
 
     Raises:
         ConfigurationError: if ``max_bytes`` is not positive.
@@ -70,22 +84,29 @@ def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> list[Bucket]:
         raise ConfigurationError(
             f"bucket_bytes={max_bytes} is not a size; give a positive number of bytes."
         )
-    groups: list[list[TensorSpec]] = []
-    room = 0
+    buckets: list[Bucket] = []
+    groups: dict[bool, list[TensorSpec]] = {False: [], True: []}
+    room = {False: max_bytes, True: max_bytes // SMALL_SHARE}
+    left = dict(room)
     for spec in specs:
-        if not groups or spec.num_bytes > room:
-            groups.append([])
-            room = max_bytes
-        groups[-1].append(spec)
-        room -= spec.num_bytes
-    return [_lay_out(group) for group in groups]
+        small = spec.num_bytes < small_below
+        if groups[small] and spec.num_bytes > left[small]:
+            buckets.append(_lay_out(groups[small], small))
+            groups[small], left[small] = [], room[small]
+        groups[small].append(spec)
+        left[small] -= spec.num_bytes
+    return buckets + [
+        _lay_out(group, small) for small, group in groups.items() if group
+    ]
 
 
-def _lay_out(group: list[TensorSpec]) -> Bucket:
+def _lay_out(group: list[TensorSpec], small: bool) -> Bucket:
     # Item sizes are powers of two, so in falling order every offset is aligned.
     ordered = sorted(group, key=lambda spec: -spec.dtype.itemsize)
     offsets, end = [], 0
     for spec in ordered:
         offsets.append(end)
         end += spec.num_bytes
-    return Bucket(specs=tuple(ordered), offsets=tuple(offsets), num_bytes=end)
+    return Bucket(
+        specs=tuple(ordered), offsets=tuple(offsets), num_bytes=end, small=small
+    )

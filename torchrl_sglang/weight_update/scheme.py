@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import os
+from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.backends.control_plane import CONTROL_TIMEOUT_SECONDS
+from torchrl_sglang.backends.http import normalize_url
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    UnsupportedByServerError,
+    WeightSyncStateError,
+)
 from torchrl_sglang.types import PauseMode
 from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
 from torchrl_sglang.weight_update.sender import SGLangWeightSender
+from torchrl_sglang.weight_update.transports import nccl
 from torchrl_sglang.weight_update.transports.broadcast import (
+    BUCKET_BYTES,
     CONNECT_TIMEOUT_SECONDS,
     SEND_TIMEOUT_SECONDS,
 )
+from torchrl_sglang.weight_update.transports.choose import (
+    TransportName,
+    check_arguments,
+)
 
 __all__ = ["SGLangWeightSyncScheme"]
-
-BUCKET_BYTES = 1 << 30
-"""Default size of a bucket: the server needs that much room beside its weights."""
 
 
 class SGLangWeightSyncScheme(WeightSyncScheme):
@@ -36,23 +47,62 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         collector.update_policy_weights_()   # sends, and counts one policy version
 
     Args:
-        engine (RLSGLangEngine or str): the engine, or the URL of a server.
+        engine (RLSGLangEngine or str, optional): the engine, or the URL of a server. A
+            recipe may give it to :meth:`SGLangWeightSender.init_all_workers_group`
+            instead.
 
     Keyword Args:
         strategy (str): ``"tensordict"`` (default) or ``"state_dict"``; kept for
             TorchRL, and both are sent the same way.
-        device (torch.device, optional): where buckets are put together. CUDA sends
-            with NCCL, CPU with gloo. Defaults to the device of the weights.
-        master_address (str, optional): where servers meet the sender. Defaults to the
+        transport (str): how weights travel. ``"broadcast"`` sends them over a process
+            group of NCCL or gloo; ``"cuda_ipc"`` has servers on the GPU of the weights
+            open their memory; ``"disk"`` writes checkpoints that servers on the same
+            file system load. ``"auto"`` (default) takes ``"disk"`` if a ``directory``
+            is given, ``"cuda_ipc"`` if this engine started the servers on the GPU of
+            the weights, and ``"broadcast"`` otherwise; the report says why.
+        directory (str, optional): where ``"disk"`` writes: a folder for this trainer
+            alone that every server sees under the same path. The last two checkpoints
+            stay there.
+        device (torch.device or int, optional): where buckets are put together; a
+            number is a GPU's. CUDA sends with NCCL, CPU with gloo. Defaults to the
+            device of the weights.
+        master_address (str, optional): where servers meet the sender. It and the next
+            one, and ``connect_timeout``, are for ``"broadcast"``. Defaults to the
             address of this machine that they can reach.
         master_port (int, optional): defaults to one that is free.
-        bucket_bytes (int): size of a transfer, in bytes. Defaults to 1 GiB.
+        bucket_bytes (int): size of a transfer, in bytes: the room that servers need
+            beside their weights meanwhile. Defaults to 2 GiB.
         pause_mode (str): what happens to requests that run during an update.
             ``"retract"`` (default) computes their prefix again with the new weights,
             ``"abort"`` ends them, ``"in_place"`` lets them go on with attention state
-            of the old weights.
+            of the old weights, so that what they generate belongs to no version alone
+            (see :class:`~torchrl_sglang.policies.info.GenerationInfo`). ``"none"``
+            pauses nothing: it is for a caller that generates nothing meanwhile, and the
+            update is refused if a request runs.
+        flush_cache (bool): empty the servers' prefix caches. Requests of this package
+            carry the weight version as a key of the cache, so that nothing stale is in
+            reach without it; clients that speak OpenAI's protocol may not. A flush also
+            has a server give memory back that the next update needs again, which takes
+            some milliseconds on GPUs, and up to half a second on CPU. Defaults to True.
         connect_timeout (float): budget for servers to join, in seconds.
-        send_timeout (float): budget for one bucket, in seconds.
+        send_timeout (float): budget for one bucket, in seconds; with ``"disk"``, for
+            the servers to load everything.
+        control_timeout (float): budget for each call that moves no weights, such as
+            pausing and resuming, in seconds.
+        verify (bool): whether every update ends with a comparison. A few values are
+            read back from every server, where it can tell them, and must be what was
+            sent; and every server scores a few prompts, which the model that was sent
+            scores too, if it is one that can be called. Defaults to False.
+        process_group (ProcessGroup, optional): the ranks that make the weights
+            together, where these do not tell, as DTensors do: those of an exporter that
+            runs collectives of its own, such as a bridge from Megatron. All of them
+            call the sender and run through the exporter; the first one sends.
+        server_url (str, optional): the engine, under the name that TorchRL's scheme
+            for SGLang uses.
+        num_gpus (int, optional): of all servers together, as TorchRL's recipes count
+            them; only checked.
+        gpus_per_replica (int, optional): of one server; only checked.
+        num_replicas (int, optional): number of servers; only checked.
 
     Raises:
         ConfigurationError: if an argument is wrong.
@@ -69,36 +119,138 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
 
     def __init__(
         self,
-        engine: RLSGLangEngine | str,
+        engine: RLSGLangEngine | str | None = None,
         *,
         strategy: Literal["tensordict", "state_dict"] = "tensordict",
-        device: torch.device | str | None = None,
+        transport: TransportName = "auto",
+        directory: str | os.PathLike[str] | None = None,
+        device: torch.device | str | int | None = None,
         master_address: str | None = None,
         master_port: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         pause_mode: PauseMode = "retract",
+        flush_cache: bool = True,
         connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
         send_timeout: float = SEND_TIMEOUT_SECONDS,
+        control_timeout: float = CONTROL_TIMEOUT_SECONDS,
+        verify: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        server_url: str | None = None,
+        num_gpus: int | None = None,
+        gpus_per_replica: int | None = None,
+        num_replicas: int | None = None,
     ) -> None:
-        super().__init__(strategy)
-        if pause_mode not in ("retract", "abort", "in_place"):
+        if strategy not in ("tensordict", "state_dict"):
             raise ConfigurationError(
-                f"pause_mode={pause_mode!r} is not one of 'retract', 'abort' and "
-                f"'in_place'."
+                f"strategy={strategy!r} is not one of 'tensordict' and 'state_dict'."
             )
+        # TorchRL warns of what it would do with the other one, which is not done here.
+        super().__init__("tensordict")
+        if pause_mode not in get_args(PauseMode):
+            raise ConfigurationError(
+                f"pause_mode={pause_mode!r} is not one of "
+                f"{', '.join(map(repr, get_args(PauseMode)))}."
+            )
+        self.transport_arguments = {
+            name: value
+            for name, value, unset in (
+                ("directory", directory, None),
+                ("master_address", master_address, None),
+                ("master_port", master_port, None),
+                ("connect_timeout", connect_timeout, CONNECT_TIMEOUT_SECONDS),
+            )
+            if value != unset
+        }
+        check_arguments(transport, self.transport_arguments)
         if bucket_bytes <= 0:
             raise ConfigurationError(
                 f"bucket_bytes={bucket_bytes} is not a size; give a positive number."
             )
-        self.engine = AsyncSGLang.connect(engine) if isinstance(engine, str) else engine
-        self.device = None if device is None else torch.device(device)
+        if engine is not None and server_url is not None:
+            raise ConfigurationError(
+                f"Give the engine once: engine={engine!r}, server_url={server_url!r}."
+            )
+        self._engine: RLSGLangEngine | None = None
+        # An address is connected to when it is needed: a recipe that gives one brings
+        # the engine itself later.
+        if isinstance(engine, str):
+            engine, server_url = None, engine
+        self._server_url = None if server_url is None else normalize_url(server_url)
+        self._expected = {
+            "num_gpus": num_gpus,
+            "gpus_per_replica": gpus_per_replica,
+            "num_replicas": num_replicas,
+        }
+        if engine is not None:
+            self.use_engine(engine)
+        self.device = None if device is None else _to_device(device)
+        self.transport: TransportName = transport
+        self.directory = None if directory is None else os.fspath(directory)
         self.master_address = master_address
         self.master_port = master_port
         self.bucket_bytes = bucket_bytes
         self.pause_mode: PauseMode = pause_mode
+        self.flush_cache = flush_cache
         self.connect_timeout = connect_timeout
         self.send_timeout = send_timeout
+        self.control_timeout = control_timeout
+        self.verify = verify
+        self.process_group = process_group
         self._sender: SGLangWeightSender | None = None
+
+    @property
+    def engine(self) -> RLSGLangEngine:
+        """The servers.
+
+        Raises:
+            WeightSyncStateError: if none were given yet.
+        """
+        if self._engine is None and self._server_url is not None:
+            self.use_engine(AsyncSGLang.connect(self._server_url))
+        if self._engine is None:
+            raise WeightSyncStateError(
+                "The scheme has no engine: give one to SGLangWeightSyncScheme(engine), "
+                "or to sender.init_all_workers_group(metadata, vllm_engine=engine)."
+            )
+        return self._engine
+
+    @property
+    def owns_servers(self) -> bool:
+        """Whether this process has started servers; does not connect to any."""
+        return bool(getattr(self._engine, "servers", ()))
+
+    def use_engine(self, engine: RLSGLangEngine) -> None:
+        """Takes the engine that weights are sent to, if there is none yet.
+
+        Raises:
+            ConfigurationError: if it is not the one that the scheme was made for.
+        """
+        known = self._server_url if self._engine is None else self._engine.server_url
+        if not isinstance(engine, RLSGLangEngine) or (
+            known not in (None, engine.server_url)
+        ):
+            raise ConfigurationError(
+                f"The scheme was made for {self._engine or known}, and the engine is "
+                f"{engine!r}; give the same engine, or leave it out."
+            )
+        actual = {
+            # As TorchRL's recipes count them.
+            "num_gpus": engine.get_tp_size() * engine.get_dp_size(),
+            "gpus_per_replica": engine.get_tp_size() * engine.capabilities.pp_size,
+            "num_replicas": engine.num_replicas,
+        }
+        for name, value in self._expected.items():
+            if value not in (None, actual[name]):
+                raise ConfigurationError(
+                    f"{name}={value!r} was given, and {engine!r} has {actual[name]}; "
+                    f"leave it out, the engine knows."
+                )
+        if self._engine is None:
+            self._engine = engine
+            server_args = engine.capabilities.server_args
+            if server_args.get("device") != "cpu" and torch.cuda.is_available():
+                # The sooner the better: NCCL reads it with its first communicator.
+                nccl.share_settings(server_args, refuse=False)
 
     def create_sender(self) -> SGLangWeightSender:
         """Returns the scheme's sender; the same one every time."""
@@ -164,7 +316,22 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         state: dict[str, Any] = super().__getstate__()
         state["_sender"] = None
         state["_sender_transports"] = None
+        state["process_group"] = None
         return state
+
+
+def _to_device(device: torch.device | str | int) -> torch.device:
+    found = (
+        torch.device("cuda", device)
+        if isinstance(device, int)
+        else (torch.device(device))
+    )
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"device={device!r} is a GPU, and there is none here; leave it out to send "
+            f"from where the weights are."
+        )
+    return found
 
 
 class _SchemeTransport:

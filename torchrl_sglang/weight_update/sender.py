@@ -5,26 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
-from torch import nn
 
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
-    ConfigurationError,
     ServerError,
     WeightSyncStateError,
     WeightTransferError,
 )
-from torchrl_sglang.types import ModelMetadata, SyncReport
-from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.buckets import TensorSpec, plan_buckets
+from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
+from torchrl_sglang.weight_update import recovery, session
+from torchrl_sglang.weight_update.ranks import find_ranks, is_copy
 from torchrl_sglang.weight_update.source import (
-    NamedTensors,
-    named_tensors,
-    to_served_names,
+    Remembered,
+    check_metadata,
+    find_source,
+    open_weights,
 )
-from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
+from torchrl_sglang.weight_update.tensors import Source
+from torchrl_sglang.weight_update.transports import make_transport
+from torchrl_sglang.weight_update.transports.base import WeightTransport
+from torchrl_sglang.weight_update.verify import Verifier
 
 if TYPE_CHECKING:
     from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
@@ -50,8 +51,12 @@ class SGLangWeightSender:
         self._scheme = scheme
         self._model: Any = None
         self._metadata: ModelMetadata | None = None
-        self._transport: BroadcastTransport | None = None
+        self._fused: dict[str, FusedParameter] = {}
+        self._remembered = Remembered()
+        self._transport: WeightTransport | None = None
+        self._reason = ""
         self._collectors: list[Any] = []
+        self._verifier: Verifier | None = None
         self._last_report: SyncReport | None = None
 
     @property
@@ -68,7 +73,12 @@ class SGLangWeightSender:
         self._model = model
 
     def register_collector(self, collector: Any) -> None:
-        """Names a collector whose policy version counts direct updates."""
+        """Names a collector whose policy version counts updates, once each.
+
+        Args:
+            collector: has ``increment_version()`` and ``policy_version``, as those of
+                TorchRL do. Its ``last_sync_report`` is set to what each update did.
+        """
         if all(known is not collector for known in self._collectors):
             self._collectors.append(collector)
 
@@ -83,67 +93,197 @@ class SGLangWeightSender:
             model_metadata: name -> (dtype, shape) of what will be sent, checked
                 against the served model.
             vllm_engine: the engine, under the name that TorchRL's recipes use; the
-                same one as the scheme's.
+                same one as the scheme's, if that was given one.
 
         Raises:
             WeightMismatchError: if the metadata does not fit the served model.
             WeightTransferError: if the servers do not come.
         """
-        own = self._scheme.engine
-        if vllm_engine is not None and (
-            getattr(vllm_engine, "server_url", None) != own.server_url
-        ):
-            raise ConfigurationError(
-                f"The scheme was made for {self._scheme.engine!r}, and vllm_engine is "
-                f"{vllm_engine!r}; give the same engine, or leave it out."
-            )
+        if vllm_engine is not None:
+            self._scheme.use_engine(vllm_engine)
+        if self._model is not None and self._is_left_to_another(self._model):
+            return
         if model_metadata is not None:
-            described = {
-                name: torch.empty(shape, dtype=dtype, device="meta")
-                for name, (dtype, shape) in model_metadata.items()
-            }
-            to_served_names(described, self._served())
-        self._get_transport(self._scheme.device).connect()
+            check_metadata(model_metadata, self._served(), self._fused)
+        device = self._scheme.device
+        if device is None:
+            source = find_source(self.resolve(), self._remembered)
+            device = open_weights(source, self._served(), self._fused).device
+        self._get_transport(device).connect()
 
-    def update_weights(self, weights: Any = None) -> SyncReport:
+    def update_weights(
+        self, weights: Any = None, *, verify: bool | None = None
+    ) -> SyncReport:
         """Sends weights, and counts a policy version on every registered collector.
 
+        The servers' new version is the policy version that the collectors then have,
+        where these count in numbers and where no server has had that version before;
+        otherwise it is the next number that no server has had.
+
         Args:
-            weights: a module, a state dict, a TensorDict or an iterable of
-                (name, tensor); by default the registered model's.
+            weights: by default the registered model's. One of
+
+                - a module, or a wrapper of TorchRL around one; names that DDP,
+                  ``torch.compile`` and activation checkpointing give are understood,
+                  and adapters of PEFT are merged layer by layer as they are sent;
+                - a state dict, or a flat or nested TensorDict;
+                - a list or an iterator of (name, tensor);
+                - an exporter: a function without arguments that returns such an
+                  iterator, or an object that gives a new one whenever it is iterated
+                  over. One bucket of its tensors is alive at a time. The first update
+                  runs through it once more before it sends, to check names and shapes;
+                  give the same object every time.
+
+                Other floating-point types are cast to the served one, tied weights
+                are sent once, and fused experts in the pieces of a checkpoint.
+            verify: whether to compare servers and trainer afterwards; by default what
+                the scheme says.
 
         Raises:
             WeightMismatchError: if they do not fit the served model; nothing was sent.
+                Or if they were sent, and verification found others on a server: it is
+                paused, and the engine refuses to generate until an update succeeds.
             WeightTransferError: if sending failed; see its ``untouched``.
             WeightSyncStateError: if there is nothing to send, or another update is
                 under way.
+            UnsupportedByServerError: if verification has nothing to compare; nothing
+                was sent.
+
+        Note:
+            Where a model is spread over ranks (FSDP2's ``fully_shard``, or DTensors
+            otherwise), **every** rank of its mesh calls this. They gather one bucket
+            at a time; the first rank sends it, and needs the servers; all return its
+            report or raise its error. A rank waits for a slow server as long as the
+            process group's own timeout allows, so give that at least ``send_timeout``.
+
+            With DistributedDataParallel every rank may call, and rank 0 sends: the
+            others return a report with ``transport="none"`` at once, unless they have
+            started servers of their own. Give ``ddp.module`` to send from a rank in
+            any case. A model of one rank is sent by that rank, whatever process groups
+            there are.
+
+        Examples:
+            >>> sender = SGLangWeightSyncScheme(engine).create_sender()
+            >>> def export():
+            ...     for name, parameter in model.named_parameters():
+            ...         yield name, parameter.float()
+            >>> report = sender.update_weights(export)
+            >>> report.num_tensors == len(get_model_metadata(model))
+            True
+            >>> sender.shutdown()
         """
-        report = self.send(weights)
-        for collector in self._all_collectors():
-            collector.increment_version()
-        return report
+        return self._update(weights, verify=verify)
 
     def send(self, weights: Any = None) -> SyncReport:
-        """Sends weights without counting: the caller does that."""
-        found = self.resolve(weights)
-        served = self._served()
-        tensors = to_served_names(found, served)
-        specs = [
-            TensorSpec(name=name, dtype=dtype, shape=shape)
-            for name, (dtype, shape) in served.items()
-        ]
-        self._last_report = session.update_weights(
-            self._scheme.engine,
-            self._get_transport(self._scheme.device or _device_of(tensors)),
-            plan_buckets(specs, self._scheme.bucket_bytes),
-            tensors,
-            version=self._next_version(),
-            pause_mode=self._scheme.pause_mode,
-        )
-        return self._last_report
+        """The same for a collector that sends through its own scheme and counts itself.
 
-    def resolve(self, weights: Any = None) -> NamedTensors:
-        """Returns the tensors to send, under the names that their owner gives them.
+        Every other one is counted here.
+        """
+        return self._update(weights, counts_itself=self._scheme.context)
+
+    def _update(
+        self, weights: Any, *, verify: bool | None = None, counts_itself: Any = None
+    ) -> SyncReport:
+        given = self.resolve(weights)
+        if is_copy(given) and not self._scheme.owns_servers:
+            return self._count(_nothing_sent(), counts_itself)
+        source = find_source(given, self._remembered)
+        ranks = find_ranks(source, self._scheme.process_group)
+        try:
+            if ranks is None:
+                report = self._transfer(source, given, verify)
+            else:
+                report = ranks.update(
+                    source, lambda part: self._transfer(part, given, verify)
+                )
+        except BaseException:
+            self._remembered.forget()
+            raise
+        return self._count(report, counts_itself)
+
+    def _transfer(self, source: Source, given: Any, verify: bool | None) -> SyncReport:
+        engine = self._scheme.engine
+        found = open_weights(source, self._served(), self._fused)
+        version = self._next_version()
+        check = None
+        if self._scheme.verify if verify is None else verify:
+            if self._verifier is None:
+                self._verifier = Verifier(engine)
+            found, check = self._verifier.watch(found, given, version=version)
+        return session.update_weights(
+            engine,
+            self._get_transport(self._scheme.device or found.device),
+            found,
+            version=version,
+            pause_mode=self._scheme.pause_mode,
+            flush=self._scheme.flush_cache,
+            verify=check,
+            reason=self._reason,
+            control_timeout=self._scheme.control_timeout,
+        )
+
+    def _is_left_to_another(self, model: Any) -> bool:
+        """Returns whether another rank sends a model; needs no server."""
+        if is_copy(model):
+            return not self._scheme.owns_servers
+        source = find_source(model, self._remembered)
+        ranks = find_ranks(source, self._scheme.process_group)
+        return ranks is not None and not ranks.sends
+
+    def recover(self) -> SyncReport:
+        """Brings the servers back to the checkpoint that they were started with.
+
+        For a trainer that gives up after an update that failed, and for one that comes
+        after a trainer that was killed: whatever the servers hold, they generate again
+        afterwards, with whole weights. These have a new version, and every registered
+        collector counts it. Servers that this engine owns and that do not answer are
+        started again first.
+
+        Returns:
+            What was done; ``transport`` is ``"checkpoint"``.
+
+        Raises:
+            UnsupportedByServerError: if the servers were started with
+                ``load_format="dummy"``; their weights stay in doubt.
+            WeightTransferError: if a server cannot load its checkpoint; likewise.
+            ServerTimeoutError: if a server that this engine does not own does not
+                answer.
+            WeightSyncStateError: if an update is under way, or weights are asleep.
+
+        Examples:
+            >>> sender = SGLangWeightSyncScheme(engine).create_sender()
+            >>> sender.recover().transport
+            'checkpoint'
+        """
+        engine = self._scheme.engine
+        recovery.checkpoint_path(engine)
+        self._drop_transport()
+        engine.revive()
+        report = recovery.recover(
+            engine, version=self._next_version(), pause_mode=self._scheme.pause_mode
+        )
+        return self._count(report)
+
+    def _count(self, report: SyncReport, counts_itself: Any = None) -> SyncReport:
+        """Counts one policy version on every collector, and tells it what was done."""
+        self._last_report = report
+        uncounted = []
+        for collector in self._all_collectors():
+            try:
+                collector.last_sync_report = report
+                if collector is not counts_itself:
+                    collector.increment_version()
+            except Exception as error:  # noqa: BLE001 - A remote one raises anything.
+                uncounted.append(f"{type(collector).__name__}: {error}")
+        if uncounted:
+            raise WeightSyncStateError(
+                f"Weights of version {report.version} are on the servers, and "
+                f"collectors could not count them: {'; '.join(uncounted)}"
+            )
+        return report
+
+    def resolve(self, weights: Any = None) -> Any:
+        """Returns what is to be sent: what is given, or the registered model.
 
         Raises:
             WeightSyncStateError: if none are given and no model is registered.
@@ -154,39 +294,52 @@ class SGLangWeightSender:
                 "There are no weights to send: register the model that is trained with "
                 "sender.register_model(model), or give weights."
             )
-        # A module is kept by reference, so its current values are read every time.
-        if isinstance(source, (nn.Module, TensorDictBase)):
-            with torch.no_grad():
-                return named_tensors(source)
-        return named_tensors(source)
+        return source
 
     def _served(self) -> ModelMetadata:
         if self._metadata is None:
-            self._metadata = self._scheme.engine.get_model_metadata()
+            engine = self._scheme.engine
+            self._fused = engine.get_fused_parameters()
+            self._metadata = engine.get_model_metadata()
         return self._metadata
 
     def _next_version(self) -> str:
         # Versions are numbers that only grow, whoever updates and however often the
         # trainer or a server is restarted; so the servers are asked as well.
         try:
-            current = run_sync(self._scheme.engine.control.weight_versions())
+            current = run_sync(
+                self._scheme.engine.control.weight_versions(
+                    timeout=self._scheme.control_timeout
+                )
+            )
         except ServerError as error:
-            failure = WeightTransferError(f"The servers could not be asked: {error}")
+            failure = WeightTransferError(
+                f"The servers could not be asked which weights they hold, so nothing "
+                f"was sent; the update can be tried again. {error}"
+            )
             failure.untouched = True
             raise failure from error
         known = [*current, self._scheme.engine.weight_version]
-        return str(1 + max(int(v) if v.isdigit() else 0 for v in known))
+        newest = max(int(v) if v.isdigit() else 0 for v in known)
+        counted = [self._policy_version(each) for each in self._all_collectors()]
+        return str(1 + max([newest, *counted]))
 
-    def _get_transport(self, device: torch.device | None) -> BroadcastTransport:
+    @staticmethod
+    def _policy_version(collector: Any) -> int:
+        """Returns what a collector counts up to, or 0 if it counts in other things."""
+        try:
+            version = getattr(collector, "policy_version", None)
+        except Exception as error:
+            raise WeightSyncStateError(
+                f"The registered {type(collector).__name__} does not tell its policy "
+                f"version ({type(error).__name__}: {error}); nothing was sent. If it "
+                f"has ended, make a new sender."
+            ) from error
+        return version if isinstance(version, int) else 0
+
+    def _get_transport(self, device: torch.device) -> WeightTransport:
         if self._transport is None:
-            self._transport = BroadcastTransport(
-                self._scheme.engine,
-                device=device or _device_of(self.resolve()),
-                master_address=self._scheme.master_address,
-                master_port=self._scheme.master_port,
-                connect_timeout=self._scheme.connect_timeout,
-                send_timeout=self._scheme.send_timeout,
-            )
+            self._transport, self._reason = make_transport(self._scheme, device)
         return self._transport
 
     def _all_collectors(self) -> list[Any]:
@@ -197,16 +350,21 @@ class SGLangWeightSender:
 
     def shutdown(self) -> None:
         """Leaves the servers' process group. Safe to call twice."""
+        self._drop_transport()
+        self._collectors.clear()
+
+    def _drop_transport(self) -> None:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
-        self._collectors.clear()
 
 
-def _device_of(tensors: NamedTensors) -> torch.device:
-    device = next(iter(tensors.values())).device
-    if device.type in ("cuda", "cpu"):
-        return device
-    raise ConfigurationError(
-        f"The weights are on {device}; weights are sent from 'cuda' or 'cpu'."
+def _nothing_sent() -> SyncReport:
+    return SyncReport(
+        version="",
+        transport="none",
+        num_tensors=0,
+        num_bytes=0,
+        num_buckets=0,
+        seconds=0.0,
     )

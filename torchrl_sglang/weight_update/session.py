@@ -1,33 +1,39 @@
 """One weight update from beginning to end: the only place that orders these calls.
 
-pause → flush → begin → send every bucket → end → resume
+pause → flush → begin → send → end → resume → verify
 
 Whatever fails before the first byte leaves the servers as they were, and generation
 goes on. Whatever fails later leaves a mix of old and new weights that nobody may
 generate with: the servers stay paused, the engine refuses, and the next update that
-succeeds heals both.
+succeeds heals both. Where an answer is lost, the worse of the two is assumed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
-from torchrl_sglang.backends.control_plane import ControlPlane
+from torchrl_sglang.backends.control_plane import (
+    CONTROL_TIMEOUT_SECONDS,
+    ControlPlane,
+)
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
     RequestRefusedError,
+    ServerError,
     SGLangError,
+    WeightSyncError,
+    WeightSyncStateError,
     WeightTransferError,
 )
 from torchrl_sglang.types import PauseMode, SyncReport
-from torchrl_sglang.weight_update.buckets import Bucket
-from torchrl_sglang.weight_update.source import NamedTensors
 from torchrl_sglang.weight_update.transports.base import WeightTransport
+from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = ["update_weights"]
 
@@ -50,30 +56,56 @@ class _Phases:
             self.seconds[name] = time.perf_counter() - start
 
 
+@dataclass
+class _State:
+    """What is known of the servers while an update goes on."""
+
+    touched: bool
+    """They may hold other weights than they did when they last generated."""
+    begun: bool = False
+    """They said that they opened a session for this update."""
+    committed: bool = False
+    """They said that they hold the new weights, whole."""
+
+
 def update_weights(
     engine: RLSGLangEngine,
     transport: WeightTransport,
-    buckets: list[Bucket],
-    tensors: NamedTensors,
+    weights: Weights,
     *,
     version: str,
     pause_mode: PauseMode,
+    verify: Callable[[], None] | None = None,
+    flush: bool = True,
+    whole: bool = True,
+    reason: str = "",
+    control_timeout: float = CONTROL_TIMEOUT_SECONDS,
 ) -> SyncReport:
     """Brings new weights to every server of an engine.
 
     Args:
         engine: the servers.
-        transport: carries the buckets.
-        buckets: layout of all parameters of the served model.
-        tensors: their values.
+        transport: carries the weights.
+        weights: all parameters of the served model.
         version: what the servers report as their weight version from then on.
         pause_mode: what happens to the requests that run meanwhile.
+        verify: raises :class:`WeightMismatchError` if the servers do not generate with
+            these weights; called when they do again.
+        flush: empty the prefix caches, where the servers can. Requests carry the weight
+            version as a key of the cache, so nothing stale is in reach without it, for
+            whoever sends that key.
+        whole: what they hold now is whole, as far as is known; if it is not, they are
+            in doubt even after a failure that comes before the first byte.
+        reason: why this transport; a sentence for the report.
+        control_timeout: budget for each call that moves no weights, in seconds.
 
     Raises:
         WeightTransferError: if it failed. ``untouched`` tells whether the old weights
             are still whole; if not, the engine refuses to generate until an update
             succeeds.
-        WeightSyncStateError: if another update is under way.
+        WeightMismatchError: if the servers took the weights and generate with others.
+        WeightSyncStateError: if another update is under way, weights are asleep, or
+            requests run that nothing pauses.
     """
     phase = _Phases()
     control = engine.control
@@ -83,92 +115,211 @@ def update_weights(
             with phase("connect"):
                 transport.connect()
         # What an earlier update left half done is not made whole by sending nothing.
-        touched = update.already_in_doubt
+        state = _State(touched=update.already_in_doubt or not whole)
         try:
             with phase("pause"):
-                run_sync(control.pause(pause_mode))
-            with phase("flush"):
-                flushed = run_sync(control.flush_cache())
-            if not flushed:
-                torchrl_logger.debug(
-                    "A prefix cache could not be flushed; its entries are out of reach "
-                    "because requests carry the new weight version."
-                )
-            with phase("begin"):
-                _begin(control)
-            with phase("send"):
-                for index, bucket in enumerate(buckets):
-                    last = index == len(buckets) - 1
-                    try:
-                        transport.send(
-                            bucket, tensors, weight_version=version if last else None
-                        )
-                    except WeightTransferError as error:
-                        touched = touched or not error.untouched
-                        raise
-                    touched = True
-            with phase("end"):
-                run_sync(control.end_weight_update())
+                _pause(update, control, pause_mode, control_timeout)
+            if flush:
+                with phase("flush"):
+                    _flush(control, control_timeout)
+            count = _send(
+                control, transport, weights, version, phase, state, control_timeout
+            )
             update.committed(version)
-            with phase("resume"):
-                run_sync(control.resume())
+            state.committed = True
+            # An update that failed, or memory that was given back, left them paused.
+            if pause_mode != "none" or control.pausing.paused:
+                with phase("resume"):
+                    _resume(control, control_timeout)
         except SGLangError as error:
-            raise _clean_up(error, update, control, touched) from error
+            raise _clean_up(error, update, control, state) from error
         except BaseException as error:
-            _clean_up(error, update, control, touched)
+            _clean_up(error, update, control, state)
             raise
+        if verify is not None and engine.asleep:
+            torchrl_logger.warning(
+                f"Weights of version {version} were not verified: nothing generates "
+                f"while {', '.join(sorted(engine.asleep))} is asleep."
+            )
+        elif verify is not None:
+            with phase("verify"):
+                _verify(verify, update, control)
     report = SyncReport(
         version=version,
-        num_tensors=sum(len(bucket.specs) for bucket in buckets),
-        num_bytes=sum(bucket.num_bytes for bucket in buckets),
-        num_buckets=len(buckets),
+        transport=transport.name,
+        reason=reason,
+        num_tensors=len(weights.specs),
+        num_bytes=weights.num_bytes,
+        num_buckets=count,
         seconds=time.perf_counter() - start,
         phase_seconds=phase.seconds,
     )
-    torchrl_logger.debug(f"Weights updated: {report}")
+    torchrl_logger.info(
+        f"Weights of version {version} on {len(control.urls)} server(s): "
+        f"{report.num_bytes / 1e9:.3f} GB in {report.seconds:.3f} s by "
+        f"{report.transport}, {report.gb_per_second:.1f} GB/s while sending."
+    )
     return report
 
 
-def _begin(control: ControlPlane) -> None:
+def _flush(control: ControlPlane, timeout: float) -> None:
+    if not run_sync(control.flush_cache(timeout=timeout)):
+        torchrl_logger.debug(
+            "A prefix cache could not be flushed; its entries are out of reach because "
+            "requests carry the new weight version."
+        )
+
+
+def _send(
+    control: ControlPlane,
+    transport: WeightTransport,
+    weights: Weights,
+    version: str,
+    phase: _Phases,
+    state: _State,
+    timeout: float,
+) -> int:
+    """Returns how many transfers it took; tells ``state`` when the first has begun."""
+    if transport.in_session:
+        with phase("begin"):
+            _begin(control, state, timeout)
+    with phase("send"):
+        try:
+            count = transport.send(weights, version=version)
+        except WeightTransferError as error:
+            state.touched = state.touched or not error.untouched
+            raise
+        except BaseException:
+            state.touched = True
+            raise
+    state.touched = True
+    if transport.in_session:
+        with phase("end"):
+            run_sync(control.end_weight_update(timeout=timeout))
+    return count
+
+
+def _pause(
+    update: WeightUpdate,
+    control: ControlPlane,
+    mode: PauseMode,
+    timeout: float,
+) -> None:
+    if mode != "none":
+        run_sync(control.pause(mode, timeout=timeout))
+        return
+    # The engine refuses to generate from here on, and nothing may be running.
+    if not update.already_in_doubt:
+        update.in_doubt("An update of the weights without a pause is under way.")
+    running = run_sync(control.running_requests(timeout=timeout))
+    if running:
+        raise WeightSyncStateError(
+            f"{running} request(s) run, and pause_mode='none' pauses none of them; "
+            f"wait for them to end, or use pause_mode='retract'."
+        )
+
+
+def _verify(
+    verify: Callable[[], None], update: WeightUpdate, control: ControlPlane
+) -> None:
     try:
-        run_sync(control.begin_weight_update())
+        verify()
+    except BaseException as error:
+        update.in_doubt(str(error))
+        _stay_paused(control)
+        raise
+
+
+def _begin(control: ControlPlane, state: _State, timeout: float) -> None:
+    """Opens a session, and closes the one that a sender has left open, if any."""
+    try:
+        run_sync(control.begin_weight_update(timeout=timeout))
     except RequestRefusedError as error:
         if "already open" not in str(error):
             raise
-        # A sender that failed before left its session open.
-        run_sync(control.end_weight_update())
-        run_sync(control.begin_weight_update())
+        # Whoever left a session open may have left half of its weights.
+        state.touched = True
+        run_sync(control.end_weight_update(timeout=timeout))
+        run_sync(control.begin_weight_update(timeout=timeout))
+    state.begun = True
+
+
+def _resume(control: ControlPlane, timeout: float) -> None:
+    """Lets generation go on.
+
+    Twice does no harm, and the answer of a server that does generate may be lost.
+    """
+    try:
+        run_sync(control.resume(timeout=timeout))
+    except ServerError as error:
+        torchrl_logger.debug(f"Generation is to be resumed once more: {error}")
+        run_sync(control.resume(timeout=CLEANUP_SECONDS))
+
+
+def _close_session(control: ControlPlane, state: _State) -> None:
+    """Closes the session of an update that failed, if it has one.
+
+    One that is open although this update has opened none is somebody else's, or the
+    answer was lost: what the servers hold is not known then.
+    """
+    try:
+        run_sync(control.end_weight_update(timeout=CLEANUP_SECONDS))
+    except SGLangError as error:
+        torchrl_logger.debug(f"After a failed weight update: {error}")
+        known = isinstance(error, RequestRefusedError) and not error.partly
+    else:
+        known = not control.capabilities.needs_update_session
+    if not (known or state.begun):
+        state.touched = True
 
 
 def _clean_up(
-    error: BaseException,
-    update: WeightUpdate,
-    control: ControlPlane,
-    touched: bool,
-) -> WeightTransferError:
+    error: BaseException, update: WeightUpdate, control: ControlPlane, state: _State
+) -> WeightSyncError:
     """Leaves the servers safe after a failure, and returns the error that tells."""
-    if touched:
+    if state.touched:
         update.in_doubt(str(error))
+    _close_session(control, state)
+    safe, doubt = not state.touched, str(error)
+    if safe:
+        update.untouched()
+        outcome = (
+            "The servers still hold the old weights and generate with them; the update "
+            "can be tried again."
+        )
+        try:
+            if control.pausing.paused:
+                _resume(control, CLEANUP_SECONDS)
+        except SGLangError as secondary:
+            safe, doubt = False, f"{error} Generation could not be resumed: {secondary}"
+            outcome = (
+                f"The servers still hold the old weights, and generation could not be "
+                f"resumed: {secondary} Send the weights again."
+            )
+    elif state.committed:
+        outcome = (
+            "The servers hold the new weights, and generation could not be resumed; "
+            "send the weights again."
+        )
+    else:
         outcome = (
             "The servers may hold a mix of old and new weights. They stay paused, and "
             "the engine refuses to generate until a weight update succeeds; send the "
             "weights again."
         )
-    else:
-        outcome = "The servers still hold the old weights."
-    try:
-        run_sync(control.end_weight_update(timeout=CLEANUP_SECONDS))
-    except SGLangError as secondary:
-        torchrl_logger.debug(f"After a failed weight update: {secondary}")
-    if not touched:
-        try:
-            run_sync(control.resume(timeout=CLEANUP_SECONDS))
-        except SGLangError as secondary:
-            update.in_doubt(f"{error} Generation could not be resumed: {secondary}")
-            outcome = (
-                f"The servers still hold the old weights, and generation could not be "
-                f"resumed: {secondary} Send the weights again."
-            )
-    failure = WeightTransferError(f"{error} {outcome}")
-    failure.untouched = not touched
+    if not safe:
+        update.in_doubt(doubt)
+        # Other users of the servers know nothing of this engine's doubt.
+        _stay_paused(control)
+    kind = type(error) if isinstance(error, WeightSyncError) else WeightTransferError
+    failure = kind(f"{error} {outcome}")
+    if isinstance(failure, WeightTransferError):
+        failure.untouched = not state.touched
     return failure
+
+
+def _stay_paused(control: ControlPlane) -> None:
+    try:
+        run_sync(control.pause("retract", timeout=CLEANUP_SECONDS))
+    except SGLangError as error:
+        torchrl_logger.debug(f"A server in doubt could not be paused: {error}")

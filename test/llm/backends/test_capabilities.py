@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.capabilities import interpret, load_model_config
+from torchrl_sglang.backends.capabilities import (
+    fields_of,
+    interpret,
+    load_model_config,
+)
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -106,6 +110,44 @@ def test_one_thing_that_differs(where, name, value, attribute, expected):
     else:
         given[where][name] = value
     assert getattr(understand(given), attribute) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"lora_name", "serialized_tensors"}, "serialized_tensors"),
+        ({"lora_name", "serialized_named_tensors"}, "serialized_named_tensors"),
+        ({"lora_name"}, None),
+        (set(), None),
+    ],
+)
+def test_where_an_adapters_tensors_go(fields, expected):
+    given = answers("0.5.23")
+    given["server_info"]["enable_lora"] = True
+    card = {"id": "style", "parent": "/tmp/cpu_tiny/model"}
+    given["models"]["data"].append(card)
+    found = interpret(url="http://one:1", vocab_size=384, lora_fields=fields, **given)
+    assert found.has_lora
+    assert found.adapters == ("style",)
+    assert found.lora_tensors_field == expected
+    assert not understand(answers("0.5.23")).has_lora
+
+
+def test_fields_of_a_route():
+    schema = {"properties": {"a": {}, "b": {}}}
+    direct = {"application/json": {"schema": schema}}
+    named = {"application/json": {"schema": {"$ref": "#/components/schemas/S"}}}
+    described = {
+        "paths": {
+            "/direct": {"post": {"requestBody": {"content": direct}}},
+            "/named": {"post": {"requestBody": {"content": named}}},
+            "/bare": {"post": {}},
+        },
+        "components": {"schemas": {"S": schema}},
+    }
+    assert fields_of(described, "/direct") == fields_of(described, "/named")
+    assert fields_of(described, "/named") == {"a", "b"}
+    assert fields_of(described, "/bare") == fields_of(described, "/none") == set()
 
 
 def test_routes_and_not_versions_decide():

@@ -25,6 +25,7 @@ class Fixed:
 
     urls: Sequence[str]
     membership: int = 0
+    asleep: frozenset[str] = frozenset()
 
 
 @pytest.fixture

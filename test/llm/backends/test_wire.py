@@ -223,6 +223,25 @@ def test_payload(capabilities):
     }
 
 
+def test_adapters_are_named_where_there_are_any(capabilities):
+    one = GenerateRequest(input_ids=[5], sampling_params={})
+
+    def adapters(*names):
+        payload = to_payload(
+            [one] * len(names),
+            capabilities,
+            cache_key="7",
+            rids=["x"] * len(names),
+            adapters=names,
+        )
+        return payload.get("lora_path", "not sent")
+
+    assert adapters("a", None) == ["a", None]
+    # The router takes lists for several prompts only.
+    assert adapters("a") == "a"
+    assert adapters(None) == adapters(None, None) == "not sent"
+
+
 @pytest.mark.parametrize(
     ("length", "asked", "sent"),
     [

@@ -25,6 +25,7 @@ __all__ = [
     "engine_environment",
     "engine_python",
     "launch_command",
+    "lora_server_args",
 ]
 
 DEFAULT_VERSION = "0.5.23"
@@ -117,6 +118,12 @@ def default_server_args() -> dict[str, object]:
         # Nothing is compiled or captured on CPU, so a warm-up only costs two seconds.
         "skip_server_warmup": True,
     }
+
+
+def lora_server_args() -> dict[str, object]:
+    """Return what a server on CPU needs beyond that where it takes LoRA adapters."""
+    # The other backends are kernels for accelerators.
+    return {"lora_backend": "torch_native"}
 
 
 def _find_python() -> Path:

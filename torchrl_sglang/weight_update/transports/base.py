@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from torchrl_sglang.weight_update.buckets import Bucket
-from torchrl_sglang.weight_update.source import NamedTensors
+from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = ["WeightTransport"]
 
 
 class WeightTransport(Protocol):
-    """Carries buckets to every server of an engine."""
+    """Carries weights to every server of an engine.
+
+    It carries, and no more: pausing, flushing, sessions and resuming are the business
+    of ``session.py``.
+    """
+
+    name: ClassVar[str]
+    """What a scheme's ``transport`` argument calls it."""
+    in_session: ClassVar[bool]
+    """Whether servers take the tensors between begin and end calls only, where they
+    have such calls."""
 
     @property
     def connected(self) -> bool:
@@ -22,21 +31,22 @@ class WeightTransport(Protocol):
 
         Raises:
             WeightTransferError: if a server refuses or does not come in time.
+            UnsupportedByServerError: if these servers cannot be reached in this way.
         """
 
-    def send(
-        self, bucket: Bucket, tensors: NamedTensors, *, weight_version: str | None
-    ) -> None:
-        """Has every server load one bucket, and waits until all have.
+    def send(self, weights: Weights, *, version: str) -> int:
+        """Has every server load all weights, and waits until all have.
 
         Args:
-            bucket: layout of the tensors.
-            tensors: holds at least those of the bucket.
-            weight_version: version to report from now on; given with the last bucket.
+            weights: the tensors; read once, never more than a bucket ahead.
+            version: what the servers report from then on.
+
+        Returns:
+            How many transfers it took.
 
         Raises:
             WeightTransferError: if that failed. Its attribute ``untouched`` is True
-                where the servers refused before they received anything.
+                where no server has received anything.
         """
 
     def close(self) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import datetime
-import os
 import socket
 import threading
 import time
 import uuid
-from typing import Any, NoReturn
+from collections import deque
+from typing import Any, ClassVar, NoReturn, TypeAlias
 from urllib.parse import urlsplit
 
 import torch
@@ -25,9 +25,14 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.event_loop import submit
-from torchrl_sglang.errors import WeightTransferError
-from torchrl_sglang.weight_update.buckets import Bucket
-from torchrl_sglang.weight_update.source import NamedTensors
+from torchrl_sglang.errors import (
+    RequestRefusedError,
+    UnsupportedByServerError,
+    WeightTransferError,
+)
+from torchrl_sglang.weight_update.buckets import Bucket, TensorSpec
+from torchrl_sglang.weight_update.transports import nccl
+from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
 __all__ = ["BroadcastTransport"]
 
@@ -40,8 +45,23 @@ SEND_TIMEOUT_SECONDS = 300.0
 POLL_SECONDS = 0.05
 """How often a failed collective is looked for while the servers' answer is awaited."""
 
+SETTLE_SECONDS = 0.0002
+"""How often the end of a broadcast is looked for."""
+
+BUCKET_BYTES = 2 << 30
+"""Default size of a bucket. A server needs some milliseconds for every request, and a
+link of 370 GB/s six for a bucket."""
+
+SMALL_BELOW_BYTES = {"nccl": 8 << 20, "gloo": 0}
+"""Defaults for ``small_below``. A broadcast of its own costs a tensor 40 µs with NCCL,
+which is the time of 15 MB on a link of 370 GB/s; a copy within a GPU costs little. A
+copy in memory of the host costs about as much as gloo."""
+
 GIVE_UP_SECONDS = 5.0
 """Budget for servers to leave a group that failed."""
+
+Pending: TypeAlias = "deque[tuple[list[Any], list[torch.Tensor]]]"
+"""Buckets that are under way: their broadcasts, and what these read from."""
 
 
 class BroadcastTransport:
@@ -53,9 +73,17 @@ class BroadcastTransport:
         master_address: where servers meet this process. By default loopback for a
             server on this machine, otherwise the address that faces the first server.
         master_port: port for that; by default one that is free.
+        bucket_bytes: size of a transfer, in bytes; a server needs that much room
+            beside its weights.
         connect_timeout: budget for servers to join, in seconds.
         send_timeout: budget for one bucket, in seconds.
+        small_below: tensors smaller than that, in bytes, are put together and travel
+            as one piece of memory; the others are sent from where they are. Defaults
+            to what is fastest, see :data:`SMALL_BELOW_BYTES`.
     """
+
+    name: ClassVar[str] = "broadcast"
+    in_session: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -64,12 +92,19 @@ class BroadcastTransport:
         device: torch.device,
         master_address: str | None = None,
         master_port: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
         connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
         send_timeout: float = SEND_TIMEOUT_SECONDS,
+        small_below: int | None = None,
     ) -> None:
         self._engine = engine
         self._device = device
         self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._bucket_bytes = bucket_bytes
+        if small_below is None:
+            small_below = SMALL_BELOW_BYTES[self._backend]
+        self._small_below = small_below
+        self._pending: Pending = deque()
         self._address = master_address or _address_facing(engine.control.urls[0])
         self._port = master_port or 0
         self._connect_timeout = connect_timeout
@@ -95,29 +130,20 @@ class BroadcastTransport:
             return
         if self._group is not None:
             self._give_up()
+        stages = self._engine.capabilities.pp_size
+        if stages > 1:
+            raise UnsupportedByServerError(
+                f"SGLang gives the first rank of each of the server's {stages} "
+                f"pipeline stages the same place in a process group, so weights cannot "
+                f"be broadcast to it; use transport='disk'."
+            )
         if self._backend == "nccl":
-            _share_nccl_settings()
+            nccl.share_settings(self._engine.capabilities.server_args, refuse=True)
         self._membership = self._engine.control.membership
         self._group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
         budget = datetime.timedelta(seconds=self._connect_timeout)
         world_size = 1 + self._engine.get_world_size()
-        try:
-            store = dist.TCPStore(
-                self._address,
-                self._port,
-                world_size,
-                is_master=True,
-                timeout=budget,
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:
-            failure = WeightTransferError(
-                f"No meeting point for the servers can be opened at "
-                f"{self._address}:{self._port}: {error}. Give another master_address "
-                f"or master_port."
-            )
-            failure.untouched = True
-            raise failure from error
+        store = self._open_store(world_size, budget)
         request = submit(
             self._engine.control.init_weights_update_group(
                 master_address=self._address,
@@ -159,11 +185,64 @@ class BroadcastTransport:
             joining.add_done_callback(_drop_result)
             self._fail(error, "The servers could not be met", untouched=True)
 
-    def send(
-        self, bucket: Bucket, tensors: NamedTensors, *, weight_version: str | None
+    def _open_store(self, world_size: int, budget: datetime.timedelta) -> dist.TCPStore:
+        try:
+            return dist.TCPStore(
+                self._address,
+                self._port,
+                world_size,
+                is_master=True,
+                timeout=budget,
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:
+            failure = WeightTransferError(
+                f"No meeting point for the servers can be opened at "
+                f"{self._address}:{self._port}: {error}. Give another master_address "
+                f"or master_port."
+            )
+            failure.untouched = True
+            raise failure from error
+
+    def send(self, weights: Weights, *, version: str) -> int:
+        """Broadcasts bucket after bucket; see :class:`.WeightTransport`.
+
+        A server that received a bucket over NCCL has only put the work of it into its
+        device's queue when it answers. So the next request is made and answered while
+        the link is busy, and the link does not wait for requests.
+        """
+        self._pending.clear()
+        count, sent = 0, 0
+        try:
+            for bucket, tensors in weights.buckets(
+                self._bucket_bytes, self._small_below
+            ):
+                sent += bucket.num_bytes
+                last = sent == weights.num_bytes
+                self._send_bucket(bucket, tensors, version if last else None, count > 0)
+                count += 1
+                # What is under way is alive. Parameters are anyway, copies are not.
+                if not (weights.stable and self._shares(tensors)):
+                    self._settle(keep=1 if weights.stable else 0)
+                del tensors
+            self._settle(keep=0)
+        except WeightTransferError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - _fail raises it again.
+            self._fail(error, "The weights did not arrive", untouched=count == 0)
+        return count
+
+    def _send_bucket(
+        self,
+        bucket: Bucket,
+        tensors: NamedTensors,
+        version: str | None,
+        begun: bool,
     ) -> None:
-        """Broadcasts one bucket; see :class:`.WeightTransport`."""
-        flat = _flatten(bucket, tensors, self._device)
+        if bucket.small:
+            parts = [_flatten(bucket, tensors, self._device)]
+        else:
+            parts = [_ready(tensors[s.name], s, self._device) for s in bucket.specs]
         request = submit(
             self._engine.control.update_weights_from_distributed(
                 names=[spec.name for spec in bucket.specs],
@@ -172,51 +251,85 @@ class BroadcastTransport:
                 ],
                 shapes=[spec.shape for spec in bucket.specs],
                 group_name=self._group_name,
-                weight_version=weight_version,
+                load_format="flattened_bucket" if bucket.small else None,
+                weight_version=version,
                 timeout=self._send_timeout,
             )
         )
         # Even starting can block: NCCL's first call waits for every rank.
-        starting = _in_thread(_start_broadcast, flat, self._group)
-        work = None
+        starting = _in_thread(
+            _start_broadcasts, parts, self._group, _now_on(self._device)
+        )
+        works: list[Any] = []
         try:
             while not request.done():
                 concurrent.futures.wait([request], POLL_SECONDS)
                 if starting.done():
-                    work = starting.result()
-                    if work.is_completed():
-                        work.wait()  # Raises where the broadcast has failed.
+                    works = starting.result()
+                    for work in works:
+                        if work.is_completed():
+                            work.wait()  # Raises where the broadcast has failed.
             request.result()
-            work = starting.result(self._send_timeout)
-            work.wait(datetime.timedelta(seconds=self._send_timeout))
+            works = starting.result(self._send_timeout)
         except BaseException as error:  # noqa: BLE001 - _fail raises it again.
-            # Nobody has received anything if the broadcast could not begin, or if the
-            # servers answered and it has not ended.
+            if starting.done() and starting.exception() is None:
+                works = starting.result()
+            # Nobody has received anything if no broadcast could begin, or if every
+            # server refused and none has ended. An answer that is lost is no refusal,
+            # and one server can refuse what another has received and loaded.
             unsent = starting.done() and starting.exception() is not None
-            refused = request.done() and (work is None or not work.is_completed())
-            # One server can refuse what another has received and loaded.
-            refused = refused and not getattr(error, "partly", False)
+            refused = isinstance(error, RequestRefusedError) and not (
+                error.partly or any(work.is_completed() for work in works)
+            )
             request.cancel()
+            self._pending.append((works, parts))
             self._fail(
                 error,
                 "A bucket did not arrive",
-                untouched=unsent or refused,
-                work=work,
+                untouched=(unsent or refused) and not begun,
             )
+        self._pending.append((works, parts))
 
-    def _fail(
-        self, error: BaseException, what: str, *, untouched: bool, work: Any = None
-    ) -> NoReturn:
-        self._give_up(work)
+    def _settle(self, *, keep: int) -> None:
+        """Waits until no more than ``keep`` buckets are under way."""
+        deadline = time.monotonic() + self._send_timeout
+        while len(self._pending) > keep:
+            works, _ = self._pending[0]
+            for work in works:
+                left = max(deadline - time.monotonic(), 1e-3)
+                if self._backend == "gloo":
+                    work.wait(datetime.timedelta(seconds=left))
+                    continue
+                # NCCL's wait() only has the current stream wait.
+                while not work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise WeightTransferError(
+                            f"A broadcast did not end within {self._send_timeout:g} s."
+                        )
+                    time.sleep(SETTLE_SECONDS)
+                work.wait()
+            self._pending.popleft()
+
+    def _shares(self, tensors: NamedTensors) -> bool:
+        """Whether the broadcasts under way read from the tensors themselves."""
+        _, parts = self._pending[-1]
+        return {part.data_ptr() for part in parts} <= {
+            tensor.data_ptr() for tensor in tensors.values()
+        }
+
+    def _fail(self, error: BaseException, what: str, *, untouched: bool) -> NoReturn:
+        self._give_up()
         if not isinstance(error, Exception):
             raise error
-        failure = WeightTransferError(f"{what}: {error}")
+        hint = f" {nccl.advice()}" if "invalid argument" in str(error) else ""
+        failure = WeightTransferError(f"{what}: {error}{hint}")
         failure.untouched = untouched
         raise failure from error
 
-    def _give_up(self, work: Any = None) -> None:
+    def _give_up(self) -> None:
         """Frees both sides of a group that failed, without waiting for them."""
         group, self._group = self._group, None
+        pending, self._pending = self._pending, deque()
         leaving = submit(
             self._engine.control.destroy_weights_update_group(
                 self._group_name, timeout=GIVE_UP_SECONDS
@@ -224,7 +337,7 @@ class BroadcastTransport:
         )
         leaving.add_done_callback(_ignore_result)
         if group is not None:
-            _abandon(group, work, self._backend)
+            _abandon(group, pending, self._backend)
 
     def close(self) -> None:
         """Leaves the group."""
@@ -244,22 +357,37 @@ class BroadcastTransport:
 def _flatten(
     bucket: Bucket, tensors: NamedTensors, device: torch.device
 ) -> torch.Tensor:
-    """Returns the bucket's bytes; copies cast and move in one step."""
+    """Returns the bucket's bytes in new memory; copies cast and move in one step."""
     flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
     for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
         place = flat[offset : offset + spec.num_bytes].view(spec.dtype)
+        # Into memory of the host, a copy must be done before it is read.
         place.view(spec.shape).copy_(
-            # Into memory of the host, a copy must be done before it is read.
-            tensors[spec.name],
-            non_blocking=device.type == "cuda",
+            tensors[spec.name], non_blocking=device.type == "cuda"
         )
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
     return flat
 
 
-def _start_broadcast(flat: torch.Tensor, group: Any) -> Any:
-    return dist.broadcast(flat, src=0, group=group, async_op=True)
+def _ready(
+    tensor: torch.Tensor, spec: TensorSpec, device: torch.device
+) -> torch.Tensor:
+    """Returns a tensor as it is served; itself, where that is what it is."""
+    tensor = tensor.detach()
+    return tensor.to(device=device, dtype=spec.dtype).contiguous()
+
+
+def _now_on(device: torch.device) -> Any:
+    """Returns the moment at which all that was asked of a device is done."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_stream(device).record_event()
+
+
+def _start_broadcasts(parts: list[torch.Tensor], group: Any, ready: Any) -> list[Any]:
+    if ready is not None:
+        # A thread has a current stream of its own.
+        torch.cuda.current_stream(parts[0].device).wait_event(ready)
+    return [dist.broadcast(part, src=0, group=group, async_op=True) for part in parts]
 
 
 def _in_thread(function: Any, *arguments: Any) -> concurrent.futures.Future[Any]:
@@ -312,7 +440,7 @@ def _destroy_group(group: Any) -> None:
         torchrl_logger.debug(f"A process group did not end cleanly: {error}")
 
 
-def _abandon(group: Any, work: Any, backend: str) -> None:
+def _abandon(group: Any, pending: Pending, backend: str) -> None:
     """Ends a group in which an operation may hang, without waiting for that operation.
 
     NCCL can abort. A gloo group's destructor waits, with the interpreter's lock held,
@@ -328,8 +456,9 @@ def _abandon(group: Any, work: Any, backend: str) -> None:
     ctypes.pythonapi.Py_IncRef(owned)
 
     def end() -> None:
-        while work is not None and not work.is_completed():
-            time.sleep(POLL_SECONDS)
+        for works, _ in pending:
+            while not all(work.is_completed() for work in works):
+                time.sleep(POLL_SECONDS)
         _destroy_group(group)
         ctypes.pythonapi.Py_DecRef(owned)
 
@@ -358,17 +487,3 @@ def _address_facing(url: str) -> str:
         probe.connect((host, port))
         address: str = probe.getsockname()[0]
         return address
-
-
-def _share_nccl_settings() -> None:
-    """Sets what SGLang sets in its own processes, where the trainer has not.
-
-    Both sides must agree on it, and it is read with the first communicator.
-    """
-    value = os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-    if value != "0":
-        torchrl_logger.warning(
-            f"NCCL_CUMEM_ENABLE={value} here, and SGLang sets 0 in its processes; the "
-            f"first broadcast fails if they differ. Set it to 0 in the trainer before "
-            f"its first NCCL communicator."
-        )

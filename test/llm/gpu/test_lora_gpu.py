@@ -1,0 +1,158 @@
+"""LoRA adapters on a GPU: loaded, replaced under load, and held to PEFT's answers.
+
+Run with ``pytest -m gpu`` where a Python with CUDA has sglang, peft and this package.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.testing.tiny_model import save_tiny_model
+from torchrl_sglang.weight_update.lora_source import adapter_from_model
+from torchrl_sglang.weight_update.transports.lora import LoraTransport
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device"),
+]
+
+# Half precision, whose rounding the tolerance allows for: the adapters change
+# log-probs by more than ten times as much.
+MODEL = {
+    "hidden_size": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "initializer_range": 0.05,
+    "dtype": torch.bfloat16,
+}
+TOLERANCE = 0.05
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 2
+
+
+def extra_arguments() -> dict[str, object]:
+    arguments: dict[str, object] = {}
+    name = ""
+    for word in shlex.split(os.environ.get("SGLANG_BUNDLE_FLAGS", "")):
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            arguments[name] = True
+        else:
+            arguments[name] = word
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def gpu_model_path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu_lora") / "model"
+    return str(save_tiny_model(folder, **MODEL))
+
+
+@pytest.fixture(scope="module")
+def gpu_lora_engine(gpu_model_path):
+    with AsyncSGLang.from_pretrained(
+        gpu_model_path,
+        device="cuda",
+        base_gpu_id=GPUS - 1,
+        dtype=torch.bfloat16,
+        gpu_memory_utilization=0.2,
+        enforce_eager=True,
+        enable_lora=True,
+        max_lora_rank=16,
+        lora_target_modules=["all"],
+        start_timeout=300,
+        **extra_arguments(),
+    ) as engine:
+        yield engine
+
+
+@torch.no_grad()
+def change(model, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            noise = torch.randn(parameter.shape, generator=generator)
+            # Values that both sides hold exactly, whatever they compute in.
+            parameter.copy_((0.1 * noise).bfloat16().float())
+
+
+def make(path: str, seed: int, **config):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    settings = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear", **config}
+    model = peft.get_peft_model(base, peft.LoraConfig(**settings))
+    change(model, seed)
+    return model.to("cuda:0").eval()
+
+
+def ask(engine, adapter=None, count=1, **settings):
+    return engine.generate(
+        input_ids=[PROMPT] * count,
+        sampling_params={"max_new_tokens": 16, "ignore_eos": True, **settings},
+        return_logprobs=True,
+        adapter=adapter,
+    )
+
+
+@torch.no_grad()
+def difference(answer, model) -> float:
+    full = torch.tensor(PROMPT + answer.token_ids[:64], device="cuda:0")
+    log_probs = model(full[None]).logits[0, :-1].float().log_softmax(-1)
+    log_probs = log_probs.gather(-1, full[1:, None])[len(PROMPT) - 1 :, 0].cpu()
+    return float((log_probs - torch.tensor(answer.log_probs[:64])).abs().max())
+
+
+def test_adapters_from_memory_and_from_a_folder(
+    gpu_lora_engine, gpu_model_path, tmp_path
+):
+    model = make(gpu_model_path, 1, target_modules=["q_proj", "v_proj"], r=8)
+    tensors, config = adapter_from_model(model)
+    assert next(iter(tensors.values())).is_cuda
+    gpu_lora_engine.load_adapter("memory", tensors=tensors, config=config)
+    model.save_pretrained(tmp_path)
+    gpu_lora_engine.load_adapter("folder", path=tmp_path, pinned=True)
+    try:
+        for name in ("memory", "folder"):
+            (answer,) = ask(gpu_lora_engine, name)
+            assert difference(answer, model) < TOLERANCE
+            with model.disable_adapter():
+                assert difference(answer, model) > 10 * TOLERANCE
+        (base,) = ask(gpu_lora_engine, "")
+        with model.disable_adapter():
+            assert difference(base, model) < TOLERANCE
+    finally:
+        for name in ("memory", "folder"):
+            gpu_lora_engine.unload_adapter(name)
+    assert gpu_lora_engine.adapters == {}
+
+
+def test_versions_are_published_while_requests_run(gpu_lora_engine, gpu_model_path):
+    transport = LoraTransport(gpu_lora_engine)
+    models = {version: make(gpu_model_path, int(version) + 1) for version in "123"}
+    transport.publish(*adapter_from_model(models["1"]), "1")
+    answers = []
+    with ThreadPoolExecutor() as pool:
+        for version in "23":
+            begun = pool.submit(ask, gpu_lora_engine, count=32, max_new_tokens=512)
+            while not gpu_lora_engine.stats().in_flight and not begun.done():
+                pass
+            transport.publish(*adapter_from_model(models[version]), version)
+            answers += ask(gpu_lora_engine)
+            assert answers[-1].versions[0].version == version
+            answers += begun.result()
+    seen = set()
+    for answer in answers:
+        (span,) = answer.versions
+        seen.add(span.version)
+        assert difference(answer, models[span.version]) < TOLERANCE
+    assert {"2", "3"} <= seen
+    gpu_lora_engine.unload_adapter("policy")

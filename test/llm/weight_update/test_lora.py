@@ -1,0 +1,198 @@
+"""New weights as a LoRA adapter: what is trained is what generates."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.modules.llm.policies import Tokens
+
+from torchrl_sglang import SGLangWrapper
+from torchrl_sglang.errors import ConfigurationError, WeightTransferError
+from torchrl_sglang.weight_update.lora_source import (
+    adapter_from_folder,
+    adapter_from_model,
+    is_peft_model,
+)
+from torchrl_sglang.weight_update.transports.lora import LoraTransport
+
+TOLERANCE = 1e-4
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture
+def transport(lora_engine):
+    return LoraTransport(lora_engine)
+
+
+def ask(engine, **settings):
+    (answer,) = engine.generate(
+        input_ids=PROMPT,
+        sampling_params={"max_new_tokens": 8, "ignore_eos": True, **settings},
+        return_logprobs=True,
+    )
+    return answer
+
+
+def test_each_step_of_training_is_what_generates(transport, lora_engine, peft_models):
+    model = peft_models.make(0, target_modules="all-linear")
+    optimizer = torch.optim.SGD(
+        [value for value in model.parameters() if value.requires_grad], lr=0.3
+    )
+    base = ask(lora_engine)
+    for version in ("1", "2", "3"):
+        ids = torch.tensor([PROMPT])
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        transport.publish(*adapter_from_model(model), version)
+        answer = ask(lora_engine)
+        assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
+        assert [span.version for span in answer.versions] == [version]
+        assert answer.cached_tokens == 0
+    assert lora_engine.default_adapter == "policy"
+    # The base model is untouched, and one request away: a reference for nothing.
+    (reference,) = lora_engine.generate(
+        input_ids=PROMPT + base.token_ids,
+        sampling_params={"max_new_tokens": 0},
+        return_prompt_logprobs=True,
+        adapter="",
+    )
+    scored = torch.tensor(reference.prompt_log_probs[len(PROMPT) :])
+    expected = torch.tensor(base.log_probs)
+    torch.testing.assert_close(scored, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_batch_that_waits_gets_the_newest(lora_engine, peft_models):
+    """Versions are those of the moment in which a request is sent, and exact."""
+    transport = LoraTransport(lora_engine, "policy", pinned=True)
+    models = {version: peft_models.make(int(version)) for version in "12"}
+    transport.publish(*adapter_from_model(models["1"]), "1")
+    with ThreadPoolExecutor() as pool:
+        answers = []
+        begun = pool.submit(
+            lambda: answers.extend(
+                lora_engine.generate_iter(
+                    input_ids=[PROMPT] * 12,
+                    sampling_params={"max_new_tokens": 60, "ignore_eos": True},
+                    return_logprobs=True,
+                )
+            )
+        )
+        while not answers and not begun.done():
+            begun_now = ask(lora_engine, max_new_tokens=1)
+            assert begun_now.versions[0].version == "1"
+        transport.publish(*adapter_from_model(models["2"]), "2")
+        begun.result()
+    for _, answer in answers:
+        (span,) = answer.versions
+        assert (span.start, span.end) == (0, 60)
+        model = models[span.version]
+        assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
+
+
+def test_a_failure_changes_nothing(transport, lora_engine, peft_models):
+    model = peft_models.make(3)
+    tensors, config = adapter_from_model(model)
+    transport.publish(tensors, config, "1")
+    for bad in ({"r": 16}, {"use_dora": True}, {"lora_alpha": None}):
+        with pytest.raises(WeightTransferError, match="version '2'.*from before") as e:
+            transport.publish(tensors, {**config, **bad}, "2")
+        assert e.value.untouched
+    answer = ask(lora_engine)
+    assert answer.versions[0].version == "1"
+    assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
+    transport.publish(tensors, config, "2")
+    assert ask(lora_engine).versions[0].version == "2"
+
+
+def test_servers_without_lora(engine):
+    with pytest.raises(ConfigurationError, match="enable_lora=True"):
+        LoraTransport(engine)
+
+
+def test_the_wrapper_carries_the_adapter(transport, lora_engine, peft_models, hf_model):
+    model = peft_models.make(4)
+    options = {
+        "input_mode": "tokens",
+        "generate_kwargs": {"max_new_tokens": 8, "ignore_eos": True},
+        "return_generation_info": True,
+    }
+    by_default = SGLangWrapper(lora_engine, **options)
+    of_base = SGLangWrapper(lora_engine, adapter="", **options)
+    transport.publish(*adapter_from_model(model), "7")
+    by_name = by_default.get_new_version(adapter="policy")
+    for wrapper, oracle, version in (
+        (by_default, model, 7),
+        (by_name, model, 7),
+        (of_base, hf_model, -1),
+    ):
+        td = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.tensor(PROMPT)))])
+        out = wrapper(td)
+        (full,) = out.get(("tokens", "full"), as_list=True)
+        (found,) = out.get(("log_probs", "response"), as_list=True)
+        with torch.no_grad():
+            log_probs = oracle(full[None]).logits[0, :-1].log_softmax(-1)
+        expected = log_probs.gather(-1, full[1:, None])[len(PROMPT) - 1 :, 0]
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+        (versions,) = out.get(("generation_info", "weight_version"), as_list=True)
+        assert versions.tolist() == [version] * 8
+    with pytest.raises(ConfigurationError, match="'stile'"):
+        by_default.get_new_version(adapter="stile")(td)
+
+
+def test_what_is_read_of_a_model(peft_models, tmp_path):
+    model = peft_models.make(5, target_modules=["v_proj", "q_proj"], lora_dropout=0.1)
+    tensors, config = adapter_from_model(model)
+    model.save_pretrained(tmp_path)
+    saved, saved_config = adapter_from_folder(tmp_path)
+    # What PEFT adds as it writes a file, and an order that it leaves open.
+    for name in ("inference_mode", "auto_mapping"):
+        saved_config[name] = config[name]
+    saved_config["target_modules"].sort()
+    assert {k: v for k, v in config.items() if k in saved_config} == saved_config
+    assert sorted(tensors) == sorted(saved)
+    for name, value in tensors.items():
+        torch.testing.assert_close(value, saved[name], atol=0, rtol=0)
+        assert not value.requires_grad
+
+
+def test_wrappers_around_a_model(peft_models, tokenizer):
+    model = peft_models.make(6)
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = model
+
+    policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens")
+    for wrapped in (model, Wrapper(), policy):
+        assert is_peft_model(wrapped)
+        tensors, config = adapter_from_model(wrapped)
+        assert config["r"] == 4
+        assert len(tensors) == 8
+
+
+def test_several_adapters(peft_models):
+    from peft import LoraConfig
+
+    model = peft_models.make(7)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
+    assert adapter_from_model(model)[1]["r"] == 4
+    tensors, config = adapter_from_model(model, "other")
+    assert config["r"] == 2
+    assert all("o_proj.lora_" in name for name in tensors)
+    model.set_adapter("other")
+    assert adapter_from_model(model)[1]["r"] == 2
+    with pytest.raises(ConfigurationError, match="'third'.*'default', 'other'"):
+        adapter_from_model(model, "third")
+
+
+def test_models_without_an_adapter(hf_model):
+    assert not is_peft_model(hf_model)
+    assert not is_peft_model({"weight": torch.zeros(1)})
+    with pytest.raises(ConfigurationError, match="Qwen2ForCausalLM has no LoRA"):
+        adapter_from_model(hf_model)

@@ -1,0 +1,32 @@
+"""Which setting of NCCL a trainer gets, and when it is too late for one."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrl_sglang.weight_update.transports import nccl
+
+
+@pytest.mark.parametrize(
+    ("environment", "servers", "begun", "decision"),
+    [
+        ({}, "0", False, "set"),
+        ({}, "0", True, "late"),
+        ({"NCCL_CUMEM_ENABLE": "0"}, "0", True, "agree"),
+        ({"NCCL_CUMEM_ENABLE": "1"}, "1", False, "agree"),
+        ({"NCCL_CUMEM_ENABLE": "1"}, "0", False, "differ"),
+    ],
+)
+def test_decisions(environment, servers, begun, decision):
+    assert nccl.decide(environment, servers, begun) == decision
+
+
+def test_the_servers_value_is_set_and_nothing_is_disabled(monkeypatch):
+    for name in (nccl.VARIABLE, *nccl.SLOW):
+        monkeypatch.delenv(name, raising=False)
+    nccl.share_settings({"enable_symm_mem": True}, refuse=True)
+    assert nccl.os.environ[nccl.VARIABLE] == "1"
+    monkeypatch.setenv(nccl.VARIABLE, "0")
+    nccl.share_settings({}, refuse=True)
+    assert nccl.os.environ[nccl.VARIABLE] == "0"
+    assert not any(name in nccl.os.environ for name in nccl.SLOW)

@@ -1,0 +1,292 @@
+"""Servers get back to whole weights, whatever became of the trainer in an update."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.errors import (
+    UnsupportedByServerError,
+    WeightSyncStateError,
+    WeightTransferError,
+)
+from torchrl_sglang.testing.tiny_model import make_tiny_model
+from torchrl_sglang.weight_update import session
+from torchrl_sglang.weight_update.source import open_weights
+from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
+
+TOLERANCE = 1e-4
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def older_engine(tiny_model_path):
+    """A server of the generation before update sessions."""
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path, device="cpu", sglang_version="0.5.20"
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["sessions", "no sessions"])
+def any_engine(request):
+    name = "restored_engine" if request.param == "sessions" else "older_engine"
+    engine = request.getfixturevalue(name)
+    assert engine.capabilities.needs_update_session == (request.param == "sessions")
+    return engine
+
+
+@pytest.fixture
+def new_model(tokenizer):
+    return make_tiny_model(tokenizer, seed=31)
+
+
+def difference(engine, model) -> float:
+    """Greatest difference of the engine's log-probs from a model's."""
+    (answer,) = engine.generate(
+        input_ids=PROMPT,
+        sampling_params={"max_new_tokens": 8, "ignore_eos": True},
+        return_logprobs=True,
+        timeout=30,
+    )
+    full = torch.tensor(PROMPT + answer.token_ids)
+    with torch.no_grad():
+        log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
+    log_probs = log_probs.gather(-1, full[1:, None])[len(PROMPT) - 1 :, 0]
+    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
+
+
+def update_half(engine, model) -> None:
+    """Fails after the third bucket has arrived."""
+    weights = open_weights(model, engine.get_model_metadata())
+
+    def read():
+        sent = 0
+        for name, tensor in weights.read():
+            yield name, tensor
+            sent += tensor.numel() * 4
+            if sent > 60_000:
+                raise OSError("The trainer's disk is gone.")
+
+    transport = BroadcastTransport(
+        engine, device=torch.device("cpu"), bucket_bytes=20_000
+    )
+    with pytest.raises(WeightTransferError, match="mix of old and new"):
+        session.update_weights(
+            engine,
+            transport,
+            dataclasses.replace(weights, read=read),
+            version="1000",
+            pause_mode="retract",
+        )
+    transport.close()
+
+
+def test_a_trainer_that_gives_up(any_engine, hf_model, new_model):
+    scheme = SGLangWeightSyncScheme(any_engine)
+    sender = scheme.create_sender()
+    first = sender.update_weights(new_model)
+    update_half(any_engine, hf_model)
+    with pytest.raises(WeightSyncStateError, match="in doubt"):
+        difference(any_engine, hf_model)
+    report = sender.recover()
+    assert report.transport == "checkpoint"
+    assert report.num_tensors == len(list(hf_model.parameters()))
+    assert int(report.version) > int(first.version)
+    assert report.version == any_engine.weight_version
+    assert scheme.create_receiver().weight_versions() == [report.version]
+    assert sender.last_report is report
+    assert difference(any_engine, hf_model) < TOLERANCE
+    # Nothing is left over that the next update would trip over.
+    sender.update_weights(new_model)
+    assert difference(any_engine, new_model) < TOLERANCE
+    # Nor does anything have to be broken.
+    sender.recover()
+    assert difference(any_engine, hf_model) < TOLERANCE
+    scheme.shutdown()
+
+
+TRAINER = """
+import dataclasses, sys, threading, time
+import torch
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.event_loop import submit
+from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
+from torchrl_sglang.weight_update import session
+from torchrl_sglang.weight_update.source import open_weights
+from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
+
+url, place = sys.argv[1:]
+engine = AsyncSGLang.connect(url)
+model = make_tiny_model(make_tiny_tokenizer(), seed=77)
+weights = open_weights(model, engine.get_model_metadata())
+transport = BroadcastTransport(engine, device=torch.device("cpu"), bucket_bytes=20_000)
+
+def stop():
+    if place == "in a broadcast":
+        # The server is told of a bucket that nobody sends.
+        spec = weights.specs[-1]
+        submit(engine.control.update_weights_from_distributed(
+            names=[spec.name], dtypes=["float32"], shapes=[spec.shape],
+            group_name=transport._group_name, load_format=None, weight_version=None,
+            timeout=1000,
+        ))
+        while not engine.health():
+            pass
+    print("stopped", flush=True)
+    threading.Event().wait()
+
+def read():
+    sent = 0
+    for name, tensor in weights.read():
+        yield name, tensor
+        sent += tensor.numel() * 4
+        if sent > 60_000:
+            stop()
+
+session.update_weights(
+    engine, transport, dataclasses.replace(weights, read=read), version="2000",
+    pause_mode="retract",
+)
+"""
+
+
+def kill_a_trainer(url: str, place: str) -> None:
+    """A process updates half of a server's weights, and is killed."""
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(TRAINER), url, place],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert trainer.stdout is not None
+        assert any(line == "stopped\n" for line in trainer.stdout)
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+        trainer.stdout.close()
+
+
+@pytest.mark.parametrize("place", ["between buckets", "in a broadcast"])
+@pytest.mark.parametrize("way", ["recover", "update"])
+def test_a_trainer_that_was_killed(any_engine, hf_model, new_model, way, place):
+    """Another process, which knows nothing, takes over the server."""
+    kill_a_trainer(any_engine.server_url, place)
+    with AsyncSGLang.connect(any_engine.server_url) as engine:
+        assert not engine.servers
+        scheme = SGLangWeightSyncScheme(engine)
+        sender = scheme.create_sender()
+        if way == "recover":
+            sender.recover()
+            assert difference(engine, hf_model) < TOLERANCE
+        sender.update_weights(new_model)
+        assert difference(engine, new_model) < TOLERANCE
+        scheme.shutdown()
+
+
+def test_an_open_session_is_no_reason_to_trust(restored_engine, new_model):
+    """A failure before the first byte resumes nothing that a killed trainer paused."""
+    kill_a_trainer(restored_engine.server_url, "between buckets")
+    with AsyncSGLang.connect(restored_engine.server_url) as engine:
+        weights = open_weights(new_model, engine.get_model_metadata())
+
+        def read():
+            raise OSError("The trainer's disk is gone.")
+            yield
+
+        transport = BroadcastTransport(engine, device=torch.device("cpu"))
+        with pytest.raises(WeightTransferError, match="mix of old and new"):
+            session.update_weights(
+                engine,
+                transport,
+                dataclasses.replace(weights, read=read),
+                version="3000",
+                pause_mode="retract",
+            )
+        transport.close()
+        assert "in doubt" in repr(engine)
+        SGLangWeightSyncScheme(engine).create_sender().recover()
+
+
+def copy_with(engine, **server_args):
+    """Another engine object for the same servers, which were started otherwise."""
+    copy = pickle.loads(pickle.dumps(engine))
+    copy._capabilities = dataclasses.replace(
+        copy.capabilities,
+        server_args={**copy.capabilities.server_args, **server_args},
+    )
+    copy._compose()
+    return copy
+
+
+def test_servers_without_a_checkpoint_stay_in_doubt(restored_engine, new_model):
+    engine = copy_with(restored_engine, load_format="dummy")
+    scheme = SGLangWeightSyncScheme(engine)
+    sender = scheme.create_sender()
+    update_half(engine, new_model)
+    with pytest.raises(UnsupportedByServerError, match="send them weights"):
+        sender.recover()
+    assert "in doubt" in repr(engine)
+    sender.update_weights(new_model)
+    assert difference(engine, new_model) < TOLERANCE
+    scheme.shutdown()
+
+
+def test_a_checkpoint_that_is_gone_leaves_doubt(restored_engine, new_model):
+    engine = copy_with(restored_engine, model_path="/nowhere/at/all")
+    scheme = SGLangWeightSyncScheme(engine)
+    sender = scheme.create_sender()
+    # Nothing is known to be broken, and nothing is known to be whole.
+    with pytest.raises(WeightTransferError, match="/nowhere/at/all"):
+        sender.recover()
+    assert "in doubt" in repr(engine)
+    sender.update_weights(new_model)
+    assert difference(engine, new_model) < TOLERANCE
+    scheme.shutdown()
+
+
+def test_a_server_that_hangs_is_started_again(tiny_model_path, hf_model, new_model):
+    with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as engine:
+        scheme = SGLangWeightSyncScheme(engine)
+        sender = scheme.create_sender()
+        sender.update_weights(new_model)
+        update_half(engine, hf_model)
+        before = engine.servers[0].pid
+        # Whoever does not own it can do nothing about it.
+        other = AsyncSGLang.connect(engine.server_url)
+        for pid in children(before):
+            os.kill(pid, signal.SIGSTOP)
+        report = sender.recover()
+        assert engine.servers[0].pid != before
+        assert int(report.version) > 1
+        assert difference(engine, hf_model) < TOLERANCE
+        # And one that has ended.
+        os.kill(engine.servers[0].pid, signal.SIGKILL)
+        sender.recover()
+        assert difference(engine, hf_model) < TOLERANCE
+        for pid in children(engine.servers[0].pid):
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match="does not own"):
+            other.revive()
+        other.shutdown()
+        scheme.shutdown()
+
+
+def children(pid: int) -> list[int]:
+    """Every process below one: the schedulers, among others."""
+    listed = subprocess.run(
+        ["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False
+    )
+    below = [int(line) for line in listed.stdout.split()]
+    return [*below, *(each for one in below for each in children(one))]

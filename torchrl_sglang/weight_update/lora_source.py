@@ -1,0 +1,130 @@
+"""The LoRA adapter that the caller trains, as PEFT saves it: tensors, configuration.
+
+PEFT is needed only where a model of its own is given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torchrl.modules.llm.policies import LLMWrapperBase
+
+from torchrl_sglang.backends.adapter_payload import read_folder
+from torchrl_sglang.errors import ConfigurationError
+
+__all__ = ["adapter_from_folder", "adapter_from_model", "is_peft_model"]
+
+
+def is_peft_model(model: Any) -> bool:
+    """Returns whether ``model`` is, or wraps, a model of PEFT; does not import PEFT."""
+    return _inside(model) is not None
+
+
+def adapter_from_model(
+    model: Any, adapter_name: str | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Returns the tensors and the configuration of a model's adapter.
+
+    Sharded tensors are gathered, one at a time; all ranks call this together. The
+    tensors share memory with the model's where they can.
+
+    Args:
+        model: a :class:`peft.PeftModel`, or a wrapper (of TorchRL, DDP or
+            torch.compile) around one.
+        adapter_name: which of its adapters. By default the active one.
+
+    Raises:
+        ConfigurationError: if it has none, or not this one, or several are active.
+
+    Examples:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> trained = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+        >>> tensors, config = adapter_from_model(trained)
+        >>> config["r"], sorted(tensors)[0]
+        (4, 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight')
+    """
+    found = _inside(model)
+    if found is None:
+        raise ConfigurationError(
+            f"A {type(model).__name__} has no LoRA adapter; give a model that "
+            f"peft.get_peft_model() has made."
+        )
+    from peft import get_peft_model_state_dict
+
+    name = _name_of(found, adapter_name)
+    # Embeddings that the adapter changes are the base model's own, and served already.
+    tensors = get_peft_model_state_dict(
+        found, adapter_name=name, save_embedding_layers=False
+    )
+    config = _plain(found.peft_config[name].to_dict())
+    return {key: _whole(value) for key, value in tensors.items()}, config
+
+
+def adapter_from_folder(
+    path: str | os.PathLike[str],
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Returns the tensors and the configuration of an adapter that PEFT has saved.
+
+    Args:
+        path: folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Raises:
+        ConfigurationError: if one of the files is missing or cannot be read.
+    """
+    return read_folder(path)
+
+
+def _inside(model: Any) -> Any:
+    """Returns the model of PEFT in wrappers, or None."""
+    while isinstance(model, nn.Module):
+        if _is_peft(model):
+            return model
+        if isinstance(model, LLMWrapperBase):
+            model = model.model
+        else:
+            # DDP, and torch.compile.
+            model = getattr(model, "module", getattr(model, "_orig_mod", None))
+    return None
+
+
+def _is_peft(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and any(
+        kind.__module__.partition(".")[0] == "peft" for kind in type(model).__mro__
+    )
+
+
+def _name_of(model: Any, name: str | None) -> str:
+    if name is None:
+        active = model.active_adapters
+        if len(active) != 1:
+            raise ConfigurationError(
+                f"The model has {len(active)} active adapters, {active}; say which one "
+                f"is to be sent."
+            )
+        name = active[0]
+    if name not in model.peft_config:
+        raise ConfigurationError(
+            f"The model has no adapter {name!r}; it has {sorted(model.peft_config)}."
+        )
+    return str(name)
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    gather = getattr(value, "full_tensor", None)
+    return (value if gather is None else gather()).detach()
+
+
+def _plain(value: Any) -> Any:
+    """Returns PEFT's configuration as its JSON file has it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(_plain(item) for item in value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    inner = getattr(value, "value", value)
+    return inner if isinstance(inner, (str, int, float, type(None))) else str(inner)
