@@ -10,7 +10,7 @@ LoRA adapters
 Which servers there are
     ``fleet`` (who gets requests), ``supervisor`` (starts them again),
     ``control_plane`` (calls to each of them), ``memory`` (sleep and wake-up),
-    ``capabilities``, ``metadata``.
+    ``capabilities``, ``snapshots`` (checkpoints that we wrote), ``metadata``.
 Starting them
     ``launching`` (servers and router), ``replicas`` and ``devices`` (what differs
     between servers), ``server`` (order of a start), ``plan`` (command, environment),

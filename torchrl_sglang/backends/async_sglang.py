@@ -455,7 +455,13 @@ class AsyncSGLang(RLSGLangEngine):
 
     @property
     def weight_version(self) -> str:
-        """Version of the weights that the server generates with."""
+        """Version of the weights that requests are computed with.
+
+        That of the default adapter, where a weight update has published one.
+        """
+        adapter = self.adapters.get(self.default_adapter or "")
+        if adapter is not None and adapter.version is not None:
+            return adapter.version
         return self._fleet.weight_version
 
     @property

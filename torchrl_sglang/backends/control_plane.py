@@ -366,6 +366,7 @@ class ControlPlane:
         prompts: Sequence[Sequence[int]],
         *,
         cache_key: str,
+        adapter: str | None = None,
         timeout: float = CONTROL_TIMEOUT_SECONDS,
     ) -> list[list[list[float]]]:
         """Has every server score prompts, whatever a router would choose.
@@ -373,6 +374,7 @@ class ControlPlane:
         Args:
             prompts: token ids.
             cache_key: version of the weights, so that no older cache is used.
+            adapter: what the servers call the LoRA adapter to score with.
             timeout: budget, in seconds.
 
         Returns:
@@ -385,6 +387,8 @@ class ControlPlane:
             "logprob_start_len": 0,
             "extra_key": [cache_key] * len(prompts),
         }
+        if adapter is not None:
+            payload["lora_path"] = [adapter] * len(prompts)
         answers = await self._all("POST", "/generate", payload, timeout=timeout)
         return [
             [

@@ -15,13 +15,65 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.backends.adapter_payload import read_folder
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.weight_update.tensors import (
+    Source,
+    describe,
+    make_whole,
+    read_tensors,
+)
 
-__all__ = ["adapter_from_folder", "adapter_from_model", "is_peft_model"]
+__all__ = [
+    "adapter_from_folder",
+    "adapter_from_model",
+    "adapter_source",
+    "is_peft_model",
+    "is_plain_lora",
+    "peft_model_in",
+]
 
 
 def is_peft_model(model: Any) -> bool:
     """Returns whether ``model`` is, or wraps, a model of PEFT; does not import PEFT."""
-    return _inside(model) is not None
+    return peft_model_in(model) is not None
+
+
+def is_plain_lora(model: Any) -> bool:
+    """Returns whether all that ``model`` trains is one adapter that SGLang can take."""
+    found = peft_model_in(model)
+    if found is None or len(found.active_adapters) != 1:
+        return False
+    config = found.peft_config[found.active_adapters[0]]
+    return (
+        str(getattr(config.peft_type, "value", config.peft_type)) == "LORA"
+        and not config.modules_to_save
+        and not getattr(config, "use_dora", False)
+        and getattr(config, "bias", "none") == "none"
+        and not getattr(config, "trainable_token_indices", None)
+    )
+
+
+def adapter_source(given: Any) -> tuple[Source, dict[str, Any]]:
+    """Returns the tensors of an adapter as a source, and its configuration.
+
+    Args:
+        given: a model of PEFT, or a wrapper around one; or a folder that PEFT has saved
+            an adapter in.
+
+    Raises:
+        ConfigurationError: if it has no adapter.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        tensors, config = adapter_from_folder(given)
+    else:
+        tensors, config = _parts_of(given, None)
+    return (
+        Source(
+            found={name: describe(tensor) for name, tensor in tensors.items()},
+            read=lambda wanted: read_tensors(tensors, wanted),
+            stable=True,
+        ),
+        config,
+    )
 
 
 def adapter_from_model(
@@ -47,7 +99,16 @@ def adapter_from_model(
         >>> config["r"], sorted(tensors)[0]
         (4, 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight')
     """
-    found = _inside(model)
+    tensors, config = _parts_of(model, adapter_name)
+    whole = {name: make_whole(tensor, tensor.dtype) for name, tensor in tensors.items()}
+    return whole, config
+
+
+def _parts_of(
+    model: Any, adapter_name: str | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Returns an adapter's tensors, as they are on this rank, and its configuration."""
+    found = peft_model_in(model)
     if found is None:
         raise ConfigurationError(
             f"A {type(model).__name__} has no LoRA adapter; give a model that "
@@ -61,7 +122,7 @@ def adapter_from_model(
         found, adapter_name=name, save_embedding_layers=False
     )
     config = _plain(found.peft_config[name].to_dict())
-    return {key: _whole(value) for key, value in tensors.items()}, config
+    return tensors, config
 
 
 def adapter_from_folder(
@@ -78,8 +139,8 @@ def adapter_from_folder(
     return read_folder(path)
 
 
-def _inside(model: Any) -> Any:
-    """Returns the model of PEFT in wrappers, or None."""
+def peft_model_in(model: Any) -> Any:
+    """Returns the model of PEFT that is, or is in, ``model``; or None."""
     while isinstance(model, nn.Module):
         if _is_peft(model):
             return model
@@ -111,11 +172,6 @@ def _name_of(model: Any, name: str | None) -> str:
             f"The model has no adapter {name!r}; it has {sorted(model.peft_config)}."
         )
     return str(name)
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    gather = getattr(value, "full_tensor", None)
-    return (value if gather is None else gather()).detach()
 
 
 def _plain(value: Any) -> Any:

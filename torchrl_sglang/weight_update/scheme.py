@@ -35,6 +35,9 @@ from torchrl_sglang.weight_update.transports.choose import (
 
 __all__ = ["SGLangWeightSyncScheme"]
 
+ADAPTER = "policy"
+"""Default name of the LoRA adapter that updates publish."""
+
 
 class SGLangWeightSyncScheme(WeightSyncScheme):
     """Sends a trained model's weights to the servers of an engine.
@@ -57,12 +60,20 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         transport (str): how weights travel. ``"broadcast"`` sends them over a process
             group of NCCL or gloo; ``"cuda_ipc"`` has servers on the GPU of the weights
             open their memory; ``"disk"`` writes checkpoints that servers on the same
-            file system load. ``"auto"`` (default) takes ``"disk"`` if a ``directory``
-            is given, ``"cuda_ipc"`` if this engine started the servers on the GPU of
-            the weights, and ``"broadcast"`` otherwise; the report says why.
+            file system load; ``"lora"`` publishes the adapter of a PEFT model, or of a
+            folder that PEFT has saved it in, and pauses nothing: requests under way
+            end with the adapter that they began with. ``"auto"`` (default) takes
+            ``"lora"`` for a model that trains one on servers that take adapters,
+            ``"disk"`` if a ``directory`` is given, ``"cuda_ipc"`` if this engine
+            started the servers on the GPU of the weights, and ``"broadcast"``
+            otherwise; the report says why.
         directory (str, optional): where ``"disk"`` writes: a folder for this trainer
             alone that every server sees under the same path. The last two checkpoints
             stay there.
+        adapter (str): what ``"lora"`` calls the adapter that it publishes. Requests
+            that select no adapter carry it. Defaults to ``"policy"``.
+        pin_adapter (bool): whether servers keep it among those that batches are
+            computed with. Defaults to False.
         device (torch.device or int, optional): where buckets are put together; a
             number is a GPU's. CUDA sends with NCCL, CPU with gloo. Defaults to the
             device of the weights.
@@ -124,6 +135,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         strategy: Literal["tensordict", "state_dict"] = "tensordict",
         transport: TransportName = "auto",
         directory: str | os.PathLike[str] | None = None,
+        adapter: str = ADAPTER,
+        pin_adapter: bool = False,
         device: torch.device | str | int | None = None,
         master_address: str | None = None,
         master_port: int | None = None,
@@ -155,6 +168,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             name: value
             for name, value, unset in (
                 ("directory", directory, None),
+                ("adapter", adapter, ADAPTER),
+                ("pin_adapter", pin_adapter, False),
                 ("master_address", master_address, None),
                 ("master_port", master_port, None),
                 ("connect_timeout", connect_timeout, CONNECT_TIMEOUT_SECONDS),
@@ -186,6 +201,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         self.device = None if device is None else _to_device(device)
         self.transport: TransportName = transport
         self.directory = None if directory is None else os.fspath(directory)
+        self.adapter = adapter
+        self.pin_adapter = pin_adapter
         self.master_address = master_address
         self.master_port = master_port
         self.bucket_bytes = bucket_bytes

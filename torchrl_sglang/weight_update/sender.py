@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
 from torchrl_sglang.weight_update import recovery, session
+from torchrl_sglang.weight_update.lora_source import adapter_source, is_plain_lora
 from torchrl_sglang.weight_update.ranks import find_ranks, is_copy
 from torchrl_sglang.weight_update.source import (
     Remembered,
@@ -25,6 +27,7 @@ from torchrl_sglang.weight_update.source import (
 from torchrl_sglang.weight_update.tensors import Source
 from torchrl_sglang.weight_update.transports import make_transport
 from torchrl_sglang.weight_update.transports.base import WeightTransport
+from torchrl_sglang.weight_update.transports.lora import LoraTransport
 from torchrl_sglang.weight_update.verify import Verifier
 
 if TYPE_CHECKING:
@@ -102,6 +105,9 @@ class SGLangWeightSender:
         if vllm_engine is not None:
             self._scheme.use_engine(vllm_engine)
         if self._model is not None and self._is_left_to_another(self._model):
+            return
+        if self._model is not None and self._sends_adapter(self._model):
+            # An adapter travels in the requests themselves.
             return
         if model_metadata is not None:
             check_metadata(model_metadata, self._served(), self._fused)
@@ -187,30 +193,89 @@ class SGLangWeightSender:
         given = self.resolve(weights)
         if is_copy(given) and not self._scheme.owns_servers:
             return self._count(_nothing_sent(), counts_itself)
-        source = find_source(given, self._remembered)
+        if verify is None:
+            verify = self._scheme.verify
+        config = None
+        if self._sends_adapter(given):
+            source, config = adapter_source(given)
+        else:
+            source = find_source(given, self._remembered)
+
+        def send(source: Source) -> SyncReport:
+            if config is None:
+                return self._transfer(source, given, verify)
+            return self._publish(source, config, given, verify)
+
         ranks = find_ranks(source, self._scheme.process_group)
         try:
-            if ranks is None:
-                report = self._transfer(source, given, verify)
-            else:
-                report = ranks.update(
-                    source, lambda part: self._transfer(part, given, verify)
-                )
+            report = send(source) if ranks is None else ranks.update(source, send)
         except BaseException:
             self._remembered.forget()
             raise
         return self._count(report, counts_itself)
 
-    def _transfer(self, source: Source, given: Any, verify: bool | None) -> SyncReport:
+    def _sends_adapter(self, given: Any) -> bool:
+        """Returns whether only a LoRA adapter travels.
+
+        With ``"auto"``, that of a model of one rank whose servers take adapters.
+        """
+        if self._scheme.transport != "auto" or not is_plain_lora(given):
+            return self._scheme.transport == "lora"
+        source = find_source(given, self._remembered)
+        if find_ranks(source, self._scheme.process_group) is not None:
+            # Every rank must come to the same answer, and only one sees the servers.
+            return False
+        return self._scheme.engine.capabilities.has_lora
+
+    def _publish(
+        self, source: Source, config: dict[str, Any], given: Any, verify: bool
+    ) -> SyncReport:
+        """Sends an adapter; generation goes on with the older one meanwhile."""
+        engine, version = self._scheme.engine, self._next_version()
+        transport = LoraTransport(
+            engine,
+            self._scheme.adapter,
+            pinned=self._scheme.pin_adapter,
+            timeout=self._scheme.send_timeout,
+        )
+        start = time.perf_counter()
+        tensors = dict(
+            source.read({name: known.dtype for name, known in source.found.items()})
+        )
+        check = None
+        if verify:
+            check = Verifier(engine).watch_adapter(given, version=version)
+        with engine.weight_update():
+            transport.publish(tensors, config, version)
+        sent = time.perf_counter()
+        if check is not None:
+            check(engine.adapters[self._scheme.adapter].served_as)
+        return SyncReport(
+            version=version,
+            transport=transport.name,
+            reason="transport='lora' was given."
+            if self._scheme.transport == "lora"
+            else "The model trains a LoRA adapter, and the servers take adapters.",
+            num_tensors=len(tensors),
+            num_bytes=sum(each.numel() * each.itemsize for each in tensors.values()),
+            num_buckets=1,
+            seconds=time.perf_counter() - start,
+            phase_seconds={
+                "send": sent - start,
+                **({} if check is None else {"verify": time.perf_counter() - sent}),
+            },
+        )
+
+    def _transfer(self, source: Source, given: Any, verify: bool) -> SyncReport:
         engine = self._scheme.engine
         found = open_weights(source, self._served(), self._fused)
         version = self._next_version()
         check = None
-        if self._scheme.verify if verify is None else verify:
+        if verify:
             if self._verifier is None:
                 self._verifier = Verifier(engine)
             found, check = self._verifier.watch(found, given, version=version)
-        return session.update_weights(
+        report = session.update_weights(
             engine,
             self._get_transport(self._scheme.device or found.device),
             found,
@@ -221,6 +286,15 @@ class SGLangWeightSender:
             reason=self._reason,
             control_timeout=self._scheme.control_timeout,
         )
+        self._retire_adapter()
+        return report
+
+    def _retire_adapter(self) -> None:
+        """Has requests use the whole weights alone, which an adapter was made into."""
+        engine = self._scheme.engine
+        adapter = engine.adapters.get(engine.default_adapter or "")
+        if adapter is not None and adapter.version is not None:
+            engine.unload_adapter(adapter.name)
 
     def _is_left_to_another(self, model: Any) -> bool:
         """Returns whether another rank sends a model; needs no server."""
@@ -319,7 +393,9 @@ class SGLangWeightSender:
             )
             failure.untouched = True
             raise failure from error
-        known = [*current, self._scheme.engine.weight_version]
+        engine = self._scheme.engine
+        adapters = [each.version or "" for each in engine.adapters.values()]
+        known = [*current, engine.weight_version, *adapters]
         newest = max(int(v) if v.isdigit() else 0 for v in known)
         counted = [self._policy_version(each) for each in self._all_collectors()]
         return str(1 + max([newest, *counted]))

@@ -31,6 +31,7 @@ from torchrl_sglang.errors import (
     WeightMismatchError,
     WeightSyncStateError,
 )
+from torchrl_sglang.weight_update.lora_source import peft_model_in
 from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = ["Verifier", "allowed_difference", "choose_names", "whole_model"]
@@ -100,16 +101,9 @@ class Verifier:
         names, model = self._find_comparable(weights, source)
         expected = None
         if model is not None:
-            capabilities = self._engine.capabilities
-            prompts = _make_prompts(
-                version, capabilities.vocab_size, capabilities.max_prompt
+            expected = self._expect(
+                model, {spec.dtype for spec in weights.specs}, version
             )
-            log_probs = _score(model, prompts)
-            # Either side may compute in half precision.
-            kinds = {value.dtype for value in model.parameters()}
-            kinds.update(spec.dtype for spec in weights.specs)
-            allowed = max(allowed_difference(kind, log_probs) for kind in kinds)
-            expected = prompts, log_probs, allowed
         sent: dict[str, torch.Tensor] = {}
         dtypes = {spec.name: spec.dtype for spec in weights.specs}
 
@@ -128,6 +122,46 @@ class Verifier:
                 self._compare_log_probs(*expected, version=version)
 
         return dataclasses.replace(weights, read=read), check
+
+    def watch_adapter(self, source: Any, *, version: str) -> Callable[[str], None]:
+        """Returns what to call with the server-side name of an adapter that is there.
+
+        Args:
+            source: the model whose adapter is sent.
+            version: of the adapter.
+
+        Raises:
+            UnsupportedByServerError: if the model cannot be called here, or nothing
+                generates; nothing was sent.
+        """
+        model = None if self._engine.asleep else whole_model(source)
+        if model is None:
+            raise UnsupportedByServerError(
+                f"verify=True has nothing to compare: log-probs need awake servers and "
+                f"a model that is whole on this rank and can be called with input_ids, "
+                f"got {type(source).__name__}. Leave verify=True out."
+            )
+        served = self._engine.capabilities.dtype or torch.bfloat16
+        expected = self._expect(model, {served}, version)
+        return lambda adapter: self._compare_log_probs(
+            *expected, version=version, adapter=adapter
+        )
+
+    def _expect(
+        self, model: nn.Module, served: set[torch.dtype], version: str
+    ) -> tuple[list[list[int]], torch.Tensor, float]:
+        """Returns prompts, what the trainer makes of them, and the allowed difference.
+
+        Either side may compute in half precision.
+        """
+        capabilities = self._engine.capabilities
+        prompts = _make_prompts(
+            version, capabilities.vocab_size, capabilities.max_prompt
+        )
+        log_probs = _score(model, prompts)
+        kinds = {value.dtype for value in model.parameters()} | served
+        allowed = max(allowed_difference(kind, log_probs) for kind in kinds)
+        return prompts, log_probs, allowed
 
     def _find_comparable(
         self, weights: Weights, source: Any
@@ -191,9 +225,12 @@ class Verifier:
         allowed: float,
         *,
         version: str,
+        adapter: str | None = None,
     ) -> None:
         control = self._engine.control
-        answers = run_sync(control.prompt_log_probs(prompts, cache_key=version))
+        answers = run_sync(
+            control.prompt_log_probs(prompts, cache_key=version, adapter=adapter)
+        )
         for url, answer in zip(control.urls, answers, strict=True):
             found = torch.tensor(answer, dtype=torch.float32)
             differs = (found - expected).abs()
@@ -248,6 +285,10 @@ def whole_model(source: Any) -> nn.Module | None:
         # Calling the wrapper would take every rank.
         source = source.module
     source = getattr(source, "_orig_mod", source)
+    adapted = peft_model_in(source)
+    if adapted is not None:
+        # PEFT's own face may take anything; the model in it has the adapter's layers.
+        source = adapted.get_base_model()
     if not isinstance(source, nn.Module):
         return None
     if "input_ids" not in inspect.signature(source.forward).parameters:

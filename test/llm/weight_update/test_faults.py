@@ -109,13 +109,13 @@ class Trainer:
         return make_tiny_model(self.tokenizer, seed=self.seed)
 
     def sender(self, transport, **arguments):
-        known = self.senders.get((transport, *arguments.items()))
-        if known is None:
+        name = (transport, *arguments.items())
+        if name not in self.senders:
             if transport == "broadcast":
                 arguments = {"connect_timeout": BUDGET, **arguments}
             if transport == "disk":
                 arguments = {"directory": str(self.directory), **arguments}
-            known = SGLangWeightSyncScheme(
+            self.senders[name] = SGLangWeightSyncScheme(
                 self.engine,
                 transport=transport,
                 bucket_bytes=100_000,
@@ -123,8 +123,7 @@ class Trainer:
                 control_timeout=BUDGET,
                 **arguments,
             ).create_sender()
-            self.senders[(transport, *arguments.items())] = known
-        return known
+        return self.senders[name]
 
     def close(self):
         self.proxy.clear()

@@ -10,14 +10,19 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import Tokens
 
-from torchrl_sglang import SGLangWrapper
-from torchrl_sglang.errors import ConfigurationError, WeightTransferError
+from torchrl_sglang import SGLangWeightSyncScheme, SGLangWrapper
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    WeightMismatchError,
+    WeightTransferError,
+)
 from torchrl_sglang.weight_update.lora_source import (
     adapter_from_folder,
     adapter_from_model,
     is_peft_model,
 )
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
+from torchrl_sglang.weight_update.verify import Verifier
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -196,3 +201,78 @@ def test_models_without_an_adapter(hf_model):
     assert not is_peft_model({"weight": torch.zeros(1)})
     with pytest.raises(ConfigurationError, match="Qwen2ForCausalLM has no LoRA"):
         adapter_from_model(hf_model)
+
+
+def train(model, steps=1):
+    optimizer = torch.optim.SGD(
+        [value for value in model.parameters() if value.requires_grad], lr=0.3
+    )
+    for _ in range(steps):
+        ids = torch.tensor([PROMPT])
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_scheme_sends_the_adapter_alone(lora_engine, peft_models, tmp_path, hf_model):
+    """Chosen by itself for a model that trains one; whole weights take its place."""
+    model = peft_models.make(1, target_modules="all-linear")
+    scheme = SGLangWeightSyncScheme(lora_engine, verify=True)
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group()
+    versions = []
+    for _ in range(2):
+        train(model)
+        report = sender.update_weights()
+        assert report.transport == "lora"
+        assert "adapter" in report.reason
+        assert report.num_bytes < sum(v.nbytes for v in model.parameters()) / 2
+        answer = ask(lora_engine)
+        assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
+        assert answer.versions[0].version == report.version
+        assert report.version == lora_engine.weight_version
+        versions.append(int(report.version))
+    assert versions[1] == versions[0] + 1
+    # From a folder, without a model.
+    train(model)
+    model.save_pretrained(tmp_path)
+    other = SGLangWeightSyncScheme(lora_engine, transport="lora").create_sender()
+    report = other.update_weights(tmp_path)
+    assert peft_models.difference(ask(lora_engine), PROMPT, model) < TOLERANCE
+    # Merged into the base model, it must not be applied once more.
+    merging = SGLangWeightSyncScheme(lora_engine, transport="broadcast")
+    after = merging.create_sender().update_weights(model)
+    assert int(after.version) == int(report.version) + 1
+    assert lora_engine.default_adapter is None
+    answer = ask(lora_engine)
+    assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
+    assert answer.versions[0].version == after.version
+    # A model without adapters goes whole, to servers that take them, too.
+    report = (
+        SGLangWeightSyncScheme(lora_engine).create_sender().update_weights(hf_model)
+    )
+    assert report.transport == "broadcast"
+    for each in (scheme, merging):
+        each.shutdown()
+
+
+def test_verification_notices_another_adapter(lora_engine, peft_models):
+    """What was sent is not what the model that was named computes."""
+    model, other = (
+        peft_models.make(seed, target_modules=["v_proj"]) for seed in (1, 2)
+    )
+    train(other, steps=3)
+    verifier = Verifier(lora_engine)
+    check = verifier.watch_adapter(other, version="1")
+    LoraTransport(lora_engine).publish(*adapter_from_model(model), "1")
+    with pytest.raises(WeightMismatchError, match="does not generate with"):
+        check(lora_engine.adapters["policy"].served_as)
+
+
+def test_arguments_of_an_adapter(engine, lora_engine, hf_model):
+    with pytest.raises(ConfigurationError, match="transport='lora'"):
+        SGLangWeightSyncScheme(engine, transport="broadcast", adapter="x")
+    sender = SGLangWeightSyncScheme(engine, transport="lora").create_sender()
+    with pytest.raises(ConfigurationError, match="no LoRA adapter"):
+        sender.update_weights(hf_model)

@@ -466,8 +466,7 @@ def test_a_checkpoint_that_cannot_be_read_is_healed(
         with pytest.raises(WeightTransferError, match="mix of old and new") as caught:
             update(engine, transport, weights_of(new_model, engine, interfere=damage))
         assert not caught.value.untouched
-        while engine.stats().restarts == 0 or not engine.health():
-            time.sleep(0.5)
+        engine.revive()
         update(engine, transport, weights_of(new_model, engine))
         assert difference(engine, new_model, tokenizer) < TOLERANCE
         transport.close()

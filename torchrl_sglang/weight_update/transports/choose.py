@@ -23,7 +23,7 @@ __all__ = [
     "reach_of",
 ]
 
-TransportName: TypeAlias = Literal["auto", "broadcast", "cuda_ipc", "disk"]
+TransportName: TypeAlias = Literal["auto", "broadcast", "cuda_ipc", "disk", "lora"]
 """What a scheme's ``transport`` can be."""
 
 _USED = {
@@ -31,6 +31,8 @@ _USED = {
     "master_port": ("broadcast",),
     "connect_timeout": ("broadcast",),
     "directory": ("disk",),
+    "adapter": ("lora",),
+    "pin_adapter": ("lora",),
 }
 """Argument of a scheme -> the transports that use it, where not all do."""
 

@@ -9,6 +9,7 @@ leave files behind, and a server that cannot open one ends.
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import pickle
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ def pack(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[str, list[torch.T
     return base64.b64encode(buffer.getbuffer()).decode("ascii"), pickler.kept
 
 
+@functools.cache
 def gpu_uuid(device: torch.device) -> str:
     """Returns the name of a GPU that is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -7,7 +7,7 @@ the old one, and requests name the new one when every server holds it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,8 @@ class LoraTransport:
         ConfigurationError: if the servers take no adapters.
     """
 
+    name: ClassVar[str] = "lora"
+
     def __init__(
         self,
         engine: RLSGLangEngine,
@@ -46,7 +48,7 @@ class LoraTransport:
                 f"lora_target_modules=['all'], or send whole weights."
             )
         self._engine = engine
-        self.name = name
+        self._adapter = name
         self._pinned = pinned
         self._timeout = timeout
 
@@ -73,7 +75,7 @@ class LoraTransport:
         """
         try:
             self._engine.load_adapter(
-                self.name,
+                self._adapter,
                 tensors=tensors,
                 config=config,
                 pinned=self._pinned,
