@@ -1,4 +1,4 @@
-r"""Bandwidth of a weight update over that of the link, measured in the same run.
+r"""Bandwidth of weight updates over that of the link, measured in the same run.
 
 On CPU the limit is a plain gloo broadcast of as many bytes between two processes; on
 two GPUs it is a copy from one to the other, on one a copy within it.
@@ -6,70 +6,121 @@ two GPUs it is a copy from one to the other, on one a copy within it.
     python benchmarks/weight_sync.py                       # CPU, gloo
     python benchmarks/weight_sync.py --shapes 7b           # two GPUs, NCCL
     python benchmarks/weight_sync.py --shapes 7b --transport cuda_ipc    # one GPU
+    python benchmarks/weight_sync.py --shapes 7b --transport broadcast cuda_ipc
 
-It is what `python -m torchrl_sglang bench weights` does, with the arguments of the
-results in RESULTS.md.
+`--torchrl` adds the scheme that TorchRL itself has for SGLang. It is what `python -m
+torchrl_sglang bench weights` does, with the arguments of the results in RESULTS.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from models import server_arguments
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.cli.bench.shapes import SHAPES, save_model, save_shapes
-from torchrl_sglang.cli.bench.transfer import measure_weights
+from torchrl_sglang.cli.bench.transfer import Transfer, measure_weights
+
+GPU_OF_SERVER = {"broadcast": 1, "cuda_ipc": 0}
+"""The trainer is on GPU 0."""
+
+
+def start(shapes: str, transports: list[str], folder: str) -> dict[str, AsyncSGLang]:
+    """Starts a server for each transport, where it has to be."""
+    if shapes == "cpu":
+        model, _ = save_model("35m", folder)
+        return {
+            name: AsyncSGLang.from_pretrained(model, device="cpu")
+            for name in transports
+        }
+    model = save_shapes(shapes, folder)
+
+    def one(name: str) -> AsyncSGLang:
+        return AsyncSGLang.from_pretrained(
+            model,
+            device="cuda",
+            load_format="dummy",
+            base_gpu_id=GPU_OF_SERVER[name],
+            enforce_eager=True,
+            gpu_memory_utilization=0.4,
+            start_timeout=400,
+            **server_arguments(),
+        )
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(transports, pool.map(one, transports), strict=True))
+
+
+def show(found: Transfer) -> None:
+    """Prints one measurement."""
+    extra = (
+        ""
+        if found.extra_bytes is None
+        else f", at most {found.extra_bytes / 1e9:.2f} GB of further memory"
+    )
+    print(
+        f"{found.transport}: {found.num_bytes / 1e9:.3f} GB in {found.num_tensors} "
+        f"tensors and {found.num_buckets} transfers{extra}"
+    )
+    for name in ("limit", "send", "update"):
+        seconds = getattr(found, name)
+        print(
+            f"  {name:8} {seconds:8.4f} s {found.gb_per_second(seconds):8.2f} GB/s "
+            f"{found.limit / seconds:6.3f} of the limit",
+            flush=True,
+        )
+
+
+def compare_torchrl(engine: AsyncSGLang) -> None:
+    """Runs TorchRL's scheme in a process of its own: it changes NCCL's settings."""
+    script = Path(__file__).with_name("torchrl_scheme.py")
+    subprocess.run([sys.executable, script, engine.server_url], check=True, timeout=180)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", choices=["cpu", *SHAPES], default="cpu")
-    parser.add_argument("--bucket-bytes", type=int, default=1 << 30)
+    parser.add_argument("--bucket-bytes", type=int, nargs="+", default=[2 << 30])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--transport", choices=["broadcast", "cuda_ipc"], default="broadcast"
+        "--transport", choices=[*GPU_OF_SERVER], nargs="+", default=["broadcast"]
     )
+    parser.add_argument("--torchrl", action="store_true")
     arguments = parser.parse_args()
+    engines: Mapping[str, AsyncSGLang] = {}
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.shapes == "cpu":
-            model, _ = save_model("35m", folder)
-            engine = AsyncSGLang.from_pretrained(model, device="cpu")
-        else:
-            engine = AsyncSGLang.from_pretrained(
-                save_shapes(arguments.shapes, folder),
-                device="cuda",
-                load_format="dummy",
-                base_gpu_id=0 if arguments.transport == "cuda_ipc" else 1,
-                enforce_eager=True,
-                gpu_memory_utilization=0.5,
-                **server_arguments(),
+        try:
+            engines = start(arguments.shapes, arguments.transport, folder)
+            version = next(iter(engines.values())).capabilities.version
+            print(
+                f"SGLang {version}, torch {torch.__version__}, {os.cpu_count()} cores, "
+                f"median of {arguments.repeats}"
             )
-        with engine:
-            found = measure_weights(
-                engine,
-                repeats=arguments.repeats,
-                bucket_bytes=arguments.bucket_bytes,
-                transport=arguments.transport,
-            )
-            version = engine.capabilities.version
-    print(
-        f"{found.num_bytes / 1e9:.3f} GB in {found.num_tensors} tensors and "
-        f"{found.num_buckets} buckets by {found.transport}, SGLang {version}, "
-        f"torch {torch.__version__}, {os.cpu_count()} cores, "
-        f"median of {arguments.repeats}:"
-    )
-    if found.extra_bytes is not None:
-        print(f"extra memory of the first update: {found.extra_bytes / 1e9:.3f} GB")
-    for name in ("limit", "send", "update"):
-        seconds = getattr(found, name)
-        print(
-            f"{name:8} {seconds:8.4f} s {found.gb_per_second(seconds):8.2f} GB/s "
-            f"{found.limit / seconds:6.3f} of the limit"
-        )
+            for transport, engine in engines.items():
+                for bucket_bytes in arguments.bucket_bytes:
+                    print(f"buckets of {bucket_bytes / (1 << 30):g} GiB, ", end="")
+                    show(
+                        measure_weights(
+                            engine,
+                            repeats=arguments.repeats,
+                            bucket_bytes=bucket_bytes,
+                            transport=transport,
+                        )
+                    )
+            if arguments.torchrl:
+                compare_torchrl(engines["broadcast"])
+        finally:
+            for engine in engines.values():
+                engine.shutdown()
 
 
 if __name__ == "__main__":

@@ -129,6 +129,8 @@ class GenerationAbortedError(SGLangError, RuntimeError):
 
     Attributes:
         index (int | None): position of the response in the batch.
+        requested (bool): the engine that sent the request had it aborted.
     """
 
     index: int | None = None
+    requested: bool = False

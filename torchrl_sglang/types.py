@@ -101,6 +101,10 @@ class Completion:
     """Number of prompt tokens whose attention state came from the prefix cache."""
     versions: tuple[VersionSpan, ...] = ()
     """Weight versions of the response tokens, in order, without gaps."""
+    mixed_state: bool = False
+    """Whether tokens of its later versions rest on attention state that older weights
+    computed, as they do with ``pause_mode="in_place"``. Their log-probabilities are
+    those of no version alone."""
     text: str | None = None
     """The server's own decoding, where it has a tokenizer."""
     adapter: str | None = None

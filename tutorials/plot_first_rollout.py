@@ -149,6 +149,8 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import InitTracker
 from torchrl.envs.llm import ChatEnv
 
+from torchrl_sglang import attach
+
 questions = [{"query": "Hi"}, {"query": "2 + 2 ="}]
 env = ChatEnv.from_dataloader(
     torch.utils.data.DataLoader(questions, batch_size=2),
@@ -159,7 +161,7 @@ env.append_transform(InitTracker())
 collector = LLMCollector(
     env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=4
 )
-collector._setup_weight_sync(None, {"policy": scheme})
+attach(collector, scheme)
 
 for batch in collector:
     collector.update_policy_weights_()

@@ -33,7 +33,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from task import Problem, make_env, split_problems
-from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
+from torchrl_sglang import (
+    AsyncSGLang,
+    SGLangWeightSyncScheme,
+    SGLangWrapper,
+    attach,
+)
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from warmup import warm_up
 
@@ -171,7 +176,7 @@ def grpo(
     )
     scheme = SGLangWeightSyncScheme(engine)
     scheme.create_sender().register_model(model)
-    collector._setup_weight_sync(None, {"policy": scheme})
+    attach(collector, scheme)
 
     # The trainer scores the very tokens that SGLang generated.
     actor = TransformersWrapper(

@@ -1208,5 +1208,11 @@ class _Outcome(WeightUpdate):
     def in_doubt(self, reason: str) -> None:
         self._engine._fleet.doubt = reason
 
+    def interrupts(self) -> None:
+        self._engine._fleet.interruptions += 1
+
+    def keeps_state(self) -> None:
+        self._engine._fleet.keeps_state = True
+
     def untouched(self) -> None:
         self._engine._fleet.doubt = self._doubt_before

@@ -230,5 +230,13 @@ class WeightUpdate(abc.ABC):
         """The servers may hold a mix of old and new weights: refuse to generate."""
 
     @abc.abstractmethod
+    def interrupts(self) -> None:
+        """What is under way will be aborted: send it again, and raise no error."""
+
+    @abc.abstractmethod
+    def keeps_state(self) -> None:
+        """What is under way will go on with attention state of the old weights."""
+
+    @abc.abstractmethod
     def untouched(self) -> None:
         """The servers hold what they held before; so does the engine's opinion."""

@@ -190,6 +190,10 @@ class ControlPlane:
         self.pausing.paused = True
         await self._all("POST", "/pause_generation", {"mode": mode}, timeout=timeout)
 
+    async def abort_all(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
+        """Ends every request, of all users; later calls find none of them."""
+        await self._all("POST", "/abort_request", {"abort_all": True}, timeout=timeout)
+
     async def resume(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
         """Lets generation go on; if memory is released, waking it up will do so."""
         if self._servers.asleep:
@@ -432,6 +436,7 @@ class ControlPlane:
         self,
         entries: Sequence[str],
         *,
+        load_format: Literal["flattened_bucket"] | None = None,
         weight_version: str | None,
         timeout: float,
         urls: Sequence[str] | None = None,
@@ -440,14 +445,15 @@ class ControlPlane:
 
         Args:
             entries: for each tensor-parallel rank, a base64 text of the pickle of a
-                list of (name, tensor).
+                list of (name, tensor), or of a flattened bucket.
+            load_format: ``"flattened_bucket"`` for one of those.
             weight_version: version to report from now on; given with the last one.
             timeout: budget, in seconds.
             urls: the servers; by default every one.
         """
         payload = {
             "serialized_named_tensors": list(entries),
-            "load_format": None,
+            "load_format": load_format,
             "flush_cache": False,
             "abort_all_requests": False,
             "weight_version": weight_version,

@@ -259,6 +259,8 @@ class DataPlane:
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, (GenerationAbortedError, RequestRefusedError)):
                 outcome.index = index
+            if isinstance(outcome, GenerationAbortedError):
+                outcome.requested = rids[index] in self._aborted
         return outcomes
 
     async def stream(
@@ -441,6 +443,8 @@ class DataPlane:
                         f"A request had no answer within {request_timeout:g} s: {error}"
                     ) from error
                 raise
+            if isinstance(outcome, GenerationAbortedError):
+                outcome.requested = rid in self._aborted
             if isinstance(outcome, SGLangError):
                 raise outcome
             return outcome
@@ -734,7 +738,9 @@ def shared_prompts(
 
 
 def _aborted_here() -> GenerationAbortedError:
-    return GenerationAbortedError("The request was aborted before a server had it.")
+    error = GenerationAbortedError("The request was aborted before a server had it.")
+    error.requested = True
+    return error
 
 
 class _OwnBudgetError(ServerTimeoutError):

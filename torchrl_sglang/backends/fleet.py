@@ -148,6 +148,10 @@ class Fleet:
     """Whether calls that have begun are finished and no other ones are taken."""
     closed: bool = False
     """Whether the engine was shut down."""
+    interruptions: int = 0
+    """How often a weight update aborted what was under way, to be sent again."""
+    keeps_state: bool = False
+    """Whether a weight update let requests go on with state of the older weights."""
     required_adapters: frozenset[str] = frozenset()
     """LoRA adapters that requests may name: a replica without them gets none."""
     on_change: Callable[[], None] = lambda: None
@@ -463,6 +467,8 @@ class Fleet:
             "doubt": self.doubt,
             "asleep": self.asleep,
             "draining": False,
+            "interruptions": 0,
+            "keeps_state": self.keeps_state,
             "weight_version": self.weight_version,
             "_initial_version": self._initial_version,
             "_updating": None,

@@ -86,6 +86,7 @@ class Generation:
         left = batch.requests
         while left:
             key = self._fleet.weight_version
+            interruptions = self._fleet.interruptions
             try:
                 answers = await self._data.generate(
                     list(left.values()),
@@ -98,10 +99,10 @@ class Generation:
                 raise
             again = {}
             for index, answer in zip(left, answers, strict=True):
-                if self._is_stale(answer, key):
+                if self._is_lost(answer, key, interruptions):
                     again[index] = left[index]
                 else:
-                    outcomes[index] = _in_place(answer, index, batch.size, call)
+                    outcomes[index] = self._in_place(answer, index, batch.size, call)
             left = again
         return [outcomes[index] for index in range(batch.size)]  # type: ignore[misc]
 
@@ -117,6 +118,7 @@ class Generation:
         left = batch.requests
         while left:
             key, again = self._fleet.weight_version, {}
+            interruptions = self._fleet.interruptions
             places = list(left)
             stream = self._data.stream(
                 list(left.values()),
@@ -128,10 +130,10 @@ class Generation:
                 try:
                     async for place, answer in stream:
                         index = places[place]
-                        if self._is_stale(answer, key):
+                        if self._is_lost(answer, key, interruptions):
                             again[index] = left[index]
                         else:
-                            yield index, _in_place(answer, index, batch.size, call)
+                            yield index, self._in_place(answer, index, batch.size, call)
                 except ServerUnavailableError as error:
                     await self.raise_better(error)
                     raise
@@ -164,6 +166,29 @@ class Generation:
         )
         await self._adapters.look([each.adapter for each in batch.requests.values()])
         return batch
+
+    def _is_lost(
+        self, answer: Completion | SGLangError, key: str, interruptions: int
+    ) -> bool:
+        """Tells whether a weight update has made an answer worthless: ask again.
+
+        Args:
+            answer: what a request came to.
+            key: version of the weights when it was sent.
+            interruptions: the fleet's, when it was sent.
+        """
+        if isinstance(answer, GenerationAbortedError):
+            interrupted = self._fleet.interruptions > interruptions
+            return interrupted and not answer.requested
+        return self._is_stale(answer, key)
+
+    def _in_place(
+        self, answer: Completion | SGLangError, index: int, size: int, call: Call
+    ) -> Completion | SGLangError:
+        if self._fleet.keeps_state and isinstance(answer, Completion):
+            # A server that ran out of memory computed some of that state again.
+            answer = replace(answer, mixed_state=len(answer.versions) > 1)
+        return _in_place(answer, index, size, call)
 
     def _is_stale(self, answer: Completion | SGLangError, key: str) -> bool:
         """Takes over a newer weight version, and tells whether to ask again.

@@ -422,6 +422,7 @@ def _parse(
         top_token_ids, top_log_probs = _top_log_probs(
             meta, len(token_ids), request.top_log_probs, server
         )
+    versions = _version_spans(meta, len(token_ids))
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
@@ -431,7 +432,9 @@ def _parse(
         finish_reason=kind,
         matched_stop=reason.get("matched"),
         cached_tokens=int(meta.get("cached_tokens") or 0),
-        versions=_version_spans(meta, len(token_ids)),
+        versions=versions,
+        # What is not computed again when the weights change rests on older ones.
+        mixed_state=int(meta.get("num_retractions") or 0) < len(versions) - 1,
         text=reply.get("text"),
     )
 

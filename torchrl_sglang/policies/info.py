@@ -15,6 +15,7 @@ class GenerationInfo(TensorClass["nocast"]):  # type: ignore[name-defined]
     truncated: torch.Tensor
     cached_tokens: torch.Tensor
     weight_version: torch.Tensor
+    mixed_state: torch.Tensor
     top_token_ids: torch.Tensor | None = None
     top_log_probs: torch.Tensor | None = None
 
@@ -37,6 +38,12 @@ GenerationInfo.__doc__ = """How each response came about.
             generated each token, as counted by the weight-sync scheme; -1 where the
             server's version is not a number, as before the first update. Padded on the
             right with -1.
+        mixed_state (torch.Tensor): bool ``()``: whether tokens of the later of several
+            versions rest on attention state that older weights computed, as they do
+            with ``pause_mode="in_place"``. Their log-probabilities are those of no
+            version alone. An engine object that does not send the weights itself tells
+            by how often the server computed the response anew, and can take a response
+            that the server put off for want of memory for a whole one.
         top_token_ids (torch.Tensor, optional): int64 ``(Lr, N)``: the ``N`` likeliest
             tokens in the place of each one, the likeliest first, if they were asked
             for. Padded on the right with -1.

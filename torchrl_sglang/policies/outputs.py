@@ -176,6 +176,7 @@ def info_rows(completion: Completion, ended: bool, number: int = 0) -> Rows:
         "truncated": torch.tensor(completion.finish_reason == "length" and not ended),
         "cached_tokens": torch.tensor(completion.cached_tokens),
         "weight_version": int_row(versions),
+        "mixed_state": torch.tensor(completion.mixed_state),
     }
     if completion.top_token_ids is not None and completion.top_log_probs is not None:
         rows["top_token_ids"] = matrix(completion.top_token_ids, number, np.int64)

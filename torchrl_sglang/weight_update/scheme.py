@@ -84,15 +84,20 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         bucket_bytes (int): size of a transfer, in bytes: the room that servers need
             beside their weights meanwhile. Defaults to 2 GiB.
         pause_mode (str): what happens to requests that run during an update.
-            ``"retract"`` (default) computes their prefix again with the new weights,
-            ``"abort"`` ends them, ``"in_place"`` lets them go on with attention state
-            of the old weights, so that what they generate belongs to no version alone
-            (see :class:`~torchrl_sglang.policies.info.GenerationInfo`). ``"none"``
-            pauses nothing: it is for a caller that generates nothing meanwhile, and the
-            update is refused if a request runs.
-        flush_cache (bool): empty the servers' prefix caches. Requests of this package
-            carry the weight version as a key of the cache, so that nothing stale is in
-            reach without it; clients that speak OpenAI's protocol may not. A flush also
+            ``"retract"`` (default) computes their prefix again with the new weights;
+            where a server cannot empty its prefix cache while requests wait, as older
+            versions of SGLang cannot, it ends them, the engine that updates sends its
+            own again from their beginning, and those of others raise
+            :class:`GenerationAbortedError`. ``"abort"`` ends them, and they raise that
+            error. ``"in_place"`` lets them go on with attention state of the old
+            weights, so that what they generate belongs to no version alone
+            (``mixed_state`` of :class:`~torchrl_sglang.GenerationInfo` marks it).
+            ``"none"`` pauses nothing: it is for a caller that generates nothing
+            meanwhile, and the update is refused if a request runs.
+        flush_cache (bool): empty the servers' prefix caches, also where it is not
+            needed; ``pause_mode="retract"`` needs it. Requests of this package carry
+            the weight version as a key of the cache, so that nothing stale is in reach
+            otherwise; clients that speak OpenAI's protocol may not. A flush also
             has a server give memory back that the next update needs again, which takes
             some milliseconds on GPUs, and up to half a second on CPU. Defaults to True.
         connect_timeout (float): budget for servers to join, in seconds.

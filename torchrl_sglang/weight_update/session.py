@@ -93,7 +93,8 @@ def update_weights(
             these weights; called when they do again.
         flush: empty the prefix caches, where the servers can. Requests carry the weight
             version as a key of the cache, so nothing stale is in reach without it, for
-            whoever sends that key.
+            whoever sends that key. With ``"retract"`` it is done anyway: requests that
+            were put off carry the key that they began with.
         whole: what they hold now is whole, as far as is known; if it is not, they are
             in doubt even after a failure that comes before the first byte.
         reason: why this transport; a sentence for the report.
@@ -119,9 +120,9 @@ def update_weights(
         try:
             with phase("pause"):
                 _pause(update, control, pause_mode, control_timeout)
-            if flush:
+            if flush or pause_mode == "retract":
                 with phase("flush"):
-                    _flush(control, control_timeout)
+                    _flush(update, control, pause_mode, control_timeout)
             count = _send(
                 control, transport, weights, version, phase, state, control_timeout
             )
@@ -162,12 +163,26 @@ def update_weights(
     return report
 
 
-def _flush(control: ControlPlane, timeout: float) -> None:
-    if not run_sync(control.flush_cache(timeout=timeout)):
-        torchrl_logger.debug(
-            "A prefix cache could not be flushed; its entries are out of reach because "
-            "requests carry the new weight version."
-        )
+def _flush(
+    update: WeightUpdate, control: ControlPlane, mode: PauseMode, timeout: float
+) -> None:
+    """Empties the prefix caches.
+
+    New requests carry the new weight version as a key and find no older entry. Those
+    that were put off carry the old one, and would find their own prefix: where the
+    caches cannot be emptied while they wait, they are to begin anew.
+    """
+    if run_sync(control.flush_cache(timeout=timeout)):
+        return
+    if mode == "retract":
+        update.interrupts()
+        run_sync(control.abort_all(timeout=timeout))
+        if run_sync(control.flush_cache(timeout=timeout)):
+            return
+    torchrl_logger.debug(
+        "A prefix cache could not be flushed; its entries are out of reach because "
+        "requests carry the new weight version."
+    )
 
 
 def _send(
@@ -206,6 +221,8 @@ def _pause(
     timeout: float,
 ) -> None:
     if mode != "none":
+        if mode == "in_place":
+            update.keeps_state()
         run_sync(control.pause(mode, timeout=timeout))
         return
     # The engine refuses to generate from here on, and nothing may be running.

@@ -101,7 +101,7 @@ def add_command(commands: Any) -> Parser:
         ("--new-tokens", 64, "length of a response"),
         ("--concurrency", 1, "callers at a time"),
         ("--repeats", 5, "rounds that count, after one that does not"),
-        ("--bucket-bytes", 1 << 30, "size of a transfer of weights"),
+        ("--bucket-bytes", 2 << 30, "size of a transfer of weights"),
     ):
         parser.add_argument(
             option,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+from torchrl_sglang.weight_update.transports.broadcast import BUCKET_BYTES
 from torchrl_sglang.weight_update.transports.choose import TransportName
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def measure_weights(
     engine: AsyncSGLang,
     *,
     repeats: int = 5,
-    bucket_bytes: int = 1 << 30,
+    bucket_bytes: int = BUCKET_BYTES,
     transport: TransportName = "broadcast",
 ) -> Transfer:
     """Replaces the served weights by random ones, several times.

@@ -32,6 +32,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.weight_update.buckets import Bucket, TensorSpec
 from torchrl_sglang.weight_update.transports import nccl
+from torchrl_sglang.weight_update.transports.flat import flatten
 from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
 __all__ = ["BroadcastTransport"]
@@ -172,8 +173,8 @@ class BroadcastTransport:
                         part.result()
                 if time.monotonic() > deadline:
                     raise WeightTransferError(
-                        f"The servers did not join a process group at "
-                        f"{self._address}:{store.port} within "
+                        f"The servers {self._servers} did not join a process group "
+                        f"at {self._address}:{store.port} within "
                         f"{self._connect_timeout:g} s. Can they reach that address?"
                     )
                 concurrent.futures.wait(
@@ -183,7 +184,12 @@ class BroadcastTransport:
             self._group = joining.result()
         except BaseException as error:  # noqa: BLE001 - _fail raises it again.
             joining.add_done_callback(_drop_result)
-            self._fail(error, "The servers could not be met", untouched=True)
+            self._fail(
+                error,
+                "The servers could not be met",
+                untouched=True,
+                advice=" Nothing was sent; the update can be tried again.",
+            )
 
     def _open_store(self, world_size: int, budget: datetime.timedelta) -> dist.TCPStore:
         try:
@@ -229,7 +235,11 @@ class BroadcastTransport:
         except WeightTransferError:
             raise
         except BaseException as error:  # noqa: BLE001 - _fail raises it again.
-            self._fail(error, "The weights did not arrive", untouched=count == 0)
+            self._fail(
+                error,
+                f"The weights did not arrive at {self._servers}",
+                untouched=count == 0,
+            )
         return count
 
     def _send_bucket(
@@ -240,7 +250,7 @@ class BroadcastTransport:
         begun: bool,
     ) -> None:
         if bucket.small:
-            parts = [_flatten(bucket, tensors, self._device)]
+            parts = [flatten(bucket, tensors, self._device)]
         else:
             parts = [_ready(tensors[s.name], s, self._device) for s in bucket.specs]
         request = submit(
@@ -285,7 +295,7 @@ class BroadcastTransport:
             self._pending.append((works, parts))
             self._fail(
                 error,
-                "A bucket did not arrive",
+                f"A bucket did not arrive at {self._servers}",
                 untouched=(unsent or refused) and not begun,
             )
         self._pending.append((works, parts))
@@ -317,12 +327,18 @@ class BroadcastTransport:
             tensor.data_ptr() for tensor in tensors.values()
         }
 
-    def _fail(self, error: BaseException, what: str, *, untouched: bool) -> NoReturn:
+    @property
+    def _servers(self) -> str:
+        return ", ".join(self._engine.control.urls)
+
+    def _fail(
+        self, error: BaseException, what: str, *, untouched: bool, advice: str = ""
+    ) -> NoReturn:
         self._give_up()
         if not isinstance(error, Exception):
             raise error
         hint = f" {nccl.advice()}" if "invalid argument" in str(error) else ""
-        failure = WeightTransferError(f"{what}: {error}{hint}")
+        failure = WeightTransferError(f"{what}: {error}{hint}{advice}")
         failure.untouched = untouched
         raise failure from error
 
@@ -352,20 +368,6 @@ class BroadcastTransport:
         leaving.add_done_callback(_ignore_result)
         concurrent.futures.wait([leaving], GIVE_UP_SECONDS)
         _destroy_group(group)
-
-
-def _flatten(
-    bucket: Bucket, tensors: NamedTensors, device: torch.device
-) -> torch.Tensor:
-    """Returns the bucket's bytes in new memory; copies cast and move in one step."""
-    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
-    for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
-        place = flat[offset : offset + spec.num_bytes].view(spec.dtype)
-        # Into memory of the host, a copy must be done before it is read.
-        place.view(spec.shape).copy_(
-            tensors[spec.name], non_blocking=device.type == "cuda"
-        )
-    return flat
 
 
 def _ready(

@@ -1,8 +1,8 @@
 """Handles of GPU memory, for servers that share a GPU with the trainer.
 
 Nothing travels but where the weights lie: the server opens the memory and copies from
-it, at the speed of the GPU's own memory. Tensors that are as they are served are opened
-in place. Others are converted a bucket at a time.
+it, at the speed of the GPU's own memory. Large tensors that are as they are served are
+opened in place. The smallest, and those that are to be converted, are put together.
 
 From the CPU, requests hold the values themselves. That is slow, and needs no GPU.
 """
@@ -10,30 +10,32 @@ From the CPU, requests hold the values themselves. That is slow, and needs no GP
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.event_loop import submit
 from torchrl_sglang.errors import (
     RequestRefusedError,
     UnsupportedByServerError,
     WeightTransferError,
 )
-from torchrl_sglang.weight_update.buckets import Bucket
+from torchrl_sglang.weight_update.buckets import Bucket, TensorSpec, plan_buckets
 from torchrl_sglang.weight_update.transports.choose import reach_of
 from torchrl_sglang.weight_update.transports.facts import find_facts
+from torchrl_sglang.weight_update.transports.flat import flatten
 from torchrl_sglang.weight_update.transports.handles import pack
 from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
 __all__ = ["CudaIpcTransport", "Peers"]
 
-BUCKET_BYTES = 1 << 30
-"""Default for the memory that tensors are converted in."""
+BUCKET_BYTES = 2 << 30
+"""Default for the memory that tensors are put together in."""
 
 VALUE_BYTES = 1 << 26
 """Most bytes of values in one request: it is a text that is parsed as a whole."""
@@ -41,8 +43,13 @@ VALUE_BYTES = 1 << 26
 SEND_TIMEOUT_SECONDS = 300.0
 """Budget for one request."""
 
-_ALIGNMENT = 64
-"""Bytes between the starts of converted tensors are a multiple of this."""
+GRACE_SECONDS = 10.0
+"""A request and its fence end with their budgets, or this much later."""
+
+TOGETHER_BELOW_BYTES = 192 << 20
+"""A tensor larger than that is copied in the time that it takes to open it."""
+
+LoadFormat: TypeAlias = Literal["flattened_bucket"] | None
 
 _NOTHING_LOADED = ("must run between", "weight updates are not supported")
 """What a server's refusal says when it has not touched its weights."""
@@ -105,7 +112,7 @@ class CudaIpcTransport:
         self._peers = peers
         self._membership = -1
         self._in_place = False
-        self._held: list[torch.Tensor] = []
+        self._held: deque[_Content] = deque()
 
     @property
     def connected(self) -> bool:
@@ -143,30 +150,27 @@ class CudaIpcTransport:
     def send(self, weights: Weights, *, version: str) -> int:
         """Has the servers copy all weights; see :class:`.WeightTransport`.
 
+        While servers copy what one request names, the next one is made.
+
         Returns:
             How many requests it took.
         """
         self._held.clear()
-        parts: list[tuple[str, torch.Tensor]] = []
+        under_way: deque[Future[None]] = deque()
         count, seen = 0, 0
         try:
-            for bucket, tensors in weights.buckets(self._bucket_bytes):
-                seen += bucket.num_bytes
-                converted = self._prepare(bucket, tensors, parts)
-                del tensors
+            for content in self._contents(weights):
+                seen += content.num_bytes
                 last = seen == weights.num_bytes
-                if last or converted or not (self._in_place and weights.stable):
-                    self._request(parts, version if last else None, begun=count > 0)
-                    count += 1
-                    parts.clear()
-        except WeightTransferError:
-            self._let_go()
-            raise
+                under_way.append(self._request(content, version if last else None))
+                count += 1
+                del content
+                # What is made next takes the place of all but the latest.
+                self._settle(under_way, keep=0 if self._peers is not None else 1)
+            self._settle(under_way, keep=0)
         except Exception as error:
-            self._let_go()
-            failure = WeightTransferError(f"The weights did not arrive: {error}")
-            failure.untouched = count == 0
-            raise failure from error
+            raise self._give_up(error, under_way, count) from error
+        self._held.clear()
         return count
 
     def close(self) -> None:
@@ -174,125 +178,233 @@ class CudaIpcTransport:
         self._membership = -1
         self._held.clear()
 
-    def _prepare(
-        self,
-        bucket: Bucket,
-        tensors: NamedTensors,
-        parts: list[tuple[str, torch.Tensor]],
-    ) -> bool:
-        """Adds tensors as they are served; returns whether any had to be converted."""
-        on_gpu = self._device.type == "cuda"
-        converted = [
-            spec
-            for spec in bucket.specs
-            if not (
-                on_gpu
-                and tensors[spec.name].dtype == spec.dtype
-                and tensors[spec.name].device == self._device
-                and tensors[spec.name].is_contiguous()
-            )
-        ]
-        sizes = [
-            math.ceil(spec.num_bytes / _ALIGNMENT) * _ALIGNMENT for spec in converted
-        ]
-        place: dict[str, torch.Tensor] = {}
-        if on_gpu and converted:
-            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-            starts = itertools.accumulate(sizes, initial=0)
-            for spec, start in zip(converted, starts, strict=False):
-                piece = flat[start : start + spec.num_bytes]
-                place[spec.name] = piece.view(spec.dtype).view(spec.shape)
-        elif converted:
-            # One storage for each: with a tensor, its whole storage is written.
-            for spec in converted:
-                place[spec.name] = torch.empty(spec.shape, dtype=spec.dtype)
-        for name, value in place.items():
-            value.copy_(tensors[name].detach(), non_blocking=on_gpu)
-        for spec in bucket.specs:
-            ready = place.get(spec.name, tensors[spec.name].detach())
-            parts.append((spec.name, ready))
-        return bool(converted)
+    def _contents(self, weights: Weights) -> Iterator[_Content]:
+        """Yields what each request names; no more than a bucket is alive in new memory.
 
-    def _request(
-        self,
-        parts: list[tuple[str, torch.Tensor]],
-        version: str | None,
-        *,
-        begun: bool,
-    ) -> None:
+        A server takes a tenth of a millisecond to open what lies by itself, and as long
+        to copy a hundred megabytes. So the smallest tensors are put together.
+        """
+        if not (self._in_place and weights.stable):
+            half = max(self._bucket_bytes // 2, 1)
+            for bucket, tensors in weights.buckets(half):
+                yield self._content(bucket, tensors)
+            return
+        found: NamedTensors = {}
+        for _, some in weights.buckets(self._bucket_bytes):
+            found.update(some)
+        together, apart = divide(
+            weights.specs,
+            {s.name for s in weights.specs if self._is_ready(s, found[s.name])},
+            self._bucket_bytes,
+        )
+        num_bytes = sum(spec.num_bytes for spec in together)
+        one = num_bytes <= self._bucket_bytes
+        size = self._bucket_bytes if one else max(self._bucket_bytes // 2, 1)
+        for bucket in plan_buckets(together, size):
+            yield _Flat(bucket, flatten(bucket, found, self._device))
+        if apart:
+            yield _Named(apart, found)
+
+    def _content(self, bucket: Bucket, tensors: NamedTensors) -> _Content:
+        if all(self._is_ready(spec, tensors[spec.name]) for spec in bucket.specs):
+            return _Named(bucket.specs, tensors)
+        return _Flat(bucket, flatten(bucket, tensors, self._device))
+
+    def _is_ready(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
+        """Whether a server can copy from the tensor itself."""
+        return (
+            self._device.type == "cuda"
+            and tensor.dtype == spec.dtype
+            and tensor.device == self._device
+            and tensor.is_contiguous()
+        )
+
+    def _request(self, content: _Content, version: str | None) -> Future[None]:
         if self._device.type == "cuda":
             # A server reads as soon as it is told where.
             torch.cuda.current_stream(self._device).synchronize()
         # What a server that does not answer may still read stays until the next time.
-        self._held = [tensor for _, tensor in parts]
-        failure: WeightTransferError | None = None
-        try:
-            entries = self._pack(parts)
-            if entries is not None:
-                self._post(entries, version, begun=begun)
-                if self._engine.capabilities.tp_size > 1 and len(parts) > 0:
-                    # The first rank answers for all, and another may still be copying.
-                    # None can have taken a further request before it is done.
-                    self._post(self._pack_nothing(), None, begun=True)
-        except WeightTransferError as error:
-            failure = error
-            raise
-        finally:
-            if self._peers is not None:
-                self._peers.settle(failure)
-        self._held = []
+        self._held.append(content)
+        entries = self._pack(content)
+        if entries is None:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        return submit(self._post(entries, content.load_format, version))
 
-    def _pack(self, parts: Sequence[tuple[str, torch.Tensor]]) -> list[str] | None:
+    def _settle(self, under_way: deque[Future[None]], *, keep: int) -> None:
+        while len(under_way) > keep:
+            failure: WeightTransferError | None = None
+            try:
+                under_way.popleft().result()
+            except WeightTransferError as error:
+                failure = error
+                raise
+            finally:
+                if self._peers is not None:
+                    self._peers.settle(failure)
+            self._held.popleft()
+
+    def _give_up(
+        self, error: Exception, under_way: deque[Future[None]], count: int
+    ) -> WeightTransferError:
+        """Returns the error that tells, when nothing is under way any more."""
+        outcomes: list[BaseException | None] = [
+            each.exception(2 * self._send_timeout + GRACE_SECONDS) for each in under_way
+        ]
+        if isinstance(error, WeightTransferError):
+            outcomes.append(error)
+        answered = count - len(outcomes)
+        failure = WeightTransferError(
+            str(error)
+            if isinstance(error, WeightTransferError)
+            else f"The weights did not arrive: {error}"
+        )
+        failure.untouched = answered <= 0 and all(
+            isinstance(each, WeightTransferError) and each.untouched
+            for each in outcomes
+        )
+        self._membership = -1
+        if self._device.type == "cuda":
+            # Frees what no receiver counts any more.
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        return failure
+
+    def _pack(self, content: _Content) -> list[str] | None:
         """Returns an entry for every rank of every server; each is opened once."""
         if self._peers is not None:
-            entry, kept = pack(parts)
-            self._held += kept
+            entry, kept = pack(content.value)
+            content.kept += kept
             return self._peers.gather(entry)
         entries: list[str] = []
         for _ in range(self._engine.get_world_size()):
             if self._device.type == "cuda" or not entries:
-                entry, kept = pack(parts)
-                self._held += kept
+                entry, kept = pack(content.value)
+                content.kept += kept
             entries.append(entry)
         return entries
 
-    def _pack_nothing(self) -> list[str]:
-        return [pack([])[0]] * self._engine.get_world_size()
+    async def _post(
+        self, entries: Sequence[str], load_format: LoadFormat, version: str | None
+    ) -> None:
+        await self._post_once(entries, load_format, version)
+        if self._engine.capabilities.tp_size > 1:
+            # The first rank answers for all, and another may still be copying. None
+            # can have taken a further request before it is done.
+            nothing = [pack([])[0]] * self._engine.get_world_size()
+            try:
+                await self._post_once(nothing, None, None)
+            except WeightTransferError as error:
+                error.untouched = False
+                raise
 
-    def _post(
-        self, entries: Sequence[str], version: str | None, *, begun: bool
+    async def _post_once(
+        self, entries: Sequence[str], load_format: LoadFormat, version: str | None
     ) -> None:
         control = self._engine.control
         ranks = self._engine.capabilities.tp_size
-
-        async def post() -> list[BaseException | None]:
-            return await asyncio.gather(
-                *(
-                    control.update_weights_from_tensor(
-                        entries[index * ranks : (index + 1) * ranks],
-                        weight_version=version,
-                        timeout=self._send_timeout,
-                        urls=[url],
-                    )
-                    for index, url in enumerate(control.urls)
-                ),
-                return_exceptions=True,
-            )
-
-        outcomes = run_sync(post())
+        outcomes = await asyncio.gather(
+            *(
+                control.update_weights_from_tensor(
+                    entries[index * ranks : (index + 1) * ranks],
+                    load_format=load_format,
+                    weight_version=version,
+                    timeout=self._send_timeout,
+                    urls=[url],
+                )
+                for index, url in enumerate(control.urls)
+            ),
+            return_exceptions=True,
+        )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 failure = WeightTransferError(
                     f"A server did not take the weights: {outcome}"
                 )
-                failure.untouched = not begun and all(map(_nothing_loaded, outcomes))
+                failure.untouched = all(map(_nothing_loaded, outcomes))
                 raise failure from outcome
 
-    def _let_go(self) -> None:
-        """Frees what no receiver counts any more."""
-        self._membership = -1
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+class _Content:
+    """What one request names, and what must live until servers have read it."""
+
+    load_format: LoadFormat = None
+
+    def __init__(self, value: Any, num_bytes: int) -> None:
+        self.value = value
+        self.num_bytes = num_bytes
+        self.kept: list[torch.Tensor] = []
+
+
+class _Named(_Content):
+    """Tensors where they lie."""
+
+    def __init__(self, specs: Sequence[TensorSpec], tensors: NamedTensors) -> None:
+        super().__init__(
+            [(spec.name, tensors[spec.name].detach()) for spec in specs],
+            sum(spec.num_bytes for spec in specs),
+        )
+
+
+class _Flat(_Content):
+    """Tensors in one run of bytes.
+
+    SGLang reads these attributes of each (``FlattenedTensorMetadata`` in
+    ``sglang/srt/weight_sync/tensor_bucket.py``), of an object of any kind.
+    """
+
+    load_format: LoadFormat = "flattened_bucket"
+
+    def __init__(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        metadata = [
+            SimpleNamespace(
+                name=spec.name,
+                shape=tuple(spec.shape),
+                dtype=spec.dtype,
+                start_idx=offset,
+                end_idx=offset + spec.num_bytes,
+                numel=spec.num_bytes,
+            )
+            for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)
+        ]
+        super().__init__(
+            {"flattened_tensor": flat, "metadata": metadata}, bucket.num_bytes
+        )
+
+
+def divide(
+    specs: Sequence[TensorSpec], ready: Collection[str], room: int
+) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """Returns the tensors that are put together, and those opened where they lie.
+
+    Args:
+        specs: all tensors.
+        ready: names of those that a server can copy from.
+        room: bytes that may be put together beyond what has to be.
+
+    Examples:
+        >>> sizes = {"a": 100, "b": 10, "c": 20}
+        >>> specs = [
+        ...     TensorSpec(name=name, dtype=torch.uint8, shape=torch.Size([size]))
+        ...     for name, size in sizes.items()
+        ... ]
+        >>> together, apart = divide(specs, ready={"a", "b", "c"}, room=35)
+        >>> [spec.name for spec in together], [spec.name for spec in apart]
+        (['b', 'c'], ['a'])
+    """
+    chosen = {spec.name for spec in specs if spec.name not in ready}
+    left = room - sum(spec.num_bytes for spec in specs if spec.name in chosen)
+    for spec in sorted(specs, key=lambda spec: spec.num_bytes):
+        if spec.name in chosen:
+            continue
+        left -= spec.num_bytes
+        if left < 0 or spec.num_bytes > TOGETHER_BELOW_BYTES:
+            break
+        chosen.add(spec.name)
+    return (
+        [spec for spec in specs if spec.name in chosen],
+        [spec for spec in specs if spec.name not in chosen],
+    )
 
 
 def _nothing_loaded(outcome: BaseException | None) -> bool:

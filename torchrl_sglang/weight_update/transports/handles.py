@@ -12,7 +12,6 @@ import base64
 import functools
 import io
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +24,14 @@ _DEVICE, _WAIT = 6, -1
 wait for an event of the sender."""
 
 
-def pack(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[str, list[torch.Tensor]]:
+def pack(content: Any) -> tuple[str, list[torch.Tensor]]:
     """Returns the text that one rank of a server opens, once.
 
     What was asked of the tensors' devices must be done before it is sent.
 
     Args:
-        tensors: names, and plain tensors without gradient.
+        content: a list of names and tensors, or a flattened bucket; all tensors
+            plain ones without gradient.
 
     Returns:
         The text, and what must be kept until the rank has let go of the tensors.
@@ -43,7 +43,7 @@ def pack(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[str, list[torch.T
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    pickler.dump(list(tensors))
+    pickler.dump(content)
     return base64.b64encode(buffer.getbuffer()).decode("ascii"), pickler.kept
 
 

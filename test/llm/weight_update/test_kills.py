@@ -1,0 +1,131 @@
+"""A server or a trainer is killed at a step of an update, and the next one heals.
+
+A proxy tells when the step has come. The server is a real one each time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.errors import SGLangError, WeightSyncError, WeightSyncStateError
+from torchrl_sglang.testing.faults import FaultyProxy
+from torchrl_sglang.testing.tiny_model import make_tiny_model
+
+TOLERANCE = 1e-4
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+RESTART_SECONDS = 180.0
+SOON = 20.0
+
+pytestmark = pytest.mark.timeout(400)
+
+PAUSE = "/pause_generation"
+SEND = "/update_weights_from_distributed"
+END = "/end_weight_update"
+RESUME = "/continue_generation"
+
+
+def difference(engine, model) -> float:
+    """Greatest difference of the engine's log-probs from a model's."""
+    (answer,) = engine.generate(
+        input_ids=PROMPT,
+        sampling_params={"max_new_tokens": 8, "ignore_eos": True},
+        return_logprobs=True,
+        timeout=30,
+    )
+    full = torch.tensor(PROMPT + answer.token_ids)
+    with torch.no_grad():
+        log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
+    log_probs = log_probs.gather(-1, full[1:, None])[len(PROMPT) - 1 :, 0]
+    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
+
+
+@pytest.fixture(scope="module")
+def owned(tiny_model_path):
+    """An engine that reaches the server that it owns through a proxy."""
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path, device="cpu", max_restarts=10
+    ) as engine:
+        with FaultyProxy(engine.server_url) as proxy:
+            engine._fleet.replicas[0].url = proxy.url
+            yield engine, proxy
+
+
+@pytest.mark.parametrize(
+    ("path", "number"),
+    [(PAUSE, 1), (SEND, 1), (SEND, 4), (END, 1), (RESUME, 1)],
+    ids=lambda value: str(value).strip("/"),
+)
+def test_a_server_that_is_killed(owned, tokenizer, path, number):
+    engine, proxy = owned
+    scheme = SGLangWeightSyncScheme(engine, bucket_bytes=100_000)
+    sender = scheme.create_sender()
+    model = make_tiny_model(tokenizer, seed=51)
+    sender.update_weights(model)
+    (server,) = engine.servers
+    fault = proxy.inject(
+        path, lambda: os.kill(server.pid, signal.SIGKILL), first=number
+    )
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match=proxy.url):
+        sender.update_weights(make_tiny_model(tokenizer, seed=52))
+    assert time.monotonic() - start < SOON
+    assert fault.happened.is_set()
+    proxy.clear()
+    start = time.monotonic()
+    with pytest.raises(SGLangError):
+        difference(engine, model)
+    assert time.monotonic() - start < 5
+    # Started again, it holds the checkpoint's weights, and waits.
+    deadline = time.monotonic() + RESTART_SECONDS
+    while engine.stats().servers[0].state != "stale":
+        assert time.monotonic() < deadline, engine.stats()
+        time.sleep(0.2)
+    with pytest.raises(WeightSyncStateError, match=r"send the\s+weights"):
+        difference(engine, model)
+    model = make_tiny_model(tokenizer, seed=53)
+    for _ in range(2):
+        sender.update_weights(model)
+        assert difference(engine, model) < TOLERANCE
+    scheme.shutdown()
+
+
+TRAINER = """
+import sys
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
+
+scheme = SGLangWeightSyncScheme(AsyncSGLang.connect(sys.argv[1]), bucket_bytes=100_000)
+scheme.create_sender().update_weights(make_tiny_model(make_tiny_tokenizer(), seed=61))
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "number"),
+    [(PAUSE, 1), (SEND, 1), (SEND, 4), (END, 1), (RESUME, 1)],
+    ids=lambda value: str(value).strip("/"),
+)
+def test_a_trainer_that_is_killed(restored_engine, tokenizer, path, number):
+    """Somebody else's server: another process takes it over."""
+    url = restored_engine.server_url
+    with FaultyProxy(url) as proxy:
+        # It needs seconds to start, so the fault is there when it comes.
+        trainer = subprocess.Popen([sys.executable, "-c", TRAINER, proxy.url])
+        fault = proxy.inject(path, trainer.kill, first=number)
+        assert trainer.wait(120) == -signal.SIGKILL
+        assert fault.happened.is_set()
+    with AsyncSGLang.connect(url) as engine:
+        scheme = SGLangWeightSyncScheme(engine)
+        sender = scheme.create_sender()
+        for seed in (62, 63):
+            model = make_tiny_model(tokenizer, seed=seed)
+            sender.update_weights(model)
+            assert difference(engine, model) < TOLERANCE
+        scheme.shutdown()

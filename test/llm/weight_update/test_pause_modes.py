@@ -1,0 +1,284 @@
+"""What becomes of requests in flight, in every pause mode, on both engine generations.
+
+Prefixes are cached before each update, and requests run through it. A mode that claims
+to be exact is held to Hugging Face's log-probs of the new weights.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from contextlib import contextmanager
+
+import pytest
+import requests
+import torch
+from tensordict import TensorDict
+from torchrl.modules.llm.policies import Tokens
+
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
+from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.errors import GenerationAbortedError, WeightSyncStateError
+from torchrl_sglang.testing.faults import FaultyProxy
+from torchrl_sglang.testing.tiny_model import make_tiny_model
+
+TOLERANCE = 1e-4
+PROMPTS = [list(range(5, 65)), list(range(5, 45)), list(range(70, 110))]
+LENGTH = 900
+"""Tokens of a response: it takes seconds, an update less than one."""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def older_engine(tiny_model_path):
+    """A server of the generation that cannot flush while requests wait."""
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path, device="cpu", sglang_version="0.5.20"
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["sessions", "no sessions"])
+def any_engine(request):
+    name = "restored_engine" if request.param == "sessions" else "older_engine"
+    engine = request.getfixturevalue(name)
+    assert engine.capabilities.needs_update_session == (request.param == "sessions")
+    return engine
+
+
+@pytest.fixture
+def models(tokenizer):
+    """Different weights, one after the other."""
+    return (make_tiny_model(tokenizer, seed=seed) for seed in range(1000, 2000))
+
+
+@contextmanager
+def sender_of(engine, **arguments):
+    scheme = SGLangWeightSyncScheme(engine, **arguments)
+    yield scheme.create_sender()
+    scheme.shutdown()
+
+
+def generate(engine, prompts=PROMPTS, length=LENGTH, **arguments):
+    return engine.generate(
+        input_ids=prompts,
+        sampling_params={"max_new_tokens": length, "ignore_eos": True},
+        return_logprobs=True,
+        timeout=120,
+        **arguments,
+    )
+
+
+def difference(answer, prompt, model, start=0) -> float:
+    """Greatest difference from a model's log-probs, from a response token on."""
+    ids = torch.tensor(prompt + answer.token_ids)
+    with torch.no_grad():
+        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    log_probs = log_probs.gather(-1, ids[1:, None])[len(prompt) - 1 :, 0]
+    return float((log_probs - torch.tensor(answer.log_probs))[start:].abs().max())
+
+
+class InFlight:
+    """Requests that run in a thread; they have begun when this has been made."""
+
+    def __init__(self, engine, call):
+        self.result = self.error = None
+        self._thread = threading.Thread(target=self._run, args=(call,))
+        self._thread.start()
+        while not run_sync(engine.control.running_requests()):
+            assert self._thread.is_alive()
+
+    def _run(self, call):
+        try:
+            self.result = call()
+        except Exception as error:
+            self.error = error
+
+    def wait(self):
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_retract_computes_again(any_engine, models, flush):
+    engine = any_engine
+    old, new = next(models), next(models)
+    with sender_of(engine, flush_cache=flush) as sender:
+        sender.update_weights(old)
+        generate(engine, length=1)
+        flying = InFlight(engine, lambda: generate(engine))
+        assert not flying.error
+        report = sender.update_weights(new)
+        answers = flying.wait()
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert len(answer.token_ids) == LENGTH
+        assert answer.versions[-1].version == report.version
+        assert not answer.mixed_state
+        start = answer.versions[-1].start
+        assert difference(answer, prompt, new, start) < TOLERANCE
+        if len(answer.versions) == 2:
+            kept = difference(answer, prompt, old) if start == LENGTH else None
+            assert kept is None
+    # Newer servers keep what was generated before; older ones begin anew.
+    spans = {len(answer.versions) for answer in answers}
+    assert spans == ({2} if engine.capabilities.needs_update_session else {1})
+
+
+def test_retract_and_a_stream(any_engine, models):
+    engine = any_engine
+    with sender_of(engine) as sender:
+        flying = InFlight(
+            engine,
+            lambda: dict(
+                engine.generate_iter(
+                    input_ids=PROMPTS,
+                    sampling_params={"max_new_tokens": LENGTH, "ignore_eos": True},
+                    return_logprobs=True,
+                )
+            ),
+        )
+        new = next(models)
+        report = sender.update_weights(new)
+        answers = flying.wait()
+    for index, prompt in enumerate(PROMPTS):
+        span = answers[index].versions[-1]
+        assert span.version == report.version
+        assert difference(answers[index], prompt, new, span.start) < TOLERANCE
+
+
+def test_who_aborts_meanwhile_is_not_sent_again(older_engine, models):
+    """Only what the update itself ended begins anew."""
+    engine = older_engine
+    proxy = FaultyProxy(engine.server_url)
+    with proxy, AsyncSGLang.connect(proxy.url) as through, sender_of(through) as sender:
+        flying = InFlight(
+            through,
+            lambda: generate(through, request_ids=["a", "b", "c"]),
+        )
+        # Between the pause and the flush, so that both end the same requests.
+        proxy.inject("/flush_cache", lambda: through.abort(["b"]))
+        sender.update_weights(next(models))
+        with pytest.raises(GenerationAbortedError) as caught:
+            flying.wait()
+    assert caught.value.index == 1
+    assert caught.value.requested
+
+
+def test_other_engine_objects_hear_of_it(older_engine, models):
+    """A copy knows of no update; it gets an error, and never a stale token."""
+    engine = older_engine
+    copy = pickle.loads(pickle.dumps(engine))
+    with sender_of(engine) as sender:
+        flying = InFlight(engine, lambda: generate(copy))
+        new = next(models)
+        sender.update_weights(new)
+        with pytest.raises(GenerationAbortedError, match="Send it again"):
+            flying.wait()
+        answers = generate(copy, length=20)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert difference(answer, prompt, new) < TOLERANCE
+    copy.shutdown()
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_abort_ends_what_runs(any_engine, models, flush):
+    engine = any_engine
+    with sender_of(engine, pause_mode="abort", flush_cache=flush) as sender:
+        flying = InFlight(engine, lambda: generate(engine))
+        new = next(models)
+        sender.update_weights(new)
+        with pytest.raises(GenerationAbortedError, match="Send it again"):
+            flying.wait()
+        answers = generate(engine, length=20)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert difference(answer, prompt, new) < TOLERANCE
+
+
+def test_in_place_is_marked(any_engine, models):
+    """Attention state of the old weights is kept, and the data says so."""
+    engine = any_engine
+    copy = pickle.loads(pickle.dumps(engine))
+    assert not copy._fleet.keeps_state
+    policy = SGLangWrapper(
+        copy,
+        input_mode="tokens",
+        generate_kwargs={"max_new_tokens": LENGTH, "ignore_eos": True},
+        return_generation_info=True,
+        pad_output=True,
+    )
+    tokens = Tokens(prompt=torch.tensor([PROMPTS[0]]), batch_size=1)
+    with sender_of(engine, pause_mode="in_place") as sender:
+        before = sender.update_weights(next(models))
+        flying = InFlight(
+            engine,
+            lambda: (
+                generate(engine),
+                policy(TensorDict(tokens=tokens, batch_size=1))["generation_info"],
+            ),
+        )
+        other = InFlight(
+            engine,
+            lambda: policy(TensorDict(tokens=tokens, batch_size=1))["generation_info"],
+        )
+        new = next(models)
+        report = sender.update_weights(new)
+        answers, later = flying.wait()
+        info = other.wait()
+        fresh = generate(engine, length=20)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        versions = [span.version for span in answer.versions]
+        assert versions == [before.version, report.version]
+        assert answer.mixed_state
+        start = answer.versions[-1].start
+        assert difference(answer, prompt, new, start) > 0.1
+    # An engine object that knows nothing of the mode tells, too.
+    assert info.mixed_state.tolist() == [True]
+    assert set(info.weight_version[0].tolist()) == {
+        int(before.version),
+        int(report.version),
+    }
+    # What begins after the update is exact, and not marked.
+    assert later.mixed_state.tolist() == [False]
+    for prompt, answer in zip(PROMPTS, fresh, strict=True):
+        assert difference(answer, prompt, new) < TOLERANCE
+        assert not answer.mixed_state
+    copy.shutdown()
+
+
+def test_none_is_for_idle_servers(any_engine, models):
+    """Refused while a request runs; otherwise nothing is generated meanwhile."""
+    engine = any_engine
+    old, new = next(models), next(models)
+    with sender_of(engine) as sender:
+        sender.update_weights(old)
+    generate(engine, length=1)
+    proxy = FaultyProxy(engine.server_url)
+    seen = []
+
+    def look():
+        with pytest.raises(WeightSyncStateError, match="without a pause"):
+            generate(through, length=1)
+        seen.append(requests.get(f"{engine.server_url}/health", timeout=10).ok)
+
+    with (
+        proxy,
+        AsyncSGLang.connect(proxy.url) as through,
+        sender_of(through, pause_mode="none") as sender,
+    ):
+        flying = InFlight(engine, lambda: generate(engine))
+        with pytest.raises(WeightSyncStateError, match="retract"):
+            sender.update_weights(new)
+        for prompt, answer in zip(PROMPTS, flying.wait(), strict=True):
+            assert len(answer.versions) == 1
+            assert difference(answer, prompt, old) < TOLERANCE
+        proxy.inject("/update_weights_from_distributed", look)
+        sender.update_weights(new)
+        assert seen == [True]
+        assert not proxy.counts["/pause_generation"]
+        answers = generate(through, length=20)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert difference(answer, prompt, new) < TOLERANCE
