@@ -24,9 +24,9 @@ import torch
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
 from torchrl.modules.llm.policies import Tokens
 
-from models import server_arguments
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
 from torchrl_sglang.cli.bench.shapes import SHAPES, save_shapes
+from torchrl_sglang.testing.gpu import server_arguments
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
 

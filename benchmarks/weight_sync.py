@@ -25,22 +25,24 @@ from pathlib import Path
 
 import torch
 
-from models import server_arguments
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.cli.bench.shapes import SHAPES, save_model, save_shapes
 from torchrl_sglang.cli.bench.transfer import Transfer, measure_weights
+from torchrl_sglang.testing.gpu import server_arguments
 
-GPU_OF_SERVER = {"broadcast": 1, "cuda_ipc": 0}
+GPU_OF_SERVER = {"broadcast": 1, "cuda_ipc": 0, "torchrl": 1}
 """The trainer is on GPU 0."""
 
+TORCHRL_SETTINGS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+"""What TorchRL starts SGLang with, and sets in the trainer."""
 
-def start(shapes: str, transports: list[str], folder: str) -> dict[str, AsyncSGLang]:
-    """Starts a server for each transport, where it has to be."""
+
+def start(shapes: str, names: list[str], folder: str) -> dict[str, AsyncSGLang]:
+    """Starts a server for each measurement, where it has to be."""
     if shapes == "cpu":
         model, _ = save_model("35m", folder)
         return {
-            name: AsyncSGLang.from_pretrained(model, device="cpu")
-            for name in transports
+            name: AsyncSGLang.from_pretrained(model, device="cpu") for name in names
         }
     model = save_shapes(shapes, folder)
 
@@ -51,13 +53,14 @@ def start(shapes: str, transports: list[str], folder: str) -> dict[str, AsyncSGL
             load_format="dummy",
             base_gpu_id=GPU_OF_SERVER[name],
             enforce_eager=True,
-            gpu_memory_utilization=0.4,
+            gpu_memory_utilization=0.3,
             start_timeout=400,
+            environment=TORCHRL_SETTINGS if name == "torchrl" else None,
             **server_arguments(),
         )
 
     with ThreadPoolExecutor() as pool:
-        return dict(zip(transports, pool.map(one, transports), strict=True))
+        return dict(zip(names, pool.map(one, names), strict=True))
 
 
 def show(found: Transfer) -> None:
@@ -92,32 +95,36 @@ def main() -> None:
     parser.add_argument("--bucket-bytes", type=int, nargs="+", default=[2 << 30])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--transport", choices=[*GPU_OF_SERVER], nargs="+", default=["broadcast"]
+        "--transport",
+        choices=["broadcast", "cuda_ipc"],
+        nargs="+",
+        default=["broadcast"],
     )
     parser.add_argument("--torchrl", action="store_true")
     arguments = parser.parse_args()
     engines: Mapping[str, AsyncSGLang] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            engines = start(arguments.shapes, arguments.transport, folder)
+            names = arguments.transport + ["torchrl"] * arguments.torchrl
+            engines = start(arguments.shapes, names, folder)
             version = next(iter(engines.values())).capabilities.version
             print(
                 f"SGLang {version}, torch {torch.__version__}, {os.cpu_count()} cores, "
                 f"median of {arguments.repeats}"
             )
-            for transport, engine in engines.items():
+            for transport in arguments.transport:
                 for bucket_bytes in arguments.bucket_bytes:
                     print(f"buckets of {bucket_bytes / (1 << 30):g} GiB, ", end="")
                     show(
                         measure_weights(
-                            engine,
+                            engines[transport],
                             repeats=arguments.repeats,
                             bucket_bytes=bucket_bytes,
                             transport=transport,
                         )
                     )
             if arguments.torchrl:
-                compare_torchrl(engines["broadcast"])
+                compare_torchrl(engines["torchrl"])
         finally:
             for engine in engines.values():
                 engine.shutdown()

@@ -16,7 +16,7 @@ CARRIED = {
     "RequestRefusedError": {"status": 400, "index": 3},
     "ServerUnavailableError": {"transient": True},
     "WeightTransferError": {"untouched": True},
-    "GenerationAbortedError": {"index": 3},
+    "GenerationAbortedError": {"index": 3, "requested": True},
 }
 """Attributes that an error has beside its message."""
 

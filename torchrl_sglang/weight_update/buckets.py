@@ -19,7 +19,7 @@ from torchrl_sglang.errors import ConfigurationError
 
 __all__ = ["Bucket", "TensorSpec", "plan_buckets"]
 
-SMALL_SHARE = 16
+SMALL_SHARE = 8
 """A bucket of small tensors is smaller than others by this factor: they are held until
 it is full, beside the others."""
 
@@ -68,7 +68,7 @@ def plan_buckets(
         specs: tensors with distinct names.
         max_bytes: target size, in bytes.
         small_below: tensors smaller than that, in bytes, travel among themselves, in
-            buckets of a sixteenth of the size.
+            buckets of an eighth of the size.
 
     Raises:
         ConfigurationError: if ``max_bytes`` is not positive.

@@ -270,7 +270,7 @@ def _resume(control: ControlPlane, timeout: float) -> None:
         run_sync(control.resume(timeout=timeout))
     except ServerError as error:
         torchrl_logger.debug(f"Generation is to be resumed once more: {error}")
-        run_sync(control.resume(timeout=CLEANUP_SECONDS))
+        run_sync(control.resume(timeout=min(timeout, CLEANUP_SECONDS)))
 
 
 def _close_session(control: ControlPlane, state: _State) -> None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+import requests
 from aiohttp import web
 
 from torchrl_sglang import AsyncSGLang
@@ -67,6 +68,25 @@ def test_a_call_goes_to_every_server(two):
     assert run_sync(control.running_requests()) == 0
     assert run_sync(control.healthy())
     assert run_sync(control.flush_cache())
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_refusal_hides_no_worse_failure(two, broken):
+    """Whoever refuses has done nothing; what the other one has done is not known."""
+    control, *servers = two
+    # No session is open, so a call to end one is refused.
+    with servers[broken].misbehaving("hang_up", "/end_weight_update"):
+        with pytest.raises(ServerUnavailableError) as caught:
+            run_sync(control.end_weight_update())
+    assert not caught.value.partly
+    with pytest.raises(RequestRefusedError) as refused:
+        run_sync(control.end_weight_update())
+    assert not refused.value.partly
+    run_sync(control.begin_weight_update())
+    requests.post(f"{servers[broken].url}/end_weight_update", json={}, timeout=10)
+    with pytest.raises(RequestRefusedError) as refused:
+        run_sync(control.end_weight_update())
+    assert refused.value.partly
 
 
 def test_one_server_that_fails_is_enough(two):

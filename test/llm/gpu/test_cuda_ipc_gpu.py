@@ -6,8 +6,6 @@ Run with ``pytest -m gpu`` where a Python with CUDA has both sglang and this pac
 from __future__ import annotations
 
 import gc
-import os
-import shlex
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
     WeightTransferError,
 )
+from torchrl_sglang.testing.gpu import server_arguments
 from torchrl_sglang.testing.tiny_model import (
     make_tiny_model,
     make_tiny_tokenizer,
@@ -35,9 +34,6 @@ pytestmark = [
     pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device"),
 ]
 
-FLAGS_VARIABLE = "SGLANG_BUNDLE_FLAGS"
-"""Further flags of the server, as on its command line, for this machine."""
-
 # SGLang's CUDA kernels take half precision only, whose rounding the tolerance allows
 # for: two models of these shapes differ by about 1.
 MODEL = {
@@ -51,18 +47,6 @@ TOLERANCE = 0.05
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 SMALL = 100_000
 """Size of a bucket, so that the tiny model needs several."""
-
-
-def extra_arguments() -> dict[str, object]:
-    arguments: dict[str, object] = {}
-    name = ""
-    for word in shlex.split(os.environ.get(FLAGS_VARIABLE, "")):
-        if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            arguments[name] = True
-        else:
-            arguments[name] = word
-    return arguments
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +64,7 @@ def start(path, **arguments):
         enforce_eager=True,
         start_timeout=300,
         **arguments,
-        **extra_arguments(),
+        **server_arguments(),
     )
 
 
@@ -222,16 +206,28 @@ def test_a_server_that_does_not_see_the_gpu_is_refused(gpu_model_path):
         assert difference(engine, new_model(0)) < TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def two_ranks(gpu_model_path):
+    """A server on two GPUs, on the first of which another one and the trainer are."""
+    with start(
+        gpu_model_path,
+        cuda_devices=[0, 1],
+        tensor_parallel_size=2,
+        # It asks for GPUs that are used alike.
+        environment={"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"},
+    ) as engine:
+        yield engine
+
+
 @pytest.mark.skipif(GPUS < 2, reason="tensor parallelism needs two GPUs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tensor_parallelism(gpu_model_path, dtype):
+def test_tensor_parallelism(two_ranks, dtype):
     """The second rank copies from the first GPU."""
-    with start(gpu_model_path, cuda_devices=[0, 1], tensor_parallel_size=2) as engine:
-        sender = SGLangWeightSyncScheme(engine, bucket_bytes=SMALL).create_sender()
-        for seed in (3, 4):
-            model = new_model(seed, dtype)
-            report = sender.update_weights(model)
-            assert report.transport == "cuda_ipc"
-            assert report.num_buckets > 1
-            assert difference(engine, model.bfloat16()) < TOLERANCE
-        sender.shutdown()
+    sender = SGLangWeightSyncScheme(two_ranks, bucket_bytes=SMALL).create_sender()
+    for seed in (3, 4):
+        model = new_model(seed, dtype)
+        report = sender.update_weights(model)
+        assert report.transport == "cuda_ipc"
+        assert report.num_buckets > 1
+        assert difference(two_ranks, model.bfloat16()) < TOLERANCE
+    sender.shutdown()

@@ -5,15 +5,13 @@ Run with ``pytest -m gpu`` where a Python with CUDA has both sglang and this pac
 
 from __future__ import annotations
 
-import os
-import shlex
-
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm.policies import Tokens
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
+from torchrl_sglang.testing.gpu import server_arguments
 from torchrl_sglang.testing.tiny_model import (
     make_tiny_model,
     make_tiny_tokenizer,
@@ -27,9 +25,6 @@ pytestmark = [
     pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device"),
 ]
 
-FLAGS_VARIABLE = "SGLANG_BUNDLE_FLAGS"
-"""Further flags of the server, as on its command line, for this machine."""
-
 # SGLang's CUDA kernels take half precision only, whose rounding the tolerance allows
 # for: two models of these shapes differ by about 1.
 MODEL = {
@@ -40,18 +35,6 @@ MODEL = {
     "dtype": torch.bfloat16,
 }
 TOLERANCE = 0.05
-
-
-def extra_arguments() -> dict[str, object]:
-    arguments: dict[str, object] = {}
-    name = ""
-    for word in shlex.split(os.environ.get(FLAGS_VARIABLE, "")):
-        if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            arguments[name] = True
-        else:
-            arguments[name] = word
-    return arguments
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +54,7 @@ def gpu_engine(gpu_model_path):
         gpu_memory_utilization=0.2,
         enforce_eager=True,
         start_timeout=300,
-        **extra_arguments(),
+        **server_arguments(),
     ) as engine:
         yield engine
 

@@ -5,14 +5,13 @@ Run with ``pytest -m gpu`` where a Python with CUDA has sglang, peft and this pa
 
 from __future__ import annotations
 
-import os
-import shlex
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.testing.gpu import server_arguments
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 from torchrl_sglang.weight_update.lora_source import adapter_from_model
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
@@ -37,18 +36,6 @@ TOLERANCE = 0.05
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 2
 
 
-def extra_arguments() -> dict[str, object]:
-    arguments: dict[str, object] = {}
-    name = ""
-    for word in shlex.split(os.environ.get("SGLANG_BUNDLE_FLAGS", "")):
-        if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            arguments[name] = True
-        else:
-            arguments[name] = word
-    return arguments
-
-
 @pytest.fixture(scope="module")
 def gpu_model_path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu_lora") / "model"
@@ -68,7 +55,7 @@ def gpu_lora_engine(gpu_model_path):
         max_lora_rank=16,
         lora_target_modules=["all"],
         start_timeout=300,
-        **extra_arguments(),
+        **server_arguments(),
     ) as engine:
         yield engine
 

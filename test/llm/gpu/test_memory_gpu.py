@@ -6,14 +6,12 @@ and this package.
 
 from __future__ import annotations
 
-import os
-import shlex
-
 import pytest
 import torch
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import WeightSyncStateError
+from torchrl_sglang.testing.gpu import server_arguments
 from torchrl_sglang.testing.tiny_model import (
     make_tiny_model,
     make_tiny_tokenizer,
@@ -26,9 +24,6 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device"),
 ]
-
-FLAGS_VARIABLE = "SGLANG_BUNDLE_FLAGS"
-"""Further flags of the server, as on its command line, for this machine."""
 
 # Weights of about half a GB: enough to be seen beside a CUDA context. SGLang's kernels
 # take half precision only, whose rounding the tolerance allows for: two models of these
@@ -47,18 +42,6 @@ SHARE = 0.2
 FREED = 0.8
 """Of them, that the device must have back."""
 PROMPT = [5, 6, 7, 8]
-
-
-def extra_arguments() -> dict[str, object]:
-    arguments: dict[str, object] = {}
-    name = ""
-    for word in shlex.split(os.environ.get(FLAGS_VARIABLE, "")):
-        if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            arguments[name] = True
-        else:
-            arguments[name] = word
-    return arguments
 
 
 def new_model(seed: int) -> torch.nn.Module:
@@ -100,7 +83,7 @@ def test_a_step_of_a_trainer_on_the_same_gpu(tmp_path):
         enforce_eager=True,
         enable_memory_saver=True,
         start_timeout=300,
-        **extra_arguments(),
+        **server_arguments(),
     ) as engine:
         assert difference(engine, old) < TOLERANCE
         assert difference(engine, new) > 2 * TOLERANCE

@@ -29,7 +29,7 @@ from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
-BUDGET = 4.0
+BUDGET = 3.0
 """Seconds that a call may take here; a flush takes up to half of one on CPU."""
 SOON = 20.0
 """Seconds within which a failed update must be over: it tidies up after its budget."""

@@ -23,7 +23,7 @@ from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 TOLERANCE = 1e-4
-PROMPTS = [list(range(5, 65)), list(range(5, 45)), list(range(70, 110))]
+PROMPTS = [list(range(5, 65)), list(range(5, 45)), list(range(50, 90))]
 LENGTH = 900
 """Tokens of a response: it takes seconds, an update less than one."""
 
@@ -70,13 +70,13 @@ def generate(engine, prompts=PROMPTS, length=LENGTH, **arguments):
     )
 
 
-def difference(answer, prompt, model, start=0) -> float:
-    """Greatest difference from a model's log-probs, from a response token on."""
+def difference(answer, prompt, model, start=0, end=None) -> float:
+    """Greatest difference from a model's log-probs, of some response tokens."""
     ids = torch.tensor(prompt + answer.token_ids)
     with torch.no_grad():
         log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
     log_probs = log_probs.gather(-1, ids[1:, None])[len(prompt) - 1 :, 0]
-    return float((log_probs - torch.tensor(answer.log_probs))[start:].abs().max())
+    return float((log_probs - torch.tensor(answer.log_probs))[start:end].abs().max())
 
 
 class InFlight:
@@ -111,7 +111,6 @@ def test_retract_computes_again(any_engine, models, flush):
         sender.update_weights(old)
         generate(engine, length=1)
         flying = InFlight(engine, lambda: generate(engine))
-        assert not flying.error
         report = sender.update_weights(new)
         answers = flying.wait()
     for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -120,9 +119,8 @@ def test_retract_computes_again(any_engine, models, flush):
         assert not answer.mixed_state
         start = answer.versions[-1].start
         assert difference(answer, prompt, new, start) < TOLERANCE
-        if len(answer.versions) == 2:
-            kept = difference(answer, prompt, old) if start == LENGTH else None
-            assert kept is None
+        if start:
+            assert difference(answer, prompt, old, 0, start) < TOLERANCE
     # Newer servers keep what was generated before; older ones begin anew.
     spans = {len(answer.versions) for answer in answers}
     assert spans == ({2} if engine.capabilities.needs_update_session else {1})
