@@ -465,6 +465,19 @@ class AsyncSGLang(RLSGLangEngine):
         return self._fleet.weight_version
 
     @property
+    def newest_version(self) -> str:
+        """Newest version that weights or an adapter of these servers have had."""
+        return self._fleet.newest
+
+    @property
+    def base_problem(self) -> str | None:
+        """Why an adapter over what the servers hold may not make a policy.
+
+        ``None`` if they hold the checkpoint that they were started with.
+        """
+        return self._fleet.base_problem
+
+    @property
     def asleep(self) -> frozenset[str]:
         """What of the servers' memory is released; empty while they are awake.
 
@@ -700,7 +713,7 @@ class AsyncSGLang(RLSGLangEngine):
             capabilities=self._capabilities,
             get_metadata=lambda: self._adapters.metadata(self.get_model_metadata),
         )
-        return run_sync(
+        loaded = run_sync(
             self._adapters.load(
                 name,
                 content,
@@ -710,6 +723,9 @@ class AsyncSGLang(RLSGLangEngine):
                 timeout=LOAD_SECONDS if timeout is None else timeout,
             )
         )
+        if version is not None:
+            self._fleet.note_version(version)
+        return loaded
 
     def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
         """Drops a LoRA adapter from every server, after the requests that use it.
@@ -973,6 +989,7 @@ class AsyncSGLang(RLSGLangEngine):
         Raises:
             WeightSyncStateError: if an update is under way, or weights are asleep.
         """
+        self._check_open()
         with self._alone():
             check_weights_awake(self._fleet.asleep)
             outcome = _Outcome(self)
@@ -1092,6 +1109,7 @@ class AsyncSGLang(RLSGLangEngine):
             ServerDiedError: if every server has been started too often.
         """
         self._check_open()
+        check_weights_awake(self._fleet.asleep)
         run_sync(revive(self._fleet, self._control, timeout=timeout))
 
     def flush_cache(self) -> bool:
@@ -1193,17 +1211,24 @@ class _Outcome(WeightUpdate):
     def __init__(self, engine: AsyncSGLang) -> None:
         self._engine = engine
         self._doubt_before = engine._fleet.doubt
+        self._keeps_state = False
         self.version: str | None = None
 
     @property
     def already_in_doubt(self) -> bool:
         return self._doubt_before is not None
 
-    def committed(self, version: str) -> None:
+    def committed(self, version: str, *, checkpoint: bool = False) -> None:
         self.version = version
+        fleet = self._engine._fleet
         # Before generation goes on, so that no request carries the older key.
-        self._engine._fleet.weight_version = version
-        self._engine._fleet.doubt = None
+        fleet.weight_version = version
+        fleet.note_version(version)
+        if checkpoint:
+            fleet.checkpoint_version = version
+        if self._keeps_state:
+            fleet.in_place_versions |= {version}
+        fleet.doubt = None
 
     def in_doubt(self, reason: str) -> None:
         self._engine._fleet.doubt = reason
@@ -1212,7 +1237,7 @@ class _Outcome(WeightUpdate):
         self._engine._fleet.interruptions += 1
 
     def keeps_state(self) -> None:
-        self._engine._fleet.keeps_state = True
+        self._keeps_state = True
 
     def untouched(self) -> None:
         self._engine._fleet.doubt = self._doubt_before

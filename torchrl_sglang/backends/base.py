@@ -200,6 +200,19 @@ class RLSGLangEngine(abc.ABC):
     def shutdown(self) -> None:
         """Ends what this engine owns."""
 
+    @property
+    @abc.abstractmethod
+    def newest_version(self) -> str:
+        """Newest version that weights or an adapter of these servers have had."""
+
+    @property
+    @abc.abstractmethod
+    def base_problem(self) -> str | None:
+        """Why an adapter over what the servers hold may not make a policy.
+
+        ``None`` if they hold the checkpoint that they were started with.
+        """
+
     def get_tp_size(self) -> int:
         """Returns the tensor-parallel size of each server."""
         return self.capabilities.tp_size
@@ -222,8 +235,13 @@ class WeightUpdate(abc.ABC):
         """Whether an earlier update left a mix of old and new weights."""
 
     @abc.abstractmethod
-    def committed(self, version: str) -> None:
-        """The servers hold these weights, whole."""
+    def committed(self, version: str, *, checkpoint: bool = False) -> None:
+        """The servers hold these weights, whole.
+
+        Args:
+            version: of the weights.
+            checkpoint: they are those that the servers were started with.
+        """
 
     @abc.abstractmethod
     def in_doubt(self, reason: str) -> None:

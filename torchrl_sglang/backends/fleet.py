@@ -150,8 +150,12 @@ class Fleet:
     """Whether the engine was shut down."""
     interruptions: int = 0
     """How often a weight update aborted what was under way, to be sent again."""
-    keeps_state: bool = False
-    """Whether a weight update let requests go on with state of the older weights."""
+    in_place_versions: frozenset[str] = frozenset()
+    """Versions before which requests went on with state of the older weights."""
+    newest: str = ""
+    """Newest version that weights or an adapter have had."""
+    checkpoint_version: str | None = None
+    """What the weights that the servers were started with are called."""
     required_adapters: frozenset[str] = frozenset()
     """LoRA adapters that requests may name: a replica without them gets none."""
     on_change: Callable[[], None] = lambda: None
@@ -168,6 +172,10 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self._initial_version = self.weight_version
+        self.newest = self.weight_version
+        if not self.weight_version.isdigit():
+            # Nobody has sent any.
+            self.checkpoint_version = self.weight_version
         self._registered = {replica.url for replica in self.replicas}
 
     @property
@@ -288,6 +296,27 @@ class Fleet:
             released = (replica.released for replica in self.replicas if replica.runs)
             self.asleep -= tags - set[str]().union(*released)
         self.on_change()
+
+    def note_version(self, version: str) -> None:
+        """Takes note of a version that was given out: it is never given out again."""
+        if version.isdigit() and int(version) > int(
+            self.newest if self.newest.isdigit() else -1
+        ):
+            self.newest = version
+
+    @property
+    def base_problem(self) -> str | None:
+        """Why an adapter over what the servers hold may not make a policy."""
+        if self.doubt is not None:
+            return f"The weights of the servers are in doubt: {self.doubt}"
+        if any(replica.state == "stale" for replica in self.replicas):
+            return "A server that was started again holds other weights than the rest."
+        if self.weight_version != self.checkpoint_version:
+            return (
+                f"The servers hold weights of version {self.weight_version!r}, not the "
+                f"checkpoint that they were started with."
+            )
+        return None
 
     def check_awake(self) -> None:
         """Checks that requests are taken.
@@ -468,7 +497,9 @@ class Fleet:
             "asleep": self.asleep,
             "draining": False,
             "interruptions": 0,
-            "keeps_state": self.keeps_state,
+            "in_place_versions": self.in_place_versions,
+            "newest": self.newest,
+            "checkpoint_version": self.checkpoint_version,
             "weight_version": self.weight_version,
             "_initial_version": self._initial_version,
             "_updating": None,

@@ -185,9 +185,11 @@ class Generation:
     def _in_place(
         self, answer: Completion | SGLangError, index: int, size: int, call: Call
     ) -> Completion | SGLangError:
-        if self._fleet.keeps_state and isinstance(answer, Completion):
+        kept = self._fleet.in_place_versions
+        if kept and isinstance(answer, Completion):
             # A server that ran out of memory computed some of that state again.
-            answer = replace(answer, mixed_state=len(answer.versions) > 1)
+            mixed = any(span.version in kept for span in answer.versions[1:])
+            answer = replace(answer, mixed_state=mixed)
         return _in_place(answer, index, size, call)
 
     def _is_stale(self, answer: Completion | SGLangError, key: str) -> bool:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
     RequestRefusedError,
@@ -37,6 +37,8 @@ def recover(
     version: str,
     pause_mode: PauseMode,
     load_timeout: float = LOAD_TIMEOUT_SECONDS,
+    held: WeightUpdate | None = None,
+    replaces_adapter: bool = False,
 ) -> SyncReport:
     """Has every server load the checkpoint that it was started with, and generate.
 
@@ -45,6 +47,8 @@ def recover(
         version: what they report as their weight version from then on.
         pause_mode: what happens to requests that run meanwhile.
         load_timeout: budget for the servers to read their files, in seconds.
+        held: the caller's hold of the engine, if it has one.
+        replaces_adapter: requests carry a LoRA adapter, and shall no longer.
 
     Raises:
         UnsupportedByServerError: if the servers were started without a checkpoint.
@@ -66,6 +70,9 @@ def recover(
         version=version,
         pause_mode="retract" if pause_mode == "none" else pause_mode,
         whole=False,
+        held=held,
+        replaces_adapter=replaces_adapter,
+        checkpoint=True,
     )
 
 

@@ -6,11 +6,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
     ServerError,
+    SGLangError,
     WeightSyncStateError,
     WeightTransferError,
 )
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 __all__ = ["SGLangWeightSender"]
+
+UNLOAD_SECONDS = 10.0
+"""Budget for the last requests of an adapter that whole weights have replaced."""
 
 
 class SGLangWeightSender:
@@ -225,13 +230,14 @@ class SGLangWeightSender:
         if find_ranks(source, self._scheme.process_group) is not None:
             # Every rank must come to the same answer, and only one sees the servers.
             return False
-        return self._scheme.engine.capabilities.has_lora
+        engine = self._scheme.engine
+        return engine.capabilities.has_lora and engine.base_problem is None
 
     def _publish(
         self, source: Source, config: dict[str, Any], given: Any, verify: bool
     ) -> SyncReport:
         """Sends an adapter; generation goes on with the older one meanwhile."""
-        engine, version = self._scheme.engine, self._next_version()
+        engine = self._scheme.engine
         transport = LoraTransport(
             engine,
             self._scheme.adapter,
@@ -242,14 +248,20 @@ class SGLangWeightSender:
         tensors = dict(
             source.read({name: known.dtype for name, known in source.found.items()})
         )
-        check = None
-        if verify:
-            check = Verifier(engine).watch_adapter(given, version=version)
-        with engine.weight_update():
+        with engine.weight_update() as update:
+            self._check_base(update)
+            version = self._next_version()
+            check = None
+            if verify:
+                check = Verifier(engine).watch_adapter(given, version=version)
             transport.publish(tensors, config, version)
-        sent = time.perf_counter()
-        if check is not None:
-            check(engine.adapters[self._scheme.adapter].served_as)
+            sent = time.perf_counter()
+            if check is not None:
+                try:
+                    check(engine.adapters[self._scheme.adapter].served_as)
+                except BaseException as error:
+                    update.in_doubt(str(error) or type(error).__name__)
+                    raise
         return SyncReport(
             version=version,
             transport=transport.name,
@@ -266,35 +278,70 @@ class SGLangWeightSender:
             },
         )
 
+    def _check_base(self, update: WeightUpdate) -> None:
+        """Checks that an adapter alone makes the policy.
+
+        Raises:
+            WeightSyncStateError: if nothing generates with the base weights.
+        """
+        problem = self._scheme.engine.base_problem
+        if problem is None:
+            return
+        if update.already_in_doubt:
+            raise WeightSyncStateError(
+                f"A LoRA adapter alone does not help: {problem} Bring the base weights "
+                f"back with sender.recover(), or send whole weights with another "
+                f"transport."
+            )
+        torchrl_logger.warning(
+            f"A LoRA adapter is published over a base that may not be the one that it "
+            f"was trained on: {problem}"
+        )
+
     def _transfer(self, source: Source, given: Any, verify: bool) -> SyncReport:
         engine = self._scheme.engine
         found = open_weights(source, self._served(), self._fused)
-        version = self._next_version()
-        check = None
-        if verify:
-            if self._verifier is None:
-                self._verifier = Verifier(engine)
-            found, check = self._verifier.watch(found, given, version=version)
-        report = session.update_weights(
-            engine,
-            self._get_transport(self._scheme.device or found.device),
-            found,
-            version=version,
-            pause_mode=self._scheme.pause_mode,
-            flush=self._scheme.flush_cache,
-            verify=check,
-            reason=self._reason,
-            control_timeout=self._scheme.control_timeout,
-        )
-        self._retire_adapter()
+        # From here on nobody else can take the version.
+        with engine.weight_update() as update:
+            version = self._next_version()
+            check = None
+            if verify:
+                if self._verifier is None:
+                    self._verifier = Verifier(engine)
+                found, check = self._verifier.watch(found, given, version=version)
+            adapter = self._published_adapter()
+            report = session.update_weights(
+                engine,
+                self._get_transport(self._scheme.device or found.device),
+                found,
+                version=version,
+                pause_mode=self._scheme.pause_mode,
+                flush=self._scheme.flush_cache,
+                verify=check,
+                reason=self._reason,
+                control_timeout=self._scheme.control_timeout,
+                held=update,
+                replaces_adapter=adapter is not None,
+            )
+        self._drop_adapter(adapter)
         return report
 
-    def _retire_adapter(self) -> None:
-        """Has requests use the whole weights alone, which an adapter was made into."""
+    def _published_adapter(self) -> str | None:
+        """Returns the adapter that requests carry and that whole weights replace."""
         engine = self._scheme.engine
         adapter = engine.adapters.get(engine.default_adapter or "")
-        if adapter is not None and adapter.version is not None:
-            engine.unload_adapter(adapter.name)
+        if adapter is None or adapter.version is None:
+            return None
+        return adapter.name if adapter.name == self._scheme.adapter else None
+
+    def _drop_adapter(self, name: str | None) -> None:
+        """Gives the room of an adapter back that no request selects any more."""
+        if name is None:
+            return
+        try:
+            self._scheme.engine.unload_adapter(name, timeout=UNLOAD_SECONDS)
+        except SGLangError as error:
+            torchrl_logger.warning(f"The LoRA adapter {name!r} stays loaded: {error}")
 
     def _is_left_to_another(self, model: Any) -> bool:
         """Returns whether another rank sends a model; needs no server."""
@@ -331,11 +378,21 @@ class SGLangWeightSender:
         """
         engine = self._scheme.engine
         recovery.checkpoint_path(engine)
-        self._drop_transport()
+        with engine.weight_update():
+            # Nobody is in the middle of an update.
+            self._drop_transport()
+        # Servers that are started again belong to an update only if it begins later.
         engine.revive()
-        report = recovery.recover(
-            engine, version=self._next_version(), pause_mode=self._scheme.pause_mode
-        )
+        with engine.weight_update() as update:
+            adapter = self._published_adapter()
+            report = recovery.recover(
+                engine,
+                version=self._next_version(),
+                pause_mode=self._scheme.pause_mode,
+                held=update,
+                replaces_adapter=adapter is not None,
+            )
+        self._drop_adapter(adapter)
         return self._count(report)
 
     def _count(self, report: SyncReport, counts_itself: Any = None) -> SyncReport:
@@ -395,7 +452,7 @@ class SGLangWeightSender:
             raise failure from error
         engine = self._scheme.engine
         adapters = [each.version or "" for each in engine.adapters.values()]
-        known = [*current, engine.weight_version, *adapters]
+        known = [*current, engine.weight_version, engine.newest_version, *adapters]
         newest = max(int(v) if v.isdigit() else 0 for v in known)
         counted = [self._policy_version(each) for each in self._all_collectors()]
         return str(1 + max([newest, *counted]))
@@ -427,7 +484,6 @@ class SGLangWeightSender:
     def shutdown(self) -> None:
         """Leaves the servers' process group. Safe to call twice."""
         self._drop_transport()
-        self._collectors.clear()
 
     def _drop_transport(self) -> None:
         if self._transport is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torchrl._utils import logger as torchrl_logger
@@ -36,6 +36,13 @@ from torchrl_sglang.weight_update.transports.base import WeightTransport
 from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = ["update_weights"]
+
+TAKE_OVER_SECONDS = 20.0
+"""A session that another sender has open is taken for one of a sender that is gone when
+it is still open after so long. ``recover()`` does not wait."""
+
+TAKE_OVER_POLL_SECONDS = 0.2
+"""How often it is looked for."""
 
 CLEANUP_SECONDS = 5.0
 """Budget for each call that tidies up after a failure."""
@@ -80,6 +87,9 @@ def update_weights(
     whole: bool = True,
     reason: str = "",
     control_timeout: float = CONTROL_TIMEOUT_SECONDS,
+    held: WeightUpdate | None = None,
+    replaces_adapter: bool = False,
+    checkpoint: bool = False,
 ) -> SyncReport:
     """Brings new weights to every server of an engine.
 
@@ -99,6 +109,10 @@ def update_weights(
             in doubt even after a failure that comes before the first byte.
         reason: why this transport; a sentence for the report.
         control_timeout: budget for each call that moves no weights, in seconds.
+        held: the caller's hold of the engine, if it has one already.
+        replaces_adapter: requests carry a LoRA adapter that these weights include:
+            those under way are sent again, without it.
+        checkpoint: the weights are those that the servers were started with.
 
     Raises:
         WeightTransferError: if it failed. ``untouched`` tells whether the old weights
@@ -111,7 +125,7 @@ def update_weights(
     phase = _Phases()
     control = engine.control
     start = time.perf_counter()
-    with engine.weight_update() as update:
+    with engine.weight_update() if held is None else nullcontext(held) as update:
         if not transport.connected:
             with phase("connect"):
                 transport.connect()
@@ -120,13 +134,18 @@ def update_weights(
         try:
             with phase("pause"):
                 _pause(update, control, pause_mode, control_timeout)
+                if replaces_adapter:
+                    update.interrupts()
+                    run_sync(control.abort_all(timeout=control_timeout))
             if flush or pause_mode == "retract":
                 with phase("flush"):
                     _flush(update, control, pause_mode, control_timeout)
             count = _send(
                 control, transport, weights, version, phase, state, control_timeout
             )
-            update.committed(version)
+            if replaces_adapter:
+                engine.default_adapter = None
+            update.committed(version, checkpoint=checkpoint)
             state.committed = True
             # An update that failed, or memory that was given back, left them paused.
             if pause_mode != "none" or control.pausing.paused:
@@ -242,7 +261,7 @@ def _verify(
     try:
         verify()
     except BaseException as error:
-        update.in_doubt(str(error))
+        update.in_doubt(_told(error))
         _stay_paused(control)
         raise
 
@@ -256,9 +275,23 @@ def _begin(control: ControlPlane, state: _State, timeout: float) -> None:
             raise
         # Whoever left a session open may have left half of its weights.
         state.touched = True
-        run_sync(control.end_weight_update(timeout=timeout))
-        run_sync(control.begin_weight_update(timeout=timeout))
+        _take_over(control, timeout)
     state.begun = True
+
+
+def _take_over(control: ControlPlane, timeout: float) -> None:
+    """Opens a session when the one that is open has ended, or nobody will end it."""
+    deadline = time.monotonic() + min(timeout, TAKE_OVER_SECONDS)
+    while time.monotonic() < deadline:
+        time.sleep(TAKE_OVER_POLL_SECONDS)
+        try:
+            run_sync(control.begin_weight_update(timeout=timeout))
+            return
+        except RequestRefusedError as error:
+            if "already open" not in str(error):
+                raise
+    run_sync(control.end_weight_update(timeout=timeout))
+    run_sync(control.begin_weight_update(timeout=timeout))
 
 
 def _resume(control: ControlPlane, timeout: float) -> None:
@@ -290,14 +323,19 @@ def _close_session(control: ControlPlane, state: _State) -> None:
         state.touched = True
 
 
+def _told(error: BaseException) -> str:
+    # An interrupt has nothing to say.
+    return str(error) or f"{type(error).__name__}."
+
+
 def _clean_up(
     error: BaseException, update: WeightUpdate, control: ControlPlane, state: _State
 ) -> WeightSyncError:
     """Leaves the servers safe after a failure, and returns the error that tells."""
     if state.touched:
-        update.in_doubt(str(error))
+        update.in_doubt(_told(error))
     _close_session(control, state)
-    safe, doubt = not state.touched, str(error)
+    safe, doubt = not state.touched, _told(error)
     if safe:
         update.untouched()
         outcome = (
