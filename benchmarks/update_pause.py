@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import threading
 import time
+from typing import Any
 
 import requests
 import torch
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.cli.bench.shapes import SHAPES, save_model, save_shapes
 from torchrl_sglang.testing.gpu import server_arguments
+from torchrl_sglang.types import PauseMode
 
 TOKENS_BEFORE = 32
 """Tokens that come before an update begins."""
@@ -77,6 +79,34 @@ class Stream:
         return max(b - a for a, b in itertools.pairwise(around))
 
 
+def show_pause(engine: AsyncSGLang, model: Any, mode: PauseMode, repeats: int) -> None:
+    """Measures and prints.
+
+    Args:
+        engine: one server.
+        model: weights to send.
+        mode: what happens to the stream.
+        repeats: number of updates.
+    """
+    sender = SGLangWeightSyncScheme(engine, pause_mode=mode).create_sender()
+    sender.update_weights(model)
+    beyond, updates = [], []
+    for _ in range(repeats):
+        stream = Stream(engine.server_url)
+        if not stream.begun.wait(120):
+            raise SystemExit("No tokens came.")
+        since = time.perf_counter()
+        report = sender.update_weights(model)
+        beyond.append(stream.longest_gap(since) - report.seconds)
+        updates.append(report.seconds)
+    sender.shutdown()
+    print(
+        f"{mode}: an update of {statistics.median(updates):.3f} s stops generation for "
+        f"{statistics.median(beyond):+.3f} s beyond that (worst {max(beyond):+.3f} s).",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", choices=["cpu", *SHAPES], default="cpu")
@@ -102,24 +132,10 @@ def main() -> None:
                 name: torch.randn(shape, dtype=dtype, device="cuda:0") * 0.02
                 for name, (dtype, shape) in engine.get_model_metadata().items()
             }
-        mode = arguments.pause_mode or "retract"
         with engine:
-            sender = SGLangWeightSyncScheme(engine, pause_mode=mode).create_sender()
-            sender.update_weights(model)
-            beyond, updates = [], []
-            for _ in range(arguments.repeats):
-                stream = Stream(engine.server_url)
-                if not stream.begun.wait(120):
-                    raise SystemExit("No tokens came.")
-                since = time.perf_counter()
-                report = sender.update_weights(model)
-                beyond.append(stream.longest_gap(since) - report.seconds)
-                updates.append(report.seconds)
-            sender.shutdown()
-    print(
-        f"{mode}: an update of {statistics.median(updates):.3f} s stops generation for "
-        f"{statistics.median(beyond):+.3f} s beyond that (worst {max(beyond):+.3f} s)."
-    )
+            show_pause(
+                engine, model, arguments.pause_mode or "retract", arguments.repeats
+            )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ two GPUs it is a copy from one to the other, on one a copy within it.
     python benchmarks/weight_sync.py --shapes 7b --transport cuda_ipc    # one GPU
     python benchmarks/weight_sync.py --shapes 7b --transport broadcast cuda_ipc
 
-`--torchrl` adds the scheme that TorchRL itself has for SGLang. It is what `python -m
+`--torchrl` adds the scheme that TorchRL itself has for SGLang, and `--pause` how long a
+stream on a GPU stands still (see `update_pause.py`). It is what `python -m
 torchrl_sglang bench weights` does, with the arguments of the results in RESULTS.md.
 """
 
@@ -29,6 +30,7 @@ from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.cli.bench.shapes import SHAPES, save_model, save_shapes
 from torchrl_sglang.cli.bench.transfer import Transfer, measure_weights
 from torchrl_sglang.testing.gpu import server_arguments
+from update_pause import show_pause
 
 GPU_OF_SERVER = {"broadcast": 1, "cuda_ipc": 0, "torchrl": 1}
 """The trainer is on GPU 0."""
@@ -53,7 +55,9 @@ def start(shapes: str, names: list[str], folder: str) -> dict[str, AsyncSGLang]:
             load_format="dummy",
             base_gpu_id=GPU_OF_SERVER[name],
             enforce_eager=True,
-            gpu_memory_utilization=0.3,
+            # Servers may share a GPU here; what they take for caches is little.
+            gpu_memory_utilization=0.6,
+            max_total_tokens=16_384,
             start_timeout=400,
             environment=TORCHRL_SETTINGS if name == "torchrl" else None,
             **server_arguments(),
@@ -101,6 +105,7 @@ def main() -> None:
         default=["broadcast"],
     )
     parser.add_argument("--torchrl", action="store_true")
+    parser.add_argument("--pause", action="store_true")
     arguments = parser.parse_args()
     engines: Mapping[str, AsyncSGLang] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -123,6 +128,15 @@ def main() -> None:
                             transport=transport,
                         )
                     )
+            if arguments.pause:
+                weights = {
+                    name: torch.randn(shape, dtype=dtype, device="cuda:0") * 0.02
+                    for name, (dtype, shape) in engines[transport]
+                    .get_model_metadata()
+                    .items()
+                }
+                show_pause(engines[transport], weights, "in_place", arguments.repeats)
+                del weights
             if arguments.torchrl:
                 compare_torchrl(engines["torchrl"])
         finally:

@@ -8,6 +8,7 @@ TorchRL's collector with that argument.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, TypeVar
 
 from torchrl.collectors.llm import LLMCollector
@@ -43,6 +44,9 @@ def attach(collector: C, scheme: SGLangWeightSyncScheme) -> C:
     Returns:
         The same collector.
 
+    Raises:
+        ConfigurationError: if ``scheme`` is no scheme of this package.
+
     Examples:
         >>> from torchrl.collectors.llm import LLMCollector
         >>> from tensordict import TensorDict
@@ -62,6 +66,11 @@ def attach(collector: C, scheme: SGLangWeightSyncScheme) -> C:
         (1, True)
         >>> scheme.shutdown()
     """
+    if not isinstance(scheme, SGLangWeightSyncScheme):
+        raise ConfigurationError(
+            f"A collector is attached to a scheme, got {scheme!r}; give "
+            f"SGLangWeightSyncScheme(engine)."
+        )
     sender = scheme.create_sender()
 
     def update_policy_weights_(
@@ -161,6 +170,11 @@ class SGLangLLMCollector(LLMCollector):
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(weight_sync_schemes, (Mapping, NoneType)):
+            raise ConfigurationError(
+                f"weight_sync_schemes takes {{'policy': SGLangWeightSyncScheme}}, got "
+                f"{weight_sync_schemes!r}."
+            )
         for name, scheme in (weight_sync_schemes or {}).items():
             if name != MODEL_ID or not isinstance(scheme, SGLangWeightSyncScheme):
                 raise ConfigurationError(

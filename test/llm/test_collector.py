@@ -175,11 +175,14 @@ def test_arguments_that_mean_nothing_here(
 
 def test_schemes_for_something_else(engine, tokenizer):
     scheme = SGLangWeightSyncScheme(engine)
-    for schemes in ({"critic": scheme}, {"policy": object()}):
+    for schemes in ({"critic": scheme}, {"policy": object()}, scheme, [scheme]):
         with pytest.raises(ConfigurationError, match="weight_sync_schemes takes"):
             make_collector(
                 engine, tokenizer, SGLangLLMCollector, weight_sync_schemes=schemes
             )
+    for other in (engine, SGLangWeightSyncScheme, None, "http://127.0.0.1:30000"):
+        with pytest.raises(ConfigurationError, match="attached to a scheme, got"):
+            attach(object(), other)
 
 
 def test_every_way_of_calling_counts_once(scheme, restored_engine, tokenizer):

@@ -17,5 +17,5 @@ Starting them
     ``command``, ``vllm_arguments`` and ``server_flags`` (arguments), ``ports``,
     ``process``, ``watchdog``, ``router`` and ``router_launch``, ``cpu``.
 Underneath
-    ``event_loop``, ``http``.
+    ``event_loop``, ``http``, ``checks`` (of arguments).
 """

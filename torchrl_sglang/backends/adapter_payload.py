@@ -16,7 +16,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.types import ModelMetadata, ServerCapabilities
 
-__all__ = ["Content", "prepare_adapter", "read_folder", "to_text"]
+__all__ = ["Content", "prepare_adapter", "read_folder", "to_text", "why_not"]
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -50,6 +50,12 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "layer_replication": (([],), "SGLang serves the layers of the base model"),
     "trainable_token_indices": (([], {}), "SGLang does not load single embeddings"),
     "target_parameters": (([],), "SGLang adapts modules only"),
+    "alora_invocation_tokens": (([],), "SGLang applies an adapter to every token"),
+    "use_qalora": ((False,), "SGLang has no QALoRA"),
+    "use_bdlora": ((False,), "SGLang has no BD-LoRA"),
+    "arrow_config": ((), "SGLang does not route between adapters"),
+    "kasa_config": ((), "SGLang has no KaSA"),
+    "monteclora_config": ((), "SGLang has no MonteCLoRA"),
 }
 
 _STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -196,6 +202,42 @@ def check_config(
         "lora_alpha": alpha,
         "base_model_name_or_path": str(config.get("base_model_name_or_path") or ""),
     }
+
+
+def why_not(
+    config: Mapping[str, Any], modules: Collection[str], server_args: Mapping[str, Any]
+) -> str | None:
+    """Returns why servers do not take an adapter, as a sentence, or None if they do.
+
+    Args:
+        config: content of ``adapter_config.json``.
+        modules: last parts of the names of the modules that it adapts.
+        server_args: what the servers say about their own arguments.
+
+    Examples:
+        >>> config = {"r": 16, "lora_alpha": 16}
+        >>> why_not(config, ["q_proj"], {"max_lora_rank": 16}) is None
+        True
+        >>> print(why_not(config, ["o_proj"], {"lora_target_modules": ["q_proj"]}))
+        The servers were started with lora_target_modules=['q_proj'], without 'o_proj'.
+    """
+    try:
+        check_config(config, server_args)
+    except ConfigurationError as error:
+        return str(error)
+    served = server_args.get("lora_target_modules")
+    if not isinstance(served, (list, tuple)) or set(served) & {"all", "all-linear"}:
+        return None
+    taken = {name.rpartition(".")[2] for name in served}
+    # One of those that are computed together stands for all of them.
+    taken |= {name for group in _STACKED if taken & {*group} for name in group}
+    lacking = sorted(set(modules) - taken)
+    if not lacking:
+        return None
+    return (
+        f"The servers were started with lora_target_modules={sorted(served)}, without "
+        f"{', '.join(map(repr, lacking))}."
+    )
 
 
 def check_tensors(

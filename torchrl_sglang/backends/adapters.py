@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
@@ -65,6 +66,11 @@ DRAIN_SECONDS = 1800.0
 CLOSE_SECONDS = 2.0
 """Budget for dropping what was replaced when an engine is shut down and its servers are
 not."""
+
+_DROPPED = re.compile(
+    r"Failed to implicitly load LoRA adapter|requested LoRA adapters are not loaded"
+)
+"""How servers refuse a request that names an adapter which has been dropped."""
 
 _NAME = re.compile(r"[A-Za-z0-9._/-]+")
 """A name is part of the servers' own, and of a model's in OpenAI's protocol."""
@@ -124,6 +130,8 @@ class Adapters:
         self._follows = True
         self._looked_at = -LOOK_SECONDS
         self._loaded: dict[str, _Loaded] = {}
+        # Name -> the newest load of it that was ever found.
+        self._latest: dict[str, int] = {}
         self._take(self._newest(capabilities.adapters))
         self._served: ModelMetadata | None = None
         self._begin_in_this_process()
@@ -159,6 +167,7 @@ class Adapters:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Begins with what :meth:`state` returned in another process."""
         self._loaded = dict(state["loaded"])
+        self._latest = {n: _load_number(e.adapter) for n, e in self._loaded.items()}
         self._default = state["default"]
 
     def metadata(self, get: Callable[[], ModelMetadata]) -> ModelMetadata:
@@ -181,6 +190,8 @@ class Adapters:
 
     @default.setter
     def default(self, name: str | None) -> None:
+        if name and not self._capabilities.has_lora:
+            raise why_no_lora()
         if name is not None:
             self.check([name])
         self._default = name or None
@@ -222,6 +233,18 @@ class Adapters:
             await self._find()
             self.check(names)
 
+    async def missed(self, error: RequestRefusedError) -> bool:
+        """Finds out whether a request named what somebody else has dropped.
+
+        Returns:
+            Whether it is worth sending again, with what is loaded now.
+        """
+        if _DROPPED.search(str(error)) is None:
+            return False
+        before = self._loaded
+        await self._find()
+        return self._loaded is not before
+
     async def _find(self) -> None:
         self._looked_at = time.monotonic()
         before = self._loaded
@@ -230,13 +253,18 @@ class Adapters:
         except SGLangError as error:
             torchrl_logger.debug(f"Servers do not tell their adapters: {error}")
             return
-        if self._loaded is not before:
+        if self._loaded is not before or not held:
             # Something was loaded or dropped here meanwhile: that is known better.
             return
         # One that some of them lack is being loaded, or dropped.
         everywhere = set(held[0]).intersection(*held[1:])
         everywhere -= {self._coming, *self._retiring}
-        found = self._newest(sorted(everywhere))
+        found = {
+            name: each
+            for name, each in self._newest(sorted(everywhere)).items()
+            # One that was replaced may be there longer than what replaced it.
+            if not 0 < _load_number(each.adapter) < self._latest.get(name, 0)
+        }
         for name, each in self._loaded.items():
             ours = each.content is not None
             if ours and (
@@ -244,6 +272,13 @@ class Adapters:
                 or _load_number(found[name].adapter) <= _load_number(each.adapter)
             ):
                 found[name] = each
+        default = self._default or ""
+        if default not in found and default in before:
+            kept = before[default]
+            if any(kept.adapter.served_as in names for names in held):
+                # Some servers lack it, and that is theirs to say: other requests would
+                # silently be computed without it.
+                found[default] = kept
         self._take(found)
 
     def _take(self, found: dict[str, _Loaded]) -> None:
@@ -256,8 +291,15 @@ class Adapters:
             and each.adapter.served_as.startswith(f"{each.adapter.name}@")
         ]
         self._loaded = found
+        for name, each in found.items():
+            self._latest[name] = max(
+                self._latest.get(name, 0), _load_number(each.adapter)
+            )
         if new:
             self._default = max(new, key=_load_number).name
+        elif self._default not in found:
+            # It was dropped by somebody else, as whole weights do that replace it.
+            self._default = None
 
     def _newest(self, served_names: Sequence[str]) -> dict[str, _Loaded]:
         found: dict[str, Adapter] = {}
@@ -330,7 +372,7 @@ class Adapters:
                 version=version,
                 pinned=pinned,
             )
-            old = self._loaded.get(name)
+            replaced = await self._begin_to_replace(adapter)
             await self._make_room(adapter, deadline)
             new = _Loaded(adapter=adapter, content=content)
 
@@ -353,8 +395,8 @@ class Adapters:
                 self._coming = None
             if pinned:
                 self._pinned.add(adapter.served_as)
-            if old is not None:
-                self._retire(old.adapter.served_as)
+            for served_as in replaced:
+                self._retire(served_as)
         torchrl_logger.debug(f"Loaded {adapter}")
         return adapter
 
@@ -370,7 +412,15 @@ class Adapters:
         deadline = time.monotonic() + timeout
         async with self._in_turn(deadline):
             self.check([name])
-            served_as = self._loaded[name].adapter.served_as
+            adapter = self._loaded[name].adapter
+            served_as = adapter.served_as
+            # Whoever looks afterwards would take an older one for the newest.
+            dropped = [served_as, *await self._older(adapter)]
+            lingering = [
+                each
+                for each in self._retiring
+                if parse_served_name(each).name == name and self._users[each] <= 0
+            ]
 
             def commit() -> None:
                 self._loaded = {n: e for n, e in self._loaded.items() if n != name}
@@ -379,15 +429,55 @@ class Adapters:
                     self._default = None
 
             self._fleet.require_adapters(self._required(minus=name), commit)
-            await self._hurry([served_as], deadline)
+            await self._hurry([served_as, *lingering], deadline)
             if self._users[served_as] > 0:
-                self._retire(served_as)
+                for each in dropped:
+                    self._retire(each)
                 raise ServerTimeoutError(
                     f"{self._users[served_as]} requests used the LoRA adapter "
                     f"{name!r} for longer than {timeout:g} s. No new ones do, and the "
                     f"servers drop it after the last of them."
                 )
-            await self._drop(served_as, max(deadline - time.monotonic(), 1.0))
+            left = max(deadline - time.monotonic(), 1.0)
+            await asyncio.gather(*(self._drop(each, left) for each in dropped))
+
+    async def _begin_to_replace(self, adapter: Adapter) -> set[str]:
+        """Returns what is to be dropped when there is an adapter that is coming.
+
+        That is what requests use until then, ours or others'. Older loads of it are
+        dropped now.
+        """
+        older = await self._older(adapter)
+        replaced = set(older[-1:])
+        if adapter.name in self._loaded:
+            replaced.add(self._loaded[adapter.name].adapter.served_as)
+        if adapter.pinned:
+            # Servers do not tell what is pinned; what came before us did as we do.
+            self._pinned.update(older)
+        for served_as in older:
+            if served_as not in replaced:
+                self._retire(served_as)
+        return replaced
+
+    async def _older(self, adapter: Adapter) -> list[str]:
+        """Returns older loads of an adapter that we do not drop yet, the oldest first.
+
+        One whose trainer has ended before it dropped what it had replaced has no other
+        owner than the next trainer.
+        """
+        try:
+            held = await self._control.adapters(urls=self._fleet.serving)
+        except SGLangError as error:
+            torchrl_logger.debug(f"Servers do not tell their adapters: {error}")
+            return []
+        found = [parse_served_name(each) for each in {*chain(*held)}]
+        return [
+            each.served_as
+            for each in sorted(found, key=_load_number)
+            if each.name == adapter.name
+            and each.served_as not in self._retiring
+            and _load_number(each) < _load_number(adapter)
+        ]
 
     def equip(self, replica: Replica) -> None:
         """Begins to load what a server lacks that was started again; does not wait."""

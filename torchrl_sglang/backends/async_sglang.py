@@ -41,6 +41,7 @@ from torchrl_sglang.backends.adapters import (
 )
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
 from torchrl_sglang.backends.batch import to_token_ids
+from torchrl_sglang.backends.checks import check_seconds
 from torchrl_sglang.backends.control_plane import ControlPlane
 from torchrl_sglang.backends.data_plane import DataPlane
 from torchrl_sglang.backends.event_loop import run_sync, submit
@@ -652,6 +653,8 @@ class AsyncSGLang(RLSGLangEngine):
 
         Raises:
             ConfigurationError: when it is set to one that is not loaded.
+            UnsupportedByServerError: when it is set to one, and the servers were
+                started without LoRA.
         """
         return self._adapters.default
 
@@ -699,11 +702,15 @@ class AsyncSGLang(RLSGLangEngine):
         """
         self._check_open()
         check_name(name)
-        if version is not None and not re.fullmatch(r"[^#\s]+", version):
+        if version is not None and not (
+            isinstance(version, str) and re.fullmatch(r"[^#\s]+", version)
+        ):
             raise ConfigurationError(
                 f"version={version!r} is no weight version; give a text without spaces "
                 f"and '#'."
             )
+        if timeout is not None:
+            check_seconds("timeout", timeout)
         if not self._capabilities.has_lora:
             raise why_no_lora()
         content = prepare_adapter(
@@ -740,6 +747,9 @@ class AsyncSGLang(RLSGLangEngine):
                 is dropped after the last one that does.
         """
         self._check_open()
+        check_name(name)
+        if timeout is not None:
+            check_seconds("timeout", timeout)
         run_sync(
             self._adapters.unload(
                 name, timeout=UNLOAD_SECONDS if timeout is None else timeout

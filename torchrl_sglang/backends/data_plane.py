@@ -91,6 +91,13 @@ class AdapterUse(Protocol):
             names: what each request selects.
         """
 
+    async def missed(self, error: RequestRefusedError) -> bool:
+        """Returns whether a request is worth sending again, with other adapters.
+
+        Args:
+            error: the server's answer to it.
+        """
+
 
 class Targets(Protocol):
     """Where generation requests go."""
@@ -491,6 +498,8 @@ class DataPlane:
     ) -> T:
         failed: list[str] = []
         attempt = 0
+        looked = False
+        delay: float | None
         while True:
             attempt += 1
             if self._aborted.issuperset(rids):
@@ -507,6 +516,11 @@ class DataPlane:
                 # Nobody waits for it any more, and the server need not either.
                 self._tidy_up(sent)
                 raise
+            except RequestRefusedError as error:
+                if looked or not await self._adapters.missed(error):
+                    raise
+                # It named an adapter that another process has had dropped meanwhile.
+                looked, delay = True, 0.0
             except ServerUnavailableError as error:
                 self._targets.failed(url)
                 failed.append(url)
@@ -703,6 +717,10 @@ class NoAdapters:
     def used(self, names: Sequence[str | None]) -> Iterator[list[None]]:
         """Yields no adapter for each; see :class:`AdapterUse`."""
         yield [None] * len(names)
+
+    async def missed(self, error: RequestRefusedError) -> bool:
+        """Returns False; see :class:`AdapterUse`."""
+        return False
 
 
 Prefix = tuple[tuple[int, ...], str | None]

@@ -60,7 +60,7 @@ def normalize_url(url: str) -> str:
         )
     full = url if "://" in url else f"http://{url}"
     scheme, _, rest = full.partition("://")
-    if scheme not in ("http", "https") or not rest.strip("/"):
+    if scheme not in ("http", "https") or not rest.strip("/") or rest.split() != [rest]:
         raise ConfigurationError(
             f"{url!r} is not the address of a server; write it like "
             f"'http://127.0.0.1:30000'."

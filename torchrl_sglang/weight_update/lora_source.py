@@ -6,6 +6,7 @@ PEFT is needed only where a model of its own is given.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from torchrl_sglang.backends.adapter_payload import read_folder
+from torchrl_sglang.backends.adapter_payload import read_folder, why_not
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.tensors import (
     Source,
@@ -32,24 +33,41 @@ __all__ = [
 ]
 
 
+_KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""Ways in which PEFT begins an adapter and leaves the weights under it as they were."""
+
+
 def is_peft_model(model: Any) -> bool:
     """Returns whether ``model`` is, or wraps, a model of PEFT; does not import PEFT."""
     return peft_model_in(model) is not None
 
 
-def is_plain_lora(model: Any) -> bool:
-    """Returns whether all that ``model`` trains is one adapter that SGLang can take."""
+def is_plain_lora(model: Any, server_args: Mapping[str, Any] | None = None) -> bool:
+    """Returns whether all that ``model`` trains is one adapter that servers take.
+
+    Args:
+        model: anything that can be sent as weights.
+        server_args: what the servers say about their own arguments; by default those of
+            servers that take every rank and every module.
+    """
     found = peft_model_in(model)
     if found is None or len(found.active_adapters) != 1:
         return False
-    config = found.peft_config[found.active_adapters[0]]
-    return (
-        str(getattr(config.peft_type, "value", config.peft_type)) == "LORA"
-        and not config.modules_to_save
-        and not getattr(config, "use_dora", False)
-        and getattr(config, "bias", "none") == "none"
-        and not getattr(config, "trainable_token_indices", None)
-    )
+    name = found.active_adapters[0]
+    config = _plain(found.peft_config[name].to_dict())
+    if config.get("init_lora_weights", True) not in _KEEPS_BASE:
+        # It is nothing without the changed weights under it, which servers lack.
+        return False
+    of_adapter = re.compile(rf"([^.]+)\.lora_[^.]+\.{re.escape(name)}(\.|$)")
+    modules = set()
+    for path, parameter in found.named_parameters():
+        place = of_adapter.search(path)
+        if place is not None:
+            modules.add(place[1])
+        elif parameter.requires_grad:
+            # It is trained too, and would stay behind.
+            return False
+    return why_not(config, modules, server_args or {}) is None
 
 
 def adapter_source(given: Any) -> tuple[Source, dict[str, Any]]:

@@ -10,8 +10,15 @@ import torch.distributed as dist
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
+from torchrl_sglang.backends.adapters import check_name
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.checks import (
+    check_count,
+    check_flag,
+    check_port,
+    check_seconds,
+)
 from torchrl_sglang.backends.control_plane import CONTROL_TIMEOUT_SECONDS
 from torchrl_sglang.backends.http import normalize_url
 from torchrl_sglang.errors import (
@@ -63,7 +70,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             file system load; ``"lora"`` publishes the adapter of a PEFT model, or of a
             folder that PEFT has saved it in, and pauses nothing: requests under way
             end with the adapter that they began with. ``"auto"`` (default) takes
-            ``"lora"`` for a model that trains one on servers that take adapters,
+            ``"lora"`` for a model that trains nothing but one that the servers take,
             ``"disk"`` if a ``directory`` is given, ``"cuda_ipc"`` if this engine
             started the servers on the GPU of the weights, and ``"broadcast"``
             otherwise; the report says why.
@@ -169,6 +176,18 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
                 f"pause_mode={pause_mode!r} is not one of "
                 f"{', '.join(map(repr, get_args(PauseMode)))}."
             )
+        check_seconds("connect_timeout", connect_timeout)
+        check_seconds("send_timeout", send_timeout)
+        check_seconds("control_timeout", control_timeout)
+        check_flag("pin_adapter", pin_adapter)
+        check_flag("flush_cache", flush_cache)
+        check_flag("verify", verify)
+        check_count("bucket_bytes", bucket_bytes, "bytes")
+        check_name(adapter)
+        if master_port is not None:
+            check_port("master_port", master_port)
+        if directory is not None:
+            directory = _to_folder(directory)
         self.transport_arguments = {
             name: value
             for name, value, unset in (
@@ -182,10 +201,6 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             if value != unset
         }
         check_arguments(transport, self.transport_arguments)
-        if bucket_bytes <= 0:
-            raise ConfigurationError(
-                f"bucket_bytes={bucket_bytes} is not a size; give a positive number."
-            )
         if engine is not None and server_url is not None:
             raise ConfigurationError(
                 f"Give the engine once: engine={engine!r}, server_url={server_url!r}."
@@ -205,7 +220,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             self.use_engine(engine)
         self.device = None if device is None else _to_device(device)
         self.transport: TransportName = transport
-        self.directory = None if directory is None else os.fspath(directory)
+        self.directory = directory
         self.adapter = adapter
         self.pin_adapter = pin_adapter
         self.master_address = master_address
@@ -248,9 +263,12 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             ConfigurationError: if it is not the one that the scheme was made for.
         """
         known = self._server_url if self._engine is None else self._engine.server_url
-        if not isinstance(engine, RLSGLangEngine) or (
-            known not in (None, engine.server_url)
-        ):
+        if not isinstance(engine, RLSGLangEngine):
+            raise ConfigurationError(
+                f"{engine!r} is no engine that weights are sent to; give the same "
+                f"engine as the policy's, or the address of a server."
+            )
+        if known not in (None, engine.server_url):
             raise ConfigurationError(
                 f"The scheme was made for {self._engine or known}, and the engine is "
                 f"{engine!r}; give the same engine, or leave it out."
@@ -342,12 +360,30 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         return state
 
 
+def _to_folder(directory: str | os.PathLike[str]) -> str:
+    path = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    if not isinstance(path, str) or not path.strip():
+        raise ConfigurationError(
+            f"directory={directory!r} is no folder; give a path that this process and "
+            f"every server see."
+        )
+    return path
+
+
 def _to_device(device: torch.device | str | int) -> torch.device:
-    found = (
-        torch.device("cuda", device)
-        if isinstance(device, int)
-        else (torch.device(device))
-    )
+    try:
+        found = (
+            torch.device("cuda", device)
+            if type(device) is int
+            else torch.device(device)
+        )
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or isinstance(device, bool) or found.type not in ("cpu", "cuda"):
+        raise ConfigurationError(
+            f"device={device!r} is not one that weights are sent from; give 'cpu', "
+            f"'cuda' or the number of a GPU, or leave it out."
+        )
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(
             f"device={device!r} is a GPU, and there is none here; leave it out to send "

@@ -231,7 +231,11 @@ class SGLangWeightSender:
             # Every rank must come to the same answer, and only one sees the servers.
             return False
         engine = self._scheme.engine
-        return engine.capabilities.has_lora and engine.base_problem is None
+        return (
+            engine.capabilities.has_lora
+            and engine.base_problem is None
+            and is_plain_lora(given, engine.capabilities.server_args)
+        )
 
     def _publish(
         self, source: Source, config: dict[str, Any], given: Any, verify: bool

@@ -8,6 +8,7 @@ it, and the result is what a transport reads.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torchrl.modules.llm.policies import LLMWrapperBase
 
+from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.types import FusedParameter, ModelMetadata
 from torchrl_sglang.weight_update.buckets import TensorSpec
@@ -159,7 +161,13 @@ def find_source(weights: Any, remembered: Remembered | None = None) -> Source:
         ConfigurationError: if it is none of these, or holds no tensor.
     """
     if isinstance(weights, LLMWrapperBase):
-        weights = weights.model
+        kind, weights = type(weights).__name__, weights.model
+        if not isinstance(weights, nn.Module):
+            raise ConfigurationError(
+                f"The {kind} that was given as weights is an inference wrapper around "
+                f"a {type(weights).__name__}, and holds no weights itself. Register "
+                f"the model that is trained with sender.register_model(model)."
+            )
     # A TensorDict of parameters is a module, too, with names of its own.
     if isinstance(weights, TensorDictBase):
         return _from_tensordict(weights)
@@ -172,6 +180,18 @@ def find_source(weights: Any, remembered: Remembered | None = None) -> Source:
         return _from_exporter(weights, lambda: weights, remembered)
     if callable(weights) and not isinstance(weights, _NEITHER):
         return _from_exporter(weights, weights, remembered)
+    if isinstance(weights, RLSGLangEngine):
+        raise ConfigurationError(
+            f"The {type(weights).__name__} that was given as weights is the engine "
+            f"that they are sent to. Register the model that is trained with "
+            f"sender.register_model(model)."
+        )
+    if isinstance(weights, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"Weights are no path, got {type(weights).__name__} "
+            f"{os.fspath(weights)!r}. If PEFT has saved an adapter in this folder, "
+            f"give the scheme transport='lora'; otherwise load the model, and give it."
+        )
     raise ConfigurationError(
         f"Weights are a module, a state dict, a TensorDict, an iterable of (name, "
         f"tensor) or a function that returns one, got {type(weights).__name__}."

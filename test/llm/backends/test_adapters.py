@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.adapter_payload import prepare_adapter
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -384,6 +385,15 @@ def test_what_does_not_fit_is_refused_and_the_server_lives(lora_engine, peft_mod
         lora_engine.load_adapter("a@1", tensors=tensors, config=config)
     with pytest.raises(ConfigurationError, match="version="):
         lora_engine.load_adapter("a", tensors=tensors, config=config, version="1#2")
+    with pytest.raises(ConfigurationError, match="version=5"):
+        lora_engine.load_adapter("a", tensors=tensors, config=config, version=5)
+    for budget in ("3", -1, 0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match=f"timeout={budget!r}"):
+            lora_engine.load_adapter(
+                "a", tensors=tensors, config=config, timeout=budget
+            )
+        with pytest.raises(ConfigurationError, match=f"timeout={budget!r}"):
+            lora_engine.unload_adapter("a", timeout=budget)
     assert held(lora_engine) == []
     assert ask(lora_engine).adapter is None
 
@@ -442,8 +452,82 @@ def test_a_server_without_lora(engine):
         engine.load_adapter("style", tensors={}, config={})
     with pytest.raises(UnsupportedByServerError, match="enable_lora=True"):
         engine.generate(input_ids=PROMPT, adapter="style")
+    with pytest.raises(UnsupportedByServerError, match="enable_lora=True"):
+        engine.default_adapter = "style"
+    engine.default_adapter = None
     (answer,) = engine.generate(input_ids=PROMPT, adapter="")
     assert answer.adapter is None
+
+
+def test_copies_of_the_engine_notice_that_theirs_was_dropped(
+    lora_engine, peft_models, hf_model
+):
+    """In the midst of their work, and nobody tells them."""
+    copy = pickle.loads(pickle.dumps(lora_engine))
+    with AsyncSGLang.connect(lora_engine.server_url) as other:
+        for seed in (36, 37):
+            model = peft_models.make(seed)
+            load(lora_engine, "policy", model, version=str(seed), default=True)
+            for engine in (copy, other):
+                wait_for(
+                    lambda e=engine, v=str(seed): ask(e).adapter_version == v,
+                )
+            # The older one lingers when both are dropped.
+            assert len(held(lora_engine)) == 2 - (seed == 36)
+        lora_engine.unload_adapter("policy")
+        assert held(lora_engine) == []
+        for engine in (copy, other):
+            with pytest.raises(ConfigurationError, match="'policy'"):
+                ask(engine, "policy")
+            answer = ask(engine)
+            assert answer.adapter is None
+            assert peft_models.difference(answer, PROMPT, hf_model) < TOLERANCE
+            assert engine.default_adapter is None
+        # And that there is one again.
+        load(lora_engine, "policy", model, version="38", default=True)
+        for engine in (copy, other):
+            wait_for(lambda e=engine: ask(e).adapter_version == "38")
+    copy.shutdown()
+
+
+def test_a_request_is_sent_again_without_what_was_dropped(lora_engine, peft_models):
+    """Between two looks at what is loaded, the server's refusal tells."""
+    load(lora_engine, "policy", peft_models.make(38), version="1", default=True)
+    with AsyncSGLang.connect(lora_engine.server_url) as other:
+        for _ in range(3):
+            assert ask(other).adapter_version == "1"
+            lora_engine.unload_adapter("policy")
+            assert ask(other).adapter is None
+            load(lora_engine, "policy", peft_models.make(38), version="1", default=True)
+            wait_for(lambda: ask(other).adapter_version == "1")
+
+
+def test_what_a_trainer_left_behind_makes_room(lora_engine, peft_models):
+    """One that was killed has not dropped what it had replaced."""
+    old, new = peft_models.make(39), peft_models.make(40)
+    tensors, config = adapter_from_model(old)
+    content = prepare_adapter(
+        path=None,
+        tensors=tensors,
+        config=config,
+        capabilities=lora_engine.capabilities,
+        get_metadata=lora_engine.get_model_metadata,
+    )
+    left = [f"policy@{number}#{number:x}" for number in (187, 188, 189)]
+    for name in left:
+        (outcome,) = run_sync(
+            lora_engine.control.load_lora_adapter_from_tensors(
+                name, content.tensors, content.config
+            )
+        ).values()
+        assert outcome is None
+    with AsyncSGLang.connect(lora_engine.server_url) as trainer:
+        assert ask(trainer).adapter_version == "189"
+        load(trainer, "policy", new, version="190", default=True, timeout=30)
+        assert peft_models.difference(ask(trainer), PROMPT, new) < TOLERANCE
+        assert held(trainer) == ["policy@189", "policy@190"]
+        trainer.unload_adapter("policy")
+        wait_for(lambda: held(trainer) == [])
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_a_step_of_a_trainer_on_the_same_gpu(tmp_path):
     with AsyncSGLang.from_pretrained(
         path,
         device="cuda",
-        base_gpu_id=device,
+        cuda_devices=[device],
         dtype=torch.bfloat16,
         gpu_memory_utilization=SHARE,
         enforce_eager=True,
@@ -87,8 +87,8 @@ def test_a_step_of_a_trainer_on_the_same_gpu(tmp_path):
     ) as engine:
         assert difference(engine, old) < TOLERANCE
         assert difference(engine, new) > 2 * TOLERANCE
-        # NCCL needs a GPU for each side; from the host, gloo does it.
-        scheme = SGLangWeightSyncScheme(engine, device="cpu" if GPUS == 1 else None)
+        # Through shared memory on one GPU, NCCL from another one.
+        scheme = SGLangWeightSyncScheme(engine)
         sender = scheme.create_sender()
         # The sender's buffers are made once, and are not the server's.
         sender.update_weights(old)

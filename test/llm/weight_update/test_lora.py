@@ -20,6 +20,7 @@ from torchrl_sglang.weight_update.lora_source import (
     adapter_from_folder,
     adapter_from_model,
     is_peft_model,
+    is_plain_lora,
 )
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
 from torchrl_sglang.weight_update.verify import Verifier
@@ -255,6 +256,63 @@ def test_a_scheme_sends_the_adapter_alone(lora_engine, peft_models, tmp_path, hf
     assert report.transport == "broadcast"
     for each in (scheme, merging):
         each.shutdown()
+
+
+def test_all_that_is_trained_is_sent(lora_engine, peft_models, hf_model):
+    """Where it is more than the adapter, the adapter does not travel alone."""
+    model = peft_models.make(2)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name:
+                value.requires_grad_(True).mul_(1.5)
+    sender = SGLangWeightSyncScheme(lora_engine).create_sender()
+    assert sender.update_weights(model).transport == "broadcast"
+    assert peft_models.difference(ask(lora_engine), PROMPT, model) < TOLERANCE
+    # The servers were started for ranks up to 8.
+    larger = peft_models.make(3, r=16)
+    assert sender.update_weights(larger).transport == "broadcast"
+    assert peft_models.difference(ask(lora_engine), PROMPT, larger) < TOLERANCE
+    sender.update_weights(hf_model)
+    assert sender.update_weights(peft_models.make(4, r=8)).transport == "lora"
+    sender.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("config", "server_args", "plain"),
+    [
+        ({}, {}, True),
+        ({"target_modules": "all-linear"}, {"lora_target_modules": ["all"]}, True),
+        ({"target_modules": ["v_proj"]}, {"lora_target_modules": ["q_proj"]}, True),
+        ({"target_modules": ["o_proj"]}, {"lora_target_modules": ["q_proj"]}, False),
+        ({"target_modules": r".*\.o_proj"}, {"lora_target_modules": ["o_proj"]}, True),
+        ({"r": 8}, {"max_lora_rank": 8}, True),
+        ({"r": 9}, {"max_lora_rank": 8}, False),
+        ({"rank_pattern": {"q_proj": 2}}, {}, False),
+        ({"alpha_pattern": {"q_proj": 2}}, {}, False),
+        ({"lora_bias": True}, {}, False),
+        ({"bias": "all"}, {}, False),
+        ({"use_dora": True}, {}, False),
+        ({"modules_to_save": ["lm_head"]}, {}, False),
+        ({"init_lora_weights": "gaussian"}, {}, True),
+        ({"init_lora_weights": "olora"}, {}, False),
+    ],
+    ids=str,
+)
+def test_whether_an_adapter_is_all(peft_models, config, server_args, plain):
+    model = peft_models.make(1, **config)
+    assert is_plain_lora(model, server_args) is plain
+    assert is_plain_lora(model) or not plain
+
+
+def test_two_adapters_that_are_trained(peft_models):
+    from peft import LoraConfig
+
+    model = peft_models.make(1)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
+    assert is_plain_lora(model)
+    for name, value in model.named_parameters():
+        value.requires_grad_("lora_" in name)
+    assert not is_plain_lora(model)
 
 
 def test_verification_notices_another_adapter(lora_engine, peft_models):

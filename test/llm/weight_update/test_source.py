@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,7 +232,8 @@ def test_tensors_without_values_are_refused(served, tokenizer, hf_model):
     ("weights", "words"),
     [
         (3, "got int"),
-        ("model", "got str"),
+        ("model", "got str 'model'.*transport='lora'"),
+        (Path("model"), "'model'.*transport='lora'"),
         (dict, "got type"),
         ({"a": 1}, "'a' is a int"),
         ({}, "no parameter"),

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torchrl.modules.llm import TransformersWrapper
 
-from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
+from torchrl_sglang import (
+    AsyncSGLang,
+    SGLangWeightSyncScheme,
+    SGLangWrapper,
+    get_model_metadata,
+)
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -344,11 +349,44 @@ def test_a_wrapper_is_read_through(sender, restored_engine, new_model, tokenizer
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"pause_mode": "stop"}, "pause_mode"), ({"bucket_bytes": 0}, "bucket_bytes")],
+    [
+        ({"pause_mode": "stop"}, "pause_mode"),
+        *(({"bucket_bytes": n}, "bucket_bytes=.*bytes") for n in (0, True, 1.5, "1")),
+        *(({"connect_timeout": t}, "connect_timeout=.*seconds") for t in (-1, "3")),
+        ({"send_timeout": 0}, "send_timeout=0 is no time budget"),
+        ({"control_timeout": float("nan")}, "control_timeout=nan"),
+        ({"control_timeout": float("inf")}, "control_timeout=inf.*finite"),
+        *(({"master_port": n}, "master_port=.*65535") for n in (0, -3, 70000, "80")),
+        ({"verify": "yes"}, "verify='yes'.*True or False"),
+        ({"flush_cache": 1}, "flush_cache=1"),
+        ({"pin_adapter": None}, "pin_adapter=None"),
+        *(({"directory": d}, "directory=.*folder") for d in ("", " ", 5, b"x")),
+        *(({"device": d}, "device=.*'cpu'") for d in ("meta", "xpu0", True, 1.5)),
+        *(({"adapter": a}, "name of a LoRA adapter") for a in ("", "a b", 3)),
+    ],
 )
 def test_wrong_arguments(engine, arguments, words):
     with pytest.raises(ConfigurationError, match=words):
         SGLangWeightSyncScheme(engine, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [(5, "5 is no engine"), ("not a url", "address of a server"), ("", "address")],
+)
+def test_what_is_no_engine(engine, words):
+    with pytest.raises(ConfigurationError, match=words):
+        SGLangWeightSyncScheme(engine)
+
+
+def test_an_inference_wrapper_is_not_what_is_trained(engine, tokenizer):
+    sender = SGLangWeightSyncScheme(engine).create_sender()
+    wrapper = SGLangWrapper(engine, tokenizer=tokenizer)
+    words = "SGLangWrapper .*inference wrapper around a AsyncSGLang.*register_model"
+    with pytest.raises(ConfigurationError, match=words):
+        sender.update_weights(wrapper)
+    with pytest.raises(ConfigurationError, match=r"is the engine.*register_model"):
+        sender.update_weights(engine)
 
 
 def test_server_that_dies(tiny_model_path, new_model):
