@@ -63,9 +63,13 @@ def session_lora_engine(tiny_model_path: str) -> Iterator[AsyncSGLang]:
 @pytest.fixture
 def lora_engine(session_lora_engine: AsyncSGLang) -> Iterator[AsyncSGLang]:
     """A running engine that takes LoRA adapters; it has none before and after."""
+    from torchrl_sglang import SGLangWeightSyncScheme
+
     yield session_lora_engine
     for name in session_lora_engine.adapters:
         session_lora_engine.unload_adapter(name)
+    if session_lora_engine.base_problem is not None:
+        SGLangWeightSyncScheme(session_lora_engine).create_sender().recover()
 
 
 @pytest.fixture(scope="session")

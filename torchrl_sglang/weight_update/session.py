@@ -69,6 +69,8 @@ class _State:
 
     touched: bool
     """They may hold other weights than they did when they last generated."""
+    adapter: str | None = None
+    """What requests carried before, and carry no longer."""
     begun: bool = False
     """They said that they opened a session for this update."""
     committed: bool = False
@@ -130,21 +132,21 @@ def update_weights(
             with phase("connect"):
                 transport.connect()
         # What an earlier update left half done is not made whole by sending nothing.
-        state = _State(touched=update.already_in_doubt or not whole)
+        state = _State(
+            touched=update.already_in_doubt or not whole,
+            adapter=engine.default_adapter if replaces_adapter else None,
+        )
         try:
             with phase("pause"):
                 _pause(update, control, pause_mode, control_timeout)
                 if replaces_adapter:
-                    update.interrupts()
-                    run_sync(control.abort_all(timeout=control_timeout))
+                    _select(engine, None, update, control_timeout)
             if flush or pause_mode == "retract":
                 with phase("flush"):
                     _flush(update, control, pause_mode, control_timeout)
             count = _send(
                 control, transport, weights, version, phase, state, control_timeout
             )
-            if replaces_adapter:
-                engine.default_adapter = None
             update.committed(version, checkpoint=checkpoint)
             state.committed = True
             # An update that failed, or memory that was given back, left them paused.
@@ -152,9 +154,9 @@ def update_weights(
                 with phase("resume"):
                     _resume(control, control_timeout)
         except SGLangError as error:
-            raise _clean_up(error, update, control, state) from error
+            raise _clean_up(error, engine, update, state) from error
         except BaseException as error:
-            _clean_up(error, update, control, state)
+            _clean_up(error, engine, update, state)
             raise
         if verify is not None and engine.asleep:
             torchrl_logger.warning(
@@ -328,10 +330,21 @@ def _told(error: BaseException) -> str:
     return str(error) or f"{type(error).__name__}."
 
 
+def _select(
+    engine: RLSGLangEngine, adapter: str | None, update: WeightUpdate, timeout: float
+) -> None:
+    """Has requests carry another adapter, also those that wait on paused servers."""
+    engine.default_adapter = adapter
+    # They are sent again, and what they carry is looked up when they are.
+    update.interrupts()
+    run_sync(engine.control.abort_all(timeout=timeout))
+
+
 def _clean_up(
-    error: BaseException, update: WeightUpdate, control: ControlPlane, state: _State
+    error: BaseException, engine: RLSGLangEngine, update: WeightUpdate, state: _State
 ) -> WeightSyncError:
     """Leaves the servers safe after a failure, and returns the error that tells."""
+    control = engine.control
     if state.touched:
         update.in_doubt(_told(error))
     _close_session(control, state)
@@ -343,6 +356,8 @@ def _clean_up(
             "can be tried again."
         )
         try:
+            if state.adapter is not None and engine.default_adapter is None:
+                _select(engine, state.adapter, update, CLEANUP_SECONDS)
             if control.pausing.paused:
                 _resume(control, CLEANUP_SECONDS)
         except SGLangError as secondary:

@@ -122,7 +122,8 @@ def test_a_trainer_that_is_killed(restored_engine, tokenizer, path, number):
         assert trainer.wait(120) == -signal.SIGKILL
         assert fault.happened.is_set()
     with AsyncSGLang.connect(url) as engine:
-        scheme = SGLangWeightSyncScheme(engine)
+        # A session that is open gets as long to end as a call may take, at the most.
+        scheme = SGLangWeightSyncScheme(engine, control_timeout=3.0)
         sender = scheme.create_sender()
         for seed in (62, 63):
             model = make_tiny_model(tokenizer, seed=seed)

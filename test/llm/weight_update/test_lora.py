@@ -11,9 +11,11 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import Tokens
 
 from torchrl_sglang import SGLangWeightSyncScheme, SGLangWrapper
+from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     WeightMismatchError,
+    WeightSyncStateError,
     WeightTransferError,
 )
 from torchrl_sglang.weight_update.lora_source import (
@@ -258,22 +260,24 @@ def test_a_scheme_sends_the_adapter_alone(lora_engine, peft_models, tmp_path, hf
         each.shutdown()
 
 
-def test_all_that_is_trained_is_sent(lora_engine, peft_models, hf_model):
-    """Where it is more than the adapter, the adapter does not travel alone."""
-    model = peft_models.make(2)
+def test_all_that_is_trained_is_sent(lora_engine, peft_models):
+    """Where it is more than an adapter that servers take, weights go whole."""
+    more = peft_models.make(2)
     with torch.no_grad():
-        for name, value in model.named_parameters():
+        for name, value in more.named_parameters():
             if "norm" in name:
                 value.requires_grad_(True).mul_(1.5)
-    sender = SGLangWeightSyncScheme(lora_engine).create_sender()
-    assert sender.update_weights(model).transport == "broadcast"
-    assert peft_models.difference(ask(lora_engine), PROMPT, model) < TOLERANCE
     # The servers were started for ranks up to 8.
-    larger = peft_models.make(3, r=16)
-    assert sender.update_weights(larger).transport == "broadcast"
-    assert peft_models.difference(ask(lora_engine), PROMPT, larger) < TOLERANCE
-    sender.update_weights(hf_model)
-    assert sender.update_weights(peft_models.make(4, r=8)).transport == "lora"
+    fitting = peft_models.make(3, r=8)
+    others = [more, peft_models.make(4, r=16), peft_models.make(5, lora_bias=True)]
+    sender = SGLangWeightSyncScheme(lora_engine).create_sender()
+    expected = [("lora", fitting), *(("broadcast", model) for model in others)]
+    for transport, model in expected:
+        # An adapter goes over the checkpoint only.
+        sender.recover()
+        assert sender.update_weights(model).transport == transport
+        assert peft_models.difference(ask(lora_engine), PROMPT, model) < TOLERANCE
+    sender.recover()
     sender.shutdown()
 
 
@@ -334,3 +338,85 @@ def test_arguments_of_an_adapter(engine, lora_engine, hf_model):
     sender = SGLangWeightSyncScheme(engine, transport="lora").create_sender()
     with pytest.raises(ConfigurationError, match="no LoRA adapter"):
         sender.update_weights(hf_model)
+
+
+def test_whole_weights_leave_no_answer_between(lora_engine, peft_models):
+    """Requests under way carry an adapter that the new weights include."""
+    first, second = (
+        peft_models.make(seed, target_modules=["v_proj"]) for seed in (1, 2)
+    )
+    scheme = SGLangWeightSyncScheme(lora_engine)
+    scheme.create_sender().update_weights(first)
+    merging = SGLangWeightSyncScheme(lora_engine, transport="broadcast", verify=True)
+    with ThreadPoolExecutor() as pool:
+        under_way = pool.submit(ask, lora_engine, max_new_tokens=1500)
+        while not run_sync(lora_engine.control.running_requests()):
+            assert not under_way.done()
+        report = merging.create_sender().update_weights(second)
+        answer = under_way.result()
+    assert [span.version for span in answer.versions] == [report.version]
+    assert peft_models.difference(answer, PROMPT, second) < TOLERANCE
+    # Over these, an adapter alone is not what was trained.
+    third = scheme.create_sender().update_weights(first)
+    assert third.transport == "broadcast"
+    assert peft_models.difference(ask(lora_engine), PROMPT, first) < TOLERANCE
+    for each in (scheme, merging):
+        each.shutdown()
+
+
+def test_recovery_is_without_the_adapter(lora_engine, peft_models, hf_model):
+    model = peft_models.make(3, target_modules=["v_proj"])
+    sender = SGLangWeightSyncScheme(lora_engine).create_sender()
+    before = sender.update_weights(model)
+    report = sender.recover()
+    assert int(report.version) > int(before.version)
+    assert lora_engine.default_adapter is None
+    answer = ask(lora_engine)
+    assert answer.versions[0].version == report.version
+    assert peft_models.difference(answer, PROMPT, hf_model) < TOLERANCE
+    # The checkpoint is there again, so an adapter alone will do.
+    again = sender.update_weights(model)
+    assert again.transport == "lora"
+    assert peft_models.difference(ask(lora_engine), PROMPT, model) < TOLERANCE
+    # A version is given out once, also if nobody has it any more.
+    lora_engine.unload_adapter("policy")
+    assert int(sender.update_weights(model).version) == int(again.version) + 1
+
+
+def test_an_adapter_does_not_heal(lora_engine, peft_models):
+    model = peft_models.make(4, target_modules=["v_proj"])
+    sender = SGLangWeightSyncScheme(lora_engine, transport="lora").create_sender()
+    with lora_engine.weight_update() as update:
+        update.in_doubt("Half of the weights are new.")
+    with pytest.raises(WeightSyncStateError, match=r"recover\(\)"):
+        sender.update_weights(model)
+    sender.recover()
+    sender.update_weights(model)
+    assert peft_models.difference(ask(lora_engine), PROMPT, model) < TOLERANCE
+
+
+def test_an_update_that_fails_leaves_the_adapter(lora_engine, peft_models, hf_model):
+    model = peft_models.make(5, target_modules=["v_proj"])
+    scheme = SGLangWeightSyncScheme(lora_engine)
+    version = scheme.create_sender().update_weights(model).version
+    passes = []
+
+    def export():
+        passes.append(0)
+        if len(passes) == 2:
+            raise OSError("The exporter is gone.")
+        yield from hf_model.named_parameters()
+
+    whole = SGLangWeightSyncScheme(lora_engine, transport="broadcast")
+    with ThreadPoolExecutor() as pool:
+        under_way = pool.submit(ask, lora_engine, max_new_tokens=1500)
+        while not run_sync(lora_engine.control.running_requests()):
+            assert not under_way.done()
+        with pytest.raises(WeightTransferError, match="exporter is gone") as caught:
+            whole.create_sender().update_weights(export)
+        assert caught.value.untouched
+        answer = under_way.result()
+    for each in (answer, ask(lora_engine)):
+        assert [span.version for span in each.versions] == [version]
+        assert peft_models.difference(each, PROMPT, model) < TOLERANCE
+    whole.shutdown()

@@ -185,7 +185,8 @@ def test_a_trainer_that_was_killed(any_engine, hf_model, new_model, way, place):
     kill_a_trainer(any_engine.server_url, place)
     with AsyncSGLang.connect(any_engine.server_url) as engine:
         assert not engine.servers
-        scheme = SGLangWeightSyncScheme(engine)
+        # A session that is open gets as long to end as a call may take, at the most.
+        scheme = SGLangWeightSyncScheme(engine, control_timeout=3.0)
         sender = scheme.create_sender()
         if way == "recover":
             sender.recover()
@@ -213,6 +214,7 @@ def test_an_open_session_is_no_reason_to_trust(restored_engine, new_model):
                 dataclasses.replace(weights, read=read),
                 version="3000",
                 pause_mode="retract",
+                control_timeout=3.0,
             )
         transport.close()
         assert "in doubt" in repr(engine)

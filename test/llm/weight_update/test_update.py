@@ -25,6 +25,7 @@ from torchrl_sglang import (
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
+    ServerUnavailableError,
     WeightMismatchError,
     WeightSyncStateError,
     WeightTransferError,
@@ -315,6 +316,28 @@ def test_second_updater_is_refused(sender, restored_engine, new_model):
     ):
         sender.update_weights(new_model)
     sender.update_weights(new_model)
+
+
+def test_recovery_leaves_an_update_alone(sender, restored_engine, new_model):
+    sender.update_weights(new_model)
+    transport = sender._transport
+    with (
+        restored_engine.weight_update(),
+        pytest.raises(WeightSyncStateError, match="under way"),
+    ):
+        sender.recover()
+    assert sender._transport is transport
+    assert transport.connected
+
+
+def test_an_engine_that_was_shut_down_takes_nothing(restored_engine, new_model):
+    with AsyncSGLang.connect(restored_engine.server_url) as engine:
+        sender = SGLangWeightSyncScheme(engine).create_sender()
+        version = sender.update_weights(new_model).version
+    with pytest.raises(ServerUnavailableError, match="shut down"):
+        sender.update_weights(new_model)
+    reported = SGLangWeightSyncScheme(restored_engine).create_receiver()
+    assert reported.weight_versions() == [version]
 
 
 def test_meeting_point_that_is_taken(restored_engine, hf_model, tokenizer):
