@@ -19,6 +19,7 @@ from torchrl_sglang.backends.adapters import Adapters
 from torchrl_sglang.backends.batch import Batch, Flags, prepare
 from torchrl_sglang.backends.data_plane import DataPlane
 from torchrl_sglang.backends.fleet import Fleet
+from torchrl_sglang.backends.wire import GenerateRequest
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
@@ -99,7 +100,7 @@ class Generation:
                 raise
             again = {}
             for index, answer in zip(left, answers, strict=True):
-                if self._is_lost(answer, key, interruptions):
+                if self._is_lost(left[index], answer, key, interruptions):
                     again[index] = left[index]
                 else:
                     outcomes[index] = self._in_place(answer, index, batch.size, call)
@@ -130,7 +131,7 @@ class Generation:
                 try:
                     async for place, answer in stream:
                         index = places[place]
-                        if self._is_lost(answer, key, interruptions):
+                        if self._is_lost(left[index], answer, key, interruptions):
                             again[index] = left[index]
                         else:
                             yield index, self._in_place(answer, index, batch.size, call)
@@ -168,18 +169,31 @@ class Generation:
         return batch
 
     def _is_lost(
-        self, answer: Completion | SGLangError, key: str, interruptions: int
+        self,
+        request: GenerateRequest,
+        answer: Completion | SGLangError,
+        key: str,
+        interruptions: int,
     ) -> bool:
         """Tells whether a weight update has made an answer worthless: ask again.
 
         Args:
+            request: what was asked.
             answer: what a request came to.
             key: version of the weights when it was sent.
             interruptions: the fleet's, when it was sent.
         """
+        interrupted = self._fleet.interruptions > interruptions
         if isinstance(answer, GenerationAbortedError):
-            interrupted = self._fleet.interruptions > interruptions
             return interrupted and not answer.requested
+        if (
+            interrupted
+            and request.adapter is None
+            and isinstance(answer, Completion)
+            and answer.adapter != self._adapters.default
+        ):
+            # One that was just being sent carried what requests carry no longer.
+            return True
         return self._is_stale(answer, key)
 
     def _in_place(
