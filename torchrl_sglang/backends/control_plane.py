@@ -310,8 +310,9 @@ class ControlPlane:
         load_format: Literal["flattened_bucket"] | None,
         weight_version: str | None,
         timeout: float,
+        urls: Sequence[str] | None = None,
     ) -> None:
-        """Has every server receive one bucket over a process group.
+        """Has servers receive one bucket over a process group.
 
         Args:
             names: parameters, in the order in which they lie in the bucket.
@@ -322,6 +323,7 @@ class ControlPlane:
                 for one of each.
             weight_version: version to report from now on; given with the last bucket.
             timeout: budget, in seconds.
+            urls: the servers; by default every one.
         """
         payload = {
             "names": list(names),
@@ -335,7 +337,11 @@ class ControlPlane:
             "weight_version": weight_version,
         }
         await self._all(
-            "POST", "/update_weights_from_distributed", payload, timeout=timeout
+            "POST",
+            "/update_weights_from_distributed",
+            payload,
+            timeout=timeout,
+            urls=urls,
         )
 
     async def get_weights_by_name(

@@ -35,5 +35,5 @@ def original_model(path: str) -> str:
     """
     try:
         return str(json.loads((Path(path) / MARK).read_text())["model"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return path

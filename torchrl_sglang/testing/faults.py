@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import select
 import socket
 import threading
@@ -94,6 +95,8 @@ class FaultyProxy:
         self._closed = threading.Event()
         self.counts: Counter[str] = Counter()
         """How many requests have come for each path."""
+        self.refusal = "This fault was injected."
+        """What the answer to a request says that is refused or fails."""
         proxy = self
 
         class Handler(_Handler):
@@ -229,8 +232,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _break(self, fault: Fault, body: bytes) -> None:
         if fault in _STATUS:
-            text = b'{"error": {"message": "This fault was injected."}}'
-            self._answer(_STATUS[fault], "application/json", text)
+            text = json.dumps({"error": {"message": self.owner.refusal}})
+            self._answer(_STATUS[fault], "application/json", text.encode())
             return
         if fault in _SEEN_BY_SERVER:
             self._pass_on(body)

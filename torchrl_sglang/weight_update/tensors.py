@@ -87,7 +87,7 @@ def _identity(tensor: torch.Tensor) -> Hashable:
         return object()
     # As long as such a reference lives, no other storage is given the same identity.
     reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    return reference, tensor.storage_offset(), tensor.stride()
+    return reference, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def make_whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -24,7 +24,7 @@ from aiohttp import web
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
 from torchrl_sglang.errors import (
     ConfigurationError,
     UnsupportedByServerError,
@@ -32,11 +32,11 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.testing.fake_server import FakeServer
+from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.buckets import TensorSpec
 from torchrl_sglang.weight_update.transports import make_transport
-from torchrl_sglang.weight_update.transports.cuda_ipc import CudaIpcTransport
 from torchrl_sglang.weight_update.weights import Weights
 
 TOLERANCE = 1e-4
@@ -552,71 +552,6 @@ def test_pipeline_stages_are_refused(engine, hf_model, name):
     staged.shutdown()
 
 
-# --- trainers with a process on each GPU
-
-
-class OnlyPeer:
-    """A trainer's processes, seen from one of them.
-
-    Args:
-        sends: whether this one talks to the servers.
-    """
-
-    def __init__(self, sends: bool) -> None:
-        self.sends = sends
-        self.calls: list[str] = []
-        self.failure: WeightTransferError | None = None
-
-    def gather(self, entry: str) -> list[str] | None:
-        self.calls.append("gather")
-        return [entry] if self.sends else None
-
-    def settle(self, failure: WeightTransferError | None) -> None:
-        self.calls.append("settle")
-        self.failure = failure
-
-
-def with_peers(engine, peers, **options):
-    return CudaIpcTransport(
-        engine,
-        device=torch.device("cpu"),
-        bucket_bytes=SMALL,
-        peers=peers,
-        **options,
-    )
-
-
-def test_the_process_that_sends_gathers_what_the_others_have(
-    restored_engine, new_model, tokenizer
-):
-    peers = OnlyPeer(sends=True)
-    transport = with_peers(restored_engine, peers)
-    report = update(restored_engine, transport, weights_of(new_model, restored_engine))
-    assert difference(restored_engine, new_model, tokenizer) < TOLERANCE
-    assert peers.calls == ["gather", "settle"] * report.num_buckets
-    assert peers.failure is None
-
-
-def test_the_other_processes_send_nothing(engine, new_model, hf_model, tokenizer):
-    peers = OnlyPeer(sends=False)
-    transport = with_peers(engine, peers)
-    transport.connect()
-    count = transport.send(weights_of(new_model, engine), version="x")
-    assert peers.calls == ["gather", "settle"] * count
-    assert difference(engine, hf_model, tokenizer) < TOLERANCE
-
-
-def test_every_process_learns_of_a_failure(engine, hf_model):
-    """Outside a session, the server refuses."""
-    peers = OnlyPeer(sends=True)
-    transport = with_peers(engine, peers)
-    transport.connect()
-    with pytest.raises(WeightTransferError, match="must run between") as caught:
-        transport.send(weights_of(hf_model, engine), version="x")
-    assert peers.failure is caught.value
-    assert caught.value.untouched
-
-
 # --- what is written to disk
 
 
@@ -703,9 +638,9 @@ def test_old_checkpoints_go_and_foreign_folders_stay(
 
 
 def test_what_a_killed_trainer_left_is_removed(new_model, folder, to_disk):
-    left = folder / ".unfinished-1"
+    """By its name, for the mark is written after the folder and removed before it."""
+    left = folder / f".unfinished-{'0' * 32}"
     left.mkdir(parents=True)
-    (left / ".torchrl_sglang").write_text("{}")
     (left / "model-00001-of-00002.safetensors").write_bytes(b"half")
     other = folder / ".unfinished-2"
     other.mkdir()
@@ -831,3 +766,41 @@ def below(pid) -> set[int]:
 def send_signal(processes, number) -> None:
     for pid in processes:
         os.kill(pid, number)
+
+
+# --- what the broadcast makes of refusals
+
+
+@pytest.mark.parametrize(
+    ("message", "untouched"),
+    [
+        ("update_weights_from_distributed must run between begin and end", True),
+        # SGLang says so when some tensors of the bucket are loaded.
+        ("The full weights of the ModelRunner are partially updated.", False),
+    ],
+)
+def test_a_refusal_that_comes_late(
+    restored_engine, new_model, tokenizer, message, untouched
+):
+    """Over NCCL a server answers before the trainer's broadcasts have ended."""
+    with FaultyProxy(restored_engine.server_url) as proxy:
+        engine = AsyncSGLang.connect(proxy.url)
+        proxy.refusal = message
+        proxy.inject("/update_weights_from_distributed", "refuse")
+        scheme = SGLangWeightSyncScheme(engine)
+        with pytest.raises(WeightTransferError, match=message[:20]) as caught:
+            scheme.create_sender().update_weights(new_model)
+        assert caught.value.untouched is untouched
+        # One that is not known to hold whole weights does not generate.
+        assert ("in doubt" in repr(engine)) is not untouched
+        scheme.create_sender().update_weights(new_model)
+        assert difference(engine, new_model, tokenizer) < TOLERANCE
+        scheme.shutdown()
+        engine.shutdown()
+
+
+def test_equal_beginnings_are_not_tied():
+    """A view of fewer rows is another tensor."""
+    whole = torch.zeros(4, 2)
+    assert len(get_model_metadata({"a": whole, "b": whole[:2]})) == 2
+    assert len(get_model_metadata({"a": whole, "b": whole})) == 1

@@ -7,14 +7,19 @@ watched: when it fails, the group is given up, and both sides are free.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import ctypes
 import datetime
+import os
 import socket
 import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeAlias
 from urllib.parse import urlsplit
 
@@ -58,11 +63,32 @@ SMALL_BELOW_BYTES = {"nccl": 8 << 20, "gloo": 0}
 which is the time of 15 MB on a link of 370 GB/s; a copy within a GPU costs little. A
 copy in memory of the host costs about as much as gloo."""
 
+REFUSAL_SECONDS = 1.0
+"""How long other servers have to refuse, too, when one has."""
+
+ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+NCCL_SECONDS = 7 * 24 * 3600.0
+"""NCCL's own limit for an operation, after which torch ends the whole process. The
+budgets here are shorter, and end the group alone."""
+
+_NOTHING_RECEIVED = ("must run between", "Failed to receive weights")
+"""What a refusal says where a server has not touched its weights. Others can come when
+some of a bucket is loaded."""
+
 GIVE_UP_SECONDS = 5.0
 """Budget for servers to leave a group that failed."""
 
 Pending: TypeAlias = "deque[tuple[list[Any], list[torch.Tensor]]]"
 """Buckets that are under way: their broadcasts, and what these read from."""
+
+
+@dataclass
+class _Answers:
+    """What servers said to a bucket."""
+
+    nothing_received: bool = False
+    """All of them refused before they received anything."""
 
 
 class BroadcastTransport:
@@ -131,15 +157,7 @@ class BroadcastTransport:
             return
         if self._group is not None:
             self._give_up()
-        stages = self._engine.capabilities.pp_size
-        if stages > 1:
-            raise UnsupportedByServerError(
-                f"SGLang gives the first rank of each of the server's {stages} "
-                f"pipeline stages the same place in a process group, so weights cannot "
-                f"be broadcast to it; use transport='disk'."
-            )
-        if self._backend == "nccl":
-            nccl.share_settings(self._engine.capabilities.server_args, refuse=True)
+        self._check_servers()
         self._membership = self._engine.control.membership
         self._group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
         budget = datetime.timedelta(seconds=self._connect_timeout)
@@ -191,6 +209,29 @@ class BroadcastTransport:
                 advice=" Nothing was sent; the update can be tried again.",
             )
 
+    def _check_servers(self) -> None:
+        """Checks that these servers can be met, and that NCCL will work.
+
+        Raises:
+            UnsupportedByServerError: if they cannot.
+            ConfigurationError: see :func:`.nccl.share_settings`.
+        """
+        stages = self._engine.capabilities.pp_size
+        if self._engine.capabilities.dp_size > 1:
+            raise UnsupportedByServerError(
+                f"SGLang receives weights with dp_size=1 only, and the server has "
+                f"dp_size={self._engine.capabilities.dp_size}; start several servers "
+                f"(num_replicas) instead, or use transport='disk'."
+            )
+        if stages > 1:
+            raise UnsupportedByServerError(
+                f"SGLang gives the first rank of each of the server's {stages} "
+                f"pipeline stages the same place in a process group, so weights cannot "
+                f"be broadcast to it; use transport='disk'."
+            )
+        if self._backend == "nccl":
+            nccl.share_settings(self._engine.capabilities.server_args, refuse=True)
+
     def _open_store(self, world_size: int, budget: datetime.timedelta) -> dist.TCPStore:
         try:
             return dist.TCPStore(
@@ -223,8 +264,8 @@ class BroadcastTransport:
             for bucket, tensors in weights.buckets(
                 self._bucket_bytes, self._small_below
             ):
-                sent += bucket.num_bytes
-                last = sent == weights.num_bytes
+                sent += len(bucket.specs)
+                last = sent == len(weights.specs)
                 self._send_bucket(bucket, tensors, version if last else None, count > 0)
                 count += 1
                 # What is under way is alive. Parameters are anyway, copies are not.
@@ -232,9 +273,10 @@ class BroadcastTransport:
                     self._settle(keep=1 if weights.stable else 0)
                 del tensors
             self._settle(keep=0)
-        except WeightTransferError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - _fail raises it again.
+        except BaseException as error:
+            if self._group is None:
+                # It was given up where that was noticed.
+                raise
             self._fail(
                 error,
                 f"The weights did not arrive at {self._servers}",
@@ -253,57 +295,81 @@ class BroadcastTransport:
             parts = [flatten(bucket, tensors, self._device)]
         else:
             parts = [_ready(tensors[s.name], s, self._device) for s in bucket.specs]
-        request = submit(
-            self._engine.control.update_weights_from_distributed(
-                names=[spec.name for spec in bucket.specs],
-                dtypes=[
-                    str(spec.dtype).removeprefix("torch.") for spec in bucket.specs
-                ],
-                shapes=[spec.shape for spec in bucket.specs],
-                group_name=self._group_name,
-                load_format="flattened_bucket" if bucket.small else None,
-                weight_version=version,
-                timeout=self._send_timeout,
-            )
-        )
-        # Even starting can block: NCCL's first call waits for every rank.
-        starting = _in_thread(
-            _start_broadcasts, parts, self._group, _now_on(self._device)
-        )
+        ready = _now_on(self._device)
         works: list[Any] = []
+        self._pending.append((works, parts))
+        answers = _Answers()
+        request: concurrent.futures.Future[None] | None = None
         try:
+            request = submit(self._ask(bucket, version, answers))
+            # Even starting can block: NCCL's first call waits for every rank.
+            starting = _in_thread(_start_broadcasts, parts, self._group, ready, works)
             while not request.done():
                 concurrent.futures.wait([request], POLL_SECONDS)
                 if starting.done():
-                    works = starting.result()
+                    starting.result()
                     for work in works:
                         if work.is_completed():
                             work.wait()  # Raises where the broadcast has failed.
             request.result()
-            works = starting.result(self._send_timeout)
+            starting.result(self._send_timeout)
         except BaseException as error:  # noqa: BLE001 - _fail raises it again.
-            if starting.done() and starting.exception() is None:
-                works = starting.result()
-            # Nobody has received anything if no broadcast could begin, or if every
-            # server refused and none has ended. An answer that is lost is no refusal,
-            # and one server can refuse what another has received and loaded.
-            unsent = starting.done() and starting.exception() is not None
-            refused = isinstance(error, RequestRefusedError) and not (
-                error.partly or any(work.is_completed() for work in works)
-            )
-            request.cancel()
-            self._pending.append((works, parts))
+            # An answer that is lost is no refusal, one server can refuse what another
+            # has loaded, and what is loaded may be garbage where nothing was sent.
+            untouched = request is None or answers.nothing_received
+            if request is not None:
+                request.cancel()
             self._fail(
                 error,
                 f"A bucket did not arrive at {self._servers}",
-                untouched=(unsent or refused) and not begun,
+                untouched=untouched and not begun,
             )
-        self._pending.append((works, parts))
+
+    async def _ask(
+        self, bucket: Bucket, version: str | None, answers: _Answers
+    ) -> None:
+        """Has every server receive a bucket; raises as soon as it is known to fail."""
+        control = self._engine.control
+        urls = list(control.urls)
+        tasks = [
+            asyncio.ensure_future(
+                control.update_weights_from_distributed(
+                    names=[spec.name for spec in bucket.specs],
+                    dtypes=[
+                        str(spec.dtype).removeprefix("torch.") for spec in bucket.specs
+                    ],
+                    shapes=[spec.shape for spec in bucket.specs],
+                    group_name=self._group_name,
+                    load_format="flattened_bucket" if bucket.small else None,
+                    weight_version=version,
+                    timeout=self._send_timeout,
+                    urls=[url],
+                )
+            )
+            for url in urls
+        ]
+        try:
+            _, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if left:
+                # Refusals come at once; others wait in the broadcast for ever.
+                await asyncio.wait(left, timeout=REFUSAL_SECONDS)
+            errors = [task.exception() for task in tasks if task.done()]
+            answers.nothing_received = len(errors) == len(tasks) and all(
+                isinstance(error, RequestRefusedError)
+                and any(words in str(error) for words in _NOTHING_RECEIVED)
+                for error in errors
+            )
+            for error in errors:
+                if error is not None:
+                    raise error
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _settle(self, *, keep: int) -> None:
         """Waits until no more than ``keep`` buckets are under way."""
-        deadline = time.monotonic() + self._send_timeout
         while len(self._pending) > keep:
+            deadline = time.monotonic() + self._send_timeout
             works, _ = self._pending[0]
             for work in works:
                 left = max(deadline - time.monotonic(), 1e-3)
@@ -313,7 +379,7 @@ class BroadcastTransport:
                 # NCCL's wait() only has the current stream wait.
                 while not work.is_completed():
                     if time.monotonic() > deadline:
-                        raise WeightTransferError(
+                        raise TimeoutError(
                             f"A broadcast did not end within {self._send_timeout:g} s."
                         )
                     time.sleep(SETTLE_SECONDS)
@@ -385,11 +451,16 @@ def _now_on(device: torch.device) -> Any:
     return torch.cuda.current_stream(device).record_event()
 
 
-def _start_broadcasts(parts: list[torch.Tensor], group: Any, ready: Any) -> list[Any]:
+def _start_broadcasts(
+    parts: list[torch.Tensor], group: Any, ready: Any, works: list[Any]
+) -> None:
+    """Appends to ``works`` what it has begun, also where it fails later."""
     if ready is not None:
         # A thread has a current stream of its own.
         torch.cuda.current_stream(parts[0].device).wait_event(ready)
-    return [dist.broadcast(part, src=0, group=group, async_op=True) for part in parts]
+    works.extend(
+        dist.broadcast(part, src=0, group=group, async_op=True) for part in parts
+    )
 
 
 def _in_thread(function: Any, *arguments: Any) -> concurrent.futures.Future[Any]:
@@ -419,20 +490,40 @@ def _join_group(
     The same construction as SGLang's ``init_custom_process_group``: both sides must
     find the same keys in the store.
     """
-    group, _ = distributed_c10d._new_process_group_helper(
-        world_size,
-        0,
-        [],
-        dist.Backend(backend),
-        dist.PrefixStore(group_name, store),
-        group_name=group_name,  # type: ignore[arg-type]
-        timeout=join_timeout,
-    )
+    with _errors_end_the_group_alone():
+        group, _ = distributed_c10d._new_process_group_helper(
+            world_size,
+            0,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(group_name, store),
+            group_name=group_name,  # type: ignore[arg-type]
+            timeout=join_timeout,
+        )
     distributed_c10d._world.pg_group_ranks[group] = {
         rank: rank for rank in range(world_size)
     }
+    if backend == "nccl":
+        send_timeout = datetime.timedelta(seconds=NCCL_SECONDS)
     distributed_c10d._set_pg_timeout(send_timeout, group)
     return group
+
+
+@contextmanager
+def _errors_end_the_group_alone() -> Iterator[None]:
+    """Keeps torch from ending this process for an error of a group that is made inside.
+
+    It reads the variable when a group of NCCL is made. The broadcasts are watched here.
+    """
+    before = os.environ.get(ASYNC_ERRORS)
+    os.environ[ASYNC_ERRORS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ASYNC_ERRORS]
+        else:
+            os.environ[ASYNC_ERRORS] = before
 
 
 def _destroy_group(group: Any) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
@@ -32,7 +32,7 @@ from torchrl_sglang.weight_update.transports.flat import flatten
 from torchrl_sglang.weight_update.transports.handles import pack
 from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
-__all__ = ["CudaIpcTransport", "Peers"]
+__all__ = ["CudaIpcTransport"]
 
 BUCKET_BYTES = 2 << 30
 """Default for the memory that tensors are put together in."""
@@ -51,30 +51,8 @@ TOGETHER_BELOW_BYTES = 192 << 20
 
 LoadFormat: TypeAlias = Literal["flattened_bucket"] | None
 
-_NOTHING_LOADED = ("must run between", "weight updates are not supported")
+_NOTHING_LOADED = ("must run between",)
 """What a server's refusal says when it has not touched its weights."""
-
-
-class Peers(Protocol):
-    """The processes of a trainer that has one on each GPU of the servers."""
-
-    def gather(self, entry: str) -> list[str] | None:
-        """Hands in what this process packed for the server's rank on its GPU.
-
-        Returns:
-            In the process that talks to the servers, all of them, in the order of
-            servers and their ranks; ``None`` in the others.
-        """
-
-    def settle(self, failure: WeightTransferError | None) -> None:
-        """Waits until all processes are here, so that memory can be reused.
-
-        Args:
-            failure: what went wrong, in the process that talks to the servers.
-
-        Raises:
-            WeightTransferError: in every other process, if something did.
-        """
 
 
 class CudaIpcTransport:
@@ -86,7 +64,6 @@ class CudaIpcTransport:
         device: where the weights are, or are converted.
         bucket_bytes: most memory that conversions take, in bytes.
         send_timeout: budget for one request, in seconds.
-        peers: the trainer's other processes, where each has a GPU of its own.
     """
 
     name: ClassVar[str] = "cuda_ipc"
@@ -99,7 +76,6 @@ class CudaIpcTransport:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
         send_timeout: float = SEND_TIMEOUT_SECONDS,
-        peers: Peers | None = None,
     ) -> None:
         self._engine = engine
         self._device = device
@@ -109,7 +85,6 @@ class CudaIpcTransport:
         if device.type == "cpu":
             self._bucket_bytes = min(bucket_bytes, VALUE_BYTES)
         self._send_timeout = send_timeout
-        self._peers = peers
         self._membership = -1
         self._in_place = False
         self._held: deque[_Content] = deque()
@@ -141,9 +116,8 @@ class CudaIpcTransport:
                         f"transport='broadcast', or transport='disk'."
                     )
             # A rank on another GPU makes a copy of all that it opens at once.
-            self._in_place = self._peers is not None or (
-                capabilities.tp_size == 1
-                and all(reach.shares or reach.opens is None for reach in reaches)
+            self._in_place = capabilities.tp_size == 1 and all(
+                reach.shares for reach in reaches
             )
         self._membership = self._engine.control.membership
 
@@ -160,16 +134,19 @@ class CudaIpcTransport:
         count, seen = 0, 0
         try:
             for content in self._contents(weights):
-                seen += content.num_bytes
-                last = seen == weights.num_bytes
+                seen += content.num_tensors
+                last = seen == len(weights.specs)
                 under_way.append(self._request(content, version if last else None))
                 count += 1
                 del content
                 # What is made next takes the place of all but the latest.
-                self._settle(under_way, keep=0 if self._peers is not None else 1)
+                self._settle(under_way, keep=1)
             self._settle(under_way, keep=0)
-        except Exception as error:
-            raise self._give_up(error, under_way, count) from error
+        except BaseException as error:
+            failure = self._give_up(error, under_way, count)
+            if not isinstance(error, Exception):
+                raise
+            raise failure from error
         self._held.clear()
         return count
 
@@ -226,29 +203,20 @@ class CudaIpcTransport:
         # What a server that does not answer may still read stays until the next time.
         self._held.append(content)
         entries = self._pack(content)
-        if entries is None:
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
         return submit(self._post(entries, content.load_format, version))
 
     def _settle(self, under_way: deque[Future[None]], *, keep: int) -> None:
         while len(under_way) > keep:
-            failure: WeightTransferError | None = None
-            try:
-                under_way.popleft().result()
-            except WeightTransferError as error:
-                failure = error
-                raise
-            finally:
-                if self._peers is not None:
-                    self._peers.settle(failure)
+            under_way.popleft().result()
             self._held.popleft()
 
     def _give_up(
-        self, error: Exception, under_way: deque[Future[None]], count: int
+        self, error: BaseException, under_way: deque[Future[None]], count: int
     ) -> WeightTransferError:
-        """Returns the error that tells, when nothing is under way any more."""
+        """Returns the error that tells, when nothing is under way any more.
+
+        A request that was left could be served in the middle of the next update.
+        """
         outcomes: list[BaseException | None] = [
             each.exception(2 * self._send_timeout + GRACE_SECONDS) for each in under_way
         ]
@@ -270,12 +238,8 @@ class CudaIpcTransport:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         return failure
 
-    def _pack(self, content: _Content) -> list[str] | None:
+    def _pack(self, content: _Content) -> list[str]:
         """Returns an entry for every rank of every server; each is opened once."""
-        if self._peers is not None:
-            entry, kept = pack(content.value)
-            content.kept += kept
-            return self._peers.gather(entry)
         entries: list[str] = []
         for _ in range(self._engine.get_world_size()):
             if self._device.type == "cuda" or not entries:
@@ -330,9 +294,9 @@ class _Content:
 
     load_format: LoadFormat = None
 
-    def __init__(self, value: Any, num_bytes: int) -> None:
+    def __init__(self, value: Any, num_tensors: int) -> None:
         self.value = value
-        self.num_bytes = num_bytes
+        self.num_tensors = num_tensors
         self.kept: list[torch.Tensor] = []
 
 
@@ -341,8 +305,7 @@ class _Named(_Content):
 
     def __init__(self, specs: Sequence[TensorSpec], tensors: NamedTensors) -> None:
         super().__init__(
-            [(spec.name, tensors[spec.name].detach()) for spec in specs],
-            sum(spec.num_bytes for spec in specs),
+            [(spec.name, tensors[spec.name].detach()) for spec in specs], len(specs)
         )
 
 
@@ -368,7 +331,7 @@ class _Flat(_Content):
             for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)
         ]
         super().__init__(
-            {"flattened_tensor": flat, "metadata": metadata}, bucket.num_bytes
+            {"flattened_tensor": flat, "metadata": metadata}, len(metadata)
         )
 
 

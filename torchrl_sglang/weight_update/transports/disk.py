@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -43,6 +44,9 @@ to take it may still read."""
 
 UNFINISHED = ".unfinished-"
 """Begins the name of a folder that is being written or removed."""
+
+UNFINISHED_NAME = re.compile(re.escape(UNFINISHED) + "[0-9a-f]{32}")
+"""The whole name."""
 
 LOAD_FORMAT = "safetensors"
 """What the servers are told to read: one that was started with ``load_format="dummy"``
@@ -214,8 +218,10 @@ class DiskTransport:
 
     def _remove_unfinished(self) -> None:
         """Removes what a trainer that was killed has left; nobody writes now."""
-        for mark in self._directory.glob(f"{UNFINISHED}*/{MARK}"):
-            _delete(mark.parent)
+        for folder in self._directory.glob(f"{UNFINISHED}*"):
+            # One that was just made, or is half removed, has no mark.
+            if UNFINISHED_NAME.fullmatch(folder.name) and folder.is_dir():
+                _delete(folder)
 
     def _remove(self, folder: Path) -> None:
         # Half of a checkpoint must not be found under its name.
