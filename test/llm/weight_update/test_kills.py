@@ -5,6 +5,7 @@ A proxy tells when the step has come. The server is a real one each time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 
 import pytest
+import requests
 import torch
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
@@ -54,8 +56,17 @@ def owned(tiny_model_path):
         tiny_model_path, device="cpu", max_restarts=10
     ) as engine:
         with FaultyProxy(engine.server_url) as proxy:
+            address = engine.server_url
             engine._fleet.replicas[0].url = proxy.url
-            yield engine, proxy
+            yield engine, proxy, address
+
+
+def kill(pid, address) -> None:
+    """Ends a server; returns when it answers nobody any more."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(requests.ConnectionError):
+        while True:
+            requests.get(f"{address}/health", timeout=5)
 
 
 @pytest.mark.parametrize(
@@ -64,15 +75,13 @@ def owned(tiny_model_path):
     ids=lambda value: str(value).strip("/"),
 )
 def test_a_server_that_is_killed(owned, tokenizer, path, number):
-    engine, proxy = owned
+    engine, proxy, address = owned
     scheme = SGLangWeightSyncScheme(engine, bucket_bytes=100_000)
     sender = scheme.create_sender()
     model = make_tiny_model(tokenizer, seed=51)
     sender.update_weights(model)
     (server,) = engine.servers
-    fault = proxy.inject(
-        path, lambda: os.kill(server.pid, signal.SIGKILL), first=number
-    )
+    fault = proxy.inject(path, lambda: kill(server.pid, address), first=number)
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match=proxy.url):
         sender.update_weights(make_tiny_model(tokenizer, seed=52))
