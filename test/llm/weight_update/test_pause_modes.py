@@ -200,7 +200,7 @@ def test_in_place_is_marked(any_engine, models):
     """Attention state of the old weights is kept, and the data says so."""
     engine = any_engine
     copy = pickle.loads(pickle.dumps(engine))
-    assert not copy._fleet.keeps_state
+    assert not copy._fleet.in_place_versions
     policy = SGLangWrapper(
         copy,
         input_mode="tokens",
