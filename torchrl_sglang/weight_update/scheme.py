@@ -30,11 +30,11 @@ from torchrl_sglang.types import PauseMode
 from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
 from torchrl_sglang.weight_update.sender import SGLangWeightSender
 from torchrl_sglang.weight_update.transports import nccl
-from torchrl_sglang.weight_update.transports.broadcast import (
+from torchrl_sglang.weight_update.transports.base import (
     BUCKET_BYTES,
-    CONNECT_TIMEOUT_SECONDS,
     SEND_TIMEOUT_SECONDS,
 )
+from torchrl_sglang.weight_update.transports.broadcast import CONNECT_TIMEOUT_SECONDS
 from torchrl_sglang.weight_update.transports.choose import (
     TransportName,
     check_arguments,

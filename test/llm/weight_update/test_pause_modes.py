@@ -30,23 +30,6 @@ LENGTH = 900
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def older_engine(tiny_model_path):
-    """A server of the generation that cannot flush while requests wait."""
-    with AsyncSGLang.from_pretrained(
-        tiny_model_path, device="cpu", sglang_version="0.5.20"
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture(params=["sessions", "no sessions"])
-def any_engine(request):
-    name = "restored_engine" if request.param == "sessions" else "older_engine"
-    engine = request.getfixturevalue(name)
-    assert engine.capabilities.needs_update_session == (request.param == "sessions")
-    return engine
-
-
 @pytest.fixture
 def models(tokenizer):
     """Different weights, one after the other."""

@@ -30,23 +30,6 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def older_engine(tiny_model_path):
-    """A server of the generation before update sessions."""
-    with AsyncSGLang.from_pretrained(
-        tiny_model_path, device="cpu", sglang_version="0.5.20"
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture(params=["sessions", "no sessions"])
-def any_engine(request):
-    name = "restored_engine" if request.param == "sessions" else "older_engine"
-    engine = request.getfixturevalue(name)
-    assert engine.capabilities.needs_update_session == (request.param == "sessions")
-    return engine
-
-
 @pytest.fixture
 def new_model(tokenizer):
     return make_tiny_model(tokenizer, seed=31)

@@ -36,24 +36,6 @@ TOLERANCE = 1e-4
 PROMPT = "the prefix of this prompt is cached"
 
 
-@pytest.fixture(scope="module")
-def older_engine(tiny_model_path):
-    """A server of the generation before update sessions."""
-    with AsyncSGLang.from_pretrained(
-        tiny_model_path, device="cpu", sglang_version="0.5.20"
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture(params=["sessions", "no sessions"])
-def any_engine(request):
-    """One engine of each generation, with the weights of ``hf_model`` afterwards."""
-    name = "restored_engine" if request.param == "sessions" else "older_engine"
-    engine = request.getfixturevalue(name)
-    assert engine.capabilities.needs_update_session == (request.param == "sessions")
-    return engine
-
-
 @pytest.fixture
 def new_model(tokenizer):
     return make_tiny_model(tokenizer, seed=int.from_bytes(os.urandom(3), "big"))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
-from torchrl_sglang.weight_update.transports.broadcast import BUCKET_BYTES
+from torchrl_sglang.weight_update.transports.base import BUCKET_BYTES
 from torchrl_sglang.weight_update.transports.choose import TransportName
 
 if TYPE_CHECKING:

@@ -6,7 +6,14 @@ from typing import ClassVar, Protocol
 
 from torchrl_sglang.weight_update.weights import Weights
 
-__all__ = ["WeightTransport"]
+__all__ = ["BUCKET_BYTES", "SEND_TIMEOUT_SECONDS", "WeightTransport"]
+
+BUCKET_BYTES = 2 << 30
+"""Default size of a transfer. A server needs some milliseconds for every request, and a
+link of 370 GB/s six for a bucket."""
+
+SEND_TIMEOUT_SECONDS = 300.0
+"""Default budget for one transfer."""
 
 
 class WeightTransport(Protocol):

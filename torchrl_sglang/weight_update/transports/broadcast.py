@@ -37,6 +37,10 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.weight_update.buckets import Bucket, TensorSpec
 from torchrl_sglang.weight_update.transports import nccl
+from torchrl_sglang.weight_update.transports.base import (
+    BUCKET_BYTES,
+    SEND_TIMEOUT_SECONDS,
+)
 from torchrl_sglang.weight_update.transports.flat import flatten
 from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
@@ -45,18 +49,11 @@ __all__ = ["BroadcastTransport"]
 CONNECT_TIMEOUT_SECONDS = 60.0
 """Budget for servers to join: a first NCCL communicator takes some seconds."""
 
-SEND_TIMEOUT_SECONDS = 300.0
-"""Budget for one bucket."""
-
 POLL_SECONDS = 0.05
 """How often a failed collective is looked for while the servers' answer is awaited."""
 
 SETTLE_SECONDS = 0.0002
 """How often the end of a broadcast is looked for."""
-
-BUCKET_BYTES = 2 << 30
-"""Default size of a bucket. A server needs some milliseconds for every request, and a
-link of 370 GB/s six for a bucket."""
 
 SMALL_BELOW_BYTES = {"nccl": 8 << 20, "gloo": 0}
 """Defaults for ``small_below``. A broadcast of its own costs a tensor 40 µs with NCCL,

@@ -26,6 +26,10 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.weight_update.buckets import Bucket, TensorSpec, plan_buckets
+from torchrl_sglang.weight_update.transports.base import (
+    BUCKET_BYTES,
+    SEND_TIMEOUT_SECONDS,
+)
 from torchrl_sglang.weight_update.transports.choose import reach_of
 from torchrl_sglang.weight_update.transports.facts import find_facts
 from torchrl_sglang.weight_update.transports.flat import flatten
@@ -34,14 +38,8 @@ from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
 __all__ = ["CudaIpcTransport"]
 
-BUCKET_BYTES = 2 << 30
-"""Default for the memory that tensors are put together in."""
-
 VALUE_BYTES = 1 << 26
 """Most bytes of values in one request: it is a text that is parsed as a whole."""
-
-SEND_TIMEOUT_SECONDS = 300.0
-"""Budget for one request."""
 
 GRACE_SECONDS = 10.0
 """A request and its fence end with their budgets, or this much later."""

@@ -28,15 +28,13 @@ from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.backends.snapshots import MARK, write_mark
 from torchrl_sglang.errors import RequestRefusedError, WeightTransferError
 from torchrl_sglang.weight_update.buckets import Bucket, plan_buckets
+from torchrl_sglang.weight_update.transports.base import (
+    BUCKET_BYTES,
+    SEND_TIMEOUT_SECONDS,
+)
 from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
 __all__ = ["DiskTransport"]
-
-BUCKET_BYTES = 1 << 30
-"""Default size of a file of tensors."""
-
-SEND_TIMEOUT_SECONDS = 300.0
-"""Budget for the servers to load a checkpoint."""
 
 KEPT = 2
 """How many checkpoints stay: the current one, and the one that a server which is slow
