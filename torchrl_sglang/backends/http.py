@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import collections
 import concurrent.futures
+import io
 import math
 import os
 import weakref
@@ -42,6 +43,9 @@ _CLOSING: collections.deque[concurrent.futures.Future[None]] = collections.deque
     maxlen=64
 )
 """The latest sessions that are being closed."""
+
+STREAMED_BODY_BYTES = 1 << 20
+"""A larger body is written in pieces, so that other requests get their turn between."""
 
 ERROR_BODY_CHARACTERS = 2000
 """How much of an error's body a message quotes."""
@@ -215,15 +219,18 @@ class HttpClient:
             raise ConfigurationError(
                 f"What was to be sent to {url} has no form in JSON: {error}."
             ) from None
+        # aiohttp writes bytes in one go, and a buffer in pieces.
+        body = io.BytesIO(data) if data and len(data) > STREAMED_BODY_BYTES else data
         budget = aiohttp.ClientTimeout(
             total=timeout, sock_connect=min(timeout, CONNECT_TIMEOUT_SECONDS)
         )
         try:
             async with self._get_session().request(
-                method, url, data=data, timeout=budget, headers=headers
+                method, url, data=body, timeout=budget, headers=headers
             ) as response:
-                body = await response.read()
-                return Answer(url=url, status=response.status, body=body)
+                return Answer(
+                    url=url, status=response.status, body=await response.read()
+                )
         except aiohttp.ConnectionTimeoutError:
             raise _transient(
                 f"{method} {url} failed: no connection within "

@@ -14,12 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import aiohttp
+import orjson
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.backends.http import (
     ERROR_BODY_CHARACTERS,
+    STREAMED_BODY_BYTES,
     Answer,
     HttpClient,
     normalize_url,
@@ -383,3 +387,31 @@ def test_the_key_is_sent_and_never_shown(tiny_model_path):
             assert answer.token_ids == [5]
             shown = [repr(engine), repr(engine._http), str(vars(engine))]
         assert not any("sesame" in text for text in shown)
+
+
+def test_a_large_body_arrives_whole_and_typed(client):
+    """Weights by value make bodies over 1 MB; aiohttp warns when they are bytes."""
+
+    async def echo(request: web.Request) -> web.Response:
+        body = await request.read()
+        return web.json_response(
+            {
+                "type": request.content_type,
+                "length": request.content_length,
+                "same": orjson.loads(body) == payload,
+            }
+        )
+
+    async def post() -> Answer:
+        app = web.Application(client_max_size=8 * STREAMED_BODY_BYTES)
+        app.router.add_post("/", echo)
+        async with TestServer(app) as server:
+            url = str(server.make_url("/"))
+            return await client.request("POST", url, payload, timeout=60)
+
+    payload = {"weights": "x" * (4 * STREAMED_BODY_BYTES)}
+    assert run_sync(post()).json() == {
+        "type": "application/json",
+        "length": len(orjson.dumps(payload)),
+        "same": True,
+    }
