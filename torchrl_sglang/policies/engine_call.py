@@ -70,8 +70,11 @@ def ask(
         ConfigurationError: if a tokenizer is needed and there is none.
     """
     if engine.capabilities.has_tokenizer:
-        outcomes = _generate(engine, prompts, return_exceptions, adapter)
         for_cutting = [not prompt.include_stop for prompt in prompts]
+        for prompt in prompts:
+            if prompt.sampling_params.get("stop") and not prompt.include_stop:
+                _needed(tokenizer, "stop")  # Before anything is generated.
+        outcomes = _generate(engine, prompts, return_exceptions, adapter)
     else:
         outcomes = _generate_in_stages(
             engine, prompts, tokenizer, return_exceptions, adapter

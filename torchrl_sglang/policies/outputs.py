@@ -61,15 +61,17 @@ def float_row(values: Sequence[float]) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
-def unchecked(content: Mapping[str, Any]) -> TensorDict:
-    """Returns a scalar TensorDict of values that are known to fit."""
-    return TensorDict._new_unsafe(dict(content), batch_size=_SCALAR)
+def unchecked(
+    content: Mapping[str, Any], device: torch.device | None = None
+) -> TensorDict:
+    """Returns a scalar TensorDict of values that are known to fit, and to be there."""
+    return TensorDict._new_unsafe(dict(content), batch_size=_SCALAR, device=device)
 
 
-def non_tensor(value: Any) -> NonTensorData:
-    """Returns a value that is not a tensor as TensorDicts hold it."""
+def non_tensor(value: Any, device: torch.device | None = None) -> NonTensorData:
+    """Returns a value that is not a tensor as TensorDicts of a device hold it."""
     content = {"data": value, "_is_non_tensor": True, "_metadata": None}
-    return wrap(NonTensorData, unchecked({}), content)
+    return wrap(NonTensorData, unchecked({}, device), content)
 
 
 def wrap(cls: Any, content: TensorDictBase, others: Mapping[str, Any]) -> Any:
@@ -225,14 +227,13 @@ def full_text_row(full: str) -> Rows:
     return {"full": non_tensor(full)}
 
 
-def message(content: str, role: str = "assistant") -> TensorDict:
+def message(
+    content: str, role: str = "assistant", device: torch.device | None = None
+) -> TensorDict:
     """Returns the content of a one-message :class:`~torchrl.data.llm.History`."""
+    fields = {"role": role, "content": content, "is_complete": True}
     return unchecked(
-        {
-            "role": non_tensor(role),
-            "content": non_tensor(content),
-            "is_complete": non_tensor(True),
-        }
+        {name: non_tensor(value, device) for name, value in fields.items()}, device
     )
 
 
@@ -265,7 +266,8 @@ def history_rows(prompt: History, content: str) -> Rows:
     inner = prompt._tensordict
     lazy = isinstance(inner, LazyStackedTensorDict) and inner.stack_dim == 0
     turns = list(inner.tensordicts) if lazy else list(inner.unbind(0))
-    answer = message(content)
+    # Turns can be put together where they are all on one device.
+    answer = message(content, device=prompt.device)
     return {
         # A container of its own, so that appending to one sample's changes no other's.
         "prompt": wrap(History, LazyStackedTensorDict(*turns), prompt._non_tensordict),
@@ -281,6 +283,7 @@ def assemble(
     *,
     pad_output: bool,
     padding_value: int,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Returns each container for the whole batch.
 
@@ -289,21 +292,39 @@ def assemble(
         shape: batch shape; the number of samples is its product.
         pad_output: make every field rectangular.
         padding_value: the token that stands for nothing.
+        device: the batch's, which its conversations are on already.
 
     Returns:
         ``"tokens"`` and so on -> a TensorClass of batch size ``shape``.
     """
     if pad_output:
         _pad_samples(samples, padding_value)
-    padded = MetaData(pad_output)
+    padded = MetaData(pad_output, device=device)
     containers = {}
     for name in samples[0] if samples else ():
         common = {"padded": padded} if name in ("tokens", "masks", "log_probs") else {}
-        rows = [unchecked({**sample[name], **common}) for sample in samples]
+        rows = [
+            unchecked({**_on(sample[name], device), **common}, device)
+            for sample in samples
+        ]
         cls = _CONTAINERS[name]
         unset = cls.__expected_keys__ - set(rows[0].keys())
         containers[name] = wrap(cls, stack(rows, shape), dict.fromkeys(unset))
     return containers
+
+
+def _on(rows: Rows, device: torch.device | None) -> Rows:
+    """Returns the rows on a device; conversations are there already."""
+    if device is None:
+        return rows
+    return {
+        field: value.to(device)
+        if isinstance(value, torch.Tensor)
+        else non_tensor(value.data, device)
+        if isinstance(value, NonTensorData)
+        else value
+        for field, value in rows.items()
+    }
 
 
 _FILL: dict[str, float] = {"masks": False, "log_probs": 0.0, "generation_info": -1}

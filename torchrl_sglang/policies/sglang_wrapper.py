@@ -38,6 +38,7 @@ from torchrl_sglang.policies.inputs import (
 )
 from torchrl_sglang.policies.sampling import SamplingParams, translate
 from torchrl_sglang.policies.stopping import as_texts, single_tokens
+from torchrl_sglang.policies.target import check_device, check_target
 from torchrl_sglang.types import Completion
 
 __all__ = ["SGLangWrapper"]
@@ -94,7 +95,8 @@ class SGLangWrapper(LLMWrapperBase):
         inplace (bool or ``"empty"``, optional): write to the input (True, the default
             for one sample), to a new TensorDict (False), or to an empty one like the
             input (``"empty"``). With several samples only False is possible.
-        device (torch.device, optional): where to put the results.
+        device (torch.device, optional): where to put the results. Defaults to the
+            input's device.
         layout (torch.layout, optional): kept for TorchRL; ``torch.strided`` when not
             padding.
         num_samples (int, optional): samples for each prompt. Adds a dimension of this
@@ -410,8 +412,9 @@ class SGLangWrapper(LLMWrapperBase):
             The TensorDict that was written to.
 
         Raises:
-            ConfigurationError: if the input lacks the key that is read, or a prompt
-                or an argument is wrong. Nothing was sent then.
+            ConfigurationError: if the input lacks the key that is read, if a prompt
+                or an argument is wrong, or if the results cannot be written where
+                they shall be: it is locked, or of another shape. Nothing was sent.
             TypeError: if the value there has the wrong type.
         """
         if logits_only:
@@ -422,18 +425,26 @@ class SGLangWrapper(LLMWrapperBase):
                 f"The batch of shape {tuple(shape)} is empty; there is nothing to do."
             )
         params = self._merge(kwargs) if kwargs else self.sampling_params
-        prompts = self._read(tensordict)
-        samples = self._run(prompts, params)
         if self.generate and self.num_samples is not None:
             shape = torch.Size([*shape, self.num_samples])
+        keys = self._key_by_container(params)
+        if tensordict_out is None and self.inplace is True:
+            tensordict_out = tensordict
+        if tensordict_out is not None:
+            check_target(tensordict_out, keys.values(), shape)
+        if self._device is not None:
+            check_device(self._device)
+        prompts = self._read(tensordict)
+        samples = self._run(prompts, params)
         containers = outputs.assemble(
             samples,
             shape,
             pad_output=self.pad_output,
             padding_value=self.padding_value if self.padding_value is not None else 0,
+            device=tensordict.device,
         )
         target = self._target(tensordict, tensordict_out, shape)
-        for name, key in self._key_by_container(params).items():
+        for name, key in keys.items():
             value = containers[name]
             target.set(key, value if self._device is None else value.to(self._device))
         return target
@@ -628,15 +639,13 @@ class SGLangWrapper(LLMWrapperBase):
         shape: torch.Size,
     ) -> TensorDictBase:
         """Returns what to write to, without the keys that will be written."""
-        if tensordict_out is None:
-            if self.inplace is True:
-                tensordict_out = tensordict
-            elif self.inplace == "empty":
-                return tensordict.empty()
-            else:
-                empty = [TensorDict(device=self._device) for _ in range(shape.numel())]
-                return outputs.stack(empty, shape)
-        return tensordict_out.exclude(*self.out_keys, inplace=True)
+        if tensordict_out is not None:
+            return tensordict_out.exclude(*self.out_keys, inplace=True)
+        if self.inplace == "empty":
+            return tensordict.empty()
+        device = tensordict.device if self._device is None else self._device
+        empty = [TensorDict(device=device) for _ in range(shape.numel())]
+        return outputs.stack(empty, shape)
 
     def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Any:
         """Scores ``data`` and returns the log-probability of each of its tokens.

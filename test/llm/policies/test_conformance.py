@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    lazy_stack,
+)
 from torch.nn.functional import pad
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import (
@@ -94,7 +100,7 @@ class Call:
     stacked: bool = True
     """Whether the input is a lazy stack."""
     device: str | None = None
-    """Device of the input."""
+    """Device of the input; every row is run with one as well, see ``test_device``."""
 
     @property
     def samples(self) -> int | None:
@@ -165,7 +171,8 @@ class Call:
     def input(self, tokenizer: Any) -> TensorDictBase:
         elements = self.elements()
         if not self.stacked:
-            return self._plain_input(elements, tokenizer)
+            plain = self._plain_input(elements, tokenizer)
+            return plain.to(self.device) if self.device else plain
         ids = [torch.tensor(self.token_ids(*one, tokenizer)) for one in elements]
         dense = self.padded if self.dense is None else self.dense
         if self.mode == "tokens" and dense:
@@ -186,10 +193,12 @@ class Call:
                 row.set("tokens", Tokens(prompt=ids[index]))
             rows.append(row)
         if self.shape == ():
-            return rows[0]
-        if self.shape == (2, 2):
-            return lazy_stack([lazy_stack(rows[:2]), lazy_stack(rows[2:])])
-        return lazy_stack(rows).to(self.device) if self.device else lazy_stack(rows)
+            td = rows[0]
+        elif self.shape == (2, 2):
+            td = lazy_stack([lazy_stack(rows[:2]), lazy_stack(rows[2:])])
+        else:
+            td = lazy_stack(rows)
+        return td.to(self.device) if self.device else td
 
     def _plain_input(
         self, elements: Sequence[tuple[str, bool]], tokenizer: Any
@@ -309,7 +318,7 @@ def expect_output(call: Call, batch: tuple[int, ...]) -> Cells:
         "is": where,
         "lazy": where != "target" and bool(batch) and (call.stacked or not like_input),
         "input": sorted(source | (written if where == "input" else set())),
-        "device": torch.device(call.device) if call.device else None,
+        "device": None if call.target or not call.device else torch.device(call.device),
     }
 
 
@@ -409,7 +418,9 @@ def pad_samples(call: Call, samples: Sequence[Cells], pad_id: int) -> list[Cells
 CALLS: dict[str, Call] = {}
 """Name -> row. The first block is a small product, what follows stands for itself."""
 
-for _mode in ("history", "text", "tokens"):
+MODES = ("history", "text", "tokens")
+
+for _mode in MODES:
     for _pad in (False, True):
         _name = f"{_mode}-{'padded' if _pad else 'ragged'}"
         CALLS |= {
@@ -486,7 +497,7 @@ CALLS |= {
         args={"num_samples": 2},
         sampling={**GREEDY, "prompt_logprobs": True},
     ),
-    "tokens-on-device": Call(mode="tokens", device="cpu"),
+    **{f"{mode}-on-device": Call(mode=mode, device="cpu") for mode in MODES},
     "tokens-to-device": Call(
         mode="tokens",
         device="cpu",
@@ -734,6 +745,44 @@ def test_call(engine, vllm_engine, reference, name):
         for cell in difference.cells
     }
     assert differ == known
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_device(engine, reference, name):
+    """The same with an input that has a device: so have the results, all through."""
+    call = replace(CALLS[name], device="cpu")
+    expected = expect(call, reference)
+    wrapper = call.make(SGLangWrapper, engine)
+    cells = observe(call, wrapper, reference.tokenizer)
+    wrong = {cell for cell in expected if not same(cells[cell], expected[cell])}
+    assert not wrong, {cell: (cells[cell], expected[cell]) for cell in wrong}
+
+
+@pytest.mark.parametrize("args", [{}, {"inplace": False}, {"num_samples": 2}])
+def test_results_are_on_the_device_of_the_input(engine, args):
+    """Every TensorDict in them, so that they can be put together with others."""
+    td = conversation().to("cpu")
+    policy = SGLangWrapper(
+        engine, generate_kwargs=GREEDY, return_generation_info=True, **args
+    )
+    out = policy(td)
+    assert set(devices(out)) == {torch.device("cpu")}
+    elsewhere = policy.get_new_version(device="meta", inplace=False)(conversation())
+    assert set(devices(elsewhere)) == {torch.device("meta")}
+    # As the loop of a collector does.
+    again = policy(lazy_stack([td[0], *conversation().to("cpu").unbind(0)]))
+    assert set(devices(again)) == {torch.device("cpu")}
+
+
+def devices(value: Any) -> Iterator[torch.device | None]:
+    """Yields the device of a TensorDict and of all that is in it."""
+    yield value.device
+    if is_tensor_collection(value):
+        inner = getattr(value, "_tensordict", value)
+        parts = inner.tensordicts if isinstance(inner, LazyStackedTensorDict) else ()
+        values = () if parts else inner.values()
+        for part in (*parts, *values):
+            yield from devices(part)
 
 
 def test_responses_of_the_table_differ_in_length(reference):
