@@ -41,7 +41,11 @@ from torchrl_sglang.backends.adapters import (
 )
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
 from torchrl_sglang.backends.batch import to_token_ids
-from torchrl_sglang.backends.checks import check_seconds
+from torchrl_sglang.backends.checks import (
+    check_count,
+    check_mapping,
+    check_seconds,
+)
 from torchrl_sglang.backends.control_plane import ControlPlane
 from torchrl_sglang.backends.data_plane import DataPlane
 from torchrl_sglang.backends.event_loop import run_sync, submit
@@ -64,7 +68,6 @@ from torchrl_sglang.backends.launching import Launch, launch
 from torchrl_sglang.backends.memory import (
     DRAIN_TIMEOUT_SECONDS,
     Memory,
-    check_budget,
     check_can_sleep,
     check_tags,
     check_weights_awake,
@@ -123,16 +126,8 @@ class Settings:
             ("max_attempts", 1),
             ("max_restarts", 0),
         ):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ConfigurationError(
-                    f"{name}={value!r} is not a whole number of at least {least}."
-                )
-        if not self.progress_timeout > 0:
-            raise ConfigurationError(
-                f"progress_timeout={self.progress_timeout!r} is not a time; give "
-                f"seconds, or math.inf for no limit."
-            )
+            check_count(name, getattr(self, name), least=least)
+        check_seconds("progress_timeout", self.progress_timeout, endless=True)
 
 
 class AsyncSGLang(RLSGLangEngine):
@@ -829,7 +824,9 @@ class AsyncSGLang(RLSGLangEngine):
         timeout: float | None,
     ) -> dict[str, Any]:
         self._check_usable()
-        if payload.get("stream"):
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        if check_mapping("payload", payload).get("stream"):
             raise ConfigurationError(
                 "A stream cannot be returned as one answer; use a client of OpenAI's "
                 "protocol with base_url=engine.openai_base_url."
@@ -1070,7 +1067,7 @@ class AsyncSGLang(RLSGLangEngine):
         self._check_open()
         wanted = check_tags(tags)
         check_can_sleep(self._capabilities, self.server_url)
-        check_budget(drain_timeout)
+        drain_timeout = check_seconds("drain_timeout", drain_timeout, zero=True)
         with self._alone():
             run_sync(
                 self._memory.sleep(
@@ -1119,6 +1116,7 @@ class AsyncSGLang(RLSGLangEngine):
             ServerDiedError: if every server has been started too often.
         """
         self._check_open()
+        check_seconds("timeout", timeout)
         check_weights_awake(self._fleet.asleep)
         run_sync(revive(self._fleet, self._control, timeout=timeout))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_sglang.backends.checks import check_flag
 from torchrl_sglang.backends.wire import (
     GenerateRequest,
     check_prompt,
@@ -84,7 +85,7 @@ def to_token_ids(
 
 
 def _plain(ids: Any) -> Any:
-    """Returns the list that a tensor or an array of token ids holds."""
+    """Returns what a tensor, an array or a scalar of NumPy holds, as Python's own."""
     return ids.tolist() if hasattr(ids, "tolist") else ids
 
 
@@ -112,8 +113,8 @@ def prepare(
     """
     size = len(prompts)
     params = _to_params(sampling_params, size)
-    scored = _for_each(flags.return_logprobs, size, "return_logprobs")
-    prompts_scored = _for_each(
+    scored = _flags(flags.return_logprobs, size, "return_logprobs")
+    prompts_scored = _flags(
         flags.return_prompt_logprobs, size, "return_prompt_logprobs"
     )
     tops = _for_each(flags.top_logprobs, size, "top_logprobs")
@@ -169,8 +170,13 @@ def _to_params(
     return every
 
 
+def _flags(value: Any, size: int, name: str) -> list[bool]:
+    return [check_flag(name, each) for each in _for_each(value, size, name)]
+
+
 def _for_each(value: Any, size: int, name: str) -> list[Any]:
     """Returns what holds for each prompt, given for all of them or for each."""
+    value = _plain(value)
     if not isinstance(value, (list, tuple)):
         return [value] * size
     if len(value) != size:

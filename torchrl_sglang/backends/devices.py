@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_sglang.backends.checks import check_count
 from torchrl_sglang.errors import ConfigurationError
 
 __all__ = [
@@ -250,6 +251,6 @@ def _name(item: Any, available: Sequence[str]) -> str:
 
 
 def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
-        raise ConfigurationError(f"{name}={value!r} is not a positive integer.")
-    return int(value)
+    # A command line and a configuration file may give it as a text.
+    digits = isinstance(value, str) and value.isdigit()
+    return check_count(name, int(value) if digits else value)

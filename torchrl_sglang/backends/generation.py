@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +16,11 @@ from typing import Any
 
 from torchrl_sglang.backends.adapters import Adapters
 from torchrl_sglang.backends.batch import Batch, Flags, prepare
+from torchrl_sglang.backends.checks import check_seconds
 from torchrl_sglang.backends.data_plane import DataPlane
 from torchrl_sglang.backends.fleet import Fleet
 from torchrl_sglang.backends.wire import GenerateRequest
 from torchrl_sglang.errors import (
-    ConfigurationError,
     GenerationAbortedError,
     RequestRefusedError,
     ServerUnavailableError,
@@ -145,11 +144,8 @@ class Generation:
             ("timeout", call.timeout),
             ("request_timeout", call.request_timeout),
         ):
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigurationError(
-                    f"{name}={value!r} is no time budget; give a positive, finite "
-                    f"number of seconds."
-                )
+            if value is not None:
+                check_seconds(name, value)
         flags = Flags(
             return_logprobs=call.return_logprobs,
             return_prompt_logprobs=call.return_prompt_logprobs,

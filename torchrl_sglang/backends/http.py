@@ -10,7 +10,6 @@ import atexit
 import collections
 import concurrent.futures
 import io
-import math
 import os
 import weakref
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
+from torchrl_sglang.backends.checks import check_seconds
 from torchrl_sglang.backends.event_loop import submit
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -208,11 +208,7 @@ class HttpClient:
             ServerTimeoutError: if the budget is used up.
             ServerUnavailableError: if the server cannot be reached or hangs up.
         """
-        if not 0 < timeout < math.inf:
-            raise ConfigurationError(
-                f"timeout={timeout!r} is no time budget for {method} {url}; give a "
-                f"positive, finite number of seconds."
-            )
+        check_seconds("timeout", timeout)
         try:
             data = None if payload is None else orjson.dumps(payload)
         except orjson.JSONEncodeError as error:

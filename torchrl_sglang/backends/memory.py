@@ -15,7 +15,6 @@ update heals, as it does after an update that failed.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
@@ -63,19 +62,6 @@ def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
             f"{', '.join(map(repr, MEMORY_TAGS))}."
         )
     return wanted
-
-
-def check_budget(drain_timeout: float) -> None:
-    """Checks a time budget.
-
-    Raises:
-        ConfigurationError: if it is negative or has no end.
-    """
-    if not 0 <= drain_timeout < math.inf:
-        raise ConfigurationError(
-            f"drain_timeout={drain_timeout!r} is no time budget; give a finite number "
-            f"of seconds, or 0."
-        )
 
 
 def check_can_sleep(capabilities: ServerCapabilities, url: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchrl_sglang.backends.checks import check_count
 from torchrl_sglang.backends.command import translate_vllm_names
 from torchrl_sglang.backends.devices import (
     VISIBLE_DEVICES,
@@ -59,10 +60,7 @@ def replica_specs(
         ('0', '1') 7
         ('2', '3') 8
     """
-    if type(num_replicas) is not int or num_replicas < 1:
-        raise ConfigurationError(
-            f"num_replicas={num_replicas!r} is not a positive integer."
-        )
+    num_replicas = check_count("num_replicas", num_replicas)
     known = translate_vllm_names(
         {name: value for name, value in spec.items() if name != "model"}
     )

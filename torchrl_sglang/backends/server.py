@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.checks import check_seconds
 from torchrl_sglang.backends.plan import ServerPlan, plan_server
 from torchrl_sglang.backends.ports import PORTS, find_free_port
 from torchrl_sglang.backends.process import (
@@ -93,6 +94,7 @@ def make_sglang_server(
         'ready'
         >>> server.stop()
     """
+    check_seconds("start_timeout", start_timeout)
     server = _launch(
         plan_server(
             model,
@@ -142,6 +144,7 @@ def start_servers(
         ['ready', 'ready']
         >>> stop_servers(servers)
     """
+    check_seconds("start_timeout", start_timeout)
     if not (parallel is None or isinstance(parallel, bool) or parallel == "staggered"):
         raise ConfigurationError(
             f"parallel={parallel!r} is none of True, False and 'staggered'."

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_sglang.backends.checks import to_python
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
@@ -112,7 +113,8 @@ def check_sampling_params(
         UnsupportedByServerError: for one that this server cannot honour.
     """
     checked: dict[str, Any] = {}
-    for name, value in params.items():
+    for name, given in params.items():
+        value = to_python(given)
         if name == "n":
             raise ConfigurationError(
                 f"n={value!r} is not sent to the engine; give the prompt that many "
@@ -150,8 +152,7 @@ def check_sampling_params(
                 f"{name!r} is matched on text, and the server was started with "
                 f"skip_tokenizer_init=True; give 'stop_token_ids'."
             )
-        # A float of numpy's is a float, and yet JSON does not take it.
-        checked[name] = float(value) if isinstance(value, float) else value
+        checked[name] = value
     _check_values(checked, capabilities)
     return checked
 
@@ -159,8 +160,8 @@ def check_sampling_params(
 def _check_values(params: dict[str, Any], capabilities: ServerCapabilities) -> None:
     if params.get("top_k") == 0:
         raise ConfigurationError(
-            "The sampling parameter top_k=0 keeps no token; give -1 for the whole "
-            "vocabulary, or at least 1."
+            "The sampling parameter top_k=0 keeps no token; give -1 for no limit, or "
+            "at least 1."
         )
     for name in ("top_p", "repetition_penalty"):
         if params.get(name) == 0:

@@ -7,13 +7,16 @@ its way before the last one is back.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from torchrl_sglang.backends.checks import check_count, check_seconds
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
@@ -26,11 +29,28 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+@dataclass(eq=False, slots=True)
+class _Call(Generic[Result]):
+    """One call of :meth:`Batcher.submit`."""
+
+    futures: list[Future[Result]]
+    """One for each item."""
+    deadline: float
+    """When it stops to wait for other calls, on the monotonic clock; in the past once
+    some of its items have been taken, so that the others follow at once."""
+    waiting: int = field(init=False)
+    """Number of its items in the queue."""
+
+    def __post_init__(self) -> None:
+        self.waiting = len(self.futures)
+
+
 class Batcher(Generic[Item, Result]):
     """Gathers items of several callers and runs them together.
 
-    An item waits until ``min_size`` items are there, or until it has waited for
-    ``timeout`` seconds. A batch holds at most ``max_size`` items, in order of arrival.
+    A call waits until ``min_size`` items are there, or until it has waited for
+    ``timeout`` seconds. A batch holds at most ``max_size`` items, in order of arrival;
+    what is left of a call that is larger follows at once, whatever ``min_size`` is.
     An error that belongs to one item reaches that item's caller only; if running a
     batch fails as a whole, it reaches the callers in that batch.
 
@@ -52,25 +72,28 @@ class Batcher(Generic[Item, Result]):
         max_size: int | None = None,
         timeout: float,
     ) -> None:
-        if min_size < 1 or (max_size is not None and max_size < min_size):
+        check_count("min_batch_size", min_size)
+        if max_size is not None and check_count("max_batch_size", max_size) < min_size:
             raise ConfigurationError(
-                f"min_batch_size ({min_size}) must be <= max_batch_size ({max_size}) "
-                f"and at least 1."
+                f"min_batch_size ({min_size}) must be <= max_batch_size ({max_size})."
             )
-        if timeout < 0:
-            raise ConfigurationError(
-                f"batching_timeout={timeout} is not a time; give seconds, at least 0."
-            )
+        check_seconds("batching_timeout", timeout, zero=True)
         self._run = run
         self._min_size = min_size
         self._max_size = max_size
         self._timeout = timeout
-        self._queue: deque[tuple[Item, Future[Result]]] = deque()
+        self._queue: deque[tuple[Item, Future[Result], _Call[Result]]] = deque()
+        self._running = 0
         self._arrival = threading.Condition()
 
     def __len__(self) -> int:
         """Returns the number of items that wait."""
         return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Number of items that the engine has."""
+        return self._running
 
     def submit(self, items: Sequence[Item]) -> list[Result]:
         """Runs items in batches with those of other callers, and waits for them.
@@ -78,31 +101,35 @@ class Batcher(Generic[Item, Result]):
         Raises:
             SGLangError: the first error among these items.
         """
-        futures: list[Future[Result]] = [Future() for _ in items]
-        deadline = time.monotonic() + self._timeout
+        call = _Call[Result](
+            [Future() for _ in items], time.monotonic() + self._timeout
+        )
         with self._arrival:
-            self._queue.extend(zip(items, futures, strict=True))
+            for item, future in zip(items, call.futures, strict=True):
+                self._queue.append((item, future, call))
             self._arrival.notify_all()
         while True:
             with self._arrival:
-                batch = self._take(set(futures), deadline)
+                batch = self._take(call)
             if not batch:
                 break
             self._run_batch(batch)
-        return [future.result() for future in futures]
+        return [future.result() for future in call.futures]
 
-    def _take(
-        self, own: set[Future[Result]], deadline: float
-    ) -> list[tuple[Item, Future[Result]]]:
-        """Waits for a batch to run; returns none when nothing of ``own`` is queued."""
-        while any(future in own for _, future in self._queue):
-            wait = deadline - time.monotonic()
+    def _take(self, call: _Call[Result]) -> list[tuple[Item, Future[Result]]]:
+        """Waits for a batch to run; returns none when nothing of ``call`` is queued."""
+        while call.waiting:
+            wait = call.deadline - time.monotonic()
             if len(self._queue) >= self._min_size or wait <= 0:
                 size = min(len(self._queue), self._max_size or len(self._queue))
-                batch = [self._queue.popleft() for _ in range(size)]
-                # Callers whose items went along have nothing left to wait for here.
+                taken = [self._queue.popleft() for _ in range(size)]
+                for _, _, owner in taken:
+                    owner.waiting -= 1
+                    owner.deadline = -math.inf
+                self._running += size
+                # Callers whose items went along wait no longer.
                 self._arrival.notify_all()
-                return batch
+                return [(item, future) for item, future, _ in taken]
             self._arrival.wait(wait)
         return []
 
@@ -115,6 +142,9 @@ class Batcher(Generic[Item, Result]):
             if not isinstance(error, Exception):
                 raise
             return
+        finally:
+            with self._arrival:
+                self._running -= len(batch)
         for (_, future), result in zip(batch, results, strict=True):
             if isinstance(result, SGLangError):
                 future.set_exception(result)
@@ -126,8 +156,10 @@ class Batcher(Generic[Item, Result]):
         with self._arrival:
             waiting = list(self._queue)
             self._queue.clear()
+            for _, _, owner in waiting:
+                owner.waiting = 0
             self._arrival.notify_all()
-        for _, future in waiting:
+        for _, future, _ in waiting:
             future.set_exception(
                 GenerationAbortedError(
                     "The call was cancelled while it waited to be batched; it was not "

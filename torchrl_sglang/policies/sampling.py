@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchrl_sglang.backends.checks import check_count, check_flag, to_python
 from torchrl_sglang.backends.wire import SAMPLING_PARAMETERS, hint
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.policies.stopping import as_texts
 
-__all__ = ["SamplingParams", "translate"]
+__all__ = ["SamplingParams", "check_numbers", "translate"]
 
 DEFAULT_MAX_TOKENS = 16
 """Response length when none is given; vLLM's default, so pipelines behave alike."""
@@ -25,7 +27,8 @@ DEFAULT_MAX_TOKENS = 16
 class SamplingParams:
     """How to sample: what :class:`~torchrl_sglang.SGLangWrapper` asks of the engine.
 
-    ``max_tokens``, ``n`` and ``temperature`` can be read as on vLLM's class.
+    What vLLM's class has can be read under vLLM's names: ``max_tokens``, ``top_p``,
+    ``top_k``, ``stop`` and so on, with vLLM's defaults.
     """
 
     n: int = 1
@@ -40,6 +43,62 @@ class SamplingParams:
     """Whether special tokens are left out of the response's text."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Parameters for the engine, under SGLang's names."""
+
+    @property
+    def top_p(self) -> float:
+        """Share of the probability that is sampled from; 1 for all of it."""
+        return float(self.engine.get("top_p", 1.0))
+
+    @property
+    def top_k(self) -> int:
+        """Number of the likeliest tokens that are sampled from; -1 for no limit."""
+        return int(self.engine.get("top_k", -1))
+
+    @property
+    def min_p(self) -> float:
+        """Least probability of a token over that of the likeliest; 0 for no limit."""
+        return float(self.engine.get("min_p", 0.0))
+
+    @property
+    def repetition_penalty(self) -> float:
+        """Divides the logits of tokens that are there already; 1 for no penalty."""
+        return float(self.engine.get("repetition_penalty", 1.0))
+
+    @property
+    def presence_penalty(self) -> float:
+        """Taken from the logits of tokens that were generated; 0 for no penalty."""
+        return float(self.engine.get("presence_penalty", 0.0))
+
+    @property
+    def frequency_penalty(self) -> float:
+        """The same for each time that a token was generated; 0 for no penalty."""
+        return float(self.engine.get("frequency_penalty", 0.0))
+
+    @property
+    def stop(self) -> list[str]:
+        """Texts that end a response."""
+        return as_texts(self.engine.get("stop", ()))
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a response, beside the model's own."""
+        return sorted(self.engine.get("stop_token_ids", ()))
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether a response goes on behind the model's own end."""
+        return bool(self.engine.get("ignore_eos", False))
+
+    @property
+    def min_tokens(self) -> int:
+        """Fewest tokens of a response."""
+        return int(self.engine.get("min_new_tokens", 0))
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the first sample of a prompt, if one was given."""
+        seed: int | None = self.engine.get("sampling_seed")
+        return seed
 
     @property
     def max_tokens(self) -> int | None:
@@ -119,7 +178,14 @@ def _json_schema(value: Any) -> str:
 
 def _alternatives(choices: Any) -> str:
     """Returns the regular expression that matches exactly these texts."""
-    return "(" + "|".join(re.escape(str(choice)) for choice in choices) + ")"
+    given = isinstance(choices, Iterable) and not isinstance(choices, (str, bytes))
+    texts = list(choices) if given else []
+    if not texts or not all(isinstance(each, (str, int, float)) for each in texts):
+        raise ConfigurationError(
+            f"A choice must be a list of texts with at least one in it, such as "
+            f"['yes', 'no'], got {choices!r}."
+        )
+    return "(" + "|".join(re.escape(str(each)) for each in texts) + ")"
 
 
 _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -134,6 +200,23 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 _KNOWN = (*_RENAMED, *_CONVERTED, *_INERT, *_ABOUT_THE_CALL, *_GUIDES)
 """Every name beyond SGLang's own."""
+
+
+_CHECKED_BY_TORCHRL = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""Numbers that TorchRL compares before it hands them on."""
+
+
+def check_numbers(generate_kwargs: Mapping[str, Any]) -> None:
+    """Checks that what TorchRL is going to compare are numbers.
+
+    Raises:
+        ConfigurationError: if one is not.
+    """
+    for name in _CHECKED_BY_TORCHRL:
+        value = to_python(generate_kwargs.get(name))
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not number:
+            raise ConfigurationError(f"{name} must be a number, got {value!r}.")
 
 
 def translate(
@@ -214,19 +297,18 @@ def _about_the_call(standard: Mapping[str, Any]) -> dict[str, Any]:
         value = standard.get(name)
         if value is None:
             continue
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r} must be True or False.")
+        value = check_flag(name, value)
         if fields.setdefault(field_name, value) != value:
             raise ConfigurationError(
                 f"{name!r} is given twice, and not the same; give one."
             )
     n, top = standard.get("num_return_sequences"), standard.get("logprobs")
     if n is not None:
-        fields["n"] = _whole_number("num_return_sequences", n, 1, "number of samples")
+        fields["n"] = check_count("num_return_sequences", n)
     if top is not None:
         # True asks for the sampled token's, which return_log_probs decides.
         top = 0 if isinstance(top, bool) else top
-        fields["top_logprobs"] = _whole_number("logprobs", top, 0, "number of tokens")
+        fields["top_logprobs"] = check_count("logprobs", top, least=0)
     prompt = standard.get("prompt_logprobs")
     if prompt is not None:
         if prompt not in (False, True, 0, 1):
@@ -236,14 +318,6 @@ def _about_the_call(standard: Mapping[str, Any]) -> dict[str, Any]:
             )
         fields["prompt_logprobs"] = bool(prompt)
     return fields
-
-
-def _whole_number(name: str, value: Any, least: int, what: str) -> int:
-    if type(value) is not int or value < least:
-        raise ConfigurationError(
-            f"{name}={value!r} is not a {what}; give at least {least}."
-        )
-    return value
 
 
 def _check_inert(name: str, value: Any) -> None:

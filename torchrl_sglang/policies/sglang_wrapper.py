@@ -25,6 +25,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.checks import check_count, check_flag, to_python
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.batching import Batcher
@@ -36,7 +37,11 @@ from torchrl_sglang.policies.inputs import (
     read_text,
     read_tokens,
 )
-from torchrl_sglang.policies.sampling import SamplingParams, translate
+from torchrl_sglang.policies.sampling import (
+    SamplingParams,
+    check_numbers,
+    translate,
+)
 from torchrl_sglang.policies.stopping import as_texts, single_tokens
 from torchrl_sglang.policies.target import check_device, check_target
 from torchrl_sglang.types import Completion
@@ -113,7 +118,9 @@ class SGLangWrapper(LLMWrapperBase):
             Also switched on by either size. SGLang runs concurrent calls together
             anyway; batching saves requests.
         min_batch_size (int, optional): prompts to wait for. Defaults to 1.
-        max_batch_size (int, optional): most prompts of a batch.
+        max_batch_size (int, optional): most prompts of a batch. A call with more of
+            them goes as several batches, one after the other, of which only the first
+            waits for other calls.
         batching_timeout (float): longest wait of a call, in seconds. Defaults to 10.
         prefer_tokens (bool): in history mode, keep the tokens that are already there
             under ``tokens_key`` (``"full"`` of the last turn, or ``"prompt"``), and
@@ -197,8 +204,14 @@ class SGLangWrapper(LLMWrapperBase):
             raise ConfigurationError(
                 "pad_model_input is not supported by SGLangWrapper."
             )
-        if not isinstance(pad_output, bool):
-            raise ConfigurationError("pad_output must be a boolean")
+        generate = check_flag("generate", generate)
+        pad_output = check_flag("pad_output", pad_output)
+        prefer_tokens = check_flag("prefer_tokens", prefer_tokens)
+        return_generation_info = check_flag(
+            "return_generation_info", return_generation_info
+        )
+        if return_log_probs is not None:
+            return_log_probs = check_flag("return_log_probs", return_log_probs)
         if return_log_probs is False and not generate:
             raise ConfigurationError(
                 "return_log_probs must be True when generate=False."
@@ -221,7 +234,7 @@ class SGLangWrapper(LLMWrapperBase):
         self.layout = torch.strided if not pad_output and layout is None else layout
         self.chat_template_name = chat_template_name
         self.chat_template = chat_template
-        self.return_log_probs = return_log_probs is None or bool(return_log_probs)
+        self.return_log_probs = return_log_probs is not False
 
         self.history_key = history_key
         self.text_key = text_key
@@ -241,6 +254,23 @@ class SGLangWrapper(LLMWrapperBase):
 
         self._set_tokenizer_kwargs(tokenizer_kwargs)
         self._load_tokenizer(tokenizer)
+
+    @classmethod
+    def _validate_parameter_combinations(
+        cls, generate_kwargs: Mapping[str, Any]
+    ) -> None:
+        """TorchRL's own checks, where SGLang's ``top_k=-1`` is no limit."""
+        check_numbers(generate_kwargs)
+        compared = {
+            name: value
+            for name, value in generate_kwargs.items()
+            if (name, value) != ("top_k", -1)
+        }
+        try:
+            super()._validate_parameter_combinations(compared)
+        except ValueError as error:
+            remedy = "; give -1 for no limit." if "top_k" in str(error) else ""
+            raise ConfigurationError(f"{error}{remedy}") from None
 
     def _key_by_container(self, params: SamplingParams) -> dict[str, NestedKey]:
         """Container -> key that it is written to, in the order of ``out_keys``."""
@@ -268,14 +298,12 @@ class SGLangWrapper(LLMWrapperBase):
         )
         self.sampling_params = translate(self.generate_kwargs)
         n = self.sampling_params.n
-        if num_samples is not None and num_samples < 1:
+        if num_samples is not None:
+            num_samples = check_count("num_samples", num_samples)
+        inplace = to_python(inplace)
+        if inplace not in (None, "empty") and not isinstance(inplace, bool):
             raise ConfigurationError(
-                f"num_samples={num_samples!r} is not a number of samples; give at "
-                f"least 1, or None."
-            )
-        if inplace not in (True, False, None, "empty"):
-            raise ConfigurationError(
-                f"inplace={inplace!r} must be True, False or 'empty'."
+                f"inplace must be True, False or 'empty', got {inplace!r}."
             )
         if num_samples is not None and n > 1 and n != num_samples:
             raise ConfigurationError("num_samples differs from generate_kwargs['n'].")
@@ -301,6 +329,8 @@ class SGLangWrapper(LLMWrapperBase):
         batching_timeout: float,
     ) -> None:
         sizes = (min_batch_size, max_batch_size)
+        if batching is not None:
+            batching = check_flag("batching", batching)
         if batching is False and sizes != (None, None):
             raise ConfigurationError(
                 "min_batch_size and max_batch_size must be None if batching is False."
@@ -317,7 +347,7 @@ class SGLangWrapper(LLMWrapperBase):
             return None
         return Batcher(
             self._ask_engine,
-            min_size=self._min_batch_size or 1,
+            min_size=1 if self._min_batch_size is None else self._min_batch_size,
             max_size=self._max_batch_size,
             timeout=self._batching_timeout,
         )
@@ -384,9 +414,8 @@ class SGLangWrapper(LLMWrapperBase):
         if moved and "input_key" not in kwargs:
             arguments["input_key"] = None
         if not arguments["generate"]:
-            for name in ("return_log_probs", "return_generation_info"):
-                if name not in kwargs:
-                    arguments[name] = None
+            scoring = {"return_log_probs": None, "return_generation_info": False}
+            arguments.update({**scoring, **kwargs})
         return type(self)(**arguments)
 
     @set_list_to_stack(True)
@@ -687,14 +716,23 @@ class SGLangWrapper(LLMWrapperBase):
             batcher.cancel()
 
     def get_batching_state(self) -> dict[str, Any]:
-        """Returns the batching settings and the number of waiting prompts."""
+        """Returns the batching settings and what is going on, under TorchRL's keys.
+
+        ``queue_size`` counts the prompts that wait, ``pending_futures`` those that the
+        engine has as well. ``lock_state`` says what ``processing`` does: nothing is
+        locked while the engine works.
+        """
         if self._batcher is None:
             return {"batching_enabled": False}
+        waiting, running = len(self._batcher), self._batcher.running
         return {
             "batching_enabled": True,
             "min_batch_size": self._min_batch_size,
             "max_batch_size": self._max_batch_size,
-            "queue_size": len(self._batcher),
+            "queue_size": waiting,
+            "processing": running > 0,
+            "lock_state": "locked" if running else "unlocked",
+            "pending_futures": waiting + running,
             "timeout": self._batching_timeout,
         }
 

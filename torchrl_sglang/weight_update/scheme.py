@@ -179,13 +179,13 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         check_seconds("connect_timeout", connect_timeout)
         check_seconds("send_timeout", send_timeout)
         check_seconds("control_timeout", control_timeout)
-        check_flag("pin_adapter", pin_adapter)
-        check_flag("flush_cache", flush_cache)
-        check_flag("verify", verify)
-        check_count("bucket_bytes", bucket_bytes, "bytes")
+        pin_adapter = check_flag("pin_adapter", pin_adapter)
+        flush_cache = check_flag("flush_cache", flush_cache)
+        verify = check_flag("verify", verify)
+        bucket_bytes = check_count("bucket_bytes", bucket_bytes)
         check_name(adapter)
         if master_port is not None:
-            check_port("master_port", master_port)
+            master_port = check_port("master_port", master_port)
         if directory is not None:
             directory = _to_folder(directory)
         self.transport_arguments = {

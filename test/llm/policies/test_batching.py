@@ -81,6 +81,29 @@ def test_greatest_size_alone():
     assert [len(batch) for batch in run.batches] == [2, 2, 1]
 
 
+@pytest.mark.parametrize("size", [6, 9, 11])
+def test_the_rest_of_a_call_waits_for_nobody(size):
+    run = Recorder()
+    batcher = Batcher(run, min_size=4, max_size=4, timeout=LONG)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(batcher.submit, list(range(size)))
+        assert call.result(LONG / 6) == [2 * item for item in range(size)]
+    assert [len(batch) for batch in run.batches][:-1] == [4] * (size // 4)
+
+
+def test_the_rest_of_a_call_that_another_took_along_waits_for_nobody():
+    run = Recorder()
+    batcher = Batcher(run, min_size=4, max_size=4, timeout=LONG)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(batcher.submit, [1, 2, 3])
+        while not len(batcher):
+            assert not first.done()
+        second = pool.submit(batcher.submit, [4, 5, 6])
+        assert second.result(LONG / 6) == [8, 10, 12]
+        assert first.result(LONG / 6) == [2, 4, 6]
+    assert sorted(len(batch) for batch in run.batches) == [2, 4]
+
+
 def test_an_error_reaches_only_its_caller():
     run = Recorder()
     batcher = Batcher(run, min_size=4, timeout=LONG)
@@ -127,8 +150,23 @@ def test_cancel():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"min_size": 0}, {"min_size": 3, "max_size": 2}, {"timeout": -1.0}],
+    [
+        {"min_size": 0},
+        {"min_size": "2"},
+        {"min_size": True},
+        {"min_size": 3, "max_size": 2},
+        {"max_size": 2.0},
+        {"timeout": -1.0},
+        {"timeout": None},
+        {"timeout": "3"},
+    ],
 )
 def test_wrong_arguments(arguments):
-    with pytest.raises(ConfigurationError):
+    names = {
+        "min_size": "min_batch_size",
+        "max_size": "max_batch_size",
+        "timeout": "batching_timeout",
+    }
+    (given, *_) = arguments
+    with pytest.raises(ConfigurationError, match=names[given]):
         Batcher(Recorder(), **{"timeout": 1.0, **arguments})

@@ -995,7 +995,12 @@ REFUSALS = {
     "tokenizer": Refusal(args={"tokenizer": "/no/where"}),
     "unknown argument": Refusal(args={"nonsense": 1}),
     "temperature": sampling(temperature=-1),
-    "temperature's type": sampling(temperature="hot"),
+    # It compares the text with 0 and says that this cannot be done.
+    "temperature's type": Refusal(
+        args={"generate_kwargs": {"temperature": "hot"}},
+        message="temperature must be a number, got 'hot'.",
+        error=ValueError,
+    ),
     "top_p": sampling(top_p=2),
     "top_k": sampling(top_k=0),
     "repetition_penalty": sampling(repetition_penalty=0),
@@ -1006,10 +1011,26 @@ REFUSALS = {
     "samples into empty": Refusal(args={"num_samples": 2, "inplace": "empty"}),
     "n in place": Refusal(args={"generate_kwargs": {"n": 2}, "inplace": True}),
     # vLLM's own class is what refuses these; the name is the caller's here.
-    "no samples": Refusal(args={"num_samples": 0}, message="num_samples=0 "),
-    "fewer samples": Refusal(args={"num_samples": -1}, message="num_samples=-1 "),
+    "no samples": Refusal(
+        args={"num_samples": 0},
+        message="num_samples must be an integer of at least 1, got 0.",
+    ),
+    "fewer samples": Refusal(
+        args={"num_samples": -1}, message="num_samples must be an integer of at least 1"
+    ),
+    "samples as a float": Refusal(
+        args={"num_samples": 2.0},
+        message="num_samples must be an integer of at least 1",
+    ),
+    # It takes it for one sample.
+    "true samples": Refusal(
+        args={"num_samples": True},
+        message="num_samples must be an integer of at least 1, got True.",
+        error=ValueError,
+    ),
     "n of 0": Refusal(
-        args={"generate_kwargs": {"n": 0}}, message="num_return_sequences=0 "
+        args={"generate_kwargs": {"n": 0}},
+        message="num_return_sequences must be an integer of at least 1, got 0.",
     ),
     "max_tokens": Refusal(
         args={"generate_kwargs": {"max_tokens": -1}},

@@ -13,6 +13,31 @@ from torchrl_sglang.policies.sampling import translate
 GREEDY = {"temperature": 0.0}
 
 
+def test_what_can_be_read_of_it():
+    """Under vLLM's names, with its defaults where nothing was given."""
+    given = {
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.25,
+        "stop": ["."],
+        "stop_token_ids": [7],
+        "ignore_eos": False,
+        "min_tokens": 2,
+        "seed": 1,
+        "temperature": 0.7,
+    }
+    params = translate(given)
+    assert {name: getattr(params, name) for name in given} == given
+    assert translate({"max_new_tokens": 9}).max_tokens == 9
+    defaults = translate({})
+    assert (defaults.top_p, defaults.top_k, defaults.stop) == (1.0, -1, [])
+    assert (defaults.repetition_penalty, defaults.seed) == (1.0, None)
+    assert translate({"top_k": -1}).top_k == -1
+
+
 @pytest.mark.parametrize(
     ("given", "name", "value"),
     [
@@ -160,12 +185,15 @@ def test_samples_of_one_prompt_get_different_seeds():
         ({"best_of": 2}, ["best_of=2", "num_samples"]),
         ({"bad_words": ["x"]}, ["bad_words", "logit_bias"]),
         ({"stop": "a", "stop_sequences": ["b"]}, ["stop", "stop_sequences"]),
-        ({"num_return_sequences": 0}, ["num_return_sequences=0"]),
+        ({"num_return_sequences": 0}, ["num_return_sequences", "got 0"]),
         ({"max_new_tokens": 0}, ["max_new_tokens=0", "generate=False"]),
-        ({"logprobs": -1}, ["logprobs=-1"]),
-        ({"logprobs": 2.0}, ["logprobs=2.0"]),
+        ({"logprobs": -1}, ["logprobs", "at least 0, got -1"]),
+        ({"logprobs": 2.0}, ["logprobs", "integer", "got 2.0"]),
         ({"prompt_logprobs": 5}, ["prompt_logprobs=5", "True"]),
-        ({"skip_special_tokens": 1}, ["skip_special_tokens=1"]),
+        ({"skip_special_tokens": 1}, ["skip_special_tokens", "boolean, got 1"]),
+        ({"guided_choice": "yes"}, ["list of texts", "['yes', 'no']", "got 'yes'"]),
+        ({"choice": []}, ["list of texts", "got []"]),
+        ({"structured_outputs": {"choice": ["a", None]}}, ["texts", "None"]),
         (
             {"no_stop_trim": False, "include_stop_str_in_output": True},
             ["no_stop_trim", "given twice"],
