@@ -15,6 +15,9 @@ import torch
 from tensordict import set_list_to_stack
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.cpu import PYTHON_VARIABLE, engine_python
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.testing.forked_starts import forked_starts, true_interpreter
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
 set_list_to_stack(True).set()
@@ -24,6 +27,31 @@ LOG_PROB_TOLERANCE = 1e-4
 """Greatest difference between the engine's log-probs and Hugging Face's in float32."""
 
 Score = Callable[[Sequence[int]], torch.Tensor]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forking_python() -> Iterator[Path | None]:
+    """The interpreter that all servers on CPU are forked by; see ``true_starts``."""
+    try:
+        engine_python()
+    except ConfigurationError:
+        # A machine for the tests that need a GPU.
+        yield None
+        return
+    with forked_starts() as interpreter:
+        yield interpreter
+
+
+@pytest.fixture
+def true_starts(
+    forking_python: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> Path | None:
+    """Servers start as users' servers do: for tests about starts and process trees."""
+    if forking_python is None:
+        return None
+    python = true_interpreter(forking_python)
+    monkeypatch.setenv(PYTHON_VARIABLE, str(python))
+    return python
 
 
 @pytest.fixture(scope="session")

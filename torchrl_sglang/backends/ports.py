@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
@@ -64,7 +64,11 @@ class PortLease:
 
 
 def lease_port(
-    host: str = "127.0.0.1", port: object = None, *, name: str = "port"
+    host: str = "127.0.0.1",
+    port: object = None,
+    *,
+    name: str = "port",
+    among: Sequence[int] = PORTS,
 ) -> PortLease:
     """Returns a lease of a port that nothing listens on.
 
@@ -72,6 +76,7 @@ def lease_port(
         host: address that the server will listen on.
         port: the number that the user wants; by default, one is found.
         name: what messages call it.
+        among: the numbers of which one is found.
 
     Raises:
         ConfigurationError: if the port is taken, or is no port.
@@ -91,7 +96,7 @@ def lease_port(
         return lease
     for _ in range(ATTEMPTS):
         # The system's randomness: seeded trainers would all try the same ports.
-        number = PORTS[secrets.randbelow(len(PORTS))]
+        number = among[secrets.randbelow(len(among))]
         try:
             lease = PortLease(number)
         except OSError:
@@ -100,15 +105,15 @@ def lease_port(
         if _is_free(host, number) and _is_free("0.0.0.0", number):
             return lease
         lease.release()
-    raise ConfigurationError(f"No port from {PORTS} is free on {host!r}.")
+    raise ConfigurationError(f"No port from {among} is free on {host!r}.")
 
 
-def find_free_port(host: str = "127.0.0.1") -> int:
+def find_free_port(host: str = "127.0.0.1", *, among: Sequence[int] = PORTS) -> int:
     """Returns a port that nothing listens on and that no server here will.
 
     Nothing holds it afterwards; what listens for long takes :func:`lease_port`.
     """
-    lease = lease_port(host)
+    lease = lease_port(host, among=among)
     lease.release()
     return lease.port
 

@@ -22,8 +22,8 @@ from torchrl_sglang.errors import ConfigurationError
 TAKE_SOME = """
 import json, sys
 from torchrl_sglang.backends import ports
-ports.PORTS = range(*map(int, sys.argv[1:]))
-leases = [ports.lease_port() for _ in range(20)]
+window = range(*map(int, sys.argv[1:]))
+leases = [ports.lease_port(among=window) for _ in range(20)]
 print(json.dumps([lease.port for lease in leases]), flush=True)
 input()
 """
@@ -50,21 +50,20 @@ def test_where_ports_are_looked_for():
     assert max(PORTS) + max(ports_module.DP_PORT_OFFSETS) < 32_768
 
 
-def test_a_lease(monkeypatch):
+def test_a_lease():
     window = a_few_ports(2)
-    monkeypatch.setattr(ports_module, "PORTS", window)
-    first, second = lease_port(), lease_port()
+    first, second = lease_port(among=window), lease_port(among=window)
     assert {first.port, second.port} == set(window)
     for search in (lease_port, find_free_port):
         with pytest.raises(ConfigurationError, match="No port"):
-            search()
+            search(among=window)
     with pytest.raises(OSError, match="in use"):
         PortLease(first.port)
     with pytest.raises(ConfigurationError, match=f"nccl_port={first.port} is not"):
         lease_port(port=first.port, name="nccl_port")
     first.release()
     first.release()
-    assert find_free_port() == first.port
+    assert find_free_port(among=window) == first.port
     assert lease_port(port=str(first.port)).port == first.port
     second.release()
 
@@ -91,13 +90,14 @@ def test_processes_do_not_take_the_same_ports():
         lease_port(port=port).release()
 
 
-def test_a_port_with_a_listener_is_not_found(monkeypatch):
+def test_a_port_with_a_listener_is_not_found():
     window = a_few_ports(2)
-    monkeypatch.setattr(ports_module, "PORTS", window)
     with socket.create_server(("127.0.0.1", window[0])):
-        assert {find_free_port() for _ in range(20)} == {window[1]}
+        assert {find_free_port(among=window) for _ in range(20)} == {window[1]}
         # A server's other sockets listen on every address.
-        assert {find_free_port("127.0.0.2") for _ in range(20)} == {window[1]}
+        assert {find_free_port("127.0.0.2", among=window) for _ in range(20)} == {
+            window[1]
+        }
 
 
 @pytest.mark.parametrize("port", [0, -1, 70000, "http", 3.5, True])

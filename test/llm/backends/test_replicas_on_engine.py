@@ -16,12 +16,13 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
-from torchrl_sglang.backends.watchdog import descendants, is_alive
+from torchrl_sglang.backends.watchdog import is_alive
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
     ServerDiedError,
 )
+from torchrl_sglang.testing.forked_starts import processes_below
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 GREEDY = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
@@ -137,7 +138,7 @@ def test_a_server_that_hangs(tiny_model_path, session_engine):
     ) as engine:
         batch = prompts(4)
         stopped = engine.servers[0].pid
-        below = [stopped, *descendants(stopped)]
+        below = [stopped, *processes_below(stopped)]
         # Its watchdog lives on, as it does where a scheduler hangs.
         for pid in below[1:]:
             os.kill(pid, signal.SIGSTOP)

@@ -19,10 +19,10 @@ import pytest
 
 from torchrl_sglang import AsyncSGLang, make_sglang_server
 from torchrl_sglang.backends import cpu, watchdog
-from torchrl_sglang.backends import process as process_module
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.backends.plan import ServerPlan, plan_server
 from torchrl_sglang.backends.ports import lease_port
+from torchrl_sglang.backends.process import LOG_TAIL_LINES
 from torchrl_sglang.backends.server import (
     ServerProcess,
     find_free_port,
@@ -37,6 +37,7 @@ from torchrl_sglang.errors import (
     ServerError,
     ServerStartError,
 )
+from torchrl_sglang.testing.forked_starts import processes_below, true_interpreter
 
 SECONDS = 15.0
 """For a tree to be gone, on a loaded machine."""
@@ -53,7 +54,7 @@ def living(pids: list[int], seconds: float = SECONDS) -> list[int]:
 
 
 def tree_of(server: ServerProcess) -> list[int]:
-    return [server.pid, *descendants(server.pid)]
+    return [server.pid, *processes_below(server.pid)]
 
 
 # --- any command
@@ -124,7 +125,7 @@ def test_a_start_that_fails_shows_the_end_of_the_log():
     assert time.monotonic() - start < SECONDS
     tail = str(got.value).partition("its log:\n")[2].splitlines()
     assert tail[-2:] == ["line 99", "why"]
-    assert len(tail) == process_module.LOG_TAIL_LINES
+    assert len(tail) == LOG_TAIL_LINES
     assert server.state == "stopped"
     # All of it is left to be read, and nothing else is.
     assert str(server.log_path) in str(got.value)
@@ -230,13 +231,12 @@ def test_the_log_without_progress_bars_and_keys():
         server.stop()
 
 
-def test_only_the_end_of_a_log_is_read(monkeypatch):
-    monkeypatch.setattr(process_module, "LOG_TAIL_BYTES", 1000)
-    code = "print('x' * 10**6); print('end', flush=True); " + FOREVER
+def test_only_the_end_of_a_log_is_read():
+    code = "print('x\\n' * 10**6); print('end', flush=True); " + FOREVER
     server = run(code)
     try:
         wait_for_log(server, "end")
-        assert len(server.log_tail()) <= 1000
+        assert len(server.log_tail(lines=10**7)) <= 100_000
     finally:
         server.stop()
 
@@ -605,14 +605,14 @@ def test_a_server_on_two_nodes(tiny_model_path):
 SCRIPT = """
 import json, sys
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.watchdog import descendants
+from torchrl_sglang.testing.forked_starts import processes_below
 
 ending, model = sys.argv[1:]
 engine = AsyncSGLang.from_pretrained(model, device="cpu")
 (answer,) = engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 2})
 assert answer.token_ids
 pid = engine.servers[0].pid
-print(json.dumps([pid, *descendants(pid)]), flush=True)
+print(json.dumps([pid, *processes_below(pid)]), flush=True)
 input()
 if ending == "exception":
     try:
@@ -629,10 +629,15 @@ ENDINGS = ("exception", "exit", "kill")
 
 @pytest.fixture(scope="module")
 def trainers(
-    tiny_model_path,
+    tiny_model_path, forking_python
 ) -> Iterator[dict[str, tuple[subprocess.Popen, list[int]]]]:
-    """Three trainers with a server each, started at once, and the servers' trees."""
+    """Three trainers with a server each, and the servers' trees.
+
+    The server of the one that is killed was started as a user's is.
+    """
     found = {}
+    pythons = dict.fromkeys(ENDINGS, forking_python)
+    pythons["kill"] = true_interpreter(forking_python)
     with ExitStack() as stack:
         processes = {
             ending: stack.enter_context(
@@ -640,6 +645,7 @@ def trainers(
                     [sys.executable, "-c", SCRIPT, ending, tiny_model_path],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
+                    env={**os.environ, cpu.PYTHON_VARIABLE: str(pythons[ending])},
                     text=True,
                 )
             )
@@ -693,7 +699,9 @@ def test_gone_after_the_trainer_is_killed(trainers):
     assert not folder.exists()
 
 
-def test_a_server_with_a_key_that_is_killed_while_it_generates(tiny_model_path):
+def test_a_server_with_a_key_that_is_killed_while_it_generates(
+    tiny_model_path, true_starts
+):
     key = "sesame-7731"
     with AsyncSGLang.from_pretrained(
         tiny_model_path, device="cpu", api_key=key

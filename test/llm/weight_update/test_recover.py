@@ -19,6 +19,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
     WeightTransferError,
 )
+from torchrl_sglang.testing.forked_starts import processes_below
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.source import open_weights
@@ -250,7 +251,7 @@ def test_a_server_that_hangs_is_started_again(tiny_model_path, hf_model, new_mod
         before = engine.servers[0].pid
         # Whoever does not own it can do nothing about it.
         other = AsyncSGLang.connect(engine.server_url)
-        for pid in children(before):
+        for pid in processes_below(before):
             os.kill(pid, signal.SIGSTOP)
         report = sender.recover()
         assert engine.servers[0].pid != before
@@ -260,18 +261,9 @@ def test_a_server_that_hangs_is_started_again(tiny_model_path, hf_model, new_mod
         os.kill(engine.servers[0].pid, signal.SIGKILL)
         sender.recover()
         assert difference(engine, hf_model) < TOLERANCE
-        for pid in children(engine.servers[0].pid):
+        for pid in processes_below(engine.servers[0].pid):
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError, match="does not own"):
             other.revive()
         other.shutdown()
         scheme.shutdown()
-
-
-def children(pid: int) -> list[int]:
-    """Every process below one: the schedulers, among others."""
-    listed = subprocess.run(
-        ["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False
-    )
-    below = [int(line) for line in listed.stdout.split()]
-    return [*below, *(each for one in below for each in children(one))]

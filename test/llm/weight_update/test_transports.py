@@ -15,7 +15,6 @@ import signal
 import time
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 import requests
@@ -25,6 +24,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
+from torchrl_sglang.backends.watchdog import descendants
 from torchrl_sglang.errors import (
     ConfigurationError,
     UnsupportedByServerError,
@@ -33,6 +33,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.testing.fake_server import FakeServer
 from torchrl_sglang.testing.faults import FaultyProxy
+from torchrl_sglang.testing.forked_starts import processes_below
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.buckets import TensorSpec
@@ -281,7 +282,7 @@ def test_a_server_that_does_not_answer(
     """It stops in the middle of an update, and goes on after the error."""
     engine = restored_engine
     transport = transport_of(engine, bucket_bytes=SMALL, send_timeout=2.0, **arguments)
-    processes = below(engine.servers[0].pid)
+    processes = processes_below(engine.servers[0].pid)
     try:
         broken = weights_of(
             new_model, engine, interfere=lambda: send_signal(processes, signal.SIGSTOP)
@@ -339,7 +340,7 @@ def test_nothing_is_left_behind(restored_engine, new_model, arguments, name, tmp
         gc.collect()
         return (
             {n for n in os.listdir("/dev/shm") if n.startswith("torch_")},
-            below(os.getpid()),
+            set(descendants(os.getpid())),
             len(os.listdir("/proc/self/fd")),
         )
 
@@ -729,23 +730,6 @@ def test_the_served_model_is_known_when_its_checkpoint_is_gone(
 
 
 # --- helpers
-
-
-def below(pid) -> set[int]:
-    """The processes below a process."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(path.parent.name)] = int(fields[1])
-    found = {pid}
-    while True:
-        more = {child for child, parent in parents.items() if parent in found} - found
-        if not more:
-            return found - {pid}
-        found |= more
 
 
 def send_signal(processes, number) -> None:
