@@ -13,9 +13,10 @@ Which servers there are
     ``capabilities``, ``snapshots`` (checkpoints that we wrote), ``metadata``.
 Starting them
     ``launching`` (servers and router), ``replicas`` and ``devices`` (what differs
-    between servers), ``server`` (order of a start), ``plan`` (command, environment),
-    ``command``, ``vllm_arguments`` and ``server_flags`` (arguments), ``ports``,
-    ``process``, ``watchdog``, ``router`` and ``router_launch``, ``cpu``.
+    between servers), ``server`` (order of a start), ``plan`` (what is to be run),
+    ``environment`` (what of the trainer's is inherited), ``command``,
+    ``vllm_arguments`` and ``server_flags`` (arguments), ``ports``, ``process``,
+    ``watchdog``, ``router`` and ``router_launch``, ``cpu``.
 Underneath
     ``event_loop``, ``http``, ``checks`` (of arguments).
 """

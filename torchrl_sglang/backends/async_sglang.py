@@ -39,6 +39,11 @@ from torchrl_sglang.backends.adapters import (
     weak_equip,
     why_no_lora,
 )
+from torchrl_sglang.backends.addresses import (
+    address_facing,
+    hide_passwords,
+    split_credentials,
+)
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
 from torchrl_sglang.backends.batch import to_token_ids
 from torchrl_sglang.backends.checks import (
@@ -63,7 +68,7 @@ from torchrl_sglang.backends.generation import (
     Generation,
     version_order,
 )
-from torchrl_sglang.backends.http import HttpClient, normalize_url
+from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.backends.launching import Launch, launch
 from torchrl_sglang.backends.memory import (
     DRAIN_TIMEOUT_SECONDS,
@@ -73,6 +78,7 @@ from torchrl_sglang.backends.memory import (
     check_weights_awake,
 )
 from torchrl_sglang.backends.metadata import fused_from_config, metadata_from_config
+from torchrl_sglang.backends.open_files import limit_in_flight
 from torchrl_sglang.backends.retries import RetryPolicy
 from torchrl_sglang.backends.revive import revive
 from torchrl_sglang.backends.router import ask_router
@@ -155,13 +161,13 @@ class AsyncSGLang(RLSGLangEngine):
         capabilities: ServerCapabilities,
         *,
         model: str | None = None,
-        api_key: str | None = None,
+        http: HttpClient | None = None,
         settings: Settings | None = None,
     ) -> None:
         self._fleet = fleet
         self._capabilities = capabilities
         self._model = model
-        self._http = HttpClient(api_key)
+        self._http = http or HttpClient()
         self._settings = settings or Settings()
         self._closed = False
         self._tokenizer: Any = None
@@ -174,7 +180,9 @@ class AsyncSGLang(RLSGLangEngine):
                 fleet,
                 self._http,
                 progress=lambda: (counters.in_flight, counters.completed),
-                may_probe=lambda: (
+                # What the supervisor holds must not hold the fleet: with its last
+                # reference, its servers end.
+                may_probe=lambda fleet: (
                     not (
                         lock.locked()
                         or pausing.paused
@@ -197,7 +205,7 @@ class AsyncSGLang(RLSGLangEngine):
             self._fleet,
             self._capabilities,
             retries=RetryPolicy(attempts=self._settings.max_attempts),
-            max_in_flight=self._settings.max_in_flight,
+            max_in_flight=limit_in_flight(self._settings.max_in_flight),
             counters=self._counters,
             adapters=self._adapters,
         )
@@ -299,7 +307,7 @@ class AsyncSGLang(RLSGLangEngine):
                 launched.replicas,
                 router=launched.router,
                 start_router=launched.start_router,
-                api_key=api_key,
+                http=HttpClient(api_key),
                 settings=settings,
             )
         except BaseException:
@@ -321,7 +329,9 @@ class AsyncSGLang(RLSGLangEngine):
         """Uses servers that run elsewhere, without owning them.
 
         Args:
-            url: address of one server, like ``"http://127.0.0.1:30000"``.
+            url: address of one server, like ``"http://127.0.0.1:30000"``. Of an address
+                with user and password (``"http://me:secret@host:80"``), these are sent
+                and never shown.
             urls: addresses of several servers of the same model, instead.
             router_url: address of a router in front of them. Without ``urls`` it is
                 asked for its servers. Control calls go to each server directly, so
@@ -339,19 +349,28 @@ class AsyncSGLang(RLSGLangEngine):
                 not serve the same.
         """
         settings = Settings(max_in_flight=max_in_flight, max_attempts=max_attempts)
-        router = None
+        router, credentials = None, {}
         if router_url is not None:
-            router = RemoteRouter(url=normalize_url(router_url))
+            place, credentials = _without_credentials([router_url])
+            router = RemoteRouter(url=place[0])
             if url is None and urls is None:
-                urls = run_sync(ask_router(router.url, api_key))
+                urls = run_sync(ask_router(HttpClient(api_key, credentials), place[0]))
         if (url is None) == (urls is None):
             raise ConfigurationError(
-                f"Give the address of one server or of several: url={url!r}, "
-                f"urls={urls!r}."
+                f"Give the address of one server or of several: "
+                f"url={hide_passwords(repr(url))}, urls={hide_passwords(repr(urls))}."
             )
         if isinstance(urls, str):
-            raise ConfigurationError(f"urls is a list of addresses, got {urls!r}.")
-        addresses = [normalize_url(one) for one in ([url] if url else urls or ())]
+            raise ConfigurationError(
+                f"urls is a list of addresses, got {hide_passwords(urls)!r}."
+            )
+        addresses, more = _without_credentials([url] if url else urls or ())
+        credentials |= more
+        if api_key is not None and credentials:
+            raise ConfigurationError(
+                f"Give {next(iter(credentials))} either an api_key or a user and a "
+                f"password: a request carries one of them."
+            )
         if not addresses or len(set(addresses)) != len(addresses):
             raise ConfigurationError(
                 f"urls must name each server once, and at least one: {addresses}."
@@ -360,7 +379,7 @@ class AsyncSGLang(RLSGLangEngine):
             [Replica(url=address) for address in addresses],
             router=router,
             model=model,
-            api_key=api_key,
+            http=HttpClient(api_key, credentials),
             settings=settings,
         )
 
@@ -372,11 +391,10 @@ class AsyncSGLang(RLSGLangEngine):
         router: RouterLike | None = None,
         start_router: Callable[[Sequence[str]], RouterLike] | None = None,
         model: str | None = None,
-        api_key: str | None = None,
+        http: HttpClient,
         settings: Settings,
     ) -> Self:
         async def ask() -> list[ServerCapabilities]:
-            http = HttpClient(api_key)
             try:
                 return await asyncio.gather(
                     *(
@@ -406,7 +424,7 @@ class AsyncSGLang(RLSGLangEngine):
             router=router,
             start_router=start_router,
         )
-        return cls(fleet, found[0], model=model, api_key=api_key, settings=settings)
+        return cls(fleet, found[0], model=model, http=http, settings=settings)
 
     @property
     def server_url(self) -> str:
@@ -437,7 +455,6 @@ class AsyncSGLang(RLSGLangEngine):
         return tuple(
             replace(
                 place,
-                local=place.local or known[place.url].process is not None,
                 gpus=known[place.url].gpus,
                 visible_gpus=known[place.url].visible_gpus,
             )
@@ -982,8 +999,12 @@ class AsyncSGLang(RLSGLangEngine):
         return fused_from_config(config)
 
     def get_master_address(self) -> str:
-        """Returns the address at which the server meets a sender of weights."""
-        return "127.0.0.1"
+        """Returns the address of this machine at which servers meet a sender.
+
+        It is loopback where every server is reached by loopback, and otherwise the
+        address that this machine has towards them.
+        """
+        return address_facing(self._control.urls)
 
     def get_master_port(self) -> int:
         """Returns a free port for that meeting; a new one at every call."""
@@ -1194,6 +1215,12 @@ class AsyncSGLang(RLSGLangEngine):
 
 
 T = TypeVar("T")
+
+
+def _without_credentials(urls: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Returns addresses that can be shown, and address -> header of the others."""
+    split = [split_credentials(url) for url in urls]
+    return [url for url, _ in split], {url: header for url, header in split if header}
 
 
 class _Steps(Generic[T]):

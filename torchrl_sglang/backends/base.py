@@ -12,12 +12,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
+from torchrl_sglang.backends.addresses import is_this_machine
 from torchrl_sglang.backends.control_plane import ControlPlane
-from torchrl_sglang.backends.plan import is_loopback
 from torchrl_sglang.types import (
     Adapter,
     Completion,
@@ -75,10 +74,11 @@ class RLSGLangEngine(abc.ABC):
     def placements(self) -> tuple[ServerPlacement, ...]:
         """Where the servers run, in the order of their ranks."""
         device = self.capabilities.server_args.get("device")
+        nodes = int(self.capabilities.server_args.get("nnodes") or 1)
         return tuple(
             ServerPlacement(
                 url=url,
-                local=is_loopback(urlsplit(url).hostname or ""),
+                local=nodes == 1 and is_this_machine(url),
                 device=device if isinstance(device, str) else None,
             )
             for url in self.control.urls

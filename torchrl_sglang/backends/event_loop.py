@@ -15,7 +15,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["get_loop", "run_sync", "submit"]
+__all__ = ["get_loop", "on_background_loop", "run_sync", "submit"]
 
 T = TypeVar("T")
 
@@ -46,6 +46,14 @@ def get_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
+def on_background_loop() -> bool:
+    """Returns whether the current thread is the one that runs the background loop."""
+    try:
+        return asyncio.get_running_loop() is _loop
+    except RuntimeError:
+        return False
+
+
 def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     """Starts a coroutine on the background loop and returns its future."""
     return asyncio.run_coroutine_threadsafe(coroutine, get_loop())
@@ -61,11 +69,7 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
         RuntimeError: if called on the background loop's own thread, which would wait
             for itself.
     """
-    try:
-        running = asyncio.get_running_loop()
-    except RuntimeError:
-        running = None
-    if running is not None and running is _loop:
+    if on_background_loop():
         coroutine.close()
         raise RuntimeError(
             "A synchronous engine method was called on torchrl_sglang's own event "

@@ -6,11 +6,13 @@ Everything that leaves this file is an answer (status and body) or an error of
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import collections
 import concurrent.futures
 import io
 import os
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ import orjson
 
 from torchrl_sglang.backends.checks import check_seconds
 from torchrl_sglang.backends.event_loop import submit
+from torchrl_sglang.backends.open_files import lacks_open_files, open_files_limit
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -28,13 +31,16 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
 )
 
-__all__ = ["Answer", "HttpClient", "normalize_url"]
+__all__ = ["Answer", "HttpClient"]
 
 KEEPALIVE_SECONDS = 3.0
 """Idle connections are let go after this; SGLang's uvicorn closes them after 5 s."""
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 """A server that does not accept a connection within this is taken for unreachable."""
+
+NO_FILE_SECONDS = 0.05
+"""How soon a request that found no file for its connection is tried again."""
 
 EXIT_SECONDS = 2.0
 """Budget for connections to close when the interpreter exits."""
@@ -49,27 +55,6 @@ STREAMED_BODY_BYTES = 1 << 20
 
 ERROR_BODY_CHARACTERS = 2000
 """How much of an error's body a message quotes."""
-
-
-def normalize_url(url: str) -> str:
-    """Returns ``scheme://host:port`` without a trailing slash.
-
-    Raises:
-        ConfigurationError: if ``url`` is not an http or https address.
-    """
-    if not isinstance(url, str):
-        raise ConfigurationError(
-            f"A server address is a string like 'http://127.0.0.1:30000', got "
-            f"{type(url).__name__}."
-        )
-    full = url if "://" in url else f"http://{url}"
-    scheme, _, rest = full.partition("://")
-    if scheme not in ("http", "https") or not rest.strip("/") or rest.split() != [rest]:
-        raise ConfigurationError(
-            f"{url!r} is not the address of a server; write it like "
-            f"'http://127.0.0.1:30000'."
-        )
-    return full.rstrip("/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +123,10 @@ class Answer:
         raise _transient(f"{self.url} failed (HTTP {self.status}): {self.error_text()}")
 
 
+class _NoFileError(Exception):
+    """This process cannot open one more file."""
+
+
 def _transient(message: str) -> ServerUnavailableError:
     error = ServerUnavailableError(message)
     error.transient = True
@@ -151,15 +140,22 @@ class HttpClient:
 
     Args:
         api_key: sent as a bearer token; never shown.
+        credentials: server's address -> ``Authorization`` header, for those that were
+            given with a user and a password; never shown.
     """
 
-    def __init__(self, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        api_key: str | None = None,
+        credentials: Mapping[str, str] | None = None,
+    ) -> None:
         self._api_key = api_key
+        self._credentials = dict(credentials or {})
         self._session: aiohttp.ClientSession | None = None
         self._session_pid: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_api_key": self._api_key, "_session": None, "_session_pid": None}
+        return {**self.__dict__, "_session": None, "_session_pid": None}
 
     def _get_session(self) -> aiohttp.ClientSession:
         # A forked child must not touch its parent's sockets, so it opens its own.
@@ -205,7 +201,8 @@ class HttpClient:
 
         Raises:
             ConfigurationError: if the payload or the budget makes no sense.
-            ServerTimeoutError: if the budget is used up.
+            ServerTimeoutError: if the budget is used up, also by waiting until this
+                process has a file left for a connection.
             ServerUnavailableError: if the server cannot be reached or hangs up.
         """
         check_seconds("timeout", timeout)
@@ -215,10 +212,47 @@ class HttpClient:
             raise ConfigurationError(
                 f"What was to be sent to {url} has no form in JSON: {error}."
             ) from None
+        deadline = time.monotonic() + timeout
+        headers = {**self._login(url), **(headers or {})}
+        while True:
+            try:
+                left = max(deadline - time.monotonic(), 1e-3)
+                return await self._exchange(method, url, data, headers, left, timeout)
+            except _NoFileError:
+                if time.monotonic() + NO_FILE_SECONDS > deadline:
+                    raise ServerTimeoutError(
+                        f"{method} {url} was not sent within {timeout:.3g} s: this "
+                        f"process has too many files open for one more connection "
+                        f"({open_files_limit()} are allowed). Raise the limit "
+                        f"(ulimit -n), or lower max_in_flight."
+                    ) from None
+                # Nothing was sent. Connections become free as others are answered.
+                await asyncio.sleep(NO_FILE_SECONDS)
+
+    def _login(self, url: str) -> dict[str, str]:
+        for server, header in self._credentials.items():
+            if url == server or url.startswith(f"{server}/"):
+                return {"Authorization": header}
+        return {}
+
+    async def _exchange(
+        self,
+        method: str,
+        url: str,
+        data: bytes | None,
+        headers: Mapping[str, str],
+        left: float,
+        timeout: float,
+    ) -> Answer:
+        """Sends a request once; see :meth:`request`.
+
+        Raises:
+            _NoFileError: if there is no file left for a connection.
+        """
         # aiohttp writes bytes in one go, and a buffer in pieces.
         body = io.BytesIO(data) if data and len(data) > STREAMED_BODY_BYTES else data
         budget = aiohttp.ClientTimeout(
-            total=timeout, sock_connect=min(timeout, CONNECT_TIMEOUT_SECONDS)
+            total=left, sock_connect=min(left, CONNECT_TIMEOUT_SECONDS)
         )
         try:
             async with self._get_session().request(
@@ -239,6 +273,10 @@ class HttpClient:
             ) from None
         # A host name that is none is a UnicodeError, a bad header a ValueError.
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            if isinstance(error, aiohttp.ClientConnectorError) and lacks_open_files(
+                error
+            ):
+                raise _NoFileError from None
             raise _transient(
                 f"{method} {url} failed: {type(error).__name__}: {error}. Check that "
                 f"the server is running and that the address is right."

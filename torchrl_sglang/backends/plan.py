@@ -6,7 +6,6 @@ wrong argument, a taken port or a GPU that is not there costs nothing.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends import cpu
+from torchrl_sglang.backends.addresses import is_loopback, url_of
 from torchrl_sglang.backends.command import (
     check_names,
     inert_arguments,
@@ -30,11 +30,12 @@ from torchrl_sglang.backends.devices import (
     devices_per_server,
     visible_devices,
 )
+from torchrl_sglang.backends.environment import inherited_environment
 from torchrl_sglang.backends.ports import PortLease, lease_port, ports_to_hold
 from torchrl_sglang.backends.server_flags import find_flags
 from torchrl_sglang.errors import ConfigurationError
 
-__all__ = ["ServerPlan", "default_device", "is_loopback", "plan_server"]
+__all__ = ["ServerPlan", "default_device", "plan_server"]
 
 SERVER_ENVIRONMENT = {
     # Otherwise /health generates a token, which takes a second, and fails while
@@ -124,19 +125,25 @@ def plan_server(
             f"replace its weights; give it an api_key=..., or leave host out."
         )
     groups = _device_groups(device, cuda_devices, arguments)
-    variables = {**os.environ, **SERVER_ENVIRONMENT}
     if device == "cpu":
         takes_lora = arguments.get("enable_lora") or arguments.get("lora_paths")
         extra = cpu.lora_server_args() if takes_lora else {}
         arguments = {**cpu.default_server_args(), **extra, **arguments}
         command = cpu.launch_command(sglang_version, python)
-        variables.update(cpu.engine_environment(sglang_version, python))
+        own = cpu.engine_environment(sglang_version, python)
     else:
         interpreter = str(python) if python is not None else sys.executable
         command = [interpreter, "-m", "sglang.launch_server"]
         arguments = {"device": device, **arguments}
-        variables.update(device_environment(groups, os.environ))
-    variables.update(environment or {})
+        own = device_environment(groups, os.environ)
+    own_python = command[0] != sys.executable
+    variables = {
+        **_loopback_environment(host, arguments),
+        **inherited_environment(os.environ, own_python=own_python),
+        **SERVER_ENVIRONMENT,
+        **own,
+        **(environment or {}),
+    }
     flags = find_flags(command[0], variables)
     check_names({**arguments, **secrets}, flags)
     with ExitStack() as undo:
@@ -146,7 +153,7 @@ def plan_server(
     return ServerPlan(
         command=(*command, *line),
         environment=variables,
-        url=_url(host, arguments["port"]),
+        url=url_of(host, arguments["port"]),
         device=device,
         cuda_devices=groups,
         secrets=secrets,
@@ -154,25 +161,12 @@ def plan_server(
     )
 
 
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches a server that listens there. Pure.
-
-    Examples:
-        >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0"), is_loopback("node-3")
-        (True, False, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _url(host: str, port: object) -> str:
-    # What listens on every address is reached from here by the loopback one.
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _loopback_environment(host: str, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Returns variables that keep a server's own groups off the network."""
+    if not is_loopback(host) or int(arguments.get("nnodes") or 1) > 1:
+        return {}
+    # Otherwise gloo listens on the address that the machine's name stands for.
+    return {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def _check_nodes(arguments: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -27,6 +28,7 @@ from typing import Self
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.event_loop import on_background_loop
 from torchrl_sglang.backends.ports import PortLease
 from torchrl_sglang.backends.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.errors import ServerStartError
@@ -334,7 +336,12 @@ class ServerProcess:
 
     def __del__(self) -> None:
         # Construction may have failed before there was anything to stop.
-        if hasattr(self, "_process"):
+        if not hasattr(self, "_process"):
+            return
+        if on_background_loop():
+            # The last reference can go there, and other engines use that loop.
+            threading.Thread(target=self.stop, name="torchrl_sglang-stop").start()
+        else:
             self.stop()
 
     def __repr__(self) -> str:

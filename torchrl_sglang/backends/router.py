@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from torchrl_sglang.backends import cpu
-from torchrl_sglang.backends.http import Answer, HttpClient, normalize_url
-from torchrl_sglang.backends.plan import is_loopback
+from torchrl_sglang.backends.addresses import is_loopback, normalize_url, url_of
+from torchrl_sglang.backends.environment import inherited_environment
+from torchrl_sglang.backends.http import Answer, HttpClient
 from torchrl_sglang.backends.ports import lease_port
 from torchrl_sglang.backends.process import LOG_TAIL_LINES, ServerProcess
 from torchrl_sglang.errors import (
@@ -196,7 +197,7 @@ class RouterProcess(ServerProcess):
             key it is too.
         python: interpreter that has sglang-router: by default this one if it has, and
             else that of the CPU engine.
-        environment: variables to add to the router's environment.
+        environment: variables to add to the router's environment; as for a server.
         **router_args: arguments of sglang-router under its own names, such as
             ``balance_abs_threshold``.
 
@@ -249,7 +250,7 @@ class RouterProcess(ServerProcess):
         }
         super().__init__(
             [interpreter, str(_LAUNCHER), "serve"],
-            url=_url(host, lease.port),
+            url=url_of(host, lease.port),
             environment={**_environment(interpreter), **(environment or {})},
             name="router",
             hidden=[] if api_key is None else [api_key],
@@ -469,18 +470,17 @@ def make_sglang_router(
     return router
 
 
-async def ask_router(url: str, api_key: str | None = None) -> list[str]:
+async def ask_router(http: HttpClient, url: str) -> list[str]:
     """Returns the addresses of the servers that a router has in rotation.
 
     Args:
+        http: connections; closed afterwards.
         url: address of the router, which can be anybody's.
-        api_key: key that it asks for.
 
     Raises:
         ServerUnavailableError: if no router answers there.
         ConfigurationError: if it has no server.
     """
-    http = HttpClient(api_key)
     try:
         answer = await http.request(
             "GET", f"{url}/workers", timeout=LIST_TIMEOUT_SECONDS
@@ -512,12 +512,10 @@ def _find_python(python: str | os.PathLike[str] | None) -> str:
 
 
 def _environment(interpreter: str) -> dict[str, str]:
+    own_python = interpreter != sys.executable
+    inherited = inherited_environment(os.environ, own_python=own_python)
     # The router and the servers talk to each other directly.
-    variables = {k: v for k, v in os.environ.items() if k not in _PROXIES}
-    if interpreter != sys.executable:
-        # The trainer's packages are not the engine's.
-        variables["PYTHONPATH"] = ""
-    return variables
+    return {k: v for k, v in inherited.items() if k not in _PROXIES}
 
 
 _DESCRIBED: dict[str, Mapping[str, Any]] = {}
@@ -600,9 +598,3 @@ def _check_urls(urls: Sequence[str]) -> list[str]:
             f"The router was given {', '.join(twice)} more than once."
         )
     return checked
-
-
-def _url(host: str, port: int) -> str:
-    # What listens on every address is reached from here by the loopback one.
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

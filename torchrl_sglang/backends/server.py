@@ -71,7 +71,10 @@ def make_sglang_server(
             on CPU that of the environment which
             ``python -m torchrl_sglang.backends.cpu.install`` made.
         start_timeout: budget for the start, in seconds.
-        environment: variables to add to the server's environment.
+        environment: variables to add to the server's environment, or to have instead of
+            the trainer's. What a launcher of ranks (torchrun, accelerate, DeepSpeed,
+            Slurm, MPI, Ray) set in the trainer's is not inherited; see
+            :data:`~torchrl_sglang.backends.environment.LAUNCHER_VARIABLES`.
         sglang_version: on CPU, which of the installed versions to run.
         cuda_devices: the GPUs to confine the server to, such as ``[2, 3]``; see
             :func:`~torchrl_sglang.backends.devices.assign_devices`. By default it sees

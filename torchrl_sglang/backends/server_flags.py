@@ -67,6 +67,7 @@ def _find_flags(
         done = subprocess.run(
             [python, "-c", _FIND],
             env=dict(environment),
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=FIND_TIMEOUT_SECONDS,

@@ -60,8 +60,8 @@ class Supervisor:
         fleet: the servers; held weakly.
         http: connections.
         progress: returns (requests under way, requests completed).
-        may_probe: returns whether servers are expected to generate: not while
-            generation is paused.
+        may_probe: returns whether the servers of a fleet are expected to generate:
+            not while generation is paused. It must not hold the fleet.
         max_restarts: how often a replica is started again before it is given up.
         progress_seconds: see :data:`PROGRESS_SECONDS`.
         equip: begins to give a replica the adapters that it lacks; does not wait.
@@ -73,7 +73,7 @@ class Supervisor:
         http: HttpClient,
         *,
         progress: Callable[[], tuple[int, int]],
-        may_probe: Callable[[], bool],
+        may_probe: Callable[[Fleet], bool],
         max_restarts: int,
         progress_seconds: float = PROGRESS_SECONDS,
         equip: Callable[[Replica], None] = lambda replica: None,
@@ -132,7 +132,7 @@ class Supervisor:
 
     async def _look(self, fleet: Fleet) -> None:
         fleet.notice_deaths()
-        if self._is_stuck() and self._may_probe():
+        if self._is_stuck() and self._may_probe(fleet):
             await asyncio.gather(
                 self._probe_router(fleet),
                 *(
@@ -169,7 +169,7 @@ class Supervisor:
         """Asks a server for one token, which a scheduler that hangs cannot give."""
         if await self._answers(f"{replica.url}/health_generate"):
             return
-        if not self._may_probe() or replica.state != "serving":
+        if not self._may_probe(fleet) or replica.state != "serving":
             return
         torchrl_logger.warning(f"The server at {replica.url} does not generate.")
         process = replica.process
@@ -200,7 +200,7 @@ class Supervisor:
     async def _look_at_stale(self, fleet: Fleet) -> None:
         """Takes servers back that another engine object has sent the weights to."""
         for replica in fleet.replicas:
-            if replica.state != "stale" or not self._may_probe():
+            if replica.state != "stale" or not self._may_probe(fleet):
                 continue
             if not fleet.is_equipped(replica):
                 self._equip(replica)

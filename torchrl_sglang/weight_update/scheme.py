@@ -11,6 +11,11 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from torchrl_sglang.backends.adapters import check_name
+from torchrl_sglang.backends.addresses import (
+    hide_passwords,
+    normalize_url,
+    split_credentials,
+)
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.checks import (
@@ -20,7 +25,6 @@ from torchrl_sglang.backends.checks import (
     check_seconds,
 )
 from torchrl_sglang.backends.control_plane import CONTROL_TIMEOUT_SECONDS
-from torchrl_sglang.backends.http import normalize_url
 from torchrl_sglang.errors import (
     ConfigurationError,
     UnsupportedByServerError,
@@ -203,7 +207,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         check_arguments(transport, self.transport_arguments)
         if engine is not None and server_url is not None:
             raise ConfigurationError(
-                f"Give the engine once: engine={engine!r}, server_url={server_url!r}."
+                f"Give the engine once: engine={engine!r}, "
+                f"server_url={hide_passwords(server_url)!r}."
             )
         self._engine: RLSGLangEngine | None = None
         # An address is connected to when it is needed: a recipe that gives one brings
@@ -262,7 +267,9 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: if it is not the one that the scheme was made for.
         """
-        known = self._server_url if self._engine is None else self._engine.server_url
+        known = None if self._engine is None else self._engine.server_url
+        if known is None and self._server_url is not None:
+            known, _ = split_credentials(self._server_url)
         if not isinstance(engine, RLSGLangEngine):
             raise ConfigurationError(
                 f"{engine!r} is no engine that weights are sent to; give the same "

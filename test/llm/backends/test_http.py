@@ -20,13 +20,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.addresses import normalize_url
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.backends.http import (
     ERROR_BODY_CHARACTERS,
     STREAMED_BODY_BYTES,
     Answer,
     HttpClient,
-    normalize_url,
 )
 from torchrl_sglang.errors import (
     ConfigurationError,

@@ -197,6 +197,21 @@ def test_several_end_at_once():
     stop_servers(servers)
 
 
+def test_the_last_reference_can_go_on_the_background_loop():
+    """A process that ignores what it is told ends later, and the loop does not wait."""
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    servers = [run(stubborn + "print('begun', flush=True); " + FOREVER)]
+    wait_for_log(servers[0], "begun")
+    tree = tree_of(servers[0])
+
+    async def drop() -> bool:
+        servers.clear()
+        return is_alive(tree[1])
+
+    assert run_sync(drop())
+    assert living(tree) == []
+
+
 def test_a_start_that_takes_too_long():
     server = run("print('loading', flush=True); " + FOREVER)
     wait_for_log(server, "loading")

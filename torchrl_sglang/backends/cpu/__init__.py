@@ -6,8 +6,8 @@ engine: :mod:`.install` builds the environment, :mod:`.launch` is what its Pytho
 and the functions here tell the trainer's process how to start it. They read the file
 system and decide; nothing here starts a process or imports SGLang.
 
-A server's command line is :func:`launch_command` and its flags, and its environment is
-the trainer's, updated with :func:`engine_environment`.
+A server's command line is :func:`launch_command` and its flags. Its environment has
+:func:`engine_environment` beyond that of a server on a GPU.
 """
 
 from __future__ import annotations

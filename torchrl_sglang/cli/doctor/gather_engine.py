@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchrl_sglang.backends import cpu
+from torchrl_sglang.backends.environment import inherited_environment
 from torchrl_sglang.cli.doctor.facts import EngineFacts
 from torchrl_sglang.errors import ConfigurationError
 
@@ -42,13 +43,15 @@ def gather_engine(
         python: its interpreter; by default what a server would take.
         required: versions that this package is used with.
     """
-    environment = dict(os.environ)
     interpreter = python or sys.executable
+    own: dict[str, str] = {}
     try:
         if device == "cpu":
             interpreter = str(cpu.engine_python(python=python))
-            environment.update(cpu.engine_environment(python=python))
-        packages = ask_packages(interpreter, environment)
+            own = cpu.engine_environment(python=python)
+        own_python = interpreter != sys.executable
+        inherited = inherited_environment(os.environ, own_python=own_python)
+        packages = ask_packages(interpreter, {**inherited, **own})
     except ConfigurationError as error:
         return EngineFacts(device=device, python=None, error=str(error))
     folder = Path(interpreter).parent.parent
@@ -75,6 +78,7 @@ def ask_packages(python: str, environment: dict[str, str]) -> dict[str, str | No
         done = subprocess.run(
             [python, "-c", _ASK, *PACKAGES],
             env=environment,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=ASK_SECONDS,

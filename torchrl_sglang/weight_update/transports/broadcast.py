@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import ctypes
 import datetime
+import errno
 import os
 import socket
 import threading
@@ -21,13 +22,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeAlias
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.addresses import is_loopback
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.event_loop import submit
 from torchrl_sglang.errors import (
@@ -63,7 +64,13 @@ copy in memory of the host costs about as much as gloo."""
 REFUSAL_SECONDS = 1.0
 """How long other servers have to refuse, too, when one has."""
 
+LISTEN_BACKLOG = 512
+"""Servers' ranks that can connect at the same moment."""
+
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Names the network interface that gloo listens on."""
 
 NCCL_SECONDS = 7 * 24 * 3600.0
 """NCCL's own limit for an operation, after which torch ends the whole process. The
@@ -94,8 +101,10 @@ class BroadcastTransport:
     Args:
         engine: the servers.
         device: where buckets are put together; decides on NCCL or gloo.
-        master_address: where servers meet this process. By default loopback for a
-            server on this machine, otherwise the address that faces the first server.
+        master_address: where servers meet this process. By default loopback for
+            servers that are reached by it, otherwise the address that faces the first
+            one elsewhere. Nothing listens on another address, unless this one is none
+            of this machine's own.
         master_port: port for that; by default one that is free.
         bucket_bytes: size of a transfer, in bytes; a server needs that much room
             beside its weights.
@@ -129,7 +138,8 @@ class BroadcastTransport:
             small_below = SMALL_BELOW_BYTES[self._backend]
         self._small_below = small_below
         self._pending: Pending = deque()
-        self._address = master_address or _address_facing(engine.control.urls[0])
+        self._master_address = master_address
+        self._address = ""
         self._port = master_port or 0
         self._connect_timeout = connect_timeout
         self._send_timeout = send_timeout
@@ -159,6 +169,7 @@ class BroadcastTransport:
         self._group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
         budget = datetime.timedelta(seconds=self._connect_timeout)
         world_size = 1 + self._engine.get_world_size()
+        self._address = self._master_address or self._engine.get_master_address()
         store = self._open_store(world_size, budget)
         request = submit(
             self._engine.control.init_weights_update_group(
@@ -174,6 +185,7 @@ class BroadcastTransport:
         joining = _in_thread(
             _join_group,
             store,
+            self._address,
             self._backend,
             world_size,
             self._group_name,
@@ -231,15 +243,18 @@ class BroadcastTransport:
 
     def _open_store(self, world_size: int, budget: datetime.timedelta) -> dist.TCPStore:
         try:
+            listener = _listen(self._address, self._port)
             return dist.TCPStore(
                 self._address,
-                self._port,
+                listener.getsockname()[1],
                 world_size,
                 is_master=True,
                 timeout=budget,
                 wait_for_workers=False,
+                # The store closes it at its end.
+                master_listen_fd=listener.detach(),
             )
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             failure = WeightTransferError(
                 f"No meeting point for the servers can be opened at "
                 f"{self._address}:{self._port}: {error}. Give another master_address "
@@ -476,6 +491,7 @@ def _in_thread(function: Any, *arguments: Any) -> concurrent.futures.Future[Any]
 
 def _join_group(
     store: dist.Store,
+    address: str,
     backend: str,
     world_size: int,
     group_name: str,
@@ -487,7 +503,7 @@ def _join_group(
     The same construction as SGLang's ``init_custom_process_group``: both sides must
     find the same keys in the store.
     """
-    with _errors_end_the_group_alone():
+    with _errors_end_the_group_alone(), _gloo_listens_on(address):
         group, _ = distributed_c10d._new_process_group_helper(
             world_size,
             0,
@@ -521,6 +537,43 @@ def _errors_end_the_group_alone() -> Iterator[None]:
             del os.environ[ASYNC_ERRORS]
         else:
             os.environ[ASYNC_ERRORS] = before
+
+
+@contextmanager
+def _gloo_listens_on(address: str) -> Iterator[None]:
+    """Has a gloo group that is made inside listen on loopback where servers meet it.
+
+    By itself it takes the address that the machine's name stands for.
+    """
+    if not is_loopback(address) or GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[GLOO_INTERFACE]
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Returns a socket that listens on an address alone.
+
+    An address of another machine can stand for this one, as where a network translates
+    addresses. Then it listens on all of this machine's.
+    """
+    ((family, _, _, _, place), *_) = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM
+    )
+    try:
+        return socket.create_server(place[:2], family=family, backlog=LISTEN_BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    torchrl_logger.warning(
+        f"master_address={address!r} is not an address of this machine, so servers are "
+        f"awaited on all of its addresses, where others can connect, too."
+    )
+    return socket.create_server(("", port), family=family, backlog=LISTEN_BACKLOG)
 
 
 def _destroy_group(group: Any) -> None:
@@ -564,16 +617,3 @@ def _drop_result(joining: concurrent.futures.Future[Any]) -> None:
 def _ignore_result(request: concurrent.futures.Future[Any]) -> None:
     if not request.cancelled() and request.exception() is not None:
         torchrl_logger.debug(f"A server did not leave a group: {request.exception()}")
-
-
-def _address_facing(url: str) -> str:
-    """Returns this machine's address as the server at ``url`` sees it."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
-    if host in ("127.0.0.1", "localhost", "::1"):
-        return "127.0.0.1"
-    # Connecting a datagram socket chooses a route and sends nothing.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        address: str = probe.getsockname()[0]
-        return address

@@ -1,0 +1,174 @@
+"""The environment of a server or a router: what it takes over from the trainer's.
+
+A trainer is often one of many ranks, and its launcher tells it so in variables. A
+server is none of them, and inherits them all the same: torchrun's
+``TORCHELASTIC_USE_AGENT_STORE=True``, for one, has SGLang's own process group wait for
+a store that nobody hosts. So what launchers leave for their ranks is listed here, with
+the reason, and never passed on. Everything else is: ``PATH``, ``HOME``, and the user's
+settings for CUDA, NCCL, Hugging Face, proxies and SGLang. Which GPUs a server sees is
+decided in ``devices.py``.
+
+Where the server has a Python of its own, the search path of the trainer's is not passed
+on either: its packages are built against others.
+
+A variable that the user names in ``environment=`` is passed on, whatever stands here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = [
+    "INTERPRETER_VARIABLES",
+    "LAUNCHER_VARIABLES",
+    "LauncherVariables",
+    "inherited_environment",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherVariables:
+    """Variables that a launcher sets for its own processes."""
+
+    launcher: str
+    """Who sets them."""
+    names: tuple[str, ...]
+    """Their names; ``*`` stands for any text."""
+    reason: str
+    """What they would do in a server."""
+    value: str = "*"
+    """The value that the launcher gives them; with another, they are the user's."""
+    beside: tuple[str, ...] = ("*",)
+    """They are the launcher's only where one of these variables is set, too."""
+
+
+LAUNCHER_VARIABLES: tuple[LauncherVariables, ...] = (
+    LauncherVariables(
+        launcher="torch.distributed",
+        names=(
+            *("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+            *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+            *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+        ),
+        reason="They are the trainer's place among its ranks; libraries take it for "
+        "the server's, load another rank's share or meet the trainer's store.",
+    ),
+    LauncherVariables(
+        launcher="torchrun",
+        names=("TORCHELASTIC_*", "TORCH_ELASTIC_*", "PET_*"),
+        reason="The server's own process group would wait for the agent's store.",
+    ),
+    LauncherVariables(
+        launcher="torchrun",
+        names=("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
+        reason="torchrun sets it for its ranks, and a trainer for the moment in which "
+        "it makes a group; the server has torch's default.",
+    ),
+    LauncherVariables(
+        launcher="torchrun and Ray",
+        names=("OMP_NUM_THREADS",),
+        value="1",
+        beside=("TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID"),
+        reason="They set 1 where the user sets nothing, so that ranks do not take "
+        "each other's cores; a server would compute with one of them.",
+    ),
+    LauncherVariables(
+        launcher="accelerate",
+        names=(
+            *("ACCELERATE_*", "FSDP_*", "MEGATRON_LM_*", "PARALLELISM_CONFIG_*"),
+            "FORK_LAUNCHED",
+        ),
+        reason="transformers reads them, and loads weights as a rank of FSDP does.",
+    ),
+    LauncherVariables(
+        launcher="DeepSpeed",
+        names=("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "DEEPSPEED_*", "DS_*"),
+        reason="They are the trainer's place among its ranks, and how it trains.",
+    ),
+    LauncherVariables(
+        launcher="Slurm",
+        names=("SLURM_*", "SLURMD_*", "SRUN_*", "SBATCH_*"),
+        reason="MPI and PMI libraries would join the job step as one of its tasks.",
+    ),
+    LauncherVariables(
+        launcher="MPI",
+        names=(
+            *("OMPI_*", "ORTE_*", "PRTE_*", "OPAL_*", "PMI_*", "PMI2_*", "PMIX_*"),
+            *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MPIRUN_*", "I_MPI_HYDRA_*"),
+            *("HYDRA_*", "HYDI_*", "MV2_COMM_WORLD_*", "MPISPAWN_*", "PALS_*"),
+            *("ALPS_APP_PE", "JSM_NAMESPACE_*"),
+        ),
+        reason="MPI libraries would join the trainer's job as one of its ranks.",
+    ),
+    LauncherVariables(
+        launcher="Horovod",
+        names=("HOROVOD_*",),
+        reason="They are the trainer's place among its ranks.",
+    ),
+    LauncherVariables(
+        launcher="Ray",
+        names=(
+            *("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_NODE_ID", "RAY_WORKER_*"),
+            *("RAY_ACTOR_*", "RAY_TASK_*", "RAY_RUNTIME_ENV_*", "RAY_CLIENT_MODE"),
+            *("RAY_LD_PRELOAD_ON_WORKERS", "SPT_NOENV"),
+        ),
+        reason="They make a process a worker of the raylet that started it. Where the "
+        "cluster is (RAY_ADDRESS) is passed on.",
+    ),
+    LauncherVariables(
+        launcher="Ray",
+        names=("PYTHONBREAKPOINT",),
+        value="ray.*",
+        reason="It is a function of a package that the server need not have.",
+    ),
+    LauncherVariables(
+        launcher="Jupyter",
+        names=("MPLBACKEND",),
+        value="module://*inline*",
+        reason="It is a module of a package that the server need not have.",
+    ),
+    LauncherVariables(
+        launcher="Jupyter",
+        names=("JPY_*",),
+        reason="They make a process a kernel of the notebook's server.",
+    ),
+)
+"""What is never passed on, by who sets it."""
+
+INTERPRETER_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
+"""Where an interpreter finds its packages: of no use to another one."""
+
+
+def inherited_environment(
+    environment: Mapping[str, str], *, own_python: bool
+) -> dict[str, str]:
+    """Returns the variables that a server takes over from a trainer. Pure.
+
+    Args:
+        environment: the trainer's.
+        own_python: whether the server's interpreter is another than the trainer's.
+
+    Examples:
+        >>> environment = {"HOME": "/home/me", "RANK": "3", "HF_HOME": "/hf"}
+        >>> inherited_environment(environment, own_python=True)
+        {'HOME': '/home/me', 'HF_HOME': '/hf'}
+    """
+    rows = [row for row in LAUNCHER_VARIABLES if _applies(row, environment)]
+    return {
+        name: value
+        for name, value in environment.items()
+        if not any(_is_of(row, name, value) for row in rows)
+        and not (own_python and name in INTERPRETER_VARIABLES)
+    }
+
+
+def _applies(row: LauncherVariables, environment: Mapping[str, str]) -> bool:
+    return any(pattern == "*" or pattern in environment for pattern in row.beside)
+
+
+def _is_of(row: LauncherVariables, name: str, value: str) -> bool:
+    return fnmatch.fnmatchcase(value, row.value) and any(
+        fnmatch.fnmatchcase(name, pattern) for pattern in row.names
+    )
