@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.open_files import limit_in_flight
 from torchrl_sglang.backends.watchdog import descendants, is_alive
+from torchrl_sglang.testing.fake_server import FakeServer
 
 SECONDS = 15.0
 """For a process to be gone, on a loaded machine."""
@@ -129,22 +131,96 @@ def test_a_thread_that_ends_leaves_its_engine_behind(start):
 
 
 SCRIPT = """
+import json, os, resource, sys
 from torchrl_sglang import AsyncSGLang
-engine = AsyncSGLang.from_pretrained({model!r}, device="cpu", python={python!r})
-answers = engine.generate(input_ids=[5, 6, 7], sampling_params={{"max_new_tokens": 4}})
-print(answers[0].token_ids, engine.servers[0].pid)
+from torchrl_sglang.backends.open_files import open_files_limit
+from torchrl_sglang.errors import ServerTimeoutError
+
+model, python, *urls = sys.argv[1:]
+found = {}
+# Its servers have the limit of the machine, and not that of this process.
+engine = AsyncSGLang.from_pretrained(model, device="cpu", python=python)
+answers = engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4})
+found["tokens"], found["pid"] = answers[0].token_ids, engine.servers[0].pid
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+AsyncSGLang.connect(urls=urls)
+found["raised_to"] = open_files_limit()
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+prompts = [[5 + i % 200] for i in range(4000)]
+two = AsyncSGLang.connect(urls=urls)
+
+def generate(**arguments):
+    answers = two.generate(
+        input_ids=prompts, sampling_params={"max_new_tokens": 2}, **arguments
+    )
+    return [answer.token_ids for answer in answers] == [p * 2 for p in prompts]
+
+found["all"] = generate()
+# Others take all but a few of the files.
+taken = []
+try:
+    while True:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    for _ in range(40):
+        os.close(taken.pop())
+found["all_with_few_files"] = generate()
+found["retries"] = two.stats().retries
+try:
+    while True:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+try:
+    generate(timeout=0.5)
+except ServerTimeoutError as error:
+    found["error"] = str(error)
+for file in taken:
+    os.close(file)
+print(json.dumps(found))
 """
 
 
-def test_a_script_on_standard_input(tiny_model_path, python):
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=SCRIPT.format(model=tiny_model_path, python=python),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    said, _, pid = done.stdout.strip().rpartition(" ")
-    assert said == "[5, 6, 7, 5]", done.stderr
+@pytest.fixture(scope="module")
+def script_says(tiny_model_path: str, python: str) -> dict:
+    """What a script says that is on standard input, with few open files allowed."""
+    # The servers' side of 1,024 connections is in this process.
+    limit_in_flight(4096)
+    with FakeServer(tiny_model_path) as one, FakeServer(tiny_model_path) as two:
+        done = subprocess.run(
+            [sys.executable, "-", tiny_model_path, python, one.url, two.url],
+            input=SCRIPT,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return {**found, "warnings": done.stderr}
+
+
+@pytest.mark.timeout(300)
+def test_a_script_on_standard_input(script_says):
+    assert script_says["tokens"] == [5, 6, 7, 5]
     # The script ends without a word about its servers.
-    assert ended(int(pid))
+    assert ended(script_says["pid"])
+
+
+def test_a_limit_on_open_files_is_raised(script_says):
+    assert script_says["raised_to"] > 2048
+
+
+def test_4000_prompts_with_1024_open_files(script_says):
+    assert script_says["all"]
+    assert "1024 files open" in script_says["warnings"]
+
+
+def test_a_connection_that_finds_no_file_waits(script_says):
+    """It is this process's own fault: no server is asked again for it."""
+    assert script_says["all_with_few_files"]
+    assert script_says["retries"] == 0
+    assert "1024 are allowed" in script_says["error"]
+    assert "ulimit -n" in script_says["error"]

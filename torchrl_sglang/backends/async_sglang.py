@@ -349,7 +349,8 @@ class AsyncSGLang(RLSGLangEngine):
                 not serve the same.
         """
         settings = Settings(max_in_flight=max_in_flight, max_attempts=max_attempts)
-        router, credentials = None, {}
+        router: RouterLike | None = None
+        credentials: dict[str, str] = {}
         if router_url is not None:
             place, credentials = _without_credentials([router_url])
             router = RemoteRouter(url=place[0])
