@@ -131,7 +131,7 @@ def test_a_thread_that_ends_leaves_its_engine_behind(start):
 
 
 SCRIPT = """
-import json, os, resource, sys
+import json, os, pickle, resource, sys
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.open_files import open_files_limit
 from torchrl_sglang.errors import ServerTimeoutError
@@ -149,16 +149,16 @@ AsyncSGLang.connect(urls=urls)
 found["raised_to"] = open_files_limit()
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-prompts = [[5 + i % 200] for i in range(4000)]
+prompts = [[5 + i % 90] for i in range(4000)]
 two = AsyncSGLang.connect(urls=urls)
 
-def generate(**arguments):
+def generate(count):
     answers = two.generate(
-        input_ids=prompts, sampling_params={"max_new_tokens": 2}, **arguments
+        input_ids=prompts[:count], sampling_params={"max_new_tokens": 2}
     )
-    return [answer.token_ids for answer in answers] == [p * 2 for p in prompts]
+    return [answer.token_ids for answer in answers] == [p * 2 for p in prompts[:count]]
 
-found["all"] = generate()
+found["all"] = generate(4000)
 # Others take all but a few of the files.
 taken = []
 try:
@@ -167,15 +167,17 @@ try:
 except OSError:
     for _ in range(40):
         os.close(taken.pop())
-found["all_with_few_files"] = generate()
+found["all_with_few_files"] = generate(400)
 found["retries"] = two.stats().retries
+# It has no connection yet.
+copy = pickle.loads(pickle.dumps(two))
 try:
     while True:
         taken.append(os.open(os.devnull, os.O_RDONLY))
 except OSError:
     pass
 try:
-    generate(timeout=0.5)
+    copy.generate(input_ids=[5], timeout=0.5)
 except ServerTimeoutError as error:
     found["error"] = str(error)
 for file in taken:

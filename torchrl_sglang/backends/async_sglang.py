@@ -265,7 +265,8 @@ class AsyncSGLang(RLSGLangEngine):
                 that this process chooses.
             router_args: further arguments of sglang-router, under its own names.
             api_key: key that the servers shall ask for.
-            max_in_flight: most requests under way at once.
+            max_in_flight: most requests under way at once. There are fewer where this
+                process may not have so many files open (``ulimit -Hn``).
             max_attempts: how often a request is sent at the most, where connections
                 break or servers answer 5xx.
             max_restarts: how often each server is started again.
@@ -339,7 +340,8 @@ class AsyncSGLang(RLSGLangEngine):
             model: folder or hub name with the served model's configuration and
                 tokenizer, where the path that the server reports cannot be read here.
             api_key: key that the servers ask for.
-            max_in_flight: most requests under way at once.
+            max_in_flight: most requests under way at once. There are fewer where this
+                process may not have so many files open (``ulimit -Hn``).
             max_attempts: how often a request is sent at the most, where connections
                 break or servers answer 5xx.
 
