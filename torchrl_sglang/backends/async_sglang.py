@@ -48,6 +48,7 @@ from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
 from torchrl_sglang.backends.batch import to_token_ids
 from torchrl_sglang.backends.checks import (
     check_count,
+    check_flag,
     check_mapping,
     check_seconds,
 )
@@ -125,6 +126,7 @@ class Settings:
     max_attempts: int = MAX_ATTEMPTS
     max_restarts: int = MAX_RESTARTS
     progress_timeout: float = PROGRESS_SECONDS
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -133,6 +135,7 @@ class Settings:
             ("max_restarts", 0),
         ):
             check_count(name, getattr(self, name), least=least)
+        check_flag("trust_remote_code", self.trust_remote_code)
         check_seconds("progress_timeout", self.progress_timeout, endless=True)
 
 
@@ -285,6 +288,8 @@ class AsyncSGLang(RLSGLangEngine):
             max_attempts=max_attempts,
             max_restarts=max_restarts,
             progress_timeout=progress_timeout,
+            # The server's argument, which holds for reading the model here, too.
+            trust_remote_code=server_args.get("trust_remote_code") or False,
         )
         alias = server_args.pop("model_name", None)
         if (model is None) == (alias is None):
@@ -326,6 +331,7 @@ class AsyncSGLang(RLSGLangEngine):
         api_key: str | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
         max_attempts: int = MAX_ATTEMPTS,
+        trust_remote_code: bool = False,
     ) -> Self:
         """Uses servers that run elsewhere, without owning them.
 
@@ -344,13 +350,19 @@ class AsyncSGLang(RLSGLangEngine):
                 process may not have so many files open (``ulimit -Hn``).
             max_attempts: how often a request is sent at the most, where connections
                 break or servers answer 5xx.
+            trust_remote_code: run code that comes with the served model to read its
+                configuration, tokenizer and parameters here, whatever the servers do.
 
         Raises:
             ServerUnavailableError: if no SGLang server answers there.
             ConfigurationError: if an address or the model is wrong, or the servers do
                 not serve the same.
         """
-        settings = Settings(max_in_flight=max_in_flight, max_attempts=max_attempts)
+        settings = Settings(
+            max_in_flight=max_in_flight,
+            max_attempts=max_attempts,
+            trust_remote_code=trust_remote_code,
+        )
         router: RouterLike | None = None
         credentials: dict[str, str] = {}
         if router_url is not None:
@@ -401,7 +413,12 @@ class AsyncSGLang(RLSGLangEngine):
             try:
                 return await asyncio.gather(
                     *(
-                        capabilities_module.find_out(http, replica.url, model=model)
+                        capabilities_module.find_out(
+                            http,
+                            replica.url,
+                            model=model,
+                            trust_remote_code=settings.trust_remote_code,
+                        )
                         for replica in replicas
                     )
                 )
@@ -969,13 +986,18 @@ class AsyncSGLang(RLSGLangEngine):
             from transformers import AutoTokenizer
 
             path = self._model or self._capabilities.tokenizer_path
+            trusted = self._settings.trust_remote_code
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(path)
+                self._tokenizer = AutoTokenizer.from_pretrained(
+                    path, trust_remote_code=trusted
+                )
             except Exception as error:
-                raise ConfigurationError(
-                    f"The tokenizer {path!r} cannot be read from here "
+                advice = capabilities_module.why_untrusted(error, trusted) or (
                     f"({type(error).__name__}: {error}); pass a tokenizer, or "
                     f"connect(..., model=...) with a folder that holds it."
+                )
+                raise ConfigurationError(
+                    f"The tokenizer {path!r} cannot be read from here {advice}"
                 ) from error
         return self._tokenizer
 
@@ -985,8 +1007,11 @@ class AsyncSGLang(RLSGLangEngine):
         Tied weights appear once. These are the names that the server's weight loader
         takes, with the type that it serves them in.
         """
-        config = capabilities_module.load_model_config(self.model_path)
-        return metadata_from_config(config, self._capabilities.dtype)
+        trusted = self._settings.trust_remote_code
+        config = capabilities_module.load_model_config(self.model_path, trusted)
+        return metadata_from_config(
+            config, self._capabilities.dtype, trust_remote_code=trusted
+        )
 
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
         """Returns the parameters that a module holds otherwise than checkpoints do.
@@ -998,8 +1023,9 @@ class AsyncSGLang(RLSGLangEngine):
             >>> engine.get_fused_parameters()  # None in a dense model.
             {}
         """
-        config = capabilities_module.load_model_config(self.model_path)
-        return fused_from_config(config)
+        trusted = self._settings.trust_remote_code
+        config = capabilities_module.load_model_config(self.model_path, trusted)
+        return fused_from_config(config, trust_remote_code=trusted)
 
     def get_master_address(self) -> str:
         """Returns the address of this machine at which servers meet a sender.

@@ -7,6 +7,7 @@ the routes.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -86,7 +87,11 @@ def what_keeps_awake(
 
 
 async def find_out(
-    http: HttpClient, url: str, *, model: str | None = None
+    http: HttpClient,
+    url: str,
+    *,
+    model: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ServerCapabilities:
     """Asks the server at ``url`` what it is.
 
@@ -95,6 +100,7 @@ async def find_out(
         url: address of the server.
         model: folder or hub name with the served model's ``config.json``, where the
             path that the server reports cannot be read here.
+        trust_remote_code: run code that comes with the model to read it.
 
     Raises:
         ServerUnavailableError: if nothing there answers like an SGLang server.
@@ -129,20 +135,18 @@ async def find_out(
         # Weights may have come from a folder that is gone later; see snapshots.py.
         served = original_model(str(model_info["model_path"]))
         started = str(server_info.get("model_path") or served)
-        try:
-            config = load_model_config(model or served)
-        except ConfigurationError:
-            if model or started == served:
-                raise
-            served, config = started, load_model_config(started)
+        # Other requests go on meanwhile: a model's files can be far away.
+        served, vocab_size, eos_token_ids = await asyncio.to_thread(
+            _read_model, model, served, started, trust_remote_code
+        )
         return interpret(
             url=url,
             routes=routes,
             server_info=server_info,
             model_info={**model_info, "model_path": served},
             models=models,
-            vocab_size=int(config.get_text_config().vocab_size),
-            eos_token_ids=find_eos_token_ids(config, model or served),
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
             lora_fields=fields_of(described, _LORA_TENSORS),
         )
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -150,6 +154,27 @@ async def find_out(
             f"What {url} says about itself is not understood ({error!r}); is it an "
             f"SGLang server that this package supports?"
         ) from error
+
+
+def _read_model(
+    model: str | None, served: str, started: str, trust_remote_code: bool
+) -> tuple[str, int, tuple[int, ...]]:
+    """Returns what is served, its vocabulary's size and the tokens that end a response.
+
+    Args:
+        model: where the user wants its files to be read.
+        served: what the server says that it serves.
+        started: what it was started with, to read instead where that is gone.
+        trust_remote_code: run code that comes with the model.
+    """
+    try:
+        config = load_model_config(model or served, trust_remote_code)
+    except ConfigurationError:
+        if model or started == served:
+            raise
+        served, config = started, load_model_config(started, trust_remote_code)
+    vocab_size = int(config.get_text_config().vocab_size)
+    return served, vocab_size, find_eos_token_ids(config, model or served)
 
 
 async def _ask_routes(ask: Any, url: str) -> dict[str, Any]:
@@ -219,8 +244,12 @@ def check_same(
             )
 
 
-def load_model_config(model: str) -> Any:
+def load_model_config(model: str, trust_remote_code: bool = False) -> Any:
     """Returns the Hugging Face configuration of a folder or a hub name.
+
+    Args:
+        model: the folder or the name.
+        trust_remote_code: run code that comes with it.
 
     Raises:
         ConfigurationError: if it cannot be read from here.
@@ -228,13 +257,32 @@ def load_model_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:
+        advice = why_untrusted(error, trust_remote_code) or (
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); pass "
+            f"connect(..., model=...) with a folder or hub name that has the same "
+            f"config.json."
+        )
         raise ConfigurationError(
             f"The configuration of the served model {model!r} cannot be read from "
-            f"here ({type(error).__name__}: {str(error).splitlines()[0]}); pass "
-            f"model=... with a folder or hub name that has the same config.json."
+            f"here {advice}"
         ) from error
+
+
+def why_untrusted(error: Exception, trust_remote_code: bool) -> str | None:
+    """Returns the end of the message for a model whose code is not trusted here.
+
+    Args:
+        error: what reading the model raised.
+        trust_remote_code: whether its code was to be run.
+    """
+    if trust_remote_code or "trust_remote_code" not in str(error):
+        return None
+    return (
+        "without running the code that comes with it. If you trust that code, give "
+        "from_pretrained or connect trust_remote_code=True."
+    )
 
 
 def find_eos_token_ids(config: Any, model: str) -> tuple[int, ...]:

@@ -19,7 +19,9 @@ from torchrl_sglang.types import FusedParameter, ModelMetadata, TensorPart
 __all__ = ["fused_from_config", "metadata_from_config"]
 
 
-def metadata_from_config(config: Any, dtype: torch.dtype | None) -> ModelMetadata:
+def metadata_from_config(
+    config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False
+) -> ModelMetadata:
     """Returns the parameters of the model that ``config`` describes.
 
     Tied weights appear once, under the name that Hugging Face saves them with.
@@ -27,11 +29,12 @@ def metadata_from_config(config: Any, dtype: torch.dtype | None) -> ModelMetadat
     Args:
         config: a Hugging Face configuration.
         dtype: type of the served weights; by default the configuration's.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         ConfigurationError: if transformers has no causal language model for it.
     """
-    model = _build(config)
+    model = _build(config, trust_remote_code)
     served = dtype or getattr(config, "dtype", None) or torch.float32
     buffers = dict(_persistent_buffers(model))
     found: ModelMetadata = {}
@@ -43,16 +46,19 @@ def metadata_from_config(config: Any, dtype: torch.dtype | None) -> ModelMetadat
     return found
 
 
-def fused_from_config(config: Any) -> dict[str, FusedParameter]:
+def fused_from_config(
+    config: Any, *, trust_remote_code: bool = False
+) -> dict[str, FusedParameter]:
     """Returns what a module of ``config`` holds under other names than it saves.
 
     Args:
         config: a Hugging Face configuration.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         ConfigurationError: if transformers has no causal language model for it.
     """
-    model = _build(config)
+    model = _build(config, trust_remote_code)
     shapes = {name: value.shape for name, value in _tensors(model)}
     return {
         name: FusedParameter(
@@ -72,12 +78,14 @@ def fused_from_config(config: Any) -> dict[str, FusedParameter]:
     }
 
 
-def _build(config: Any) -> Any:
+def _build(config: Any, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            )
     except ValueError as error:
         raise ConfigurationError(
             f"transformers has no causal language model for a configuration of type "
