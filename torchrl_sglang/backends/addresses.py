@@ -127,7 +127,7 @@ def is_this_machine(url: str) -> bool:
         return True
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return any(_can_bind(family, place) for family, _, _, _, place in found)
 
@@ -171,7 +171,7 @@ def address_facing(urls: Sequence[str]) -> str:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(place)
                 return str(probe.getsockname()[0])
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ConfigurationError(
                 f"This machine knows no way to {url} ({error}), so servers have no "
                 f"address to meet it at; give master_address=..."

@@ -260,9 +260,8 @@ def load_model_config(model: str, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:
         advice = why_untrusted(error, trust_remote_code) or (
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); pass "
-            f"connect(..., model=...) with a folder or hub name that has the same "
-            f"config.json."
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); pass model=... "
+            f"with a folder or hub name that has the same config.json."
         )
         raise ConfigurationError(
             f"The configuration of the served model {model!r} cannot be read from "
