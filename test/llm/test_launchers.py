@@ -226,3 +226,58 @@ def test_a_connection_that_finds_no_file_waits(script_says):
     assert script_says["retries"] == 0
     assert "1024 are allowed" in script_says["error"]
     assert "ulimit -n" in script_says["error"]
+
+
+class Trainer:
+    """An actor that starts an engine, and tells what its server inherited."""
+
+    def __init__(self, model: str, python: str) -> None:
+        from torchrl_sglang import AsyncSGLang
+
+        self._engine = AsyncSGLang.from_pretrained(model, device="cpu", python=python)
+
+    def found(self) -> dict:
+        (answer,) = self._engine.generate(**GENERATE)
+        server = self._engine.servers[0]
+        inherited = Path(f"/proc/{server.pid}/environ").read_text()
+        return {
+            "tokens": answer.token_ids,
+            "pid": server.pid,
+            "own": sorted(os.environ),
+            "server": sorted(line.partition("=")[0] for line in inherited.split("\0")),
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+def test_a_ray_actor_has_an_engine_until_it_is_killed(
+    tiny_model_path, python, monkeypatch
+):
+    import ray
+    from ray import cloudpickle
+
+    # On a busy machine, Ray gives up after 30 s.
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "150")
+    # An actor cannot import this file.
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        actor = ray.remote(Trainer).remote(tiny_model_path, python)
+        found = ray.get(actor.found.remote(), timeout=250)
+        assert found["tokens"] == [5, 6, 7, 5]
+        left = {"RAY_JOB_ID", "RAY_RAYLET_PID", "OMP_NUM_THREADS"}
+        assert left <= set(found["own"])
+        assert not left & set(found["server"])
+        assert is_alive(found["pid"])
+        ray.kill(actor)
+        assert ended(found["pid"])
+    finally:
+        ray.shutdown()
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])

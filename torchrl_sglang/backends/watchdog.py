@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -39,6 +40,11 @@ TRACKER_GRACE_SECONDS = 1.0
 
 They ignore SIGTERM, and end when the last of the processes that they serve has ended.
 """
+
+OPEN_FILES = 65_535
+"""Files that the tree may have open, where the machine allows it. Each connection is
+one, and the usual limit of 1,024 is below what one trainer has in flight. SGLang wants
+this many, and takes none where the machine allows fewer."""
 
 FOLDER_VARIABLE = "TORCHRL_SGLANG_SERVER_FOLDER"
 """Names the folder of the server's files, to remove for an owner that cannot."""
@@ -109,6 +115,13 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
+def _raise_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _wait(pids: Callable[[], list[int]], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while pids() and time.monotonic() < deadline:
@@ -166,6 +179,7 @@ def main(owner: int, command: list[str]) -> int:
     stop: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, _frame: stop.append(received))
+    _raise_open_files()
     server = subprocess.Popen(
         command,
         # If the watchdog itself is killed, the server goes too.

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import signal
 import socket
@@ -173,6 +174,22 @@ def test_temporary_files_go_with_the_server():
     assert os.path.exists(name)
     server.stop()
     assert not os.path.exists(name)
+
+
+def test_a_server_may_have_as_many_files_open_as_the_machine_allows():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(limits[1], watchdog.OPEN_FILES)
+    code = (
+        "import resource; "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True); "
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, limits[1]))
+    try:
+        server = run(code + FOREVER)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    wait_for_log(server, str(most))
+    server.stop()
 
 
 def test_its_ports_are_held_until_its_end():
