@@ -17,11 +17,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import signal
+import socket
 import sys
 from types import ModuleType
 from typing import Any, NoReturn
@@ -37,6 +39,9 @@ KERNEL_PACKAGE = "sgl_kernel"
 
 TORCHVISION_OPERATORS = ("nms", "qnms")
 """The operators for which ``torchvision`` registers a fake kernel as it is imported."""
+
+LOOPBACK = ("127.0.0.1", "localhost")
+"""Where the ranks of a server on one machine meet."""
 
 GC_THRESHOLD = 50_000
 """Allocations between garbage collections; Python's own 700 makes imports slower."""
@@ -174,6 +179,27 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(GC_THRESHOLD)
 
 
+def keep_stores_on_loopback() -> None:
+    """Have a store of this machine's ranks listen on loopback alone.
+
+    PyTorch's listens on every address, and asks nobody for a key.
+    """
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    make_store = rendezvous.TCPStore
+
+    def make(*, host_name: str, port: int, is_master: bool, **options: Any) -> Any:
+        if is_master and host_name in LOOPBACK:
+            # The store closes it at its end.
+            options["master_listen_fd"] = socket.create_server(
+                (host_name, port)
+            ).detach()
+        return make_store(
+            host_name=host_name, port=port, is_master=is_master, **options
+        )
+
+    rendezvous.TCPStore = make
+
+
 def prepare_process() -> None:
     """Do what every process of the server's tree needs before SGLang is imported."""
     die_with_parent()
@@ -181,6 +207,7 @@ def prepare_process() -> None:
     stand_in_for_kernels()
     define_torchvision_operators()
     drop_pinned_memory()
+    keep_stores_on_loopback()
 
 
 def main(arguments: list[str]) -> None:
