@@ -3,7 +3,7 @@
 #
 # PYTHON                      the interpreter to start from
 # SEED, OUTPUT                the demo's seed and the folder that it writes to
-# PYTEST_ARGS                 what `make test` passes on to pytest
+# PYTEST_ARGS                 what `make test` and `make test-all` pass on to pytest
 # TORCHRL_SGLANG_TORCH_INDEX  a wheel index for torch alone, where pip's has no build
 #                             that fits; empty by default
 
@@ -42,7 +42,7 @@ endif
 
 .PHONY: help
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: install
 install:  ## Set everything up: .venv for the trainer, .venv/sglang-cpu for SGLang
@@ -54,7 +54,15 @@ demo: install  ## Train a tiny model with GRPO against a real SGLang server
 	@$(BIN)/python examples/grpo_tiny/train.py --seed "$(SEED)" --output "$(OUTPUT)"
 
 .PHONY: test
-test: install  ## Run the whole CPU test suite, with a real SGLang server
+test: install  ## Run the CPU test suite, with real SGLang servers
+	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+.PHONY: test-slow
+test-slow: install
+	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: install  ## Run the further cases of its long matrices, too
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: lint

@@ -341,10 +341,7 @@ def make_pool(tokenizer, **kwargs) -> AsyncEnvPool:
     "pool_kwargs",
     [
         {"backend": "threading"},
-        pytest.param(
-            {"backend": "multiprocessing", "exchange": "queue", "envs_per_worker": 2},
-            marks=pytest.mark.slow,
-        ),
+        {"backend": "multiprocessing", "exchange": "queue", "envs_per_worker": 2},
     ],
     ids=["threading", "multiprocessing"],
 )

@@ -530,7 +530,6 @@ def test_what_a_trainer_left_behind_makes_room(lora_engine, peft_models):
         wait_for(lambda: held(trainer) == [])
 
 
-@pytest.mark.slow
 def test_a_server_that_was_started_again_gets_its_adapters(lora_engine, peft_models):
     model = peft_models.make(29)
     load(lora_engine, "policy", model, version="5", default=True)

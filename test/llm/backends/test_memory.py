@@ -350,7 +350,6 @@ def test_arguments_that_keep_a_server_awake(capabilities, name, value):
     assert not any(what_keeps_awake({"enable_memory_saver": True}))
 
 
-@pytest.mark.timeout(400)
 def test_a_server_that_dies_asleep(tiny_model_path, saver_python, hf_model, score):
     """Its memory is somebody else's until it is woken up: it is started again then."""
     with start(tiny_model_path, saver_python) as engine:

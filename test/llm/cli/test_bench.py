@@ -91,7 +91,6 @@ def test_what_does_not_fit_is_refused(engine, capsys):
         check_fits(engine, Load(prompt_tokens=2047, new_tokens=1, prompts=1))
 
 
-@pytest.mark.slow
 def test_a_server_of_its_own(capsys):
     words = ("all", "tiny", "--device", "cpu", "--context-length", "64")
     report = bench(capsys, *words)

@@ -78,7 +78,6 @@ def end(process: subprocess.Popen[str], number: int) -> tuple[str, str]:
     return shown
 
 
-@pytest.mark.slow
 def test_serving_until_sigint(tiny_model_path, tmp_path):
     key = tmp_path / "key"
     key.write_text("of-the-file\n")
@@ -111,7 +110,6 @@ def test_serving_until_sigint(tiny_model_path, tmp_path):
         assert not answers(about["url"])
 
 
-@pytest.mark.slow
 def test_serving_until_sigterm_prints_the_address_alone(tiny_model_path):
     with serving(tiny_model_path, "--device", "cpu") as process:
         url = process.stdout.readline().strip()
@@ -154,8 +152,6 @@ def test_a_start_that_fails_is_told_in_words(tmp_path):
     assert "torchrl_sglang/cli" not in errors
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_several_servers_behind_a_router(tiny_model_path, capsys):
     with serving(tiny_model_path, "--device=cpu", "--num-replicas=2") as process:
         router, *urls = [process.stdout.readline().strip() for _ in range(3)]
@@ -174,7 +170,6 @@ def test_several_servers_behind_a_router(tiny_model_path, capsys):
         assert process.returncode == 0
 
 
-@pytest.mark.slow
 def test_a_server_that_is_lost_ends_the_command(tiny_model_path, tmp_path):
     words = ("--device=cpu", "--max-restarts=0")
     with serving(tiny_model_path, *words, TMPDIR=str(tmp_path)) as process:
@@ -191,7 +186,6 @@ def watchdog_of(process: subprocess.Popen[str]) -> int:
     return pid
 
 
-@pytest.mark.slow
 def test_a_measurement_that_is_interrupted_leaves_nothing(tmp_path):
     words = ("throughput", "tiny", "--device=cpu", "--prompts=999", "--new-tokens=999")
     process = subprocess.Popen(

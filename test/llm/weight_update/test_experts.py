@@ -11,8 +11,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
 from torchrl_sglang.errors import WeightMismatchError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
 FUSED = "model.layers.0.mlp.experts.gate_up_proj"
 
 

@@ -36,8 +36,6 @@ SOON = 20.0
 SILENCE = 0.5
 """Seconds without an answer that show that a server is paused: it needs 0.05."""
 
-pytestmark = pytest.mark.timeout(300)
-
 PAUSE = "/pause_generation"
 FLUSH = "/flush_cache"
 BEGIN = "/begin_weight_update"
@@ -201,14 +199,30 @@ def check_heals(trainer, sender) -> None:
     assert ended.status_code == 400
 
 
-BEFORE = [(ASK, 1), (PAUSE, 1), (FLUSH, 1), (BEGIN, 1)]
+BEFORE = [(FLUSH, 1), (BEGIN, 1), (ASK, 1), (PAUSE, 1)]
 """Steps before the first byte, and which call for this path it is."""
 
 AFTER = [(SEND, 1), (SEND, 4), (END, 1)]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("path", "number"), BEFORE, ids=lambda v: str(v).strip("/"))
+def matrix(*steps):
+    """Every fault at every step; what is off a diagonal of it is slow.
+
+    A row of the diagonal has two faults, and three rows have all six.
+    """
+    return [
+        pytest.param(
+            *step,
+            fault,
+            id="-".join(str(value).strip("/") for value in (*step, fault)),
+            marks=[pytest.mark.slow] if (column + row) % 3 else [],
+        )
+        for row, step in enumerate(steps)
+        for column, fault in enumerate(FAULTS)
+    ]
+
+
+@pytest.mark.parametrize(("path", "number", "fault"), matrix(*BEFORE))
 def test_before_the_first_byte(trainer, path, number, fault):
     sender = trainer.sender("broadcast")
     # A broken connection that has been used before is tried again for a question.
@@ -232,7 +246,7 @@ def test_before_the_first_byte(trainer, path, number, fault):
     check_heals(trainer, sender)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", matrix(()))
 def test_joining(trainer, fault):
     sender = trainer.sender("broadcast")
     # As after a restart of the trainer's torch.distributed.
@@ -245,8 +259,7 @@ def test_joining(trainer, fault):
     check_heals(trainer, sender)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("path", "number"), AFTER, ids=lambda v: str(v).strip("/"))
+@pytest.mark.parametrize(("path", "number", "fault"), matrix(*AFTER))
 def test_after_the_first_byte(trainer, path, number, fault):
     sender = trainer.sender("broadcast")
     fault_at = trainer.proxy.inject(path, fault, first=number)
@@ -260,7 +273,7 @@ def test_after_the_first_byte(trainer, path, number, fault):
     check_heals(trainer, sender)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", matrix(()))
 def test_resuming(trainer, fault):
     """Asked twice, the server generates; that the first answer was lost is no harm."""
     sender = trainer.sender("broadcast")
@@ -290,11 +303,8 @@ def test_resuming_after_an_update_that_sent_nothing(trainer, fault):
     check_heals(trainer, sender)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
-    ("transport", "path"),
-    [("disk", DISK), ("cuda_ipc", TENSOR)],
-    ids=["disk", "tensor"],
+    ("transport", "path", "fault"), matrix(("disk", DISK), ("cuda_ipc", TENSOR))
 )
 def test_other_transports(trainer, transport, path, fault):
     sender = trainer.sender(transport)

@@ -26,12 +26,22 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 RESTART_SECONDS = 180.0
 SOON = 20.0
 
-pytestmark = pytest.mark.timeout(400)
-
 PAUSE = "/pause_generation"
 SEND = "/update_weights_from_distributed"
 END = "/end_weight_update"
 RESUME = "/continue_generation"
+
+STEPS = [
+    pytest.param(path, number, id=f"{path[1:]}-{number}", marks=marks)
+    for path, number, marks in (
+        (PAUSE, 1, pytest.mark.slow),
+        (SEND, 1, pytest.mark.slow),
+        (SEND, 4, ()),
+        (END, 1, ()),
+        (RESUME, 1, pytest.mark.slow),
+    )
+]
+"""Before, in the middle of, and after what changes a server's weights."""
 
 
 def difference(engine, model) -> float:
@@ -69,11 +79,7 @@ def kill(pid, address) -> None:
             requests.get(f"{address}/health", timeout=5)
 
 
-@pytest.mark.parametrize(
-    ("path", "number"),
-    [(PAUSE, 1), (SEND, 1), (SEND, 4), (END, 1), (RESUME, 1)],
-    ids=lambda value: str(value).strip("/"),
-)
+@pytest.mark.parametrize(("path", "number"), STEPS)
 def test_a_server_that_is_killed(owned, tokenizer, path, number):
     engine, proxy, address = owned
     scheme = SGLangWeightSyncScheme(engine, bucket_bytes=100_000)
@@ -116,11 +122,7 @@ scheme.create_sender().update_weights(make_tiny_model(make_tiny_tokenizer(), see
 """
 
 
-@pytest.mark.parametrize(
-    ("path", "number"),
-    [(PAUSE, 1), (SEND, 1), (SEND, 4), (END, 1), (RESUME, 1)],
-    ids=lambda value: str(value).strip("/"),
-)
+@pytest.mark.parametrize(("path", "number"), STEPS)
 def test_a_trainer_that_is_killed(restored_engine, tokenizer, path, number):
     """Somebody else's server: another process takes it over."""
     url = restored_engine.server_url

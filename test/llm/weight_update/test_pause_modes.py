@@ -27,8 +27,6 @@ PROMPTS = [list(range(5, 65)), list(range(5, 45)), list(range(50, 90))]
 LENGTH = 900
 """Tokens of a response: it takes seconds, an update less than one."""
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def models(tokenizer):

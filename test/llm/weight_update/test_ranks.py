@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
-pytestmark = pytest.mark.timeout(300)
 
 BUDGET = 60.0
 """Seconds for one task."""

@@ -28,8 +28,6 @@ from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def new_model(tokenizer):

@@ -275,7 +275,6 @@ def test_a_server_that_refuses_in_the_middle(
     assert difference(engine, new_model, tokenizer) < TOLERANCE
 
 
-@pytest.mark.slow
 def test_a_server_that_does_not_answer(
     restored_engine, arguments, new_model, tokenizer
 ):
@@ -302,7 +301,6 @@ def test_a_server_that_does_not_answer(
     transport.close()
 
 
-@pytest.mark.slow
 def test_a_server_that_dies(tiny_model_path, new_model, tmp_path):
     """An error within seconds, whether it dies before an update or in it."""
     with AsyncSGLang.from_pretrained(
@@ -433,8 +431,6 @@ def answer_with(content, request):
     return web.json_response(content, status=200 if content["success"] else 400)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_checkpoint_that_cannot_be_read_is_healed(
     tiny_model_path, new_model, tokenizer, tmp_path
 ):
@@ -456,8 +452,6 @@ def test_a_checkpoint_that_cannot_be_read_is_healed(
         transport.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("size", "names"), [("tp_size", NAMES), ("pp_size", ["disk"])])
 def test_servers_of_two_ranks(tiny_model_path, tokenizer, tmp_path, size, names):
     arguments = {size: 2, "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}

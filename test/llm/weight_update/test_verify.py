@@ -25,8 +25,6 @@ from torchrl_sglang.weight_update.verify import (
     whole_model,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def make_llama(seed: int) -> nn.Module:
     """A model of the family that servers tell the values of."""
