@@ -10,14 +10,14 @@ import psutil
 from torchrl_sglang import SGLangWeightSyncScheme
 from torchrl_sglang.backends.addresses import is_loopback
 from torchrl_sglang.backends.router import make_sglang_router
-from torchrl_sglang.backends.watchdog import descendants
+from torchrl_sglang.testing.forked_starts import processes_below
 
 Place = tuple[int, str, int]
 """A process, and the address and the port that it listens on."""
 
 
 def tree(pid: int) -> set[int]:
-    return {pid, *descendants(pid)}
+    return {pid, *processes_below(pid)}
 
 
 def listeners(pids: set[int]) -> set[Place]:
