@@ -5,7 +5,9 @@ import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from torchrl._utils import logger as torchrl_logger
@@ -20,6 +22,7 @@ from torchrl_sglang.backends.addresses import (
     url_of,
 )
 from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.fleet import Fleet, Replica
 from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 from torchrl_sglang.testing.fake_server import FakeServer
@@ -77,6 +80,43 @@ def test_which_servers_run_on_this_machine(own_address):
     there = ["198.51.100.7", "2001:db8::7", NO_NAME]
     assert [is_this_machine(url_of(host, 1)) for host in here] == [True] * 5
     assert [is_this_machine(url_of(host, 1)) for host in there] == [False] * 3
+
+
+class ProcessElsewhere:
+    """What an engine that started a server on another machine has of it."""
+
+    pid = 1
+    state = "ready"
+    log_path = Path("server.log")
+
+    def log_tail(self, lines: int = 30) -> str:
+        return ""
+
+    def stop(self) -> None:
+        """Has nothing to end."""
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_server_is_local_by_its_address_whoever_started_it(
+    capabilities, own_address, owned
+):
+    def engine(*urls: str, **server_args: object) -> AsyncSGLang:
+        process = ProcessElsewhere() if owned else None
+        replicas = [Replica(url=url, process=process) for url in urls]
+        return AsyncSGLang(
+            Fleet(replicas=replicas, weight_version="default"),
+            replace(capabilities, server_args=server_args),
+        )
+
+    here, own = "http://127.0.0.1:1", url_of(own_address, 1)
+    with engine(here, own, ELSEWHERE) as spread:
+        assert [place.local for place in spread.placements] == [True, True, False]
+        assert spread.get_master_address() == own_address
+    with engine(here) as alone:
+        assert alone.get_master_address() == "127.0.0.1"
+    # Its ranks are on two machines.
+    with engine(here, nnodes=2) as wide:
+        assert [place.local for place in wide.placements] == [False]
 
 
 # --- passwords

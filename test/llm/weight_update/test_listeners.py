@@ -6,11 +6,14 @@ import gc
 import os
 
 import psutil
+import pytest
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang import SGLangWeightSyncScheme
 from torchrl_sglang.backends.addresses import is_loopback
 from torchrl_sglang.backends.router import make_sglang_router
 from torchrl_sglang.testing.forked_starts import processes_below
+from torchrl_sglang.weight_update.transports.broadcast import listen_at
 
 Place = tuple[int, str, int]
 """A process, and the address and the port that it listens on."""
@@ -53,3 +56,28 @@ def test_a_training_step_listens_on_loopback_alone(restored_engine, hf_model):
     del sender
     gc.collect()
     assert not listeners({os.getpid()}) & own
+
+
+def test_a_store_listens_where_servers_meet_it_and_nowhere_else():
+    # Loopback is a whole network on Linux.
+    for address in ("127.0.0.1", "127.0.0.2", "localhost"):
+        with listen_at(address, 0) as listener:
+            assert is_loopback(listener.getsockname()[0])
+            assert address in ("localhost", listener.getsockname()[0])
+
+
+def test_an_address_that_stands_for_this_machine_elsewhere(caplog):
+    torchrl_logger.addHandler(caplog.handler)
+    try:
+        # It is kept for documentation: no machine has it.
+        with listen_at("198.51.100.7", 0) as listener:
+            assert listener.getsockname()[0] == "0.0.0.0"
+    finally:
+        torchrl_logger.removeHandler(caplog.handler)
+    assert "master_address='198.51.100.7' is not an address of this" in caplog.text
+
+
+def test_a_port_that_is_taken_is_not_looked_for_elsewhere():
+    with listen_at("127.0.0.1", 0) as listener:
+        with pytest.raises(OSError, match="in use"):
+            listen_at("127.0.0.1", listener.getsockname()[1])

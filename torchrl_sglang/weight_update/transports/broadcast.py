@@ -243,7 +243,7 @@ class BroadcastTransport:
 
     def _open_store(self, world_size: int, budget: datetime.timedelta) -> dist.TCPStore:
         try:
-            listener = _listen(self._address, self._port)
+            listener = listen_at(self._address, self._port)
             return dist.TCPStore(
                 self._address,
                 listener.getsockname()[1],
@@ -555,7 +555,7 @@ def _gloo_listens_on(address: str) -> Iterator[None]:
         del os.environ[GLOO_INTERFACE]
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen_at(address: str, port: int) -> socket.socket:
     """Returns a socket that listens on an address alone.
 
     An address of another machine can stand for this one, as where a network translates
