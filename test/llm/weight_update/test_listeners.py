@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import psutil
 import pytest
 from torchrl._utils import logger as torchrl_logger
 
+import torchrl_sglang
 from torchrl_sglang import SGLangWeightSyncScheme
 from torchrl_sglang.backends.addresses import is_loopback
 from torchrl_sglang.backends.router import make_sglang_router
 from torchrl_sglang.testing.forked_starts import processes_below
-from torchrl_sglang.weight_update.transports.broadcast import listen_at
+from torchrl_sglang.weight_update.transports.rendezvous import listen_at
 
 Place = tuple[int, str, int]
 """A process, and the address and the port that it listens on."""
@@ -81,3 +83,13 @@ def test_a_port_that_is_taken_is_not_looked_for_elsewhere():
     with listen_at("127.0.0.1", 0) as listener:
         with pytest.raises(OSError, match="in use"):
             listen_at("127.0.0.1", listener.getsockname()[1])
+
+
+def test_stores_are_opened_in_one_place():
+    package = Path(torchrl_sglang.__file__).parent
+    opening = [
+        file.name
+        for file in package.rglob("*.py")
+        if "TCPStore(" in (text := file.read_text()) and "is_master=True" in text
+    ]
+    assert opening == ["rendezvous.py"]

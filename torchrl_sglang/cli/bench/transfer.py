@@ -22,6 +22,10 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 from torchrl_sglang.weight_update.transports.base import BUCKET_BYTES
 from torchrl_sglang.weight_update.transports.choose import TransportName
+from torchrl_sglang.weight_update.transports.rendezvous import (
+    gloo_listens_on,
+    open_store,
+)
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
@@ -168,7 +172,7 @@ class _LeastFree:
 def plain_gloo(num_bytes: int, repeats: int) -> float:
     """Returns the median seconds of a broadcast between two processes, no more."""
     budget = datetime.timedelta(seconds=GLOO_SECONDS)
-    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    store = open_store("127.0.0.1", 0, 2, budget)
     code = (
         "import datetime, torch, torch.distributed as dist\n"
         f"budget = datetime.timedelta(seconds={GLOO_SECONDS})\n"
@@ -181,9 +185,11 @@ def plain_gloo(num_bytes: int, repeats: int) -> float:
         "del group\n"
     )
     # Of its own session: Ctrl-C reaches this process, which ends the other one.
-    other = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    with gloo_listens_on("127.0.0.1"):
+        other = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     try:
-        group: Any = dist.ProcessGroupGloo(store, 0, 2, budget)
+        with gloo_listens_on("127.0.0.1"):
+            group: Any = dist.ProcessGroupGloo(store, 0, 2, budget)
         flat = torch.ones(num_bytes, dtype=torch.uint8)
         seconds = []
         for _ in range(repeats + 1):

@@ -11,9 +11,7 @@ import asyncio
 import concurrent.futures
 import ctypes
 import datetime
-import errno
 import os
-import socket
 import threading
 import time
 import uuid
@@ -28,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.addresses import is_loopback
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.event_loop import submit
 from torchrl_sglang.errors import (
@@ -43,6 +40,10 @@ from torchrl_sglang.weight_update.transports.base import (
     SEND_TIMEOUT_SECONDS,
 )
 from torchrl_sglang.weight_update.transports.flat import flatten
+from torchrl_sglang.weight_update.transports.rendezvous import (
+    gloo_listens_on,
+    open_store,
+)
 from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
 __all__ = ["BroadcastTransport"]
@@ -64,13 +65,7 @@ copy in memory of the host costs about as much as gloo."""
 REFUSAL_SECONDS = 1.0
 """How long other servers have to refuse, too, when one has."""
 
-LISTEN_BACKLOG = 512
-"""Servers' ranks that can connect at the same moment."""
-
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Names the network interface that gloo listens on."""
 
 NCCL_SECONDS = 7 * 24 * 3600.0
 """NCCL's own limit for an operation, after which torch ends the whole process. The
@@ -243,17 +238,7 @@ class BroadcastTransport:
 
     def _open_store(self, world_size: int, budget: datetime.timedelta) -> dist.TCPStore:
         try:
-            listener = listen_at(self._address, self._port)
-            return dist.TCPStore(
-                self._address,
-                listener.getsockname()[1],
-                world_size,
-                is_master=True,
-                timeout=budget,
-                wait_for_workers=False,
-                # The store closes it at its end.
-                master_listen_fd=listener.detach(),
-            )
+            return open_store(self._address, self._port, world_size, budget)
         except (OSError, RuntimeError) as error:
             failure = WeightTransferError(
                 f"No meeting point for the servers can be opened at "
@@ -503,7 +488,7 @@ def _join_group(
     The same construction as SGLang's ``init_custom_process_group``: both sides must
     find the same keys in the store.
     """
-    with _errors_end_the_group_alone(), _gloo_listens_on(address):
+    with _errors_end_the_group_alone(), gloo_listens_on(address):
         group, _ = distributed_c10d._new_process_group_helper(
             world_size,
             0,
@@ -537,43 +522,6 @@ def _errors_end_the_group_alone() -> Iterator[None]:
             del os.environ[ASYNC_ERRORS]
         else:
             os.environ[ASYNC_ERRORS] = before
-
-
-@contextmanager
-def _gloo_listens_on(address: str) -> Iterator[None]:
-    """Has a gloo group that is made inside listen on loopback where servers meet it.
-
-    By itself it takes the address that the machine's name stands for.
-    """
-    if not is_loopback(address) or GLOO_INTERFACE in os.environ:
-        yield
-        return
-    os.environ[GLOO_INTERFACE] = "lo"
-    try:
-        yield
-    finally:
-        del os.environ[GLOO_INTERFACE]
-
-
-def listen_at(address: str, port: int) -> socket.socket:
-    """Returns a socket that listens on an address alone.
-
-    An address of another machine can stand for this one, as where a network translates
-    addresses. Then it listens on all of this machine's.
-    """
-    ((family, _, _, _, place), *_) = socket.getaddrinfo(
-        address, port, type=socket.SOCK_STREAM
-    )
-    try:
-        return socket.create_server(place[:2], family=family, backlog=LISTEN_BACKLOG)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-    torchrl_logger.warning(
-        f"master_address={address!r} is not an address of this machine, so servers are "
-        f"awaited on all of its addresses, where others can connect, too."
-    )
-    return socket.create_server(("", port), family=family, backlog=LISTEN_BACKLOG)
 
 
 def _destroy_group(group: Any) -> None:
