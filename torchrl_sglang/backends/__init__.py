@@ -18,5 +18,6 @@ Starting them
     ``vllm_arguments`` and ``server_flags`` (arguments), ``ports``, ``process``,
     ``watchdog``, ``router`` and ``router_launch``, ``cpu``.
 Underneath
-    ``event_loop``, ``http``, ``checks`` (of arguments).
+    ``event_loop``, ``http``, ``addresses``, ``open_files``,
+    ``checks`` (of arguments).
 """

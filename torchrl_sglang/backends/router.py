@@ -30,7 +30,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from torchrl_sglang.backends import cpu
-from torchrl_sglang.backends.addresses import is_loopback, normalize_url, url_of
+from torchrl_sglang.backends.addresses import (
+    hide_passwords,
+    is_loopback,
+    split_credentials,
+    url_of,
+)
 from torchrl_sglang.backends.environment import inherited_environment
 from torchrl_sglang.backends.http import Answer, HttpClient
 from torchrl_sglang.backends.ports import lease_port
@@ -342,7 +347,7 @@ class RouterProcess(ServerProcess):
             ServerTimeoutError: if the budget is used up.
         """
         deadline = time.monotonic() + timeout
-        url = normalize_url(url)
+        url = _check_url(url)
         entry = await self._find(url, deadline)
         if entry is None:
             payload = {"url": url}
@@ -382,7 +387,7 @@ class RouterProcess(ServerProcess):
             ServerTimeoutError: if the budget is used up.
         """
         deadline = time.monotonic() + timeout
-        url = normalize_url(url)
+        url = _check_url(url)
         entry = await self._find(url, deadline)
         if entry is None:
             return
@@ -589,12 +594,23 @@ def _check_arguments(
 def _check_urls(urls: Sequence[str]) -> list[str]:
     if isinstance(urls, str):
         raise ConfigurationError(
-            f"The servers of a router are a list of addresses, not {urls!r}."
+            f"The servers of a router are a list of addresses, not "
+            f"{hide_passwords(urls)!r}."
         )
-    checked = [normalize_url(url) for url in urls]
+    checked = [_check_url(url) for url in urls]
     twice = sorted({url for url in checked if checked.count(url) > 1})
     if twice:
         raise ConfigurationError(
             f"The router was given {', '.join(twice)} more than once."
         )
     return checked
+
+
+def _check_url(url: str) -> str:
+    shown, login = split_credentials(url)
+    if login is not None:
+        raise ConfigurationError(
+            f"The router sends no user and password to {shown}; start the server with "
+            f"an api_key, and give the router the same."
+        )
+    return shown

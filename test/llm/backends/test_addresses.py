@@ -24,6 +24,7 @@ from torchrl_sglang.backends.addresses import (
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.backends.fleet import Fleet, Replica
 from torchrl_sglang.backends.http import HttpClient
+from torchrl_sglang.backends.router import make_sglang_router
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 from torchrl_sglang.testing.fake_server import FakeServer
 
@@ -234,3 +235,9 @@ def test_a_password_is_shown_nowhere(tiny_model_path, caplog):
     )
     assert server.url in text
     assert "sesame" not in text
+
+
+def test_a_router_sends_no_password():
+    with pytest.raises(ConfigurationError, match="api_key") as got:
+        make_sglang_router(["http://me:sesame@127.0.0.1:9"])
+    assert "sesame" not in str(got.value)
