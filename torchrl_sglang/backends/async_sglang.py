@@ -23,7 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
@@ -45,7 +45,11 @@ from torchrl_sglang.backends.addresses import (
     split_credentials,
 )
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
-from torchrl_sglang.backends.batch import to_token_ids
+from torchrl_sglang.backends.batch import (
+    check_sampling_keywords,
+    merge_params,
+    to_token_ids,
+)
 from torchrl_sglang.backends.checks import (
     check_count,
     check_flag,
@@ -160,13 +164,21 @@ class AsyncSGLang(RLSGLangEngine):
 
     def __init__(
         self,
-        fleet: Fleet,
-        capabilities: ServerCapabilities,
+        fleet: Fleet | None = None,
+        capabilities: ServerCapabilities | None = None,
         *,
         model: str | None = None,
         http: HttpClient | None = None,
         settings: Settings | None = None,
+        **others: Any,
     ) -> None:
+        if not isinstance(fleet, Fleet) or capabilities is None or others:
+            # TorchRL's own class is called like this.
+            raise ConfigurationError(
+                "AsyncSGLang(...) itself starts and finds nothing; write "
+                "AsyncSGLang.from_pretrained(model), which starts a server, or "
+                "AsyncSGLang.connect(server_url=...) for one that runs."
+            )
         self._fleet = fleet
         self._capabilities = capabilities
         self._model = model
@@ -227,12 +239,15 @@ class AsyncSGLang(RLSGLangEngine):
     def from_pretrained(
         cls,
         model: str | os.PathLike[str] | None = None,
+        tp_size: int | None = None,
+        dp_size: int | None = None,
         *,
         num_replicas: int = 1,
         device: str | None = None,
         cuda_devices: Sequence[Any] | None = None,
         python: str | os.PathLike[str] | None = None,
         start_timeout: float = START_TIMEOUT_SECONDS,
+        timeout: float | None = None,
         parallel_start: bool | Literal["staggered"] | None = None,
         router_policy: str | None = "cache_aware",
         router_args: Mapping[str, Any] | None = None,
@@ -251,6 +266,9 @@ class AsyncSGLang(RLSGLangEngine):
 
         Args:
             model: path or hub name of the model; ``model_name`` is accepted too.
+            tp_size: number of GPUs that share the model of a server. Defaults to 1.
+            dp_size: number of copies of the model in each server. Defaults to 1;
+                weights are broadcast to servers with one only.
             num_replicas: number of servers.
             device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` where there is one.
             cuda_devices: GPUs for the servers, as this process counts them: a list for
@@ -259,6 +277,7 @@ class AsyncSGLang(RLSGLangEngine):
             python: interpreter that has sglang installed; see
                 :func:`~torchrl_sglang.make_sglang_server` for the default.
             start_timeout: budget for the start of each server, in seconds.
+            timeout: the same, under the name of TorchRL's own class.
             parallel_start: start all servers at once (``True``), one after the other
                 (``False``) or as many at a time as there are cores for
                 (``"staggered"``). By default all at once on GPUs.
@@ -291,12 +310,16 @@ class AsyncSGLang(RLSGLangEngine):
             # The server's argument, which holds for reading the model here, too.
             trust_remote_code=server_args.get("trust_remote_code") or False,
         )
-        alias = server_args.pop("model_name", None)
-        if (model is None) == (alias is None):
-            raise ConfigurationError(
-                f"Give the model once: model={model!r}, model_name={alias!r}."
-            )
-        spec = {"model": alias if model is None else model, "api_key": api_key}
+        for alias in ("model_name", "model_path"):
+            other = server_args.pop(alias, None)
+            model = _given_once("model", model, alias, other)
+        if model is None:
+            raise ConfigurationError("Give the model: a folder, or a hub name.")
+        if timeout is not None:
+            start_timeout = check_seconds("timeout", timeout)
+        sizes = {"tp_size": tp_size, "dp_size": dp_size}
+        server_args |= {name: size for name, size in sizes.items() if size is not None}
+        spec = {"model": model, "api_key": api_key}
         launched = launch(
             Launch(
                 spec={**spec, "device": device, "python": python, **server_args},
@@ -325,6 +348,7 @@ class AsyncSGLang(RLSGLangEngine):
         cls,
         url: str | None = None,
         *,
+        server_url: str | None = None,
         urls: Sequence[str] | None = None,
         router_url: str | None = None,
         model: str | None = None,
@@ -339,6 +363,7 @@ class AsyncSGLang(RLSGLangEngine):
             url: address of one server, like ``"http://127.0.0.1:30000"``. Of an address
                 with user and password (``"http://me:secret@host:80"``), these are sent
                 and never shown.
+            server_url: the same, under the name of TorchRL's own class.
             urls: addresses of several servers of the same model, instead.
             router_url: address of a router in front of them. Without ``urls`` it is
                 asked for its servers. Control calls go to each server directly, so
@@ -363,6 +388,7 @@ class AsyncSGLang(RLSGLangEngine):
             max_attempts=max_attempts,
             trust_remote_code=trust_remote_code,
         )
+        url = _given_once("url", url, "server_url", server_url)
         router: RouterLike | None = None
         credentials: dict[str, str] = {}
         if router_url is not None:
@@ -523,9 +549,9 @@ class AsyncSGLang(RLSGLangEngine):
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         return_logprobs: bool | Sequence[bool] = False,
         return_prompt_logprobs: bool | Sequence[bool] = False,
         top_logprobs: int | Sequence[int] = 0,
@@ -535,15 +561,17 @@ class AsyncSGLang(RLSGLangEngine):
         request_timeout: float | None = None,
         return_exceptions: bool = False,
         adapter: str | Sequence[str | None] | None = None,
+        **sampling: Any,
     ) -> list[Completion]:
         """Continues a batch of prompts and returns the responses in the same order.
 
         Args:
             prompts: one text or several; the tokenizer turns them into tokens here.
-            input_ids: token ids of one prompt or of several, instead of ``prompts``.
-            sampling_params: under SGLang's names, one mapping for all or one for each.
+            sampling_params: one mapping for all or one for each, under SGLang's names
+                or TorchRL's (``max_tokens``, ``stop_sequences``, ``seed``).
                 ``max_new_tokens`` is cut to what the context leaves room for;
                 ``max_new_tokens=0`` scores the prompt.
+            input_ids: token ids of one prompt or of several, instead of ``prompts``.
             return_logprobs: also return the log-probability of each response token,
                 ``log_softmax(logits / temperature)``.
             return_prompt_logprobs: also return that of each prompt token, at
@@ -561,6 +589,7 @@ class AsyncSGLang(RLSGLangEngine):
                 raising the first one.
             adapter: name of the LoRA adapter to compute them with, for all or one for
                 each; ``""`` for the base model. Defaults to :attr:`default_adapter`.
+            **sampling: further sampling parameters, for all prompts.
 
         Returns:
             One completion for each prompt.
@@ -587,30 +616,46 @@ class AsyncSGLang(RLSGLangEngine):
             request_timeout=request_timeout,
             return_exceptions=return_exceptions,
             adapter=adapter,
+            **sampling,
         )
         return run_sync(self._generation.run(call))
 
     def _to_call(
         self,
         prompts: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         **options: Any,
     ) -> Call:
         # In the caller's thread: the background loop has better things to do.
         self._check_usable()
+        # TorchRL's engine takes it and ignores it: a text comes wherever it can.
+        options.pop("return_text", None)
+        known = {each.name for each in fields(Call)}
+        sampling = {name: options.pop(name) for name in options.keys() - known}
+        check_sampling_keywords(sampling, known)
+        params = merge_params(sampling_params, sampling)
         ids = to_token_ids(prompts, input_ids, self.get_tokenizer)
-        return Call(prompts=ids, **options)
+        return Call(prompts=ids, sampling_params=params, **options)
 
     async def agenerate(
-        self, prompts: str | Sequence[str] | None = None, **kwargs: Any
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
     ) -> list[Completion]:
         """The same as :meth:`generate`, to be awaited on any event loop."""
-        call = await asyncio.to_thread(self._to_call, prompts, **kwargs)
+        call = await asyncio.to_thread(
+            self._to_call, prompts, sampling_params, **kwargs
+        )
         return await asyncio.wrap_future(submit(self._generation.run(call)))
 
     def generate_iter(
-        self, prompts: str | Sequence[str] | None = None, **kwargs: Any
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
     ) -> Iterator[tuple[int, Completion | SGLangError]]:
         """Takes what :meth:`generate` takes and yields each response as it finishes.
 
@@ -628,7 +673,8 @@ class AsyncSGLang(RLSGLangEngine):
             >>> sorted(index for index, answer in answers)
             [0, 1]
         """
-        steps = _Steps(self._generation.stream(self._to_call(prompts, **kwargs)))
+        call = self._to_call(prompts, sampling_params, **kwargs)
+        steps = _Steps(self._generation.stream(call))
         try:
             while (item := run_sync(steps.next())) is not None:
                 yield item
@@ -637,10 +683,15 @@ class AsyncSGLang(RLSGLangEngine):
                 run_sync(steps.close())
 
     async def agenerate_iter(
-        self, prompts: str | Sequence[str] | None = None, **kwargs: Any
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
     ) -> AsyncIterator[tuple[int, Completion | SGLangError]]:
         """The same as :meth:`generate_iter`, to be iterated on any event loop."""
-        call = await asyncio.to_thread(self._to_call, prompts, **kwargs)
+        call = await asyncio.to_thread(
+            self._to_call, prompts, sampling_params, **kwargs
+        )
         steps = _Steps(self._generation.stream(call))
         try:
             while True:
@@ -1250,6 +1301,20 @@ def _without_credentials(urls: Iterable[str]) -> tuple[list[str], dict[str, str]
     """Returns addresses that can be shown, and address -> header of the others."""
     split = [split_credentials(url) for url in urls]
     return [url for url, _ in split], {url: header for url, header in split if header}
+
+
+def _given_once(name: str, value: T | None, alias: str, other: T | None) -> T | None:
+    """Returns an argument that has two names.
+
+    Raises:
+        ConfigurationError: if it is given under both.
+    """
+    if value is not None and other is not None:
+        raise ConfigurationError(
+            f"Give {name} once: {name}={hide_passwords(repr(value))}, "
+            f"{alias}={hide_passwords(repr(other))}."
+        )
+    return other if value is None else value
 
 
 class _Steps(Generic[T]):

@@ -10,13 +10,21 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from torchrl_sglang.backends.addresses import is_this_machine
+from torchrl_sglang.backends.checks import check_count, check_port, check_seconds
 from torchrl_sglang.backends.control_plane import ControlPlane
+from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    RequestRefusedError,
+    UnsupportedByServerError,
+    WeightSyncStateError,
+)
 from torchrl_sglang.types import (
     Adapter,
     Completion,
@@ -27,6 +35,15 @@ from torchrl_sglang.types import (
 )
 
 __all__ = ["RLSGLangEngine"]
+
+JOIN_TIMEOUT_SECONDS = 60.0
+"""Default budget for servers to join a process group."""
+
+RECEIVE_TIMEOUT_SECONDS = 300.0
+"""Default budget for servers to receive one tensor."""
+
+WEIGHT_UPDATE_GROUP = "weight_update_group"
+"""SGLang's own name for the process group that weights are broadcast in."""
 
 
 class RLSGLangEngine(abc.ABC):
@@ -93,9 +110,9 @@ class RLSGLangEngine(abc.ABC):
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         return_logprobs: bool | Sequence[bool] = False,
         return_prompt_logprobs: bool | Sequence[bool] = False,
         top_logprobs: int | Sequence[int] = 0,
@@ -105,6 +122,7 @@ class RLSGLangEngine(abc.ABC):
         request_timeout: float | None = None,
         return_exceptions: bool = False,
         adapter: str | Sequence[str | None] | None = None,
+        **sampling: Any,
     ) -> list[Completion]:
         """Continues a batch of prompts; see :meth:`AsyncSGLang.generate`."""
 
@@ -213,6 +231,160 @@ class RLSGLangEngine(abc.ABC):
         ``None`` if they hold the checkpoint that they were started with.
         """
 
+    # The calls below are those of TorchRL's engines for SGLang and vLLM.
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str],
+        sampling_params: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[Completion]:
+        """Continues several texts; the same as :meth:`generate` with a list of them."""
+        return self.generate(list(prompts), sampling_params, **kwargs)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache; vLLM's name for :meth:`flush_cache`."""
+        return self.flush_cache()
+
+    def get_num_unfinished_requests(
+        self, actor_index: int | None = None
+    ) -> int | list[int]:
+        """Returns how many requests each server computes or has waiting, of all users.
+
+        Args:
+            actor_index: the one of this server only.
+        """
+        loads = run_sync(self.control.loads())
+        return _chosen([running + queued for running, queued in loads], actor_index)
+
+    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
+        """Returns how much of each server's KV cache is in use, from 0 to 1.
+
+        Args:
+            actor_index: the one of this server only.
+
+        Raises:
+            UnsupportedByServerError: if a server does not tell.
+        """
+        return _chosen(run_sync(self.control.cache_usages()), actor_index)
+
+    def init_weight_update_group(
+        self,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        *,
+        timeout: float = JOIN_TIMEOUT_SECONDS,
+    ) -> None:
+        """Has every server join a process group whose first rank is the caller's.
+
+        For a trainer that runs its own collectives. It opens the store at the address
+        and joins meanwhile, in another thread. A
+        :class:`~torchrl_sglang.SGLangWeightSyncScheme` does all of this by itself.
+
+        Args:
+            master_address: where the servers meet the trainer. Defaults to
+                :meth:`get_master_address`.
+            master_port: likewise; TorchRL's default makes no sense without a store.
+            timeout: budget, in seconds.
+
+        Raises:
+            ConfigurationError: if there is no port.
+            ServerError: if a server does not join.
+        """
+        if master_port is None:
+            raise ConfigurationError(
+                "init_weight_update_group needs the master_port of a store that the "
+                "trainer has opened. SGLangWeightSyncScheme(engine).create_sender() "
+                "opens its own, and needs nothing."
+            )
+        run_sync(
+            self._join(
+                master_address=master_address or self.get_master_address(),
+                master_port=check_port("master_port", master_port),
+                world_size=1 + self.get_world_size(),
+                group_name=WEIGHT_UPDATE_GROUP,
+                backend="gloo" if self._on_cpu() else "nccl",
+                timeout=check_seconds("timeout", timeout),
+            )
+        )
+
+    def update_weights_from_distributed(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        *,
+        timeout: float = RECEIVE_TIMEOUT_SECONDS,
+    ) -> str:
+        """Has every server receive one tensor that the trainer broadcasts meanwhile.
+
+        It is an update with a weight version of its own, and the engine must be idle.
+        :meth:`.SGLangWeightSender.update_weights` sends all tensors as one.
+
+        Args:
+            name: of the parameter.
+            dtype: its type.
+            shape: its shape.
+            timeout: budget, in seconds.
+
+        Returns:
+            The weight version that the servers report from now on.
+
+        Raises:
+            WeightSyncStateError: if a request or another update runs.
+            ServerError: if a server did not receive it. Generation is refused until an
+                update succeeds.
+        """
+        timeout = check_seconds("timeout", timeout)
+        with self.weight_update() as update:
+            current = run_sync(self.control.weight_versions())
+            known = [*current, self.weight_version, self.newest_version]
+            version = str(1 + max(int(v) if v.isdigit() else 0 for v in known))
+            # The engine refuses to generate from here on, and nothing may be running.
+            update.in_doubt(f"The parameter {name!r} is being received.")
+            if any(map(sum, run_sync(self.control.loads()))):
+                update.untouched()
+                raise WeightSyncStateError(
+                    f"{name!r} cannot be received while the servers compute requests; "
+                    f"wait for them, or write SGLangWeightSyncScheme(engine)"
+                    f".create_sender().update_weights(model), which pauses them."
+                )
+            run_sync(
+                self._receive(
+                    names=[name],
+                    dtypes=[str(dtype).removeprefix("torch.")],
+                    shapes=[list(shape)],
+                    weight_version=version,
+                    timeout=timeout,
+                )
+            )
+            update.committed(version)
+        return version
+
+    async def _join(self, *, group_name: str, **where: Any) -> None:
+        with suppress(RequestRefusedError):
+            # One that a trainer before has left; mostly there is none.
+            await self.control.destroy_weights_update_group(group_name)
+        await self.control.init_weights_update_group(group_name=group_name, **where)
+
+    async def _receive(self, **what: Any) -> None:
+        await self.control.begin_weight_update()
+        await self.control.update_weights_from_distributed(
+            group_name=WEIGHT_UPDATE_GROUP, load_format=None, **what
+        )
+        await self.control.end_weight_update()
+        await self.control.flush_cache()
+
+    def update_weights(self, weights: Any) -> NoReturn:
+        """Raises :class:`UnsupportedByServerError`: a sender sends weights."""
+        raise UnsupportedByServerError(
+            "An engine does not send weights; write "
+            "SGLangWeightSyncScheme(engine).create_sender().update_weights(weights)."
+        )
+
+    def _on_cpu(self) -> bool:
+        return self.capabilities.server_args.get("device") == "cpu"
+
     def get_tp_size(self) -> int:
         """Returns the tensor-parallel size of each server."""
         return self.capabilities.tp_size
@@ -224,6 +396,21 @@ class RLSGLangEngine(abc.ABC):
     def get_world_size(self) -> int:
         """Returns the number of ranks that receive weights, over all servers."""
         return self.capabilities.tp_size * self.capabilities.pp_size * self.num_replicas
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _chosen(numbers: list[Number], actor_index: int | None) -> Number | list[Number]:
+    """Returns the number of one server, or of each one."""
+    if actor_index is None:
+        return numbers
+    if check_count("actor_index", actor_index, least=0) >= len(numbers):
+        raise ConfigurationError(
+            f"actor_index={actor_index} is none of the {len(numbers)} servers; they "
+            f"count from 0."
+        )
+    return numbers[actor_index]
 
 
 class WeightUpdate(abc.ABC):

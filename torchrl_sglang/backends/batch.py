@@ -6,21 +6,31 @@ prompt, or the error that is the prompt's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.backends.checks import check_flag
+from torchrl_sglang.backends.checks import check_flag, check_mapping
 from torchrl_sglang.backends.wire import (
+    SAMPLING_ALIASES,
+    SAMPLING_PARAMETERS,
     GenerateRequest,
     check_prompt,
     check_sampling_params,
     check_top_log_probs,
+    hint,
 )
 from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.types import ServerCapabilities
 
-__all__ = ["Batch", "Flags", "prepare", "to_token_ids"]
+__all__ = [
+    "Batch",
+    "Flags",
+    "check_sampling_keywords",
+    "merge_params",
+    "prepare",
+    "to_token_ids",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +72,12 @@ def to_token_ids(
     Raises:
         ConfigurationError: if it is neither or both, or another type.
     """
-    if (prompts is None) == (input_ids is None):
-        raise ConfigurationError("Give either prompts or input_ids, and not both.")
+    if prompts is None and input_ids is None:
+        raise ConfigurationError("Must provide either prompts or input_ids.")
+    if prompts is not None and input_ids is not None:
+        raise ConfigurationError(
+            "Cannot provide both prompts and input_ids; give one of them."
+        )
     if prompts is not None:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         for index, text in enumerate(texts):
@@ -147,6 +161,50 @@ def prepare(
             adapter=adapters[index],
         )
     return batch
+
+
+def check_sampling_keywords(names: Iterable[str], others: Iterable[str]) -> None:
+    """Checks that keywords are sampling parameters.
+
+    Args:
+        names: the keywords.
+        others: those that mean something else.
+
+    Raises:
+        ConfigurationError: with the nearest valid name.
+    """
+    valid = {"n", *SAMPLING_PARAMETERS, *SAMPLING_ALIASES}
+    for name in names:
+        if name not in valid:
+            raise ConfigurationError(
+                f"{name!r} is neither an argument of generate() nor a sampling "
+                f"parameter.{hint(name, sorted(others))}"
+            )
+
+
+def merge_params(
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    keywords: Mapping[str, Any],
+) -> Mapping[str, Any] | Sequence[Mapping[str, Any]] | None:
+    """Returns sampling parameters with those that were given as keywords.
+
+    Raises:
+        ConfigurationError: if one is given both ways.
+    """
+    if not keywords:
+        return sampling_params
+    if isinstance(sampling_params, (list, tuple)):
+        return [_merged(own, keywords) for own in sampling_params]
+    return _merged(sampling_params or {}, keywords)
+
+
+def _merged(own: Any, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in check_mapping("sampling_params", own):
+        if name in keywords:
+            raise ConfigurationError(
+                f"{name!r} is given in sampling_params and as a keyword; give one."
+            )
+    return {**own, **keywords}
 
 
 def _to_params(

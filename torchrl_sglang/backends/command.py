@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchrl_sglang.backends.checks import to_python
 from torchrl_sglang.backends.server_flags import ServerFlag
 from torchrl_sglang.backends.vllm_arguments import ARGUMENTS, Inert, Refused, Renamed
 from torchrl_sglang.errors import ConfigurationError
@@ -84,7 +85,7 @@ def inert_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
 def check_names(
     arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag] | None
 ) -> None:
-    """Refuses a name that the server does not know.
+    """Refuses a name that the server does not know, unless its value is False.
 
     Args:
         arguments: under SGLang's names.
@@ -94,13 +95,14 @@ def check_names(
     Raises:
         ConfigurationError: with the nearest name that it does know.
     """
-    for name in arguments:
+    for name, value in arguments.items():
         if not name.isidentifier():
             raise ConfigurationError(
                 f"{name!r} is not the name of an engine argument; write it with "
                 f"underscores, like 'mem_fraction_static'."
             )
-        if flags is None or name in flags:
+        # A switch that is off asks for nothing, whether this version has it or not.
+        if flags is None or name in flags or to_python(value) is False:
             continue
         near = difflib.get_close_matches(name, [*flags, *ARGUMENTS], n=1)
         # argparse would take the beginning of a name for the name.
@@ -133,7 +135,8 @@ def to_flags(
     """
     check_names(arguments, None)
     line: list[str] = []
-    for name, value in arguments.items():
+    for name, given in arguments.items():
+        value = to_python(given)
         known = (flags or {}).get(name, ServerFlag(flag="--" + name.replace("_", "-")))
         if value is False and known.negatable:
             line.append("--no-" + known.flag.removeprefix("--"))

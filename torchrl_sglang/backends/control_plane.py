@@ -161,6 +161,15 @@ class ControlPlane:
         )
         return [_load(answer) for answer in answers]
 
+    async def cache_usages(self, *, timeout: float = 10.0) -> list[float]:
+        """Returns how much of each server's KV cache is in use, from 0 to 1.
+
+        Raises:
+            UnsupportedByServerError: if a server does not tell.
+        """
+        answers = await self._all("GET", self.capabilities.load_route, timeout=timeout)
+        return [_cache_usage(answer) for answer in answers]
+
     async def start_profile(
         self, options: Mapping[str, Any], *, timeout: float = CONTROL_TIMEOUT_SECONDS
     ) -> None:
@@ -569,11 +578,27 @@ class ControlPlane:
         return dict(zip(targets, outcomes, strict=True))
 
 
+def _loads(answer: Any) -> list[dict[str, Any]]:
+    """Returns what a server says about each of its data-parallel ranks."""
+    # /v1/loads answers with a mapping that holds the list, /get_load with the list.
+    return list(answer.get("loads", []) if isinstance(answer, dict) else answer)
+
+
+def _cache_usage(answer: Any) -> float:
+    loads = _loads(answer)
+    usages = [float(load["token_usage"]) for load in loads if "token_usage" in load]
+    if not usages or len(usages) < len(loads):
+        raise UnsupportedByServerError(
+            "This version of SGLang does not tell how much of its KV cache is in use; "
+            "read engine.stats() for its requests instead."
+        )
+    return sum(usages) / len(usages)
+
+
 def _load(answer: Any) -> tuple[int, int]:
-    # /v1/loads: {"loads": [{"num_running_reqs": ...}]}; /get_load: a list of
-    # {"num_reqs": all, "num_waiting_reqs": queued}. An entry for each data-parallel
-    # rank.
-    loads = answer.get("loads", []) if isinstance(answer, dict) else answer
+    # /v1/loads: {"num_running_reqs": ...}; /get_load: {"num_reqs": all,
+    # "num_waiting_reqs": queued}.
+    loads = _loads(answer)
     running = waiting = 0
     for load in loads:
         queued = int(load.get("num_waiting_reqs", 0))

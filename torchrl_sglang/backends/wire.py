@@ -28,6 +28,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
 
 __all__ = [
+    "SAMPLING_ALIASES",
     "SAMPLING_PARAMETERS",
     "GenerateRequest",
     "check_prompt",
@@ -68,6 +69,17 @@ SAMPLING_PARAMETERS: dict[str, tuple[tuple[type, ...], float, float]] = {
     "top_p": (_NUMBER, 0.0, 1.0),
 }
 """Every sampling parameter that is sent, with its types and limits."""
+
+SAMPLING_ALIASES = {
+    "grammar": "ebnf",
+    "guided_grammar": "ebnf",
+    "guided_regex": "regex",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "stop_sequences": "stop",
+}
+"""A name of TorchRL's or vLLM's -> SGLang's name for the same value."""
 
 LARGEST_BIAS = 3e38
 """Beyond it a bias is infinite in the float32 of the logits."""
@@ -120,13 +132,19 @@ def check_sampling_params(
                 f"n={value!r} is not sent to the engine; give the prompt that many "
                 f"times (SGLangWrapper does it for num_samples)."
             )
-        if name not in SAMPLING_PARAMETERS:
+        target = SAMPLING_ALIASES.get(name, name)
+        if target not in SAMPLING_PARAMETERS:
             raise ConfigurationError(
                 f"{name!r} is not a sampling parameter of SGLang.{hint(str(name))}"
             )
         if value is None:
             continue
-        types, least, greatest = SAMPLING_PARAMETERS[name]
+        if target in checked:
+            raise ConfigurationError(
+                f"The sampling parameter {target!r} is given twice, once as {name!r}; "
+                f"give one."
+            )
+        types, least, greatest = SAMPLING_PARAMETERS[target]
         is_bool = isinstance(value, bool)
         if not isinstance(value, types) or (is_bool and bool not in types):
             wanted = " or ".join(kind.__name__ for kind in types)
@@ -142,17 +160,17 @@ def check_sampling_params(
                 f"The sampling parameter {name}={value!r} is out of range; it must lie "
                 f"in [{least:g}, {greatest:g}{end}."
             )
-        if name in _GRAMMARS and not capabilities.has_grammar:
+        if target in _GRAMMARS and not capabilities.has_grammar:
             raise UnsupportedByServerError(
                 f"{name!r} needs a grammar backend, and the server was started with "
                 f"none; start it with grammar_backend='xgrammar'."
             )
-        if name in _NEEDS_TOKENIZER and not capabilities.has_tokenizer:
+        if target in _NEEDS_TOKENIZER and not capabilities.has_tokenizer:
             raise UnsupportedByServerError(
                 f"{name!r} is matched on text, and the server was started with "
                 f"skip_tokenizer_init=True; give 'stop_token_ids'."
             )
-        checked[name] = value
+        checked[target] = value
     _check_values(checked, capabilities)
     return checked
 

@@ -13,7 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_sglang.backends.checks import check_count, check_flag, to_python
-from torchrl_sglang.backends.wire import SAMPLING_PARAMETERS, hint
+from torchrl_sglang.backends.wire import (
+    SAMPLING_ALIASES,
+    SAMPLING_PARAMETERS,
+    hint,
+)
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.stopping import as_texts
 
@@ -122,16 +126,6 @@ class SamplingParams:
         return {**self.engine, "sampling_seed": seed + index}
 
 
-_RENAMED = {
-    "grammar": "ebnf",
-    "guided_grammar": "ebnf",
-    "guided_regex": "regex",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-    "stop_sequences": "stop",
-}
-"""A standard or vLLM name -> SGLang's name for the same value."""
-
 _SAME_FIELD = {
     "include_stop_str_in_output": "include_stop_str_in_output",
     "no_stop_trim": "include_stop_str_in_output",
@@ -198,7 +192,7 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 """A name -> SGLang's name and how its value is converted."""
 
 
-_KNOWN = (*_RENAMED, *_CONVERTED, *_INERT, *_ABOUT_THE_CALL, *_GUIDES)
+_KNOWN = (*SAMPLING_ALIASES, *_CONVERTED, *_INERT, *_ABOUT_THE_CALL, *_GUIDES)
 """Every name beyond SGLang's own."""
 
 
@@ -248,7 +242,7 @@ def translate(
             continue
         if name in _ABOUT_THE_CALL:
             continue
-        target, convert = _CONVERTED.get(name, (_RENAMED.get(name, name), None))
+        target, convert = _CONVERTED.get(name, (SAMPLING_ALIASES.get(name, name), None))
         if target not in SAMPLING_PARAMETERS:
             raise ConfigurationError(
                 f"{name!r} is not a generation argument that SGLangWrapper knows."

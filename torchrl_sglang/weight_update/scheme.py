@@ -64,6 +64,12 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         engine (RLSGLangEngine or str, optional): the engine, or the URL of a server. A
             recipe may give it to :meth:`SGLangWeightSender.init_all_workers_group`
             instead.
+        master_address (str, optional): where servers meet the sender. It, the next one
+            and ``connect_timeout`` are for ``"broadcast"``. Defaults to the address of
+            this machine that they can reach.
+        master_port (int, optional): defaults to one that is free.
+        num_gpus (int, optional): of all servers together, as TorchRL's recipes count
+            them; only checked.
 
     Keyword Args:
         strategy (str): ``"tensordict"`` (default) or ``"state_dict"``; kept for
@@ -88,13 +94,9 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         device (torch.device or int, optional): where buckets are put together; a
             number is a GPU's. CUDA sends with NCCL, CPU with gloo. Defaults to the
             device of the weights.
-        master_address (str, optional): where servers meet the sender. It and the next
-            one, and ``connect_timeout``, are for ``"broadcast"``. Defaults to the
-            address of this machine that they can reach.
-        master_port (int, optional): defaults to one that is free.
         bucket_bytes (int): size of a transfer, in bytes: the room that servers need
             beside their weights meanwhile. Defaults to 2 GiB.
-        pause_mode (str): what happens to requests that run during an update.
+        pause_mode (str, optional): what happens to requests that run during an update.
             ``"retract"`` (default) computes their prefix again with the new weights;
             where a server cannot empty its prefix cache while requests wait, as older
             versions of SGLang cannot, it ends them, the engine that updates sends its
@@ -124,10 +126,9 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             together, where these do not tell, as DTensors do: those of an exporter that
             runs collectives of its own, such as a bridge from Megatron. All of them
             call the sender and run through the exporter; the first one sends.
-        server_url (str, optional): the engine, under the name that TorchRL's scheme
-            for SGLang uses.
-        num_gpus (int, optional): of all servers together, as TorchRL's recipes count
-            them; only checked.
+        flush_cache_on_update (bool, optional): ``flush_cache``, under the name of
+            TorchRL's scheme for SGLang.
+        server_url (str, optional): the engine, likewise.
         gpus_per_replica (int, optional): of one server; only checked.
         num_replicas (int, optional): number of servers; only checked.
 
@@ -147,6 +148,9 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
     def __init__(
         self,
         engine: RLSGLangEngine | str | None = None,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        num_gpus: int | None = None,
         *,
         strategy: Literal["tensordict", "state_dict"] = "tensordict",
         transport: TransportName = "auto",
@@ -154,18 +158,16 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         adapter: str = ADAPTER,
         pin_adapter: bool = False,
         device: torch.device | str | int | None = None,
-        master_address: str | None = None,
-        master_port: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        pause_mode: PauseMode = "retract",
+        pause_mode: PauseMode | None = None,
         flush_cache: bool = True,
+        flush_cache_on_update: bool | None = None,
         connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
         send_timeout: float = SEND_TIMEOUT_SECONDS,
         control_timeout: float = CONTROL_TIMEOUT_SECONDS,
         verify: bool = False,
         process_group: dist.ProcessGroup | None = None,
         server_url: str | None = None,
-        num_gpus: int | None = None,
         gpus_per_replica: int | None = None,
         num_replicas: int | None = None,
     ) -> None:
@@ -175,6 +177,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             )
         # TorchRL warns of what it would do with the other one, which is not done here.
         super().__init__("tensordict")
+        pause_mode = "retract" if pause_mode is None else pause_mode
         if pause_mode not in get_args(PauseMode):
             raise ConfigurationError(
                 f"pause_mode={pause_mode!r} is not one of "
@@ -185,6 +188,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         check_seconds("control_timeout", control_timeout)
         pin_adapter = check_flag("pin_adapter", pin_adapter)
         flush_cache = check_flag("flush_cache", flush_cache)
+        if flush_cache_on_update is not None:
+            flush_cache = check_flag("flush_cache_on_update", flush_cache_on_update)
         verify = check_flag("verify", verify)
         bucket_bytes = check_count("bucket_bytes", bucket_bytes)
         check_name(adapter)
@@ -238,7 +243,27 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         self.control_timeout = control_timeout
         self.verify = verify
         self.process_group = process_group
+        self.strategy_name = strategy
         self._sender: SGLangWeightSender | None = None
+
+    @property
+    def server_url(self) -> str | None:
+        """Address that the scheme was made for or whose engine it has; asks nobody."""
+        return self._server_url if self._engine is None else self._engine.server_url
+
+    @property
+    def num_gpus(self) -> int | None:
+        """Number of GPUs of all servers together; ``None`` if it is not known yet."""
+        if self._engine is None:
+            return self._expected["num_gpus"]
+        return self._engine.get_tp_size() * self._engine.get_dp_size()
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks that weights are broadcast among, the sender's included."""
+        if self._engine is not None:
+            return 1 + self._engine.get_world_size()
+        return None if self.num_gpus is None else 1 + self.num_gpus
 
     @property
     def engine(self) -> RLSGLangEngine:

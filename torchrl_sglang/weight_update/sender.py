@@ -485,6 +485,13 @@ class SGLangWeightSender:
             return self._collectors
         return [*self._collectors, attached]
 
+    def flush_cache(self) -> bool:
+        """Empties the servers' prefix caches; returns False if one is too busy for it.
+
+        Updates do it by themselves.
+        """
+        return self._scheme.engine.flush_cache()
+
     def shutdown(self) -> None:
         """Leaves the servers' process group. Safe to call twice."""
         self._drop_transport()

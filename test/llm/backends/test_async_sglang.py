@@ -352,8 +352,11 @@ BAD_INPUT = {
     "empty prompt": ({"input_ids": [[5], []]}, ["Prompt 1", "empty", "bos"]),
     "empty text": ({"prompts": ["a", ""]}, ["Prompt 1", "empty"]),
     "no room": ({"input_ids": [5] * 2042}, ["2042 tokens", "2041", "context_length"]),
-    "both": ({"prompts": "a", "input_ids": [5]}, ["not both"]),
-    "neither": ({}, ["either prompts or input_ids"]),
+    "both": (
+        {"prompts": "a", "input_ids": [5]},
+        ["Cannot provide both prompts and input_ids"],
+    ),
+    "neither": ({}, ["Must provide either prompts or input_ids"]),
     "no text": ({"prompts": [[5]]}, ["Prompt 0", "list", "input_ids"]),
     "no list": ({"input_ids": 5}, ["input_ids is a int", "list of integers"]),
     "mixed": ({"input_ids": [[5], 6]}, ["Prompt 1", "a int"]),

@@ -364,8 +364,8 @@ def test_arguments_that_are_wrong(tiny_model_path, arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, "Give the model once"),
-        ({"model": "a", "model_name": "b"}, "Give the model once"),
+        ({}, "Give the model: a folder"),
+        ({"model": "a", "model_name": "b"}, "Give model once"),
         ({"model": "/no/such/model"}, "'/no/such/model'"),
         ({"model": "a", "num_replicas": 0}, "num_replicas=0"),
     ],

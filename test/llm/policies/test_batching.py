@@ -137,6 +137,20 @@ def test_no_lock_is_held_while_a_batch_runs():
     assert submit_all(batcher, [[1], [2]]) == [[0], [0]]
 
 
+def test_what_is_told_of_it():
+    """Items that wait, and those that the engine has."""
+    seen = []
+
+    def run(items):
+        seen.append((len(batcher), batcher.running))
+        return [0] * len(items)
+
+    batcher = Batcher(run, max_size=2, timeout=LONG)
+    batcher.submit([1, 2, 3])
+    assert seen == [(1, 2), (0, 1)]
+    assert (len(batcher), batcher.running) == (0, 0)
+
+
 def test_cancel():
     batcher = Batcher(Recorder(), min_size=2, timeout=LONG)
     with ThreadPoolExecutor(1) as pool:

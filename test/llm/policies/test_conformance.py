@@ -939,14 +939,14 @@ def test_attributes(engine, vllm_engine, name):
         cells = {name: getattr(made, name) for name in ATTRIBUTES}
         # Each engine brings its own copy.
         cells["tokenizer"] = type(made.tokenizer)
-        cells["batching_enabled"] = made.get_batching_state()["batching_enabled"]
+        cells["batching_state"] = made.get_batching_state()
         for parameter in ("max_tokens", "n", "temperature"):
             cells[parameter] = getattr(made.sampling_params, parameter)
         return cells
 
     ours = attributes(SGLangWrapper, engine)
     theirs = attributes(vLLMWrapper, vllm_engine)
-    state = {"batching_enabled"} if "batching" in differ else set()
+    state = {"batching_state"} if "batching" in differ else set()
     assert {key for key in ours if ours[key] != theirs[key]} == differ | state
 
 
