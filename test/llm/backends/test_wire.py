@@ -126,7 +126,8 @@ def test_types(name, capabilities):
     ("params", "words"),
     [
         ({"temprature": 1.0}, ["'temprature'", "Did you mean 'temperature'?"]),
-        ({"max_tokens": 5}, ["'max_tokens'", "Did you mean 'max_new_tokens'?"]),
+        ({"max_toks": 5}, ["'max_toks'", "Did you mean 'max_new_tokens'?"]),
+        ({"max_tokens": 5, "max_new_tokens": 5}, ["given twice", "'max_new_tokens'"]),
         ({"wibble": 1}, ["'wibble'", "The valid ones are", "temperature, top_k"]),
         ({5: 1}, ["5 is not"]),
         ({"n": 2}, ["n=2", "num_samples"]),
