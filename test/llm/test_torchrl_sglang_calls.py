@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import inspect
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -23,6 +22,9 @@ from torchrl.weight_update.llm.sglang_nccl import (
 )
 from torchrl.weight_update.llm.sglang_nccl import (
     SGLangWeightSyncScheme as TheirScheme,
+)
+from torchrl.weight_update.llm.sglang_nccl import (
+    _init_custom_process_group,
 )
 
 from torchrl_sglang import (
@@ -41,7 +43,6 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
 )
-from torchrl_sglang.weight_update.transports.broadcast import _join_group
 
 URL = "http://127.0.0.1:9"
 SHORT = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0.0}
@@ -226,42 +227,43 @@ def test_what_servers_do(engine):
 
 
 def test_a_trainer_that_runs_its_own_collectives(restored_engine, hf_model):
-    """Theirs: the engine's half of a broadcast, and the trainer's in another thread."""
-    engine = restored_engine
-    budget = datetime.timedelta(seconds=60)
-    store = dist.TCPStore(
-        "127.0.0.1", 0, 2, is_master=True, timeout=budget, wait_for_workers=False
-    )
-    groups = []
-    joining = threading.Thread(
-        target=lambda: groups.append(
-            _join_group(store, "gloo", 2, WEIGHT_UPDATE_GROUP, budget, budget)
-        )
-    )
-    joining.start()
-    engine.init_weight_update_group("127.0.0.1", store.port, timeout=60)
-    joining.join()
+    """The trainer's half is theirs, in another thread; the engine's half is ours."""
+    engine, port = restored_engine, restored_engine.get_master_port()
     name = "model.norm.weight"
     dtype, shape = get_model_metadata(hf_model)[name]
     tensor = torch.full(shape, 0.5, dtype=dtype)
-    sending = threading.Thread(
-        target=dist.broadcast, kwargs={"tensor": tensor, "src": 0, "group": groups[0]}
-    )
-    sending.start()
     before = int(engine.weight_version) if engine.weight_version.isdigit() else 0
-    version = engine.update_weights_from_distributed(name, dtype, tuple(shape))
-    sending.join()
+    with ThreadPoolExecutor(1) as trainer:
+        joining = trainer.submit(
+            _init_custom_process_group,
+            backend="gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            world_size=1 + engine.get_world_size(),
+            rank=0,
+            group_name=WEIGHT_UPDATE_GROUP,
+            timeout=datetime.timedelta(seconds=60),
+        )
+        engine.init_weight_update_group("127.0.0.1", port, timeout=60)
+        group = joining.result(60)
+        sending = trainer.submit(dist.broadcast, tensor, src=0, group=group)
+        version = engine.update_weights_from_distributed(
+            name, dtype, tuple(shape), timeout=60
+        )
+        sending.result(60)
     assert version == engine.weight_version
     assert int(version) > before
+    (answer,) = engine.generate(input_ids=[5, 6, 7], return_logprobs=True, **SHORT)
+    full = torch.tensor([5, 6, 7, *answer.token_ids])
+    # The restored weights are this model's.
+    norm = hf_model.get_parameter(name)
+    kept = norm.detach().clone()
     with torch.no_grad():
-        hf_model.get_parameter(name).copy_(tensor)
-        (answer,) = engine.generate(input_ids=[5, 6, 7], return_logprobs=True, **SHORT)
-        full = torch.tensor([5, 6, 7, *answer.token_ids])
+        norm.copy_(tensor)
         expected = hf_model(full[None]).logits[0, 2:-1].log_softmax(-1)
-        expected = expected.gather(-1, full[3:, None])[:, 0]
-        hf_model.get_parameter(name).fill_(1.0)
+        norm.copy_(kept)
+    expected = expected.gather(-1, full[3:, None])[:, 0]
     assert (expected - torch.tensor(answer.log_probs)).abs().max() < 1e-4
-    dist.destroy_process_group(groups[0])
+    dist.destroy_process_group(group)
     run_sync(engine.control.destroy_weights_update_group(WEIGHT_UPDATE_GROUP))
 
 
