@@ -22,7 +22,7 @@ from torchrl_sglang.backends.open_files import limit_in_flight
 from torchrl_sglang.backends.watchdog import descendants, is_alive
 from torchrl_sglang.testing.fake_server import FakeServer
 
-SECONDS = 15.0
+SECONDS = 60.0
 """For a process to be gone, on a loaded machine."""
 
 PROGRAM = Path(__file__).with_name("launcher_program.py")

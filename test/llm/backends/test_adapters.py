@@ -70,7 +70,7 @@ def ask(engine, adapter=None, prompt=PROMPT, **settings):
     return answer
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -537,7 +537,7 @@ def test_a_server_that_was_started_again_gets_its_adapters(lora_engine, peft_mod
     os.kill(process.pid, signal.SIGKILL)
     # Without an adapter it would answer as the base model, or refuse; it does neither.
     wait_for(lambda: lora_engine.stats().servers[0].state != "serving")
-    wait_for(lambda: lora_engine.stats().servers[0].state == "serving", 100)
+    wait_for(lambda: lora_engine.stats().servers[0].state == "serving", 300)
     answer = ask(lora_engine)
     assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
     assert answer.versions == (VersionSpan(version="5", start=0, end=8),)

@@ -114,7 +114,7 @@ def test_a_budget_that_is_used_up(fake, fake_engine):
     start = time.monotonic()
     with fake.misbehaving("hang"), pytest.raises(ServerTimeoutError, match="0.3 s"):
         generate(fake_engine, timeout=0.3)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 def test_a_refused_batch_is_sent_again_within_the_same_budget(fake, fake_engine):
@@ -124,14 +124,15 @@ def test_a_refused_batch_is_sent_again_within_the_same_budget(fake, fake_engine)
     with ExitStack() as faults:
 
         def slow_once(content):
-            time.sleep(0.8)
+            time.sleep(2.5)
             faults.enter_context(fake.misbehaving("hang"))
             return answer(content)
 
         fake.routes["/generate"] = slow_once
         with pytest.raises(ServerTimeoutError):
-            generate(fake_engine, sampling_params=[SHORT, REFUSED, SHORT], timeout=1.0)
-    assert time.monotonic() - start < 1.5
+            generate(fake_engine, sampling_params=[SHORT, REFUSED, SHORT], timeout=3.0)
+    # A budget of its own would have ended 5.5 s after the beginning.
+    assert time.monotonic() - start < 5.5
     assert len(fake.payloads()) > 1
 
 
@@ -180,7 +181,7 @@ def test_shutting_down_ends_what_waits(fake, fake_engine):
         thread.start()
         fake.wait_for("/generate")
         fake_engine.shutdown()
-        thread.join(10)
+        thread.join(60)
     assert [type(error) for error in errors] == [ServerUnavailableError]
 
 

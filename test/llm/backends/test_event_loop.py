@@ -29,7 +29,7 @@ def test_results_and_errors_come_back():
     assert run_sync(add(1, 2)) == 3
     with pytest.raises(ValueError, match="as raised"):
         run_sync(fail())
-    assert submit(add(1, 2)).result(10) == 3
+    assert submit(add(1, 2)).result(60) == 3
 
 
 def test_one_loop_for_all_threads_which_does_not_hold_the_process_up():
@@ -41,7 +41,7 @@ def test_one_loop_for_all_threads_which_does_not_hold_the_process_up():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert set(loops) == {get_loop()}
     assert len(loops) == 8
     (thread,) = [t for t in threading.enumerate() if t.name == "torchrl_sglang-loop"]
@@ -78,7 +78,7 @@ def test_an_interrupt_cancels_what_was_waited_for():
 
     def interrupt() -> None:
         main = threading.main_thread().ident
-        started.wait(10)
+        started.wait(60)
         while sys._current_frames()[main].f_code.co_name != "wait":
             time.sleep(0.01)
         signal.pthread_kill(main, signal.SIGINT)
@@ -88,7 +88,7 @@ def test_an_interrupt_cancels_what_was_waited_for():
     with pytest.raises(KeyboardInterrupt):
         run_sync(wait_for_ever())
     thread.join()
-    assert cancelled.wait(10)
+    assert cancelled.wait(60)
 
 
 FORK = """

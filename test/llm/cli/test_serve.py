@@ -23,7 +23,7 @@ from torchrl_sglang.backends.watchdog import (
 from torchrl_sglang.cli import main
 
 COMMAND = [sys.executable, "-m", "torchrl_sglang", "serve"]
-BUDGET_SECONDS = 100.0
+BUDGET_SECONDS = 300.0
 
 
 def start(*words: str, **environment: str) -> subprocess.Popen[str]:

@@ -70,7 +70,7 @@ def test_items_that_go_along_come_back_at_once():
             assert not waiting.done()
         patient._timeout = 0.1
         assert patient.submit([2]) == [4]
-        assert waiting.result(5) == [2]
+        assert waiting.result(60) == [2]
     assert run.batches == [[1, 2]]
 
 

@@ -15,7 +15,7 @@ from torchrl_sglang.testing.forked_starts import processes_below, true_interpret
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12]]
 GREEDY = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def forks(engine: AsyncSGLang) -> set[int]:

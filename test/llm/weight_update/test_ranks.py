@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("rank_program.py")
 BUDGET = 60.0
 """Seconds for one task."""
 
-START_BUDGET = 150.0
+START_BUDGET = 300.0
 """Seconds for two processes to import PyTorch and transformers, on two busy cores."""
 
 SEED = int.from_bytes(os.urandom(3), "big")
@@ -84,7 +84,7 @@ class RankPair:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.wait(10)
+            process.wait(60)
             process.stdin.close()
             process.stdout.close()
 
@@ -158,7 +158,7 @@ def test_all_ranks_raise_and_none_hangs(ranks, reason, error, words):
     found = values(ranks("refused", seed=SEED, reason=reason))
     for rank in found:
         (failure,) = rank["errors"]
-        assert (failure["type"], failure["seconds"] < 10) == (error, True), failure
+        assert (failure["type"], failure["seconds"] < 60) == (error, True), failure
         assert words in failure["text"]
         if reason != "half way":
             assert failure["gathered"] == 0
@@ -173,7 +173,7 @@ def test_all_ranks_raise_and_none_hangs(ranks, reason, error, words):
 def test_a_server_that_is_gone(ranks):
     for answer in ranks("no_server", seed=SEED):
         assert answer["error"] == "ServerUnavailableError"
-        assert answer["seconds"] < 10
+        assert answer["seconds"] < 60
 
 
 def test_errors_of_others_are_told_as_ours(ranks):
@@ -226,6 +226,6 @@ def test_a_rank_that_dies(tmp_path, engine, tiny_model_path):
         assert first == {"error": "ended"}
         assert second["error"] == "WeightTransferError", second
         assert "was lost" in second["text"]
-        assert second["seconds"] < 20
+        assert second["seconds"] < 60
     finally:
         pair.close()

@@ -218,7 +218,7 @@ def test_a_refusal_leaves_the_server_whole(
         start = time.monotonic()
         with pytest.raises(WeightTransferError, match=words) as caught:
             sender.update_weights(new_model)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 60
         assert caught.value.untouched
         assert pickle.loads(pickle.dumps(caught.value)).untouched
         assert difference(confused, hf_model, tokenizer) < TOLERANCE
@@ -238,7 +238,7 @@ def test_a_source_that_fails_in_the_middle(
     start = time.monotonic()
     with pytest.raises(WeightTransferError, match="checkpoint is gone") as caught:
         update(engine, transport, broken)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     # To disk, everything is written before a server is told.
     assert caught.value.untouched == (name == "disk")
     assert pickle.loads(pickle.dumps(caught.value)).untouched == (name == "disk")
@@ -289,7 +289,7 @@ def test_a_server_that_does_not_answer(
         start = time.monotonic()
         with pytest.raises(WeightTransferError) as caught:
             update(engine, transport, broken)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 60
     finally:
         send_signal(processes, signal.SIGCONT)
     assert not caught.value.untouched
@@ -320,7 +320,7 @@ def test_a_server_that_dies(tiny_model_path, new_model, tmp_path):
             start = time.monotonic()
             with pytest.raises(WeightTransferError):
                 update(engine, transport, dying)
-            assert time.monotonic() - start < 15
+            assert time.monotonic() - start < 60
             # Only the first one finds it alive.
             dying = weights_of(new_model, engine)
         for transport in made.values():

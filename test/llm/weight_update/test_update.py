@@ -214,7 +214,7 @@ def test_refusal_is_an_error_and_leaves_the_server_whole(
         start = time.monotonic()
         with pytest.raises(WeightTransferError, match="begin_weight_update") as caught:
             sender.update_weights(new_model)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
         assert caught.value.untouched
         assert difference(confused, hf_model, tokenizer) < TOLERANCE
     scheme.shutdown()
@@ -245,7 +245,7 @@ def test_half_an_update_stops_generation_until_it_is_healed(
     start = time.monotonic()
     with pytest.raises(WeightTransferError, match="mix of old and new") as caught:
         sender.update_weights(cut_off)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert not caught.value.untouched
     assert "in doubt" in repr(engine)
     with pytest.raises(WeightSyncStateError, match="send the weights again"):
@@ -330,7 +330,7 @@ def test_meeting_point_that_is_taken(restored_engine, hf_model, tokenizer):
         start = time.monotonic()
         with pytest.raises(WeightTransferError, match="master_port") as caught:
             scheme.create_sender().update_weights(hf_model)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert caught.value.untouched
     assert difference(restored_engine, hf_model, tokenizer) < TOLERANCE
 
@@ -405,5 +405,5 @@ def test_server_that_dies(tiny_model_path, new_model):
         start = time.monotonic()
         with pytest.raises(WeightTransferError):
             sender.update_weights()
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
         scheme.shutdown()

@@ -23,10 +23,14 @@ import select
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
 STREAMS = 3
+
+GONE_TIMEOUT_SECONDS = 5.0
+"""How long killed processes may take to give their memory back."""
 
 
 def import_all(launcher: str) -> Any:
@@ -71,10 +75,18 @@ class Server:
         self.connection = connection
 
     def kill(self) -> None:
-        """Ends the process tree."""
+        """Begins to end the process tree."""
         # Also what the launcher leaves behind: the group holds the tree.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def wait_gone(self) -> None:
+        """Waits until the killed processes are gone, those that others reap too."""
+        deadline = time.monotonic() + GONE_TIMEOUT_SECONDS
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.pid, 0)
+                time.sleep(0.005)
 
     def tell(self, number: int) -> None:
         """Tells the owner the process id, and later the exit status."""
@@ -130,6 +142,7 @@ def reap(servers: dict[int, Server]) -> None:
         server = servers.pop(pid, None)
         if server is not None:
             server.kill()
+            server.wait_gone()
             server.tell(os.waitstatus_to_exitcode(status))
             server.connection.close()
 
