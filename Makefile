@@ -7,6 +7,9 @@
 # TORCHRL_SGLANG_TORCH_INDEX  a wheel index for torch alone, where pip's has no build
 #                             that fits; empty by default
 
+# What is compiled at its first import stays so, for the many processes of demo and tests.
+export PYTHONDONTWRITEBYTECODE =
+
 PYTHON ?= python3.11
 SEED ?= 0
 OUTPUT ?= runs/grpo_tiny
