@@ -60,7 +60,8 @@ def listen_at(address: str, port: int) -> socket.socket:
     """Returns a socket that listens on an address alone.
 
     An address that is none of this machine's can lead here, where a network translates
-    addresses. Then the socket listens on all of this machine's, with a warning.
+    addresses, and a name that is loopback's here can be another address's elsewhere.
+    Then the socket listens on all of this machine's, with a warning.
 
     Raises:
         OSError: if the port is taken, or the address is unknown.
@@ -68,14 +69,18 @@ def listen_at(address: str, port: int) -> socket.socket:
     ((family, _, _, _, place), *_) = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM
     )
-    try:
-        return socket.create_server(place[:2], family=family, backlog=LISTEN_BACKLOG)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
+    if is_loopback(address) or not is_loopback(place[0]):
+        try:
+            return socket.create_server(
+                place[:2], family=family, backlog=LISTEN_BACKLOG
+            )
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
     torchrl_logger.warning(
-        f"master_address={address!r} is not an address of this machine, so servers are "
-        f"awaited on all of its addresses, where others can connect, too."
+        f"master_address={address!r} is no address at which other machines reach this "
+        f"one, so servers are awaited on all of its addresses, where others can "
+        f"connect, too."
     )
     return socket.create_server(("", port), family=family, backlog=LISTEN_BACKLOG)
 
