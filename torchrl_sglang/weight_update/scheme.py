@@ -249,7 +249,11 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
     @property
     def server_url(self) -> str | None:
         """Address that the scheme was made for or whose engine it has; asks nobody."""
-        return self._server_url if self._engine is None else self._engine.server_url
+        if self._engine is not None:
+            return self._engine.server_url
+        return (
+            None if self._server_url is None else split_credentials(self._server_url)[0]
+        )
 
     @property
     def num_gpus(self) -> int | None:
@@ -292,9 +296,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: if it is not the one that the scheme was made for.
         """
-        known = None if self._engine is None else self._engine.server_url
-        if known is None and self._server_url is not None:
-            known, _ = split_credentials(self._server_url)
+        known = self.server_url
         if not isinstance(engine, RLSGLangEngine):
             raise ConfigurationError(
                 f"{engine!r} is no engine that weights are sent to; give the same "

@@ -201,6 +201,7 @@ def test_a_password_is_shown_nowhere(tiny_model_path, caplog):
             engine = AsyncSGLang.connect(address, max_attempts=2)
             copy = pickle.loads(pickle.dumps(engine))
             scheme = SGLangWeightSyncScheme(server_url=address)
+            shown.append(scheme.server_url)
             scheme.use_engine(engine)
             shown += [
                 *(engine, copy, engine._fleet, engine.stats(), engine.placements),

@@ -69,7 +69,7 @@ def listen_at(address: str, port: int) -> socket.socket:
     ((family, _, _, _, place), *_) = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM
     )
-    if is_loopback(address) or not is_loopback(place[0]):
+    if is_loopback(address) or not is_loopback(str(place[0])):
         try:
             return socket.create_server(
                 place[:2], family=family, backlog=LISTEN_BACKLOG
