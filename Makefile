@@ -1,16 +1,17 @@
-# The trainer's environment is .venv, SGLang's own is .venv/sglang-cpu. What is set up
-# leaves a stamp, so that the next call returns at once; what was interrupted is redone.
+# The trainer's environment is .venv, SGLang's own is .venv/sglang-cpu. A target sets up
+# what it needs itself. What is set up leaves a stamp, so that the next call returns at
+# once; what was interrupted is redone.
 #
-# PYTHON                      the interpreter to start from
+# PYTHON                      the interpreter to start from, CPython 3.11 to 3.13; by
+#                             default the first of these that there is
 # SEED, OUTPUT                the demo's seed and the folder that it writes to
 # PYTEST_ARGS                 what `make test` and `make test-all` pass on to pytest
-# TORCHRL_SGLANG_TORCH_INDEX  a wheel index for torch alone, where pip's has no build
-#                             that fits; empty by default
+# TORCHRL_SGLANG_TORCH_INDEX  a wheel index for torch alone, such as one with builds for
+#                             CPU; empty by default
 
 # What is compiled at its first import stays so, for the many processes of demo and tests.
 export PYTHONDONTWRITEBYTECODE =
 
-PYTHON ?= python3.11
 SEED ?= 0
 OUTPUT ?= runs/grpo_tiny
 PYTEST_ARGS ?=
@@ -19,24 +20,48 @@ VENV := .venv
 BIN := $(VENV)/bin
 CREATED := $(VENV)/.created
 TRAINER := $(VENV)/.trainer-complete
+TEST := $(VENV)/.test-complete
+LINT := $(VENV)/.lint-complete
+DOCS := $(VENV)/.docs-complete
 ENGINE := $(VENV)/.engine-complete
+ENGINE_PACKAGES := $(VENV)/.engine-packages-complete
+OLD_ENGINE := $(VENV)/.old-engine-complete
 CPU := torchrl_sglang/backends/cpu
 
 # A second generation of SGLang, from before update sessions, for the tests.
-ENGINE_VERSIONS := 0.5.20
+OLD_VERSION := 0.5.20
 
-# Errors only: the pins are the answer to every warning that pip could give. Nothing is
-# compiled ahead of its first import, which few of torch's modules ever see.
-PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check --no-input
-PIP_INSTALL := $(PIP) install --no-compile
+# Installs with uv, and without it with pip, which takes three times as long.
+UV := uv==0.13.9
+INSTALL := $(BIN)/python -m torchrl_sglang.backends.cpu.packages
+INSTALL_ENGINE := $(BIN)/python -m torchrl_sglang.backends.cpu.install
 
-TORCH := $(shell sed -n '/^torch==/p' requirements/trainer.txt)
+# An interrupted installer can leave half a package that counts as installed. This file
+# is there while one runs; if it is still there now, the environment is made again.
+INSTALLING := $(VENV)/.installing
+ifneq ($(wildcard $(INSTALLING)),)
+$(shell rm -f $(CREATED) $(INSTALLING))
+endif
+
+# So it is where another Python is asked for than it was made with.
+version_of = $(shell $(1) -c 'import sys; print(sys.version)' 2>/dev/null)
+ifdef PYTHON
+ifneq ($(wildcard $(CREATED)),)
+ifneq ($(call version_of,$(PYTHON)),$(call version_of,$(BIN)/python))
+$(shell rm -f $(CREATED))
+endif
+endif
+else
+PYTHON := $(shell for minor in 11 12 13; do \
+	command -v python3.$$minor && break; done || echo python3)
+endif
+
 ifdef TORCHRL_SGLANG_TORCH_INDEX
 # That index may hold torch alone; what torch needs is among the pins.
-TORCH_SOURCE := --no-deps --index-url "$(TORCHRL_SGLANG_TORCH_INDEX)"
+INSTALL_TORCH = $(INSTALL) --no-deps --index-url "$(TORCHRL_SGLANG_TORCH_INDEX)" \
+	$(shell grep '^torch==' requirements/trainer.txt)
 else
-# A build for an accelerator brings packages that are not among the pins.
-TORCH_SOURCE := --constraint requirements/trainer.txt
+INSTALL_TORCH = :
 endif
 
 .DEFAULT_GOAL := help
@@ -48,45 +73,48 @@ help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: install
-install:  ## Set everything up: .venv for the trainer, .venv/sglang-cpu for SGLang
+install:  ## Set up what the demo needs: the trainer in .venv, SGLang in .venv/sglang-cpu
 	@$(MAKE) --silent --no-print-directory --jobs=2 --output-sync=line \
 		$(TRAINER) $(ENGINE)
+
+.PHONY: develop
+develop: install $(TEST) $(OLD_ENGINE) $(LINT) $(DOCS)  ## Set up what any target needs
 
 .PHONY: demo
 demo: install  ## Train a tiny model with GRPO against a real SGLang server
 	@$(BIN)/python examples/grpo_tiny/train.py --seed "$(SEED)" --output "$(OUTPUT)"
 
 .PHONY: test
-test: install  ## Run the CPU test suite, with real SGLang servers
+test: install $(TEST) $(OLD_ENGINE)  ## Run the CPU test suite, with real SGLang servers
 	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: install
+test-slow: install $(TEST) $(OLD_ENGINE)
 	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: install  ## Run the further cases of its long matrices, too
+test-all: install $(TEST) $(OLD_ENGINE)  ## Run the further cases of its long matrices, too
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: lint
-lint: $(TRAINER)  ## Check style, formatting, types and spelling
+lint: $(LINT)  ## Check style, formatting, types and spelling
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 	@$(BIN)/codespell
 
 .PHONY: fix
-fix: $(TRAINER)  ## Repair what of that can be repaired
+fix: $(LINT)  ## Repair what of that can be repaired
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 .PHONY: docs
-docs: install  ## Build the documentation, warnings as errors, into docs/build/html
+docs: install $(DOCS)  ## Build the documentation, warnings as errors, into docs/build/html
 	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet \
 		docs/source docs/build/html
 
 .PHONY: bench
-bench: install  ## Run the benchmarks for CPU, each of which prints a ratio
+bench: install $(TEST)  ## Run the benchmarks for CPU, each of which prints a ratio
 	@$(BIN)/python benchmarks/rollout_throughput.py
 	@$(BIN)/python benchmarks/wrapper_overhead.py
 	@$(BIN)/python benchmarks/weight_sync.py
@@ -102,22 +130,36 @@ clean:  ## Remove the environments and everything that was built
 $(CREATED):
 	@echo "Setting up $(VENV), which takes some minutes ..."
 	@mkdir -p $(VENV)
-	@find $(VENV) -mindepth 1 -maxdepth 1 ! -name '*sglang-cpu*' \
-		! -name $(notdir $(ENGINE)) -exec rm -rf {} +
+	@find $(VENV) -mindepth 1 -maxdepth 1 ! -name '*sglang-cpu*' -exec rm -rf {} +
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(UV) \
+		|| echo "uv cannot be installed, so pip installs everything."
 	@touch $@
 
-# An interrupted pip can leave half a package that counts as installed: until this has
-# ended well, the environment does not count as created.
-$(TRAINER): requirements/trainer.txt requirements/dev.txt pyproject.toml | $(CREATED)
-	@rm -f $(CREATED) $@
-	@$(PIP_INSTALL) $(TORCH_SOURCE) $(TORCH)
-	@$(PIP_INSTALL) --no-deps -r requirements/trainer.txt -r requirements/dev.txt
-	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
-	@touch $(CREATED) $@
+$(TRAINER): requirements/trainer.txt pyproject.toml $(CREATED)
+	@touch $(INSTALLING)
+	@$(INSTALL_TORCH)
+	@$(INSTALL) --requirement $<
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
+	@rm $(INSTALLING)
+	@touch $@
 
-# Needs nothing of the trainer's packages, so both can be installed at the same time.
-$(ENGINE): $(CPU)/requirements.txt $(CPU)/install.py $(CPU)/__init__.py | $(CREATED)
-	@rm -f $@
-	@$(BIN)/python -m torchrl_sglang.backends.cpu.install --version $(ENGINE_VERSIONS)
+# Nothing of these three depends on the others.
+$(TEST) $(LINT) $(DOCS): $(VENV)/.%-complete: requirements/%.txt $(TRAINER)
+	@touch $(INSTALLING)
+	@$(INSTALL) --requirement $<
+	@rm $(INSTALLING)
+	@touch $@
+
+# All but torch, which comes from the trainer, while that is being installed.
+$(ENGINE_PACKAGES): $(wildcard $(CPU)/*.py $(CPU)/*.txt) $(CREATED)
+	@$(INSTALL_ENGINE) --without-torch
+	@touch $@
+
+$(ENGINE): $(ENGINE_PACKAGES) $(TRAINER)
+	@$(INSTALL_ENGINE)
+	@touch $@
+
+$(OLD_ENGINE): $(ENGINE)
+	@$(INSTALL_ENGINE) --version $(OLD_VERSION)
 	@touch $@

@@ -1,4 +1,4 @@
-"""``python -m torchrl_sglang``: see :mod:`torchrl_sglang.cli`."""
+"""``torchrl-sglang`` and ``python -m torchrl_sglang``: see :mod:`torchrl_sglang.cli`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import sys
 
 from torchrl_sglang.cli import main
 
-if __name__ == "__main__":
+
+def run() -> int:
+    """Run the command line as a program of its own and return its exit status."""
     # Standard output is for results; TorchRL's logger, made when it is imported, would
     # write there too.
     os.environ["TORCHRL_CONSOLE_STREAM"] = "stderr"
-    sys.exit(main())
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -10,12 +10,14 @@ of its own, with the pinned packages of ``requirements.txt``, and is itself inst
 without dependencies. A further version of SGLang shares these packages: it is put in a
 folder beside them, which goes first on its server's ``PYTHONPATH``.
 
-What is complete is stamped with a digest of everything that went into it; a second run
-compares stamps and returns, and an interrupted one is made again.
+``torch`` is shared with the trainer, by hard links, if the trainer has the version that
+this SGLang needs; see :mod:`.links`. Otherwise it is installed, from pip's configured
+index or, where that has only accelerator builds, from the wheel index whose URL is in
+``TORCHRL_SGLANG_TORCH_INDEX``; that one is used for ``torch`` alone. A build for an
+accelerator runs on a CPU, too; it is only several gigabytes larger.
 
-``torch`` comes from pip's configured index. Where that has only accelerator builds, set
-``TORCHRL_SGLANG_TORCH_INDEX`` to the URL of a wheel index that has a CPU build; it is
-used for ``torch`` alone.
+Each part that is complete is stamped with a digest of everything that went into it; a
+second run compares stamps and returns, and an interrupted part is made again.
 """
 
 from __future__ import annotations
@@ -25,30 +27,38 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
-import subprocess
 import sys
+import sysconfig
 import time
 import venv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchrl_sglang.backends.cpu import DEFAULT_VERSION, VERSIONS
+from torchrl_sglang.backends.cpu.links import installed_closure, link_distributions
+from torchrl_sglang.backends.cpu.packages import install_packages
 from torchrl_sglang.errors import ConfigurationError
 
-TORCH = "torch==2.13.0"
+SGLANG = f"sglang=={DEFAULT_VERSION}"
+TORCH_VERSION = "2.13.0"
 TORCHVISION = "torchvision==0.28.0"
+TRITON = "triton==3.7.1"
+"""What this torch's builds for accelerators require, and its CPU builds do not bring."""
+
 TORCH_INDEX_VARIABLE = "TORCHRL_SGLANG_TORCH_INDEX"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
-STAMP = ".torchrl-sglang-complete"
-"""The file whose presence, with the right digest, says that a folder is complete."""
+PACKAGES_STAMP = ".torchrl-sglang-packages"
+TORCH_STAMP = ".torchrl-sglang-torch"
+OVERLAY_STAMP = ".torchrl-sglang-complete"
+"""The files whose presence, with the right digest, says that a part is complete."""
 
-ERROR_TAIL_LINES = 20
-"""How much of pip's output an error repeats: its last messages say what is wrong."""
 
-
-def install(prefix: Path, versions: Sequence[str] = ()) -> bool:
+def install(
+    prefix: Path, versions: Sequence[str] = (), *, with_torch: bool = True
+) -> bool:
     """Make the engine environment complete, and say whether there was work to do.
 
     Args:
@@ -56,9 +66,13 @@ def install(prefix: Path, versions: Sequence[str] = ()) -> bool:
         versions (sequence of str, optional): versions of SGLang to install beside
             the default one, each one of :data:`~torchrl_sglang.backends.cpu.VERSIONS`.
 
+    Keyword Args:
+        with_torch (bool, optional): ``False`` leaves torch to a later call, when the
+            trainer may have one to share. Defaults to ``True``.
+
     Raises:
         ConfigurationError: if a version is unknown, or the folder is something else.
-        RuntimeError: if pip fails.
+        RuntimeError: if packages cannot be installed.
     """
     for version in versions:
         if version not in VERSIONS:
@@ -73,86 +87,101 @@ def install(prefix: Path, versions: Sequence[str] = ()) -> bool:
     }
     with _locked(prefix):
         changed = False
-        if not _is_complete(prefix, _environment_digest()):
-            _install_environment(prefix)
+        packages = _digest(REQUIREMENTS.read_text(), SGLANG, TORCHVISION, sys.version)
+        if not _is_complete(prefix / PACKAGES_STAMP, packages):
+            _install_packages(prefix)
+            _mark_complete(prefix / PACKAGES_STAMP, packages)
+            changed = True
+        torch = _digest(
+            packages, TORCH_VERSION, TRITON, os.environ.get(TORCH_INDEX_VARIABLE, "")
+        )
+        if with_torch and not _is_complete(prefix / TORCH_STAMP, torch):
+            _install_torch(prefix)
+            _mark_complete(prefix / TORCH_STAMP, torch)
             changed = True
         for folder, requirement in overlays.items():
-            if not _is_complete(folder, requirement):
+            if not _is_complete(folder / OVERLAY_STAMP, requirement):
                 _install_overlay(prefix, folder, requirement)
+                _mark_complete(folder / OVERLAY_STAMP, requirement)
                 changed = True
     return changed
 
 
-def _install_environment(prefix: Path) -> None:
+def _install_packages(prefix: Path) -> None:
     in_use = prefix.is_dir() and any(prefix.iterdir())
     if in_use and not (prefix / "pyvenv.cfg").is_file():
         raise ConfigurationError(
             f"{prefix} holds something other than a virtual environment. Name an "
             "empty or absent folder with --prefix."
         )
-    with _step(f"virtual environment in {prefix}"):
-        venv.EnvBuilder(clear=True, with_pip=True).create(prefix)
-    index = os.environ.get(TORCH_INDEX_VARIABLE)
-    with _step(TORCH):
-        # A named index may hold torch alone; its dependencies are among the pins.
-        source = ("--no-deps", "--index-url", index) if index else ("-c", REQUIREMENTS)
-        _pip_install(prefix, *source, TORCH)
-    with _step("pinned packages"):
-        _pip_install(prefix, "--no-deps", "-r", REQUIREMENTS)
-    with _step(f"sglang=={DEFAULT_VERSION} and {TORCHVISION}"):
-        _pip_install(prefix, "--no-deps", f"sglang=={DEFAULT_VERSION}", TORCHVISION)
-    _mark_complete(prefix, _environment_digest())
+    with _step(f"{SGLANG} and what it imports"):
+        venv.EnvBuilder(clear=True, symlinks=True).create(prefix)
+        # The list is complete, and what SGLang itself requires is not wanted.
+        arguments = ("--no-deps", "-r", REQUIREMENTS, SGLANG, TORCHVISION)
+        install_packages(_python(prefix), arguments)
+
+
+def _install_torch(prefix: Path) -> None:
+    torch = f"torch=={TORCH_VERSION}"
+    with _step(f"{torch} for SGLang"):
+        if not _share_torch(prefix):
+            index = os.environ.get(TORCH_INDEX_VARIABLE)
+            # A named index may hold torch alone; its dependencies are among the pins.
+            source = ("--no-deps", "--index-url", index) if index else ()
+            constraints = ("--constraint", REQUIREMENTS)
+            install_packages(_python(prefix), (*source, *constraints, torch))
+        if not any(_site_packages(prefix).glob("triton-*.dist-info")):
+            install_packages(_python(prefix), ("--no-deps", TRITON))
+
+
+def _share_torch(prefix: Path) -> bool:
+    """Link this Python's torch into the environment, if it is the right version."""
+    pinned = re.findall(r"^([\w.-]+)==", REQUIREMENTS.read_text(), re.MULTILINE)
+    distributions = installed_closure("torch", without=pinned)
+    if distributions is None:
+        return False
+    torch = next(d for d in distributions if d.name == "torch")
+    # A build that is used from its sources has no files of its own here.
+    files = map(str, torch.files or ())
+    if _public(torch.version) != TORCH_VERSION or "torch/__init__.py" not in files:
+        return False
+    return link_distributions(distributions, _site_packages(prefix))
+
+
+def _public(version: str) -> str:
+    """Return a version without the label of its build, such as ``+cpu``."""
+    return version.partition("+")[0]
 
 
 def _install_overlay(prefix: Path, folder: Path, requirement: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with _step(f"{requirement} beside it"):
-        _pip_install(prefix, "--no-deps", "--target", folder, requirement)
-    _mark_complete(folder, requirement)
+        arguments = ("--no-deps", "--target", folder, requirement)
+        install_packages(_python(prefix), arguments)
 
 
-def _pip_install(prefix: Path, *arguments: str | Path) -> None:
-    """Run ``pip install`` in the environment, quietly unless it fails."""
-    command = [str(prefix / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    # pip must see the environment that it installs into and nothing of the trainer's.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [*command, "--disable-pip-version-check", "--no-input", *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        tail = "\n".join(done.stdout.splitlines()[-ERROR_TAIL_LINES:])
-        raise RuntimeError(
-            f"pip could not install {arguments[-1]} into {prefix}; run this again once "
-            f"the cause is removed. pip's last lines were:\n{tail}"
-        )
+def _python(prefix: Path) -> Path:
+    return prefix / "bin" / "python"
 
 
-def _environment_digest() -> str:
-    parts = [
-        REQUIREMENTS.read_text(),
-        TORCH,
-        TORCHVISION,
-        DEFAULT_VERSION,
-        os.environ.get(TORCH_INDEX_VARIABLE, ""),
-        sys.version,
-    ]
+def _site_packages(prefix: Path) -> Path:
+    folders = {"base": str(prefix), "platbase": str(prefix)}
+    return Path(sysconfig.get_path("purelib", "venv", folders))
+
+
+def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _is_complete(folder: Path, digest: str) -> bool:
+def _is_complete(stamp: Path, digest: str) -> bool:
     try:
-        return (folder / STAMP).read_text() == digest
+        return stamp.read_text() == digest
     except FileNotFoundError:
         return False
 
 
-def _mark_complete(folder: Path, digest: str) -> None:
-    (folder / STAMP).write_text(digest)
+def _mark_complete(stamp: Path, digest: str) -> None:
+    stamp.write_text(digest)
 
 
 @contextlib.contextmanager
@@ -197,14 +226,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=Path(sys.prefix) / "sglang-cpu",
         help="folder of the environment (default: %(default)s)",
     )
+    parser.add_argument(
+        "--without-torch",
+        action="store_true",
+        help="leave torch to a later run, when the trainer may have one to share",
+    )
     options = parser.parse_args(arguments)
     prefix = options.prefix.absolute()
+    with_torch = not options.without_torch
     try:
-        changed = install(prefix, options.version)
+        changed = install(prefix, options.version, with_torch=with_torch)
     except (ConfigurationError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{'Ready' if changed else 'Already complete'}: {prefix / 'bin' / 'python'}")
+    if with_torch:
+        state = "Ready" if changed else "Already complete"
+        print(f"{state}: {_python(prefix)}")
     return 0
 
 

@@ -25,6 +25,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -129,21 +130,29 @@ def stand_in_for_kernels() -> None:
 
 
 def define_torchvision_operators() -> None:
-    """Give ``torchvision`` the operator schemas that its missing extension defines.
+    """Give ``torchvision`` the operator schemas that its compiled library defines.
 
-    SGLang and transformers import ``torchvision``. Its wheel is built for another build
-    of PyTorch, so its compiled extension does not load, and importing it fails where it
-    registers fake kernels for operators that this extension was to define.
+    SGLang and transformers import ``torchvision``. Its library is built for one build
+    of PyTorch. Beside that one it loads, and defines its operators. Beside another one,
+    such as a build for CPU, it does not load, and importing ``torchvision`` fails where
+    it registers fake kernels for them; there they are defined here.
     """
     import torch
 
-    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-    for operator in TORCHVISION_OPERATORS:
-        library.define(
-            f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        )
-    # A library takes its definitions along when it is collected.
-    globals()["_torchvision_library"] = library
+    package = importlib.util.find_spec("torchvision")
+    if package is None or package.origin is None:
+        return
+    try:
+        # What torchvision does first, and does again without effect.
+        torch.ops.load_library(str(Path(package.origin).with_name("_C.so")))
+    except OSError:
+        library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+        for operator in TORCHVISION_OPERATORS:
+            library.define(
+                f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
+        # A library takes its definitions along when it is collected.
+        globals()["_torchvision_library"] = library
 
 
 def drop_pinned_memory() -> None:
