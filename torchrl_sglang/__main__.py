@@ -1,4 +1,4 @@
-"""``torchrl-sglang`` and ``python -m torchrl_sglang``: see :mod:`torchrl_sglang.cli`."""
+"""The program ``torchrl-sglang``; see :mod:`torchrl_sglang.cli`."""
 
 from __future__ import annotations
 

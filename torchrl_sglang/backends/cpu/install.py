@@ -45,7 +45,7 @@ SGLANG = f"sglang=={DEFAULT_VERSION}"
 TORCH_VERSION = "2.13.0"
 TORCHVISION = "torchvision==0.28.0"
 TRITON = "triton==3.7.1"
-"""What this torch's builds for accelerators require, and its CPU builds do not bring."""
+"""Required by this torch's builds for CUDA, and not brought by its builds for CPU."""
 
 TORCH_INDEX_VARIABLE = "TORCHRL_SGLANG_TORCH_INDEX"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")

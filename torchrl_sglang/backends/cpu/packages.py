@@ -29,14 +29,6 @@ __all__ = ["install_packages", "uv_settings"]
 ERROR_TAIL_LINES = 20
 """How much of an installer's output an error repeats: its end says what is wrong."""
 
-UV_VARIABLES = {
-    "index-url": "UV_DEFAULT_INDEX",
-    "extra-index-url": "UV_INDEX",
-    "find-links": "UV_FIND_LINKS",
-    "no-index": "UV_NO_INDEX",
-}
-"""Where packages come from: pip's option -> uv's environment variable."""
-
 PIP_SECTIONS = (":env:", "install", "global")
 """The sections of pip's configuration that ``pip install`` reads, strongest first."""
 
@@ -58,7 +50,7 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
     uv, pip = _find_uv(), [sys.executable, "-m", "pip"]
     has_pip, pip_configuration = _run([*pip, "config", "list"], variables)
     if uv is not None:
-        settings = uv_settings(pip_configuration) if has_pip else {}
+        settings = uv_settings(pip_configuration, _default_index())
         done, output = _run(
             [uv, "pip", "install", "--quiet", "--python", str(python), *words],
             # The user's own settings for uv count more than those for pip.
@@ -85,37 +77,55 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
         raise RuntimeError(_failure("pip", python, words, output))
 
 
-def uv_settings(pip_configuration: str) -> dict[str, str]:
+def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
     """Return the environment variables that let uv find packages where pip finds them.
 
     Args:
         pip_configuration (str): the output of ``pip config list``.
+        default_index (str): the URL of the index that pip takes if none is configured.
 
     Returns:
         dict of str: variables and their values; empty if pip has its default sources.
 
     Examples:
-        >>> uv_settings("global.find-links='/opt/wheels'")["UV_FIND_LINKS"]
+        >>> uv_settings("global.find-links='/opt/wheels'", "")["UV_FIND_LINKS"]
         '/opt/wheels'
-        >>> uv_settings("global.timeout='60'")
+        >>> uv_settings("global.timeout='60'", "")
         {}
     """
-    values: dict[str, str] = {}
-    for line in pip_configuration.splitlines():
-        key, _, value = line.partition("=")
-        values[key] = value
-    settings: dict[str, str] = {}
-    for option, variable in UV_VARIABLES.items():
+    lines = (line.partition("=") for line in pip_configuration.splitlines())
+    values = {key: value for key, _, value in lines}
+
+    def words(option: str) -> list[str]:
         keys = (f"{section}.{option}" for section in PIP_SECTIONS)
-        value = next((values[key] for key in keys if key in values), None)
-        if value is not None:
-            words = str(ast.literal_eval(value)).split()
-            # pip separates by white space, and so does uv but for this one.
-            settings[variable] = ("," if option == "find-links" else " ").join(words)
-    if settings:
-        # pip takes the best version that any of its sources has.
+        value = next((values[key] for key in keys if key in values), "''")
+        return str(ast.literal_eval(value)).split()
+
+    settings: dict[str, str] = {}
+    *first, last = [
+        *(words("index-url") or [default_index]),
+        *words("extra-index-url"),
+    ]
+    if last != default_index:
+        # pip takes the best version that any index has, and among equals the first
+        # index's; uv's default index comes last.
+        settings["UV_INDEX"] = " ".join(first)
+        settings["UV_DEFAULT_INDEX"] = last
         settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    if words("find-links"):
+        settings["UV_FIND_LINKS"] = ",".join(words("find-links"))
+    if words("no-index"):
+        settings["UV_NO_INDEX"] = words("no-index")[0]
     return settings
+
+
+def _default_index() -> str:
+    """Return the URL of pip's default index, which pip's commands do not tell."""
+    try:
+        from pip._internal.models.index import PyPI
+    except ImportError:
+        return ""
+    return str(PyPI.simple_url)
 
 
 def _find_uv() -> str | None:
@@ -140,8 +150,8 @@ def _run(command: Sequence[str], variables: dict[str, str]) -> tuple[bool, str]:
 
 def _failure(tool: str, python: Path, words: Sequence[str], output: str) -> str:
     return (
-        f"{tool} could not install `{' '.join(words)}` for {python}. Run this again once "
-        f"the cause is removed. {tool}'s last lines were:\n{_tail(output)}"
+        f"{tool} could not install `{' '.join(words)}` for {python}. Run this again "
+        f"once the cause is removed. {tool}'s last lines were:\n{_tail(output)}"
     )
 
 
