@@ -23,6 +23,7 @@ import torch
 from matplotlib.figure import Figure
 from tensordict import TensorDictBase
 from torch.nn.utils import clip_grad_norm_
+from torchrl import logger as torchrl_logger
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
@@ -246,16 +247,26 @@ def grpo(
     return rows
 
 
-def write_metrics(rows: list[Metrics], path: Path) -> None:
-    """Write the metrics as CSV."""
+def save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> Path:
+    """Save a model with its tokenizer and return the folder."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_metrics(rows: list[Metrics], path: Path) -> Path:
+    """Write the metrics as CSV and return the path."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Metrics)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
+    return path
 
 
-def plot_learning_curve(rows: list[Metrics], path: Path) -> None:
-    """Plot the training reward and the held-out accuracy over the iterations."""
+def plot_learning_curve(rows: list[Metrics], path: Path) -> Path:
+    """Plot training reward and held-out accuracy, and return the image's path."""
     evaluated = [row for row in rows if row.held_out_accuracy is not None]
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -274,6 +285,7 @@ def plot_learning_curve(rows: list[Metrics], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)
+    return path
 
 
 def parse_config() -> Config:
@@ -295,6 +307,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", "size_average and reduce args", UserWarning)
     warnings.filterwarnings("ignore", "The env passed to LLMCollector", FutureWarning)
     disable_progress_bar()
+    # The progress bar tells what the log would tell of each update, on one line.
+    torchrl_logger.setLevel("WARNING")
     config = parse_config()
     config.output.mkdir(parents=True, exist_ok=True)
     random.seed(config.seed)
@@ -319,19 +333,22 @@ def main() -> None:
         batch_size=config.warmup_batch_size,
         learning_rate=config.warmup_learning_rate,
     )
-    checkpoint = config.output / "model"
-    model.save_pretrained(checkpoint)
-    tokenizer.save_pretrained(checkpoint)
+    checkpoint = save(model, tokenizer, config.output / "warm_up_model")
 
     print("Starting SGLang ...", flush=True)
     with AsyncSGLang.from_pretrained(
         checkpoint, device="cpu", random_seed=config.seed
     ) as engine:
         rows = grpo(config, engine, model, tokenizer, problems, held_out_problems)
-    write_metrics(rows, config.output / "metrics.csv")
-    plot_learning_curve(rows, config.output / "learning_curve.png")
+    written = [
+        write_metrics(rows, config.output / "metrics.csv"),
+        plot_learning_curve(rows, config.output / "learning_curve.png"),
+        checkpoint,
+        save(model, tokenizer, config.output / "model"),
+    ]
     before, after = rows[0].held_out_accuracy, rows[-1].held_out_accuracy
     print(f"held-out accuracy: {before:.2f} -> {after:.2f}")
+    print("Written:", *written, sep="\n  ")
 
 
 if __name__ == "__main__":
