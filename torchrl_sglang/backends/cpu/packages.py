@@ -5,6 +5,8 @@ environment of the Python that runs it::
 
     python -m torchrl_sglang.backends.cpu.packages --requirement requirements.txt
 
+or, with ``--python PATH`` before them, into another one's.
+
 uv is several times as fast, but ignores pip's configuration, which may name the indexes
 and folders that a machine takes its packages from. So these settings are passed on to
 uv. Where uv fails all the same, pip tries, and its result counts.
@@ -14,6 +16,7 @@ This module needs the standard library only: it installs everything else.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import shutil
@@ -159,10 +162,22 @@ def _tail(output: str, lines: int = ERROR_TAIL_LINES) -> str:
     return "\n".join(output.strip().splitlines()[-lines:])
 
 
-def main() -> int:
-    """Install into this Python's environment and return the exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_sglang.backends.cpu.packages",
+        description="Install packages with uv or pip; takes `pip install`'s arguments.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=sys.executable,
+        help="interpreter of the environment (default: %(default)s)",
+    )
+    options, words = parser.parse_known_args(arguments)
     try:
-        install_packages(Path(sys.executable), sys.argv[1:])
+        install_packages(options.python, words)
     except (ConfigurationError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
