@@ -142,9 +142,10 @@ def define_torchvision_operators() -> None:
     package = importlib.util.find_spec("torchvision")
     if package is None or package.origin is None:
         return
+    operators: Any = torch.ops
     try:
         # What torchvision does first, and does again without effect.
-        torch.ops.load_library(str(Path(package.origin).with_name("_C.so")))
+        operators.load_library(str(Path(package.origin).with_name("_C.so")))
     except OSError:
         library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for operator in TORCHVISION_OPERATORS:
