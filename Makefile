@@ -133,7 +133,7 @@ $(CREATED):
 	@find $(VENV) -mindepth 1 -maxdepth 1 ! -name '*sglang-cpu*' -exec rm -rf {} +
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(UV) \
-		|| echo "uv cannot be installed, so pip installs everything."
+		2>/dev/null || echo "uv cannot be installed, so pip installs everything."
 	@touch $@
 
 $(TRAINER): requirements/trainer.txt pyproject.toml $(CREATED)
