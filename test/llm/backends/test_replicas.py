@@ -53,9 +53,9 @@ def test_gpus_of_the_user_s_own_choice():
         (2, {**CUDA, "base_gpu_id": 1}, None, "base_gpu_id=1 is for one server"),
         (2, {**CPU, "nnodes": 2}, None, "nnodes=2 is for one server"),
         (1, CPU, [0], "for device='cuda'"),
-        (0, CPU, None, "num_replicas=0"),
-        (True, CPU, None, "num_replicas=True"),
-        ("2", CPU, None, "num_replicas='2'"),
+        (0, CPU, None, "num_replicas must be .* got 0"),
+        (True, CPU, None, "num_replicas must be .* got True"),
+        ("2", CPU, None, "num_replicas must be .* got .2."),
     ],
 )
 def test_what_cannot_be(count, spec, cuda_devices, words):

@@ -369,7 +369,7 @@ def test_arguments_that_are_wrong(tiny_model_path, arguments, words):
         ({}, "Give the model: a folder"),
         ({"model": "a", "model_name": "b"}, "Give model once"),
         ({"model": "/no/such/model"}, "'/no/such/model'"),
-        ({"model": "a", "num_replicas": 0}, "num_replicas=0"),
+        ({"model": "a", "num_replicas": 0}, "num_replicas must be .* got 0"),
     ],
 )
 def test_arguments_of_from_pretrained_that_are_wrong(arguments, words):
