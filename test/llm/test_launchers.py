@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_sglang import AsyncSGLang
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.open_files import limit_in_flight
 from torchrl_sglang.backends.watchdog import descendants, is_alive
 from torchrl_sglang.testing.fake_server import FakeServer
@@ -90,6 +90,21 @@ def test_an_engine_that_is_dropped_ends_its_servers(start, used):
         del engine
         assert all(map(ended, pids))
         assert fleet() is None
+    finally:
+        gc.enable()
+
+
+def test_a_start_ends_servers_that_only_a_cycle_holds(start):
+    """A scheme and its sender hold one another, and the engine."""
+    gc.disable()
+    try:
+        engine = start()
+        pid = engine.servers[0].pid
+        sender = SGLangWeightSyncScheme(engine).create_sender()
+        del engine, sender
+        assert is_alive(pid)
+        with start():
+            assert ended(pid)
     finally:
         gc.enable()
 

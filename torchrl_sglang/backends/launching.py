@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.fleet import Replica, RouterLike
+from torchrl_sglang.backends.process import stop_unreachable
 from torchrl_sglang.backends.replicas import find_gpus, replica_specs
 from torchrl_sglang.backends.router import check_router, make_sglang_router
 from torchrl_sglang.backends.server import (
@@ -84,6 +85,7 @@ def launch(what: Launch) -> Launched:
         )
     if what.num_replicas > 1 and what.router_policy is not None:
         check_router(what.router_policy, what.router_args)
+    stop_unreachable()
     specs = replica_specs(what.num_replicas, what.spec, cuda_devices=what.cuda_devices)
     if what.num_replicas > 1:
         # Servers on one CPU that each take all of its cores take turns at waiting.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import re
@@ -67,6 +68,15 @@ _LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 @atexit.register
 def _stop_all() -> None:
     stop_servers(list(_LIVING))
+
+
+def stop_unreachable() -> None:
+    """Ends the servers that nobody holds any more, but objects that hold one another.
+
+    Python frees these some time later; until then their servers keep their GPUs.
+    """
+    if _LIVING:
+        gc.collect()
 
 
 def stop_starting(url: str) -> None:
