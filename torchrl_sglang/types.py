@@ -159,6 +159,8 @@ class ServerCapabilities:
     """Weights must be sent between begin and end calls."""
     load_route: str
     """Path that answers with the number of running and queued requests."""
+    info_route: str = "/server_info"
+    """Path that answers with the server's arguments; its scheduler takes part."""
     has_tokenizer: bool
     """The server can decode tokens and match stop strings."""
     has_grammar: bool
@@ -176,6 +178,10 @@ class ServerCapabilities:
     """The server can give GPU memory back and take it again."""
     keeps_weights: bool = False
     """Weights whose memory it gave back are there again when it takes that memory."""
+    tells_paused: bool = False
+    """It says whether it is paused, under ``/ready``."""
+    start_id: str = ""
+    """Another one after each start of the server; empty where it does not tell."""
     server_args: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Everything that the server says about its own arguments."""
 

@@ -8,7 +8,8 @@ From a call to an answer
 LoRA adapters
     ``adapters`` (loading, replacing, who uses which), ``adapter_payload`` (checks).
 Which servers there are
-    ``fleet`` (who gets requests), ``supervisor`` (starts them again),
+    ``fleet`` (who gets requests), ``supervisor`` (starts them again), ``following``
+    (asks those of somebody else what they have), ``hanging`` (or only paused),
     ``control_plane`` (calls to each of them), ``memory`` (sleep and wake-up),
     ``capabilities``, ``snapshots`` (checkpoints that we wrote), ``metadata``.
 Starting them

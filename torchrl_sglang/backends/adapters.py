@@ -17,11 +17,18 @@ import asyncio
 import os
 import re
 import time
-import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -29,7 +36,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.adapter_payload import Content
 from torchrl_sglang.backends.control_plane import ControlPlane
-from torchrl_sglang.backends.fleet import Fleet, Replica
+from torchrl_sglang.backends.fleet import Fleet, Replica, version_order
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -43,7 +50,6 @@ __all__ = [
     "Adapters",
     "check_name",
     "parse_served_name",
-    "weak_equip",
     "why_no_lora",
 ]
 
@@ -69,8 +75,10 @@ not."""
 
 _DROPPED = re.compile(
     r"Failed to implicitly load LoRA adapter|requested LoRA adapters are not loaded"
+    r"|LoRA adapter that has never been loaded"
 )
-"""How servers refuse a request that names an adapter which has been dropped."""
+"""How servers refuse a request that names an adapter which has been dropped, or which
+was loaded before they were started again."""
 
 _NAME = re.compile(r"[A-Za-z0-9._/-]+")
 """A name is part of the servers' own, and of a model's in OpenAI's protocol."""
@@ -81,11 +89,25 @@ _SERVED = re.compile(
 """``@`` where requests that select none use it, ``~`` where they do not."""
 
 
+WITHDRAW_SECONDS = 3.0
+"""Longest wait for servers to let an adapter go that they do not offer any more."""
+
+ABORT_POLL_SECONDS = 0.2
+"""How often what still carries an adapter is aborted until servers have dropped it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Loaded:
     adapter: Adapter
     content: Content | None
     """``None`` for what somebody else has loaded."""
+    base: str = ""
+    """Version of the weights that it was loaded over, where this engine loaded it."""
+
+    def is_replaced(self, version: str) -> bool:
+        """Returns whether whole weights of this version have taken its place. Pure."""
+        own = max(version_order(self.adapter.version or ""), version_order(self.base))
+        return is_published(self.adapter.served_as) and version_order(version) > own
 
 
 def parse_served_name(served_as: str) -> Adapter:
@@ -102,6 +124,17 @@ def parse_served_name(served_as: str) -> Adapter:
         return Adapter(name=served_as, served_as=served_as)
     version = found["version"] or None
     return Adapter(name=found["name"], served_as=served_as, version=version)
+
+
+def is_published(served_as: str) -> bool:
+    """Returns whether requests that select no adapter carry the one of this name.
+
+    Examples:
+        >>> is_published("policy@7#18a3f"), is_published("style~#18a40")
+        (True, False)
+    """
+    name = parse_served_name(served_as).name
+    return served_as.startswith(f"{name}@")
 
 
 def _load_number(adapter: Adapter) -> int:
@@ -126,15 +159,15 @@ class Adapters:
         self._fleet = fleet
         self._capabilities = capabilities
         self._default: str | None = None
-        # What somebody else has loaded is looked up until we load something ourselves.
-        self._follows = True
+        # What this object has had dropped, as the servers call it: never used again.
+        self._dropped: set[str] = set()
         self._looked_at = -LOOK_SECONDS
         self._loaded: dict[str, _Loaded] = {}
         # Name -> the newest load of it that was ever found.
         self._latest: dict[str, int] = {}
-        self._take(self._newest(capabilities.adapters))
-        self._served: ModelMetadata | None = None
+        self._metadata: ModelMetadata | None = None
         self._begin_in_this_process()
+        self._take(self._newest(capabilities.adapters))
 
     def _begin_in_this_process(self) -> None:
         self._pid = os.getpid()
@@ -158,8 +191,7 @@ class Adapters:
         """Returns what a copy of the engine in another process knows."""
         return {
             "loaded": {
-                name: _Loaded(adapter=each.adapter, content=None)
-                for name, each in self._loaded.items()
+                name: replace(each, content=None) for name, each in self._loaded.items()
             },
             "default": self._default,
         }
@@ -169,12 +201,13 @@ class Adapters:
         self._loaded = dict(state["loaded"])
         self._latest = {n: _load_number(e.adapter) for n, e in self._loaded.items()}
         self._default = state["default"]
+        self._fleet.required_adapters = self._required()
 
     def metadata(self, get: Callable[[], ModelMetadata]) -> ModelMetadata:
         """Returns the parameters of the served model, found out once."""
-        if self._served is None:
-            self._served = get()
-        return self._served
+        if self._metadata is None:
+            self._metadata = get()
+        return self._metadata
 
     # Reading, from any thread.
 
@@ -225,40 +258,99 @@ class Adapters:
             if any(names):
                 raise why_no_lora()
             return
-        if self._follows and time.monotonic() - self._looked_at >= LOOK_SECONDS:
-            await self._find()
+        if time.monotonic() - self._looked_at >= LOOK_SECONDS:
+            await self.find()
         try:
             self.check(names)
         except ConfigurationError:
-            await self._find()
+            await self.find()
             self.check(names)
 
     async def missed(self, error: RequestRefusedError) -> bool:
-        """Finds out whether a request named what somebody else has dropped.
+        """Finds out what is loaded, where a request named what a server has not.
 
         Returns:
             Whether it is worth sending again, with what is loaded now.
         """
         if _DROPPED.search(str(error)) is None:
             return False
-        before = self._loaded
-        await self._find()
-        return self._loaded is not before
+        await self.find()
+        return True
 
-    async def _find(self) -> None:
+    async def find(self) -> None:
+        """Finds what is loaded, whoever loaded it: the servers tell."""
+        self._begin_after_fork()
         self._looked_at = time.monotonic()
         before = self._loaded
-        try:
-            held = await self._control.adapters(urls=self._fleet.serving)
-        except SGLangError as error:
-            torchrl_logger.debug(f"Servers do not tell their adapters: {error}")
-            return
+        held = await self._held()
+        lacking = self._served() - self._dropped
+        for replica in [each for each in held if lacking - held[each]]:
+            if await self._is_restarted(replica):
+                # It gets no requests until it holds them again.
+                del held[replica]
         if self._loaded is not before or not held:
             # Something was loaded or dropped here meanwhile: that is known better.
             return
+        found = self._in_use(list(held.values()))
+        gone = [each for each in before.values() if each.adapter.name not in found]
+        if gone:
+            version = await self._newest_version(list(held))
+            if self._loaded is not before:
+                return
+            for each in gone:
+                # What we have loaded stays ours, if no whole weights took its place.
+                if each.content is not None and not each.is_replaced(version):
+                    found[each.adapter.name] = each
+        self._take(found)
+
+    async def _held(self) -> dict[Replica, frozenset[str]]:
+        """Returns what each server holds that serves and answers."""
+        replicas = [each for each in self._fleet.replicas if each.state == "serving"]
+        known = [set(each.adapters) for each in replicas]
+
+        async def one(replica: Replica) -> frozenset[str] | None:
+            try:
+                (names,) = await self._control.adapters(urls=[replica.url])
+            except SGLangError as error:
+                torchrl_logger.debug(f"A server does not tell its adapters: {error}")
+                return None
+            return frozenset(names)
+
+        answers = await asyncio.gather(*map(one, replicas))
+        held = {}
+        for replica, names, before in zip(replicas, answers, known, strict=True):
+            if names is not None:
+                self._fleet.holds(replica, names, before)
+                held[replica] = names
+        return held
+
+    async def _is_restarted(self, replica: Replica) -> bool:
+        """Returns whether a server that lacks adapters was started again meanwhile."""
+        try:
+            start_id = await self._control.start_id(replica.url)
+        except SGLangError as error:
+            torchrl_logger.debug(f"A server does not tell when it began: {error}")
+            return False
+        if start_id in ("", replica.start_id) or not replica.start_id:
+            return False
+        self._fleet.was_restarted(replica, start_id)
+        return True
+
+    async def _newest_version(self, replicas: Sequence[Replica]) -> str:
+        """Returns the newest version of whole weights that servers have."""
+        urls = [replica.url for replica in replicas]
+        try:
+            versions = await self._control.weight_versions(urls=urls)
+        except SGLangError as error:
+            torchrl_logger.debug(f"Servers do not tell their versions: {error}")
+            versions = []
+        return max([*versions, self._fleet.weight_version], key=version_order)
+
+    def _in_use(self, held: Sequence[Collection[str]]) -> dict[str, _Loaded]:
+        """Returns what requests may select, from what each server holds."""
         # One that some of them lack is being loaded, or dropped.
         everywhere = set(held[0]).intersection(*held[1:])
-        everywhere -= {self._coming, *self._retiring}
+        everywhere -= {self._coming, *self._dropped}
         found = {
             name: each
             for name, each in self._newest(sorted(everywhere)).items()
@@ -266,20 +358,30 @@ class Adapters:
             if not 0 < _load_number(each.adapter) < self._latest.get(name, 0)
         }
         for name, each in self._loaded.items():
-            ours = each.content is not None
-            if ours and (
-                name not in found
-                or _load_number(found[name].adapter) <= _load_number(each.adapter)
+            same = name in found and found[name].adapter == each.adapter
+            if same or (
+                each.content is not None
+                and name in found
+                and _load_number(found[name].adapter) <= _load_number(each.adapter)
             ):
                 found[name] = each
         default = self._default or ""
-        if default not in found and default in before:
-            kept = before[default]
+        if default not in found and default in self._loaded:
+            kept = self._loaded[default]
             if any(kept.adapter.served_as in names for names in held):
                 # Some servers lack it, and that is theirs to say: other requests would
                 # silently be computed without it.
                 found[default] = kept
-        self._take(found)
+        return found
+
+    def _served(self) -> frozenset[str]:
+        return frozenset(each.adapter.served_as for each in self._loaded.values())
+
+    @property
+    def keeps_any(self) -> bool:
+        """Whether this engine object can load adapters again that it has loaded."""
+        loaded = self._loaded.values()
+        return not self._closed and any(each.content is not None for each in loaded)
 
     def _take(self, found: dict[str, _Loaded]) -> None:
         """Has requests select what was found; the latest load may be the default."""
@@ -288,9 +390,10 @@ class Adapters:
             each.adapter
             for each in found.values()
             if each.adapter.served_as not in before
-            and each.adapter.served_as.startswith(f"{each.adapter.name}@")
+            and is_published(each.adapter.served_as)
         ]
         self._loaded = found
+        self._fleet.required_adapters = self._required()
         for name, each in found.items():
             self._latest[name] = max(
                 self._latest.get(name, 0), _load_number(each.adapter)
@@ -310,7 +413,9 @@ class Adapters:
             ) < _load_number(adapter):
                 found[adapter.name] = adapter
         return {
-            name: _Loaded(adapter=each, content=None) for name, each in found.items()
+            # Whole weights drop what is published, so it was loaded over these.
+            name: _Loaded(adapter=each, content=None, base=self._fleet.weight_version)
+            for name, each in found.items()
         }
 
     @contextmanager
@@ -374,11 +479,11 @@ class Adapters:
             )
             replaced = await self._begin_to_replace(adapter)
             await self._make_room(adapter, deadline)
-            new = _Loaded(adapter=adapter, content=content)
+            base = self._fleet.weight_version
+            new = _Loaded(adapter=adapter, content=content, base=base)
 
             def commit() -> None:
                 self._loaded = {**self._loaded, name: new}
-                self._follows = False
                 if make_default:
                     self._default = name
 
@@ -424,7 +529,7 @@ class Adapters:
 
             def commit() -> None:
                 self._loaded = {n: e for n, e in self._loaded.items() if n != name}
-                self._follows = False
+                self._dropped.update(dropped)
                 if self._default == name:
                     self._default = None
 
@@ -440,6 +545,83 @@ class Adapters:
                 )
             left = max(deadline - time.monotonic(), 1.0)
             await asyncio.gather(*(self._drop(each, left) for each in dropped))
+
+    async def published(self, *, timeout: float) -> frozenset[str]:
+        """Returns what requests that select no adapter carry, whoever published it.
+
+        The servers tell, under their own names for it.
+        """
+        if not self._capabilities.has_lora:
+            return frozenset()
+        held = await self._control.adapters(timeout=timeout)
+        return frozenset(filter(is_published, chain(*held)))
+
+    async def withdraw(self, *, timeout: float) -> None:
+        """Has every server drop what is published: whole weights take its place.
+
+        To be called when generation is paused, not in place, and requests select it no
+        more: those that were on their way to a server at the pause are aborted here.
+
+        Raises:
+            SGLangError: if a server cannot be told, or still offers one afterwards.
+        """
+        self._begin_after_fork()
+        deadline = time.monotonic() + timeout
+        names = await self.published(timeout=timeout)
+        if not names:
+            return
+        async with self._in_turn(deadline):
+            drops = asyncio.ensure_future(self._drop_at_once(names, timeout))
+            until = min(deadline, time.monotonic() + WITHDRAW_SECONDS)
+            try:
+                while not drops.done() and time.monotonic() < until:
+                    await self._control.abort_all(timeout=timeout)
+                    await asyncio.wait([drops], timeout=ABORT_POLL_SECONDS)
+                if drops.done():
+                    drops.result()
+            finally:
+                drops.cancel()
+            left = names & await self.published(timeout=timeout)
+            if left:
+                raise RequestRefusedError(
+                    f"Servers did not drop the LoRA adapters "
+                    f"{', '.join(sorted(left))}, which requests carry."
+                )
+            self._dropped |= names
+            self._forget(names)
+
+    async def _drop_at_once(self, names: Iterable[str], timeout: float) -> None:
+        # The newest last: on some versions of SGLang, one whose requests were aborted
+        # in the queue counts as used for ever, and holds the later ones up.
+        order = sorted(names, key=lambda each: _load_number(parse_served_name(each)))
+        for served_as in order:
+            outcomes = await self._control.unload_lora_adapter(
+                served_as, timeout=timeout
+            )
+            for error in outcomes.values():
+                # A server that does not have it has nothing to drop.
+                if error is not None and not isinstance(error, RequestRefusedError):
+                    raise error
+
+    def _forget(self, served_names: Collection[str]) -> None:
+        """Has requests select these no more; nobody needs to load them again."""
+        kept = {
+            name: each
+            for name, each in self._loaded.items()
+            if each.adapter.served_as not in served_names
+        }
+        required = self._required() - frozenset(served_names)
+
+        def commit() -> None:
+            self._loaded = kept
+            if self._default not in kept:
+                self._default = None
+
+        self._fleet.require_adapters(required, commit)
+        for served_as in served_names:
+            self._pinned.discard(served_as)
+            for replica in self._fleet.replicas:
+                replica.adapters.discard(served_as)
 
     async def _begin_to_replace(self, adapter: Adapter) -> set[str]:
         """Returns what is to be dropped when there is an adapter that is coming.
@@ -491,14 +673,30 @@ class Adapters:
         deadline = time.monotonic() + LOAD_SECONDS
         try:
             async with self._in_turn(deadline):
+                self._catch_up(replica)
                 for each in list(self._loaded.values()):
                     if each.content is not None:
                         await self._send(each, [replica], deadline)
-            self._fleet.on_change()
         except SGLangError as error:
             torchrl_logger.warning(
                 f"A server that was started again does not take its adapters: {error}"
             )
+
+    def _catch_up(self, replica: Replica) -> None:
+        """Takes over what others have loaded or replaced while no server served."""
+        if self._fleet.serving:
+            # Those tell.
+            return
+        newest = self._newest(sorted(replica.adapters - self._dropped))
+        found = {}
+        for name, each in self._loaded.items():
+            newer = newest.get(name, each)
+            if _load_number(newer.adapter) > _load_number(each.adapter):
+                found[name] = newer
+            elif not each.is_replaced(replica.version):
+                found[name] = each
+        if found != self._loaded:
+            self._take(found)
 
     async def close(self) -> None:
         """Ends what is under way. Servers that go on drop what was replaced."""
@@ -531,14 +729,12 @@ class Adapters:
     def _required(
         self, *, plus: _Loaded | None = None, minus: str | None = None
     ) -> frozenset[str]:
-        """Returns what servers must hold, as they call it: what we have loaded."""
+        """Returns what servers must hold, as they call it: what requests may name."""
         held = {**self._loaded}
         if plus is not None:
             held[plus.adapter.name] = plus
         held.pop(minus or "", None)
-        return frozenset(
-            each.adapter.served_as for each in held.values() if each.content is not None
-        )
+        return frozenset(each.adapter.served_as for each in held.values())
 
     async def _send_to_all(self, loaded: _Loaded, deadline: float) -> None:
         """Loads an adapter into every server that runs, also those that just joined."""
@@ -654,6 +850,7 @@ class Adapters:
         self._in_background(served_as, self._drop(served_as, UNLOAD_SECONDS))
 
     def _in_background(self, served_as: str, work: Any) -> None:
+        self._dropped.add(served_as)
         task = asyncio.ensure_future(work)
         self._retiring[served_as] = task
         task.add_done_callback(lambda _: self._retiring.pop(served_as, None))
@@ -698,18 +895,6 @@ class Adapters:
                 torchrl_logger.warning(
                     f"{url} did not drop the LoRA adapter {served_as!r}: {error}"
                 )
-
-
-def weak_equip(adapters: Adapters) -> Callable[[Replica], None]:
-    """Returns :meth:`Adapters.equip` for one who must not keep the engine alive."""
-    reference = weakref.ref(adapters)
-
-    def equip(replica: Replica) -> None:
-        found = reference()
-        if found is not None:
-            found.equip(replica)
-
-    return equip
 
 
 def why_no_lora() -> UnsupportedByServerError:

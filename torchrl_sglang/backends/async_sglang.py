@@ -36,7 +36,6 @@ from torchrl_sglang.backends.adapters import (
     UNLOAD_SECONDS,
     Adapters,
     check_name,
-    weak_equip,
     why_no_lora,
 )
 from torchrl_sglang.backends.addresses import (
@@ -66,12 +65,13 @@ from torchrl_sglang.backends.fleet import (
     Replica,
     RouterLike,
     in_order,
+    version_order,
 )
+from torchrl_sglang.backends.following import Follower
 from torchrl_sglang.backends.generation import (
     GENERATE_TIMEOUT_SECONDS,
     Call,
     Generation,
-    version_order,
 )
 from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.backends.launching import Launch, launch
@@ -92,6 +92,7 @@ from torchrl_sglang.backends.stats import Counters
 from torchrl_sglang.backends.supervisor import PROGRESS_SECONDS, Supervisor
 from torchrl_sglang.errors import (
     ConfigurationError,
+    ServerError,
     ServerUnavailableError,
     SGLangError,
     WeightSyncStateError,
@@ -186,29 +187,7 @@ class AsyncSGLang(RLSGLangEngine):
         self._settings = settings or Settings()
         self._closed = False
         self._tokenizer: Any = None
-        self._supervisor: Supervisor | None = None
         self._compose()
-        if any(replica.process is not None for replica in fleet.replicas):
-            counters, lock = self._counters, self._update_lock
-            pausing = self._control.pausing
-            self._supervisor = Supervisor(
-                fleet,
-                self._http,
-                progress=lambda: (counters.in_flight, counters.completed),
-                # What the supervisor holds must not hold the fleet: with its last
-                # reference, its servers end.
-                may_probe=lambda fleet: (
-                    not (
-                        lock.locked()
-                        or pausing.paused
-                        or fleet.asleep
-                        or fleet.doubt is not None
-                    )
-                ),
-                max_restarts=self._settings.max_restarts,
-                progress_seconds=self._settings.progress_timeout,
-                equip=weak_equip(self._adapters),
-            )
 
     def _compose(self) -> None:
         self._counters = Counters()
@@ -233,6 +212,32 @@ class AsyncSGLang(RLSGLangEngine):
             self._control,
             under_way=lambda: data.queued + counters.in_flight,
             abort=lambda: data.abort(None),
+        )
+        lock, pausing = self._update_lock, self._control.pausing
+        self._supervisor = Supervisor(
+            self._fleet,
+            self._http,
+            self._capabilities,
+            progress=lambda: (counters.in_flight, counters.completed),
+            # What the supervisor holds must not hold the fleet: with its last
+            # reference, its servers end.
+            may_probe=lambda fleet: (
+                not (
+                    lock.locked()
+                    or pausing.paused
+                    or fleet.asleep
+                    or fleet.doubt is not None
+                )
+            ),
+            follower=Follower(
+                self._http,
+                self._capabilities,
+                self._adapters,
+                model=self._model,
+                trust_remote_code=self._settings.trust_remote_code,
+            ),
+            max_restarts=self._settings.max_restarts,
+            progress_seconds=self._settings.progress_timeout,
         )
 
     @classmethod
@@ -294,7 +299,8 @@ class AsyncSGLang(RLSGLangEngine):
             max_restarts: how often each server is started again.
             progress_timeout: when no request has ended for so long, in seconds, and
                 some are under way, every server is asked for a token; one that gives
-                none is started again.
+                none is started again, unless it says that it is paused, as other
+                engine objects do for their weight updates.
             **server_args: arguments of SGLang's server, under its own names or vLLM's.
 
         Raises:
@@ -359,6 +365,10 @@ class AsyncSGLang(RLSGLangEngine):
     ) -> Self:
         """Uses servers that run elsewhere, without owning them.
 
+        It follows their state: one that is away, is started again by its owner or has
+        older weights than the others gets no requests until it has what they have. Of
+        several servers, one must answer now.
+
         Args:
             url: address of one server, like ``"http://127.0.0.1:30000"``. Of an address
                 with user and password (``"http://me:secret@host:80"``), these are sent
@@ -380,6 +390,7 @@ class AsyncSGLang(RLSGLangEngine):
 
         Raises:
             ServerUnavailableError: if no SGLang server answers there.
+            ServerTimeoutError: if the only one that is there does not answer in time.
             ConfigurationError: if an address or the model is wrong, or the servers do
                 not serve the same.
         """
@@ -435,7 +446,7 @@ class AsyncSGLang(RLSGLangEngine):
         http: HttpClient,
         settings: Settings,
     ) -> Self:
-        async def ask() -> list[ServerCapabilities]:
+        async def ask() -> list[ServerCapabilities | BaseException]:
             try:
                 return await asyncio.gather(
                     *(
@@ -446,18 +457,37 @@ class AsyncSGLang(RLSGLangEngine):
                             trust_remote_code=settings.trust_remote_code,
                         )
                         for replica in replicas
-                    )
+                    ),
+                    return_exceptions=True,
                 )
             finally:
                 await http.close()
 
-        found = run_sync(ask())
-        for replica, capabilities in zip(replicas, found, strict=True):
-            capabilities_module.check_same(
-                found[0], replicas[0].url, capabilities, replica.url
+        found: dict[Replica, ServerCapabilities] = {}
+        away: dict[Replica, ServerError] = {}
+        for replica, answer in zip(replicas, run_sync(ask()), strict=True):
+            if isinstance(answer, ServerError) and replica.process is None:
+                away[replica] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found[replica] = answer
+        if not found:
+            raise next(iter(away.values()))
+        (first, known), *others = found.items()
+        for replica, capabilities in others:
+            capabilities_module.check_same(known, first.url, capabilities, replica.url)
+        for replica, error in away.items():
+            torchrl_logger.warning(
+                f"The server at {replica.url} gets no requests until it answers: "
+                f"{error}"
             )
-        newest = max((each.weight_version for each in found), key=version_order)
-        for replica, capabilities in zip(replicas, found, strict=True):
+            replica.state, replica.reason = "down", str(error)
+        newest = max((c.weight_version for c in found.values()), key=version_order)
+        for replica, capabilities in found.items():
+            replica.start_id = capabilities.start_id
+            replica.version = capabilities.weight_version
+            replica.adapters = set(capabilities.adapters)
             if capabilities.weight_version != newest:
                 replica.state = "stale"
                 replica.reason = (
@@ -470,7 +500,7 @@ class AsyncSGLang(RLSGLangEngine):
             router=router,
             start_router=start_router,
         )
-        return cls(fleet, found[0], model=model, http=http, settings=settings)
+        return cls(fleet, known, model=model, http=http, settings=settings)
 
     @property
     def server_url(self) -> str:
@@ -772,7 +802,8 @@ class AsyncSGLang(RLSGLangEngine):
             pinned: keep it among those that batches are computed with; the servers
                 leave at least one place for others.
             version: weight version that completions with it report.
-            default: use it for requests that select none.
+            default: use it for requests that select none, of every engine object of
+                these servers, until whole weights take its place.
             timeout: budget, in seconds. Defaults to 120.
 
         Raises:
@@ -815,6 +846,8 @@ class AsyncSGLang(RLSGLangEngine):
         )
         if version is not None:
             self._fleet.note_version(version)
+        # A server of somebody else may be started again, and needs it then.
+        self._supervisor.begin()
         return loaded
 
     def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
@@ -838,6 +871,53 @@ class AsyncSGLang(RLSGLangEngine):
                 name, timeout=UNLOAD_SECONDS if timeout is None else timeout
             )
         )
+
+    def look_at_servers(self) -> None:
+        """Finds out which servers answer, and what other engine objects sent them.
+
+        It is done by itself where a request fails, and before a weight update.
+
+        Examples:
+            >>> engine.look_at_servers()
+            >>> engine.stats().servers[0].state
+            'serving'
+        """
+        self._check_open()
+        self._fleet.suspect_all()
+        run_sync(self._supervisor.look_now())
+
+    def published_adapters(self, *, timeout: float) -> frozenset[str]:
+        """Returns the LoRA adapters that requests carry unless they select another one.
+
+        Weight updates have published them, or :meth:`load_adapter` with
+        ``default=True``, of this engine object or of others. The servers are asked.
+
+        Args:
+            timeout: budget, in seconds.
+
+        Returns:
+            What the servers call them.
+
+        Examples:
+            >>> engine.published_adapters(timeout=10.0)
+            frozenset()
+        """
+        self._check_open()
+        return run_sync(self._adapters.published(timeout=timeout))
+
+    def withdraw_adapters(self, *, timeout: float) -> None:
+        """Has servers drop the published adapters; a part of whole-weight updates.
+
+        Generation must be paused, or nothing may run: requests with one are aborted.
+
+        Args:
+            timeout: budget, in seconds.
+
+        Raises:
+            SGLangError: if a server still holds one when the budget is used up.
+        """
+        self._check_open()
+        run_sync(self._adapters.withdraw(timeout=timeout))
 
     @property
     def openai_base_url(self) -> str:
@@ -1016,6 +1096,8 @@ class AsyncSGLang(RLSGLangEngine):
             raise ServerUnavailableError(
                 f"The engine at {self.server_url} was shut down; make a new one."
             )
+        if self._fleet.unsettled:
+            self._supervisor.begin()
 
     def _check_usable(self) -> None:
         self._check_open()
@@ -1237,8 +1319,7 @@ class AsyncSGLang(RLSGLangEngine):
             return
         self._closed = True
         self._fleet.close()
-        if self._supervisor is not None:
-            self._supervisor.stop()
+        self._supervisor.stop()
         try:
             run_sync(self._data.close())
             run_sync(self._adapters.close())
@@ -1262,10 +1343,10 @@ class AsyncSGLang(RLSGLangEngine):
             "_generation",
             "_memory",
             "_update_lock",
+            "_supervisor",
         ):
             del state[name]
         state["_adapters"] = self._adapters.state()
-        state["_supervisor"] = None
         state["_tokenizer"] = None
         return state
 

@@ -160,6 +160,25 @@ class RLSGLangEngine(abc.ABC):
         """Drops a LoRA adapter; see :meth:`AsyncSGLang.unload_adapter`."""
 
     @abc.abstractmethod
+    def look_at_servers(self) -> None:
+        """Finds out which servers answer, and what other engine objects sent them."""
+
+    @abc.abstractmethod
+    def published_adapters(self, *, timeout: float) -> frozenset[str]:
+        """Returns the LoRA adapters that requests carry unless they select another one.
+
+        Those of every engine object of these servers, as the servers call them.
+        """
+
+    @abc.abstractmethod
+    def withdraw_adapters(self, *, timeout: float) -> None:
+        """Has servers drop these, when whole weights take their place.
+
+        Raises:
+            SGLangError: if a server still holds one when the budget is used up.
+        """
+
+    @abc.abstractmethod
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer of the served model."""
 

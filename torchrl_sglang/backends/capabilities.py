@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+import orjson
 import torch
 
 from torchrl_sglang.backends.http import HttpClient
@@ -36,6 +37,9 @@ _LORA_TENSORS = "/load_lora_adapter_from_tensors"
 _LORA_FIELDS = ("serialized_named_tensors", "serialized_tensors")
 """Where they are in it, newest first: a list with one copy for each tensor-parallel
 rank, or one text."""
+
+_INFO_ROUTES = ("/server_info", "/get_server_info")
+"""Where a server's arguments and the state of its scheduler are, newest first."""
 
 _LOAD_ROUTES = ("/v1/loads", "/get_load")
 """Where the number of running requests is, newest first."""
@@ -128,7 +132,7 @@ async def find_out(
 
     described = await _ask_routes(ask, url)
     routes = set(described["paths"])
-    server_info = await ask(_first(routes, ("/server_info", "/get_server_info"), url))
+    server_info = await ask(_first(routes, _INFO_ROUTES, url))
     model_info = await ask(_first(routes, ("/model_info", "/get_model_info"), url))
     models = await ask("/v1/models")
     try:
@@ -225,6 +229,26 @@ def _first(routes: set[str], candidates: tuple[str, ...], url: str) -> str:
         f"The server at {url} has none of the routes {', '.join(candidates)}; its "
         f"version of SGLang is too old or too new for this package."
     )
+
+
+def start_id(server_info: Mapping[str, Any]) -> str:
+    """Returns what differs from one start of a server to the next. Pure.
+
+    That is how long the phases of its start took, to the nanosecond, and the seed that
+    it has drawn, where it was given none.
+
+    Args:
+        server_info: the server's answer to ``/server_info``.
+
+    Examples:
+        >>> start_id({"random_seed": 7, "startup_time": {"e2e": 1.25}})
+        '[7,{"e2e":1.25}]'
+    """
+    states = server_info.get("internal_states") or ()
+    times = [server_info.get("startup_time"), *(s.get("startup_time") for s in states)]
+    known = [server_info.get("random_seed"), *times]
+    found = [each for each in known if each is not None]
+    return orjson.dumps(found).decode() if found else ""
 
 
 def check_same(
@@ -353,6 +377,7 @@ def interpret(
         dp_size=int(server_info.get("dp_size") or 1),
         needs_update_session="/begin_weight_update" in routes,
         load_route=_first(routes, _LOAD_ROUTES, url),
+        info_route=next((r for r in _INFO_ROUTES if r in routes), _INFO_ROUTES[0]),
         has_tokenizer=not skip_tokenizer,
         has_grammar=grammar not in (None, "none"),
         weight_version=str(model_info.get("weight_version") or "default"),
@@ -363,6 +388,8 @@ def interpret(
         adapters=adapters_in(models),
         can_sleep=not any(what_keeps_awake(server_info)),
         keeps_weights=bool(server_info.get("enable_weights_cpu_backup")),
+        tells_paused="/ready" in routes,
+        start_id=start_id(server_info),
         server_args={
             name: value
             for name, value in server_info.items()

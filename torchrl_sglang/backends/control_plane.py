@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from torchrl_sglang.backends.capabilities import adapters_in
+from torchrl_sglang.backends.capabilities import adapters_in, start_id
 from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.errors import (
     RequestRefusedError,
@@ -133,6 +133,13 @@ class ControlPlane:
         """Returns the weight version that each server reports."""
         answers = await self._all("GET", "/model_info", timeout=timeout, urls=urls)
         return [str(answer.get("weight_version") or "default") for answer in answers]
+
+    async def start_id(self, url: str, *, timeout: float = 10.0) -> str:
+        """Returns which start of a server this is; empty where it does not tell."""
+        (answer,) = await self._all(
+            "GET", self.capabilities.info_route, timeout=timeout, urls=[url]
+        )
+        return start_id(answer)
 
     async def schedulers_answer(
         self, *, timeout: float
@@ -296,18 +303,36 @@ class ControlPlane:
         )
 
     async def begin_weight_update(
-        self, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+        self,
+        *,
+        timeout: float = CONTROL_TIMEOUT_SECONDS,
+        urls: Sequence[str] | None = None,
     ) -> None:
         """Opens an update session, where the servers have such sessions."""
         if self.capabilities.needs_update_session:
-            await self._all("POST", "/begin_weight_update", {}, timeout=timeout)
+            await self._all(
+                "POST", "/begin_weight_update", {}, timeout=timeout, urls=urls
+            )
+
+    async def begin_weight_update_on_each(
+        self, urls: Sequence[str], *, timeout: float = CONTROL_TIMEOUT_SECONDS
+    ) -> dict[str, SGLangError | None]:
+        """Opens update sessions; returns each server's error, or None."""
+        if not self.capabilities.needs_update_session:
+            return {}
+        return await self._each("/begin_weight_update", {}, timeout, urls)
 
     async def end_weight_update(
-        self, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+        self,
+        *,
+        timeout: float = CONTROL_TIMEOUT_SECONDS,
+        urls: Sequence[str] | None = None,
     ) -> None:
         """Closes the update session, where the servers have such sessions."""
         if self.capabilities.needs_update_session:
-            await self._all("POST", "/end_weight_update", {}, timeout=timeout)
+            await self._all(
+                "POST", "/end_weight_update", {}, timeout=timeout, urls=urls
+            )
 
     async def update_weights_from_distributed(
         self,

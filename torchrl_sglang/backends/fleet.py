@@ -9,10 +9,18 @@ Decisions are made here, from what is known; ``supervisor.py`` acts on them.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +36,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 
-__all__ = ["Fleet", "OwnedProcess", "Replica", "RouterLike"]
+__all__ = ["Fleet", "OwnedProcess", "Replica", "RouterLike", "version_order"]
 
 ReplicaState = Literal["serving", "stale", "down", "lost"]
 
@@ -86,7 +94,7 @@ class RouterLike(Protocol):
         """Has it send no more requests to a server; those under way are finished."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Replica:
     """One server."""
 
@@ -112,7 +120,13 @@ class Replica:
     reason: str = ""
     """Why it does not serve: the end of its log, usually."""
     adapters: set[str] = field(default_factory=set)
-    """LoRA adapters that this engine has loaded into it, as it calls them."""
+    """LoRA adapters that it holds, as it calls them."""
+    start_id: str = ""
+    """Which start of the server this is; see :class:`.ServerCapabilities`."""
+    restarted: bool = False
+    """Whether it was started again and has not served since."""
+    version: str = ""
+    """Version of its weights, as it said last; empty where it was not asked."""
 
     @property
     def runs(self) -> bool:
@@ -160,7 +174,12 @@ class Fleet:
     """LoRA adapters that requests may name: a replica without them gets none."""
     on_change: Callable[[], None] = lambda: None
     """Called when something happened that the supervisor should look at."""
+    look: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
+    """Looks at the servers that are out of rotation or suspected, now."""
+    suspects: set[str] = field(default_factory=set, repr=False)
+    """Servers that are to be looked at although they serve: a request failed there."""
     _initial_version: str = ""
+    _pid: int = field(default_factory=os.getpid, repr=False)
     _updating: dict[str, OwnedProcess | None] | None = None
     _members: int = 0
     # Servers join on threads of their own, while others look and update.
@@ -221,40 +240,136 @@ class Fleet:
                 if not replica.runs:
                     continue
                 whole = updated.get(replica.url, self) is replica.process
-                equipped = self.is_equipped(replica)
+                equipped = not self.lacks_adapters(replica)
                 if version is not None:
                     replica.state = "serving" if whole and equipped else "stale"
-                elif not whole and self.weight_version == self._initial_version:
-                    replica.state = "serving" if equipped else "stale"
+                    replica.version = version if whole else ""
+                    replica.restarted &= replica.state == "stale"
         self.on_change()
 
     def joined(self, replica: Replica, process: OwnedProcess) -> None:
-        """Takes back a replica that was started again with the checkpoint's weights."""
+        """Takes note of a replica that was started again.
+
+        It has the checkpoint's weights and no adapters, and serves when it was looked
+        at: others may have sent the rest newer ones.
+        """
         with self._lock:
             if not (self.closed or self.asleep):
-                initial = self.weight_version == self._initial_version
-                replica.adapters = set()
-                equipped = self.is_equipped(replica)
-                current = initial and self._updating is None and equipped
-                replica.process, replica.reason = process, ""
+                replica.adapters, replica.version = set(), ""
+                replica.process = process
                 replica.released = frozenset()
-                replica.state = "serving" if current else "stale"
+                replica.start_id, replica.restarted = "", True
+                replica.state = "stale"
+                replica.reason = (
+                    f"The server at {replica.url} was started again and is asked what "
+                    f"it has."
+                )
                 self._members += 1
-                if not current:
-                    awaited = "the next weight update" if equipped else "its adapters"
-                    replica.reason = (
-                        f"The server at {replica.url} was started again and waits for "
-                        f"{awaited}."
-                    )
                 return
         process.stop()
 
+    @property
+    def unsettled(self) -> list[Replica]:
+        """Replicas that are to be looked at: out of rotation, or suspected.
+
+        One that this engine owns and that has ended is not: it is started again.
+        """
+        return [
+            replica
+            for replica in self.replicas
+            if replica.state == "stale"
+            or (replica.state == "down" and not self.owns(replica))
+            or (replica.state == "serving" and replica.url in self.suspects)
+        ]
+
+    def owns(self, replica: Replica) -> bool:
+        """Returns whether this process has started a server, and starts it again."""
+        return replica.process is not None and self._pid == os.getpid()
+
+    def suspect_all(self) -> None:
+        """Has every server that serves looked at: one of them has older weights."""
+        self.suspects.update(self.serving)
+        self.on_change()
+
     def has_version(self, replica: Replica, version: str) -> None:
-        """Takes note of the weights of a replica that waited for current ones."""
+        """Takes note of the weights that a replica says it has.
+
+        The newest that any server has are the current ones, whoever sent them; who has
+        older ones waits for newer ones. Who was started again waits for every adapter
+        that requests may name, too.
+        """
         with self._lock:
-            current = version == self.weight_version and self.is_equipped(replica)
-            if current and self._updating is None and replica.state == "stale":
-                replica.state, replica.reason = "serving", ""
+            replica.version = version
+            if self._updating is not None or self.closed or not replica.runs:
+                return
+            if version_order(version) > version_order(self.weight_version):
+                self.weight_version = version
+                self.note_version(version)
+                # Whoever has older ones is found out before it answers.
+                self.suspects.update(u for u in self.serving if u != replica.url)
+            before = replica.state
+            replica.reason = self._why_it_waits(replica)
+            replica.state = "stale" if replica.reason else "serving"
+            if replica.state == "serving":
+                replica.restarted = False
+            elif before == "serving":
+                torchrl_logger.warning(f"{replica.reason} It gets no requests.")
+                self._members += 1
+        if self.suspects or before != replica.state:
+            self.on_change()
+
+    def _why_it_waits(self, replica: Replica) -> str:
+        if replica.version != self.weight_version:
+            return (
+                f"The server at {replica.url} has weights of version "
+                f"{replica.version!r}, and the current ones are "
+                f"{self.weight_version!r}."
+            )
+        if not self.lacks_adapters(replica):
+            return ""
+        lacking = ", ".join(sorted(self.required_adapters - replica.adapters))
+        return (
+            f"The server at {replica.url} was started again and lacks LoRA adapters "
+            f"that requests may name: {lacking}. The engine object that has loaded "
+            f"them loads them again; if it is gone, unload them."
+        )
+
+    def lacks_adapters(self, replica: Replica) -> bool:
+        """Returns whether a replica that was started again waits for adapters."""
+        return replica.restarted and not self.is_equipped(replica)
+
+    def holds(
+        self, replica: Replica, adapters: Collection[str], before: Collection[str]
+    ) -> None:
+        """Takes note of the adapters that a replica says it holds.
+
+        Args:
+            replica: the server.
+            adapters: what it says.
+            before: what was known when it was asked; what has been loaded since stays.
+        """
+        with self._lock:
+            replica.adapters = set(adapters) | (replica.adapters - set(before))
+
+    def is_back(self, replica: Replica, start_id: str) -> None:
+        """Takes note that a server of somebody else answers again; it waits."""
+        with self._lock:
+            if replica.state == "down" and not self.owns(replica):
+                same = start_id != "" and start_id == replica.start_id
+                replica.restarted = replica.restarted or not same
+                replica.state, replica.start_id = "stale", start_id
+                replica.adapters, replica.version = set(), ""
+                self._members += 1
+
+    def was_restarted(self, replica: Replica, start_id: str) -> None:
+        """Takes a replica out that somebody else has started again."""
+        with self._lock:
+            replica.start_id, replica.restarted = start_id, True
+            if replica.state == "serving":
+                replica.state = "stale"
+                replica.reason = self._why_it_waits(replica)
+                self._members += 1
+        self.on_change()
 
     def is_equipped(self, replica: Replica) -> bool:
         """Returns whether a replica holds every adapter that requests may name."""
@@ -274,8 +389,9 @@ class Fleet:
             before it does.
         """
         with self._lock:
+            added = names - self.required_adapters
             if any(
-                r.state == "serving" and not names <= r.adapters for r in self.replicas
+                r.state == "serving" and not added <= r.adapters for r in self.replicas
             ):
                 return False
             self.required_adapters = names
@@ -418,6 +534,10 @@ class Fleet:
         if (
             router is not None
             and router.usable
+            # Somebody else's does not know who is out of rotation here.
+            and not (
+                isinstance(router, RemoteRouter) and len(serving) < len(self.replicas)
+            )
             and router.url not in avoid
             and not direct
             and (session is None or router.keyed)
@@ -454,16 +574,21 @@ class Fleet:
     def failed(self, url: str) -> None:
         """Takes note that a request to this address failed."""
         self._failures[url] = time.monotonic()
+        if any(replica.url == url for replica in self.replicas):
+            self.suspects.add(url)
         self.on_change()
 
     def why_nobody_serves(self) -> SGLangError:
         """Returns the error that tells what has become of every server."""
         stale = [replica for replica in self.replicas if replica.state == "stale"]
-        initial = self.weight_version == self._initial_version
-        if initial and not all(self.is_equipped(replica) for replica in stale):
+        if any(
+            replica.version == self.weight_version and self.lacks_adapters(replica)
+            for replica in stale
+        ):
             return ServerUnavailableError(
                 "The servers that run were started again and are being given their "
-                "LoRA adapters; try again in a few seconds."
+                "LoRA adapters; try again in a few seconds. "
+                + " ".join(replica.reason for replica in stale)
             )
         if stale:
             return WeightSyncStateError(
@@ -490,6 +615,8 @@ class Fleet:
                     released=r.released if r.runs else frozenset(),
                     gpus=r.gpus,
                     visible_gpus=r.visible_gpus,
+                    start_id=r.start_id,
+                    restarted=r.restarted,
                 )
                 for r in self.replicas
             ],
@@ -502,6 +629,7 @@ class Fleet:
             "checkpoint_version": self.checkpoint_version,
             "weight_version": self.weight_version,
             "_initial_version": self._initial_version,
+            "_pid": 0,
             "_updating": None,
             "_registered": set(self._registered),
             "start_router": None,
@@ -512,6 +640,8 @@ class Fleet:
             "required_adapters": frozenset(),
             "closed": self.closed,
             "on_change": _nothing,
+            "look": None,
+            "suspects": set(),
             "_failures": {},
             "_homes": dict(self._homes),
             "_turn": 0,
@@ -520,6 +650,11 @@ class Fleet:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock()
+
+
+def version_order(version: str) -> int:
+    """Returns a weight version as a number; a name, such as ``default``, is oldest."""
+    return int(version) if version.isdigit() else -1
 
 
 def in_order(tags: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from torchrl_sglang.backends.adapters import Adapters
 from torchrl_sglang.backends.batch import Batch, Flags, prepare
 from torchrl_sglang.backends.checks import check_seconds
 from torchrl_sglang.backends.data_plane import DataPlane
-from torchrl_sglang.backends.fleet import Fleet
+from torchrl_sglang.backends.fleet import Fleet, version_order
 from torchrl_sglang.backends.wire import GenerateRequest
 from torchrl_sglang.errors import (
     GenerationAbortedError,
@@ -29,10 +29,13 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
 
-__all__ = ["GENERATE_TIMEOUT_SECONDS", "Call", "Generation", "version_order"]
+__all__ = ["GENERATE_TIMEOUT_SECONDS", "Call", "Generation"]
 
 GENERATE_TIMEOUT_SECONDS = 1800.0
 """Default budget for one batch."""
+
+MAX_LOOKS = 3
+"""How often one call looks which servers have older weights than the rest."""
 
 DEATH_GRACE_SECONDS = 2.0
 """A server that hung up gets this long to be seen dead, so that the error says so."""
@@ -83,7 +86,7 @@ class Generation:
         outcomes: dict[int, Completion | SGLangError] = dict(batch.errors)
         budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
         deadline = time.monotonic() + budget
-        left = batch.requests
+        left, looks = batch.requests, 0
         while left:
             key = self._fleet.weight_version
             interruptions = self._fleet.interruptions
@@ -97,12 +100,16 @@ class Generation:
             except ServerUnavailableError as error:
                 await self.raise_better(error)
                 raise
-            again = {}
+            again, older = {}, False
             for index, answer in zip(left, answers, strict=True):
-                if self._is_lost(left[index], answer, key, interruptions):
+                if self._is_older(answer, key):
+                    again[index], older = left[index], True
+                elif self._is_lost(left[index], answer, key, interruptions):
                     again[index] = left[index]
                 else:
                     outcomes[index] = self._in_place(answer, index, batch.size, call)
+            if older:
+                looks = await self._look_at_servers(looks)
             left = again
         return [outcomes[index] for index in range(batch.size)]  # type: ignore[misc]
 
@@ -115,9 +122,9 @@ class Generation:
             yield index, failure
         budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
         deadline = time.monotonic() + budget
-        left = batch.requests
+        left, looks = batch.requests, 0
         while left:
-            key, again = self._fleet.weight_version, {}
+            key, again, older = self._fleet.weight_version, {}, False
             interruptions = self._fleet.interruptions
             places = list(left)
             stream = self._data.stream(
@@ -130,13 +137,17 @@ class Generation:
                 try:
                     async for place, answer in stream:
                         index = places[place]
-                        if self._is_lost(left[index], answer, key, interruptions):
+                        if self._is_older(answer, key):
+                            again[index], older = left[index], True
+                        elif self._is_lost(left[index], answer, key, interruptions):
                             again[index] = left[index]
                         else:
                             yield index, self._in_place(answer, index, batch.size, call)
                 except ServerUnavailableError as error:
                     await self.raise_better(error)
                     raise
+            if older:
+                looks = await self._look_at_servers(looks)
             left = again
 
     async def _prepare(self, call: Call) -> Batch:
@@ -202,26 +213,41 @@ class Generation:
             answer = replace(answer, mixed_state=mixed)
         return _in_place(answer, index, size, call)
 
+    def _is_older(self, answer: Completion | SGLangError, key: str) -> bool:
+        """Tells whether an answer has older weights than were served when it was asked.
+
+        Its server was started again by somebody else, and no one knew.
+        """
+        if not isinstance(answer, Completion) or not answer.versions:
+            return False
+        return version_order(answer.versions[-1].version) < version_order(key)
+
+    async def _look_at_servers(self, looks: int) -> int:
+        """Takes servers that have older weights out of rotation; counts how often.
+
+        Raises:
+            WeightSyncStateError: if that was no help.
+        """
+        if looks >= MAX_LOOKS or self._fleet.look is None:
+            raise WeightSyncStateError(
+                f"A server answered with older weights than the current ones, "
+                f"{self._fleet.weight_version!r}, and does not say so itself: "
+                f"it was started again by somebody else. Send the weights again."
+            )
+        self._fleet.suspect_all()
+        await self._fleet.look()
+        return looks + 1
+
     def _is_stale(self, answer: Completion | SGLangError, key: str) -> bool:
         """Takes over a newer weight version, and tells whether to ask again.
 
         An answer that began with newer weights than ``key``, and with cached state
         that was looked up under that key, may have been computed by older weights:
         another engine object updated them meanwhile.
-
-        Raises:
-            WeightSyncStateError: if the answer has older weights than were served when
-                it was asked for.
         """
         if not isinstance(answer, Completion) or not answer.versions:
             return False
         first, last = answer.versions[0].version, answer.versions[-1].version
-        if version_order(last) < version_order(key):
-            raise WeightSyncStateError(
-                f"A server answered with weights of version {last!r}, and the current "
-                f"ones are {key!r}: it was started again by somebody else. Send the "
-                f"weights again."
-            )
         if version_order(last) > version_order(self._fleet.weight_version):
             self._fleet.weight_version = last
         newer = version_order(first) > version_order(key)
@@ -259,8 +285,3 @@ def _in_place(
         span = VersionSpan(version=answer.adapter_version, start=0, end=end)
         answer = replace(answer, versions=(span,))
     return answer
-
-
-def version_order(version: str) -> int:
-    """Returns a weight version as a number; a name, such as ``default``, is oldest."""
-    return int(version) if version.isdigit() else -1

@@ -54,9 +54,11 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
         torchrl_logger.warning(f"{error} The server is started again.")
         fleet.mark_down(replica, str(error))
         await asyncio.to_thread(replica.process.stop)
-    while any(replica.state == "down" for replica in fleet.replicas):
+    # Those of somebody else come back when their owner has started them again.
+    owned = [replica for replica in fleet.replicas if fleet.owns(replica)]
+    while any(replica.state == "down" for replica in owned):
         if time.monotonic() > deadline:
-            reasons = " ".join(r.reason for r in fleet.replicas if r.state == "down")
+            reasons = " ".join(r.reason for r in owned if r.state == "down")
             raise ServerTimeoutError(
                 f"Servers that were started again are not there after {timeout:g} s. "
                 f"{reasons}"

@@ -3,6 +3,9 @@
 It runs on the background loop for as long as somebody holds the fleet. What it may do
 is limited: a replica that keeps ending is given up, and one that holds other weights
 than its siblings gets no traffic until a weight update has reached it.
+
+An engine that owns no server starts none: its watch only runs while one of the servers
+is out of rotation, and takes it back when it has what the others have.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from typing import TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.event_loop import get_loop, submit
+from torchrl_sglang.backends.event_loop import get_loop
 from torchrl_sglang.backends.fleet import Fleet, OwnedProcess, Replica, RouterLike
+from torchrl_sglang.backends.following import Follower
+from torchrl_sglang.backends.hanging import hangs
 from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.backends.process import stop_starting
 from torchrl_sglang.errors import ServerUnavailableError, SGLangError
+from torchrl_sglang.types import ServerCapabilities
 
 __all__ = ["Supervisor"]
 
@@ -34,8 +40,11 @@ LOOK_SECONDS = 0.5
 
 PROGRESS_SECONDS = 120.0
 """Default for how long no request may end, of those under way, before servers are asked
-to generate: long responses are no fault, and servers that pause must not be taken for
-ones that hang."""
+to generate: long responses are no fault."""
+
+KEEP_SECONDS = 2.0
+"""How often an engine looks whether servers that it does not own still have the LoRA
+adapters that it has loaded: whoever starts such a server again does not have them."""
 
 FIRST_RESTART_SECONDS = 0.5
 """Wait before a server is started again; it doubles with each start that fails."""
@@ -50,7 +59,7 @@ STOP_POLL_SECONDS = 0.02
 """How often they are looked for."""
 
 PROBE_BUDGET_SECONDS = 20.0
-"""Budget for a server to generate one token."""
+"""Budget for the router to answer."""
 
 
 class Supervisor:
@@ -59,54 +68,85 @@ class Supervisor:
     Args:
         fleet: the servers; held weakly.
         http: connections.
+        capabilities: what the servers can do.
         progress: returns (requests under way, requests completed).
         may_probe: returns whether the servers of a fleet are expected to generate:
             not while generation is paused. It must not hold the fleet.
+        follower: asks servers what they have.
         max_restarts: how often a replica is started again before it is given up.
         progress_seconds: see :data:`PROGRESS_SECONDS`.
-        equip: begins to give a replica the adapters that it lacks; does not wait.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         http: HttpClient,
+        capabilities: ServerCapabilities,
         *,
         progress: Callable[[], tuple[int, int]],
         may_probe: Callable[[Fleet], bool],
+        follower: Follower,
         max_restarts: int,
         progress_seconds: float = PROGRESS_SECONDS,
-        equip: Callable[[Replica], None] = lambda replica: None,
     ) -> None:
         self._fleet = weakref.ref(fleet)
         self._http = http
+        self._capabilities = capabilities
         self._progress = progress
         self._may_probe = may_probe
         self._max_restarts = max_restarts
-        self._equip = equip
+        self._follower = follower
         self._progress_seconds = progress_seconds
+        self._stopped = threading.Event()
+        self._begin_in_this_process()
+        fleet.on_change, fleet.look = self.wake, self.look_now
+        if any(fleet.owns(replica) for replica in fleet.replicas):
+            self.begin()
+
+    def _begin_in_this_process(self) -> None:
         self._pid = os.getpid()
         self._wake = asyncio.Event()
         # Addresses of what is being started; only added to on the background loop.
         self._starting: set[str] = set()
         self._router_failures = 0
         self._routing: asyncio.Task[None] | None = None
-        self._stopped = threading.Event()
+        self._following: asyncio.Task[None] | None = None
         self._last_progress = (time.monotonic(), 0)
-        fleet.on_change = self.wake
-        self._task = submit(self._watch())
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Begins to watch, unless it does so. Can be called from any thread."""
+        if not self._stopped.is_set() and not sys.is_finalizing():
+            get_loop().call_soon_threadsafe(self._begin)
 
     def wake(self) -> None:
         """Has the fleet looked at now. Can be called from any thread."""
-        if self._pid == os.getpid():
-            get_loop().call_soon_threadsafe(self._wake.set)
+        if not self._stopped.is_set() and not sys.is_finalizing():
+            get_loop().call_soon_threadsafe(self._begin, True)
+
+    def _begin(self, at_once: bool = False) -> None:
+        if self._pid != os.getpid():
+            # A fork watches by itself, and owns nothing.
+            self._begin_in_this_process()
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._watch())
+        if at_once:
+            self._wake.set()
+
+    async def look_now(self) -> None:
+        """Looks at the servers that are out of rotation or suspected."""
+        fleet = self._fleet()
+        if fleet is not None and self._may_probe(fleet):
+            await self._follower.look(fleet)
 
     def stop(self) -> None:
         """Ends the watch, and what it is starting."""
+        self._stopped.set()
         if self._pid != os.getpid():
             return
-        self._stopped.set()
-        self._task.cancel()
+        for task in (self._task, self._following):
+            if task is not None:
+                get_loop().call_soon_threadsafe(task.cancel)
         deadline = time.monotonic() + STOP_SECONDS
         # A start is seen a moment after it began.
         while self._starting and time.monotonic() < deadline:
@@ -125,12 +165,27 @@ class Supervisor:
                 if sys.is_finalizing() or self._stopped.is_set():
                     return
                 torchrl_logger.warning(f"While watching the servers: {error!r}")
+            wait = self._next_look(fleet)
+            if wait is None:
+                return
             del fleet
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), LOOK_SECONDS)
+                await asyncio.wait_for(self._wake.wait(), wait)
+
+    def _next_look(self, fleet: Fleet) -> float | None:
+        """Returns how soon to look again, or None where there is nothing to watch."""
+        busy = self._following is not None and not self._following.done()
+        if busy or fleet.unsettled or any(fleet.owns(each) for each in fleet.replicas):
+            return LOOK_SECONDS
+        return KEEP_SECONDS if self._follower.keeps_adapters else None
 
     async def _look(self, fleet: Fleet) -> None:
+        self._follow(fleet)
+        if not any(fleet.owns(replica) for replica in fleet.replicas):
+            if self._follower.keeps_adapters and not fleet.unsettled:
+                await self._follower.look_at_adapters()
+            return
         fleet.notice_deaths()
         if self._is_stuck() and self._may_probe(fleet):
             await asyncio.gather(
@@ -150,7 +205,6 @@ class Supervisor:
             elif replica.url not in self._starting:
                 self._start_again(fleet, replica)
         self._look_after_router(fleet)
-        await self._look_at_stale(fleet)
 
     def _is_stuck(self) -> bool:
         """Returns whether requests are under way and none has ended for long."""
@@ -166,8 +220,8 @@ class Supervisor:
         return True
 
     async def _probe(self, fleet: Fleet, replica: Replica) -> None:
-        """Asks a server for one token, which a scheduler that hangs cannot give."""
-        if await self._answers(f"{replica.url}/health_generate"):
+        """Starts a server again that hangs, and none that somebody has paused."""
+        if not await hangs(self._http, self._capabilities, replica.url):
             return
         if not self._may_probe(fleet) or replica.state != "serving":
             return
@@ -197,23 +251,11 @@ class Supervisor:
             return False
         return True
 
-    async def _look_at_stale(self, fleet: Fleet) -> None:
-        """Takes servers back that another engine object has sent the weights to."""
-        for replica in fleet.replicas:
-            if replica.state != "stale" or not self._may_probe(fleet):
-                continue
-            if not fleet.is_equipped(replica):
-                self._equip(replica)
-                continue
-            try:
-                answer = await self._http.request(
-                    "GET", f"{replica.url}/model_info", timeout=PROBE_BUDGET_SECONDS
-                )
-                version = answer.raise_for_status().json().get("weight_version")
-            except SGLangError as error:
-                torchrl_logger.debug(f"A server does not tell its version: {error}")
-                continue
-            fleet.has_version(replica, str(version))
+    def _follow(self, fleet: Fleet) -> None:
+        # In a task of its own: a server can take long to answer.
+        idle = self._following is None or self._following.done()
+        if idle and fleet.unsettled and self._may_probe(fleet):
+            self._following = asyncio.ensure_future(self._follower.look(fleet))
 
     def _look_after_router(self, fleet: Fleet) -> None:
         router = fleet.router

@@ -81,6 +81,7 @@ class FakeServer:
         weight_version (str): whose weights it says that it generates with.
         cached_tokens (int): how many tokens of a prompt it says were cached.
         adapters (list): the LoRA adapters that it holds.
+        paused (bool): whether generation is paused, which keeps no request waiting.
 
     Examples:
         >>> with FakeServer(tiny_model_path) as server:
@@ -119,6 +120,8 @@ class FakeServer:
         self._enable_memory_saver = enable_memory_saver
         self._released: set[str] = set()
         self._dead = False
+        self.paused = False
+        self._starts = 1
         self._peers: set[Any] = set()
         self._most_open = 0
         self._hanging: dict[asyncio.Event, set[str]] = {}
@@ -147,6 +150,18 @@ class FakeServer:
             yield
         finally:
             self._faults.pop(path, None)
+
+    def die(self) -> None:
+        """Breaks every connection from now on, as a server that has ended does."""
+        self._dead = True
+
+    def restart(self) -> None:
+        """Begins anew, with the checkpoint's weights and without adapters."""
+        self._starts += 1
+        self.weight_version = "default"
+        self.adapters.clear()
+        self._released.clear()
+        self._in_session = self.paused = self._dead = False
 
     def recover(self) -> None:
         """Misbehaves no more, and ends every request that hangs as an abort does."""
@@ -293,9 +308,10 @@ class FakeServer:
             "/v1/loads": self._loads,
             "/health": _empty,
             "/health_generate": _empty,
+            "/ready": self._ready_route,
             "/flush_cache": _flushed,
             "/pause_generation": self._pause,
-            "/continue_generation": _ok,
+            "/continue_generation": self._continue,
             "/release_memory_occupation": self._release,
             "/resume_memory_occupation": self._resume,
             "/abort_request": self._abort,
@@ -354,6 +370,7 @@ class FakeServer:
                 "grammar_backend": "none",
                 "max_req_input_len": self._context - LONGEST_PROMPT_ROOM,
                 "enable_memory_saver": self._enable_memory_saver,
+                "startup_time": {"tokenizer_e2e": float(self._starts)},
             }
         )
 
@@ -379,7 +396,15 @@ class FakeServer:
         mode = (content or {}).get("mode", "abort")
         if mode not in ("abort", "retract", "in_place"):
             return _refusal("Input should be 'abort', 'retract' or 'in_place'")
+        self.paused = True
         return _ok(content)
+
+    def _continue(self, content: Any) -> web.Response:
+        self.paused = False
+        return _ok(content)
+
+    def _ready_route(self, content: Any) -> web.Response:
+        return web.Response(status=503 if self.paused else 200)
 
     def _release(self, content: Any) -> web.Response:
         tags = set(content["tags"] or MEMORY_TAGS)

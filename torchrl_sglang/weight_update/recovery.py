@@ -38,7 +38,6 @@ def recover(
     pause_mode: PauseMode,
     load_timeout: float = LOAD_TIMEOUT_SECONDS,
     held: WeightUpdate | None = None,
-    replaces_adapter: bool = False,
 ) -> SyncReport:
     """Has every server load the checkpoint that it was started with, and generate.
 
@@ -48,7 +47,6 @@ def recover(
         pause_mode: what happens to requests that run meanwhile.
         load_timeout: budget for the servers to read their files, in seconds.
         held: the caller's hold of the engine, if it has one.
-        replaces_adapter: requests carry a LoRA adapter, and shall no longer.
 
     Raises:
         UnsupportedByServerError: if the servers were started without a checkpoint.
@@ -71,7 +69,6 @@ def recover(
         pause_mode="retract" if pause_mode == "none" else pause_mode,
         whole=False,
         held=held,
-        replaces_adapter=replaces_adapter,
         checkpoint=True,
     )
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.adapters import parse_served_name
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
     ServerError,
-    SGLangError,
     WeightSyncStateError,
     WeightTransferError,
 )
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 __all__ = ["SGLangWeightSender"]
-
-UNLOAD_SECONDS = 10.0
-"""Budget for the last requests of an adapter that whole weights have replaced."""
 
 
 class SGLangWeightSender:
@@ -231,6 +228,8 @@ class SGLangWeightSender:
             # Every rank must come to the same answer, and only one sees the servers.
             return False
         engine = self._scheme.engine
+        if engine.capabilities.has_lora:
+            engine.look_at_servers()
         return (
             engine.capabilities.has_lora
             and engine.base_problem is None
@@ -304,6 +303,7 @@ class SGLangWeightSender:
 
     def _transfer(self, source: Source, given: Any, verify: bool) -> SyncReport:
         engine = self._scheme.engine
+        engine.look_at_servers()
         found = open_weights(source, self._served(), self._fused)
         # From here on nobody else can take the version.
         with engine.weight_update() as update:
@@ -313,8 +313,7 @@ class SGLangWeightSender:
                 if self._verifier is None:
                     self._verifier = Verifier(engine)
                 found, check = self._verifier.watch(found, given, version=version)
-            adapter = self._published_adapter()
-            report = session.update_weights(
+            return session.update_weights(
                 engine,
                 self._get_transport(self._scheme.device or found.device),
                 found,
@@ -325,27 +324,7 @@ class SGLangWeightSender:
                 reason=self._reason,
                 control_timeout=self._scheme.control_timeout,
                 held=update,
-                replaces_adapter=adapter is not None,
             )
-        self._drop_adapter(adapter)
-        return report
-
-    def _published_adapter(self) -> str | None:
-        """Returns the adapter that requests carry and that whole weights replace."""
-        engine = self._scheme.engine
-        adapter = engine.adapters.get(engine.default_adapter or "")
-        if adapter is None or adapter.version is None:
-            return None
-        return adapter.name if adapter.name == self._scheme.adapter else None
-
-    def _drop_adapter(self, name: str | None) -> None:
-        """Gives the room of an adapter back that no request selects any more."""
-        if name is None:
-            return
-        try:
-            self._scheme.engine.unload_adapter(name, timeout=UNLOAD_SECONDS)
-        except SGLangError as error:
-            torchrl_logger.warning(f"The LoRA adapter {name!r} stays loaded: {error}")
 
     def _is_left_to_another(self, model: Any) -> bool:
         """Returns whether another rank sends a model; needs no server."""
@@ -388,15 +367,12 @@ class SGLangWeightSender:
         # Servers that are started again belong to an update only if it begins later.
         engine.revive()
         with engine.weight_update() as update:
-            adapter = self._published_adapter()
             report = recovery.recover(
                 engine,
                 version=self._next_version(),
                 pause_mode=self._scheme.pause_mode,
                 held=update,
-                replaces_adapter=adapter is not None,
             )
-        self._drop_adapter(adapter)
         return self._count(report)
 
     def _count(self, report: SyncReport, counts_itself: Any = None) -> SyncReport:
@@ -441,12 +417,14 @@ class SGLangWeightSender:
     def _next_version(self) -> str:
         # Versions are numbers that only grow, whoever updates and however often the
         # trainer or a server is restarted; so the servers are asked as well.
+        engine = self._scheme.engine
+        timeout = self._scheme.control_timeout
         try:
-            current = run_sync(
-                self._scheme.engine.control.weight_versions(
-                    timeout=self._scheme.control_timeout
-                )
-            )
+            current = run_sync(engine.control.weight_versions(timeout=timeout))
+            if engine.capabilities.has_lora:
+                held = run_sync(engine.control.adapters(timeout=timeout))
+                served = {name for each in held for name in each}
+                current += [parse_served_name(name).version or "" for name in served]
         except ServerError as error:
             failure = WeightTransferError(
                 f"The servers could not be asked which weights they hold, so nothing "
@@ -454,7 +432,6 @@ class SGLangWeightSender:
             )
             failure.untouched = True
             raise failure from error
-        engine = self._scheme.engine
         adapters = [each.version or "" for each in engine.adapters.values()]
         known = [*current, engine.weight_version, engine.newest_version, *adapters]
         newest = max(int(v) if v.isdigit() else 0 for v in known)

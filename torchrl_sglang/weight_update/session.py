@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -71,8 +71,10 @@ class _State:
     """They may hold other weights than they did when they last generated."""
     adapter: str | None = None
     """What requests carried before, and carry no longer."""
-    begun: bool = False
-    """They said that they opened a session for this update."""
+    opened: set[str] = field(default_factory=set)
+    """Servers that said that they opened a session for this update."""
+    unclear: set[str] = field(default_factory=set)
+    """Servers that were told to, and whose answer was lost."""
     committed: bool = False
     """They said that they hold the new weights, whole."""
 
@@ -90,10 +92,13 @@ def update_weights(
     reason: str = "",
     control_timeout: float = CONTROL_TIMEOUT_SECONDS,
     held: WeightUpdate | None = None,
-    replaces_adapter: bool = False,
     checkpoint: bool = False,
 ) -> SyncReport:
     """Brings new weights to every server of an engine.
+
+    Afterwards, requests that select no LoRA adapter are computed with these weights
+    alone: an adapter that requests carried, whoever published it, is dropped from every
+    server before they generate again, and what was under way is sent again without it.
 
     Args:
         engine: the servers.
@@ -112,8 +117,6 @@ def update_weights(
         reason: why this transport; a sentence for the report.
         control_timeout: budget for each call that moves no weights, in seconds.
         held: the caller's hold of the engine, if it has one already.
-        replaces_adapter: requests carry a LoRA adapter that these weights include:
-            those under way are sent again, without it.
         checkpoint: the weights are those that the servers were started with.
 
     Raises:
@@ -132,21 +135,30 @@ def update_weights(
             with phase("connect"):
                 transport.connect()
         # What an earlier update left half done is not made whole by sending nothing.
-        state = _State(
-            touched=update.already_in_doubt or not whole,
-            adapter=engine.default_adapter if replaces_adapter else None,
-        )
+        state = _State(touched=update.already_in_doubt or not whole)
         try:
             with phase("pause"):
                 _pause(update, control, pause_mode, control_timeout)
-                if replaces_adapter:
-                    _select(engine, None, update, control_timeout)
+                published = engine.published_adapters(timeout=control_timeout)
+                if published or engine.default_adapter is not None:
+                    state.adapter = engine.default_adapter
+                    _select(engine, None, update, pause_mode, control_timeout)
             if flush or pause_mode == "retract":
                 with phase("flush"):
                     _flush(update, control, pause_mode, control_timeout)
             count = _send(
-                control, transport, weights, version, phase, state, control_timeout
+                control,
+                transport,
+                weights,
+                version,
+                phase,
+                state,
+                pause_mode,
+                control_timeout,
             )
+            if control.capabilities.has_lora:
+                with phase("withdraw"):
+                    engine.withdraw_adapters(timeout=control_timeout)
             update.committed(version, checkpoint=checkpoint)
             state.committed = True
             # An update that failed, or memory that was given back, left them paused.
@@ -213,12 +225,15 @@ def _send(
     version: str,
     phase: _Phases,
     state: _State,
+    pause_mode: PauseMode,
     timeout: float,
 ) -> int:
     """Returns how many transfers it took; tells ``state`` when the first has begun."""
     if transport.in_session:
         with phase("begin"):
-            _begin(control, state, timeout)
+            if _begin(control, state, timeout) and pause_mode != "none":
+                # The sender that had them open has let generation go on.
+                run_sync(control.pause(pause_mode, timeout=timeout))
     with phase("send"):
         try:
             count = transport.send(weights, version=version)
@@ -268,32 +283,52 @@ def _verify(
         raise
 
 
-def _begin(control: ControlPlane, state: _State, timeout: float) -> None:
-    """Opens a session, and closes the one that a sender has left open, if any."""
-    try:
-        run_sync(control.begin_weight_update(timeout=timeout))
-    except RequestRefusedError as error:
-        if "already open" not in str(error):
-            raise
-        # Whoever left a session open may have left half of its weights.
-        state.touched = True
-        _take_over(control, timeout)
-    state.begun = True
+def _begin(control: ControlPlane, state: _State, timeout: float) -> bool:
+    """Opens a session on every server.
 
+    One that another sender has open is waited for, and closed when that sender seems to
+    be gone.
 
-def _take_over(control: ControlPlane, timeout: float) -> None:
-    """Opens a session when the one that is open has ended, or nobody will end it."""
+    Returns:
+        Whether another sender had one open.
+    """
     deadline = time.monotonic() + min(timeout, TAKE_OVER_SECONDS)
-    while time.monotonic() < deadline:
-        time.sleep(TAKE_OVER_POLL_SECONDS)
-        try:
-            run_sync(control.begin_weight_update(timeout=timeout))
-            return
-        except RequestRefusedError as error:
-            if "already open" not in str(error):
-                raise
-    run_sync(control.end_weight_update(timeout=timeout))
-    run_sync(control.begin_weight_update(timeout=timeout))
+    waiting = list(control.urls)
+    others = False
+    given_up = False
+    while True:
+        # Until there is an answer, also where this is interrupted.
+        asked = set(waiting)
+        state.unclear |= asked
+        outcomes = run_sync(
+            control.begin_weight_update_on_each(waiting, timeout=timeout)
+        )
+        state.opened.update(url for url, error in outcomes.items() if error is None)
+        lost = {url for url, error in outcomes.items() if not _is_answer(error)}
+        state.unclear = state.unclear - asked | lost
+        waiting = [url for url, error in outcomes.items() if _is_open(error)]
+        failures = [e for e in outcomes.values() if e is not None and not _is_open(e)]
+        if failures:
+            raise failures[0]
+        if not waiting:
+            return others
+        # Whoever left a session open may have left half of its weights.
+        state.touched = others = True
+        if time.monotonic() < deadline:
+            time.sleep(TAKE_OVER_POLL_SECONDS)
+        elif given_up:
+            raise next(error for error in outcomes.values() if error is not None)
+        else:
+            given_up = True
+            run_sync(control.end_weight_update(timeout=timeout, urls=waiting))
+
+
+def _is_answer(error: SGLangError | None) -> bool:
+    return error is None or isinstance(error, RequestRefusedError)
+
+
+def _is_open(error: SGLangError | None) -> bool:
+    return isinstance(error, RequestRefusedError) and "already open" in str(error)
 
 
 def _resume(control: ControlPlane, timeout: float) -> None:
@@ -309,20 +344,21 @@ def _resume(control: ControlPlane, timeout: float) -> None:
 
 
 def _close_session(control: ControlPlane, state: _State) -> None:
-    """Closes the session of an update that failed, if it has one.
+    """Closes the sessions of an update that failed, and nobody else's.
 
-    One that is open although this update has opened none is somebody else's, or the
-    answer was lost: what the servers hold is not known then.
+    Where the answer to opening one was lost, the answer to closing it tells: if one was
+    open, what that server holds is not known.
     """
-    try:
-        run_sync(control.end_weight_update(timeout=CLEANUP_SECONDS))
-    except SGLangError as error:
-        torchrl_logger.debug(f"After a failed weight update: {error}")
-        known = isinstance(error, RequestRefusedError) and not error.partly
-    else:
-        known = not control.capabilities.needs_update_session
-    if not (known or state.begun):
-        state.touched = True
+    for url in sorted(state.opened | state.unclear):
+        try:
+            run_sync(control.end_weight_update(timeout=CLEANUP_SECONDS, urls=[url]))
+        except SGLangError as error:
+            torchrl_logger.debug(f"After a failed weight update: {error}")
+            known = isinstance(error, RequestRefusedError)
+        else:
+            known = False
+        if url in state.unclear and not known:
+            state.touched = True
 
 
 def _told(error: BaseException) -> str:
@@ -331,10 +367,17 @@ def _told(error: BaseException) -> str:
 
 
 def _select(
-    engine: RLSGLangEngine, adapter: str | None, update: WeightUpdate, timeout: float
+    engine: RLSGLangEngine,
+    adapter: str | None,
+    update: WeightUpdate,
+    mode: PauseMode,
+    timeout: float,
 ) -> None:
     """Has requests carry another adapter, also those that wait on paused servers."""
     engine.default_adapter = adapter
+    if mode == "in_place":
+        # A server that is paused in place ends nothing that runs.
+        run_sync(engine.control.pause("retract", timeout=timeout))
     # They are sent again, and what they carry is looked up when they are.
     update.interrupts()
     run_sync(engine.control.abort_all(timeout=timeout))
@@ -357,7 +400,7 @@ def _clean_up(
         )
         try:
             if state.adapter is not None and engine.default_adapter is None:
-                _select(engine, state.adapter, update, CLEANUP_SECONDS)
+                _select(engine, state.adapter, update, "retract", CLEANUP_SECONDS)
             if control.pausing.paused:
                 _resume(control, CLEANUP_SECONDS)
         except SGLangError as secondary:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.control_plane import CONTROL_TIMEOUT_SECONDS
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
     RequestRefusedError,
@@ -116,6 +117,7 @@ class Verifier:
                 del tensor
 
         def check() -> None:
+            self._check_alone(version)
             for name, value in sent.items():
                 self._compare_values(name, value)
             if expected is not None:
@@ -202,6 +204,20 @@ class Verifier:
         except RequestRefusedError:
             return False
         return all(isinstance(answer, list) and answer for answer in answers)
+
+    def _check_alone(self, version: str) -> None:
+        """Checks that requests are computed with the weights that were sent, alone."""
+        engine = self._engine
+        carried = set(engine.published_adapters(timeout=CONTROL_TIMEOUT_SECONDS))
+        if engine.default_adapter is not None:
+            carried.add(engine.default_adapter)
+        if carried:
+            raise WeightMismatchError(
+                f"After the update to version {version}, requests that select no LoRA "
+                f"adapter carry {', '.join(map(repr, sorted(carried)))} over the "
+                f"weights that were sent. Did somebody publish it meanwhile? Send the "
+                f"weights again."
+            )
 
     def _compare_values(self, name: str, sent: torch.Tensor) -> None:
         control = self._engine.control

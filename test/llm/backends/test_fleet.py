@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_sglang.backends.event_loop import run_sync
-from torchrl_sglang.backends.fleet import Fleet, Replica
+from torchrl_sglang.backends.fleet import Fleet, RemoteRouter, Replica
 from torchrl_sglang.backends.retries import RetryPolicy
 from torchrl_sglang.errors import (
     RequestRefusedError,
@@ -164,6 +164,8 @@ def test_before_the_first_update_a_new_start_is_as_good():
     with pytest.raises(ServerDiedError):
         fleet.pick(None, ())
     fleet.joined(fleet.replicas[0], Process())
+    assert fleet.replicas[0].state == "stale"
+    fleet.has_version(fleet.replicas[0], "default")
     assert fleet.pick(None, ()) == URLS[0]
 
 
@@ -176,6 +178,7 @@ def test_the_router_knows_who_serves():
     fleet.notice_deaths()
     run_sync(fleet.update_router())
     fleet.joined(fleet.replicas[0], Process())
+    fleet.has_version(fleet.replicas[0], "default")
     run_sync(fleet.update_router())
     assert router.calls == [("remove", URLS[0]), ("add", URLS[0])]
 
@@ -186,6 +189,9 @@ def test_a_copy_owns_nothing():
     twin = pickle.loads(pickle.dumps(fleet))
     assert [replica.process for replica in twin.replicas] == [None, None]
     assert [replica.state for replica in twin.replicas] == ["stale", "serving"]
+    # The router is another's, and may not know who is out of rotation.
+    assert set(picks(twin)) == {URLS[1]}
+    twin.has_version(twin.replicas[0], "default")
     assert set(picks(twin)) == {"http://router"}
 
 
@@ -259,8 +265,11 @@ def test_an_update_that_failed_leaves_who_joined_meanwhile_useful():
     fleet.notice_deaths()
     fleet.begin_update()
     fleet.joined(fleet.replicas[0], Process())
+    # What it says in the middle of an update counts for nothing.
+    fleet.has_version(fleet.replicas[0], "default")
     assert fleet.replicas[0].state == "stale"
     fleet.end_update(None)
+    fleet.has_version(fleet.replicas[0], "default")
     assert [replica.state for replica in fleet.replicas] == ["serving", "serving"]
 
 
@@ -291,3 +300,62 @@ def test_a_server_that_somebody_else_has_sent_the_weights_to():
     assert fleet.replicas[0].state == "stale"
     fleet.has_version(fleet.replicas[0], "3")
     assert fleet.replicas[0].state == "serving"
+
+
+def test_the_newest_weights_are_the_current_ones_whoever_sent_them():
+    fleet = make_fleet(3, owned=False)
+    first, second, third = fleet.replicas
+    fleet.has_version(first, "5")
+    assert fleet.weight_version == fleet.newest == "5"
+    # The others are asked before they are believed.
+    assert {replica.url for replica in fleet.unsettled} == {URLS[1], URLS[2]}
+    fleet.has_version(second, "default")
+    fleet.has_version(third, "5")
+    states = [replica.state for replica in fleet.replicas]
+    assert states == ["serving", "stale", "serving"]
+    assert "'default'" in second.reason
+    assert set(picks(fleet)) == {URLS[0], URLS[2]}
+    fleet.has_version(second, "6")
+    assert fleet.weight_version == "6"
+    assert second.state == "serving"
+
+
+def test_a_server_serves_with_every_adapter_that_requests_may_name():
+    fleet = make_fleet(2, owned=False)
+    first, second = fleet.replicas
+    for replica in fleet.replicas:
+        fleet.holds(replica, ["policy@1"], ())
+    assert fleet.require_adapters(frozenset({"policy@1"}), lambda: None)
+    fleet.was_restarted(first, "another start")
+    fleet.holds(first, [], ["policy@1"])
+    fleet.has_version(first, "default")
+    assert set(picks(fleet)) == {URLS[1]}
+    fleet.was_restarted(second, "another start")
+    fleet.holds(second, [], ["policy@1"])
+    fleet.has_version(second, "default")
+    with pytest.raises(ServerUnavailableError, match="policy@1"):
+        fleet.pick(None, ())
+    fleet.holds(first, ["policy@1"], [])
+    fleet.has_version(first, "default")
+    assert fleet.pick(None, ()) == URLS[0]
+
+
+def test_a_server_of_somebody_else_that_is_away_and_comes_back():
+    fleet = make_fleet(2, owned=False)
+    before = fleet.membership
+    fleet.mark_down(fleet.replicas[0], "No connection.")
+    assert fleet.urls == (URLS[1],)
+    assert fleet.unsettled == [fleet.replicas[0]]
+    fleet.is_back(fleet.replicas[0], "another start")
+    assert fleet.replicas[0].state == "stale"
+    assert fleet.membership == before + 2
+    fleet.has_version(fleet.replicas[0], "default")
+    assert fleet.unsettled == []
+
+
+def test_somebody_elses_router_gets_nothing_while_a_server_is_out():
+    """It does not know, and would send requests there."""
+    fleet = make_fleet(2, router=RemoteRouter(url="http://router"), owned=False)
+    assert set(picks(fleet)) == {"http://router"}
+    fleet.mark_down(fleet.replicas[0], "No connection.")
+    assert set(picks(fleet)) == {URLS[1]}

@@ -10,7 +10,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import Tokens
 
-from torchrl_sglang import SGLangWeightSyncScheme, SGLangWrapper
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
 from torchrl_sglang.backends.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -24,6 +24,7 @@ from torchrl_sglang.weight_update.lora_source import (
     is_peft_model,
     is_plain_lora,
 )
+from torchrl_sglang.weight_update.source import find_source, open_weights
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
 from torchrl_sglang.weight_update.verify import Verifier
 
@@ -420,3 +421,53 @@ def test_an_update_that_fails_leaves_the_adapter(lora_engine, peft_models, hf_mo
         assert [span.version for span in each.versions] == [version]
         assert peft_models.difference(each, PROMPT, model) < TOLERANCE
     whole.shutdown()
+
+
+@pytest.mark.parametrize("how", ["whole weights", "recover"])
+def test_whole_weights_replace_what_anybody_published(
+    lora_engine, peft_models, hf_model, how
+):
+    """Also adapters of another engine object, of another scheme and without version."""
+    first, second, whole = (
+        peft_models.make(seed, target_modules=["v_proj"]) for seed in (11, 12, 13)
+    )
+    tensors, config = adapter_from_model(first)
+    trainer = SGLangWeightSyncScheme(lora_engine, transport="broadcast", verify=True)
+    with AsyncSGLang.connect(lora_engine.server_url) as other:
+        other.load_adapter("style", tensors=tensors, config=config, default=True)
+        named = SGLangWeightSyncScheme(other, transport="lora", adapter="second")
+        published = named.create_sender().update_weights(second)
+        with ThreadPoolExecutor() as pool:
+            under_way = pool.submit(ask, lora_engine, max_new_tokens=1500)
+            while not run_sync(lora_engine.control.running_requests()):
+                assert not under_way.done()
+            sender = trainer.create_sender()
+            if how == "recover":
+                report, expected = sender.recover(), hf_model
+            else:
+                report, expected = sender.update_weights(whole), whole
+            answers = [under_way.result()]
+        assert int(report.version) > int(published.version)
+        answers += [ask(lora_engine), ask(other)]
+        for answer in answers:
+            assert answer.adapter is None
+            assert [span.version for span in answer.versions] == [report.version]
+            assert peft_models.difference(answer, PROMPT, expected) < TOLERANCE
+        assert [e.default_adapter for e in (lora_engine, other)] == [None, None]
+        assert [e.weight_version for e in (lora_engine, other)] == [report.version] * 2
+    trainer.shutdown()
+
+
+def test_verification_notices_an_adapter_over_whole_weights(
+    lora_engine, peft_models, hf_model
+):
+    verifier = Verifier(lora_engine)
+    weights = open_weights(find_source(hf_model), lora_engine.get_model_metadata(), {})
+    _, check = verifier.watch(weights, hf_model, version="1")
+    check()
+    tensors, config = adapter_from_model(peft_models.make(14))
+    with AsyncSGLang.connect(lora_engine.server_url) as other:
+        other.load_adapter("style", tensors=tensors, config=config, default=True)
+        with pytest.raises(WeightMismatchError, match="'style@#.*carry|carry 'style@#"):
+            check()
+        other.unload_adapter("style")
