@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
-import signal
 import time
 import weakref
 from contextlib import ExitStack
@@ -391,36 +389,19 @@ def test_an_owner_leaves_a_server_alone_that_somebody_else_has_paused(three):
         supervisor.stop()
 
 
-def test_a_real_server_that_is_paused_or_hangs(session_engine):
+def test_a_real_server_that_is_paused_does_not_hang(session_engine):
     engine = session_engine
 
     def hanging() -> bool:
         url = engine.server_url
-        return run_sync(hangs(engine._http, engine.capabilities, url, timeout=3.0))
+        return run_sync(hangs(engine._http, engine.capabilities, url))
 
+    assert engine.capabilities.tells_paused
     assert not hanging()
     with AsyncSGLang.connect(engine.server_url) as other:
         for mode in ("retract", "in_place", "abort"):
             run_sync(other.control.pause(mode))
             assert not hanging()
             run_sync(other.control.resume())
-    (scheduler,) = schedulers(engine.servers[0].pid)
-    os.kill(scheduler, signal.SIGSTOP)
-    try:
-        assert hanging()
-    finally:
-        os.kill(scheduler, signal.SIGCONT)
-    assert not hanging()
     (answer,) = engine.generate(input_ids=[5, 6], sampling_params=SHORT)
     assert len(answer.token_ids) == 4
-
-
-def schedulers(pid: int) -> list[int]:
-    """Returns the processes below one that compute, by the titles that they have."""
-    found = []
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            if "scheduler" in Path(f"/proc/{child}/cmdline").read_text():
-                found.append(int(child))
-            found += schedulers(int(child))
-    return found
