@@ -27,9 +27,10 @@ SECONDS = 60.0
 
 PROGRAM = Path(__file__).with_name("launcher_program.py")
 ECHO = Path(__file__).with_name("echo_engine.py")
+# New interpreters import PyTorch, which takes a minute on a busy machine.
+pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.timeout(300)
 def test_rank_0_under_torchrun(tiny_model_path, tmp_path):
     """Torchrun's variables would have the server wait for ever."""
     found = tmp_path / "found.json"
@@ -219,7 +220,6 @@ def script_says(tiny_model_path: str, python: str) -> dict:
     return {**json.loads(found), "log": "\n".join(log)}
 
 
-@pytest.mark.timeout(300)
 def test_a_script_on_standard_input(script_says):
     assert script_says["tokens"] == [5, 6, 7, 5]
     # The script ends without a word about its servers.
@@ -264,7 +264,6 @@ class Trainer:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_a_ray_actor_has_an_engine_until_it_is_killed(tiny_model_path, python):
     import ray
