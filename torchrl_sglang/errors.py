@@ -25,6 +25,9 @@ carry lives in ``__dict__``, which :meth:`BaseException.__reduce__` preserves.
 
 from __future__ import annotations
 
+import types
+from collections import abc
+
 __all__ = [
     "ConfigurationError",
     "GenerationAbortedError",
@@ -49,9 +52,12 @@ class SGLangError(Exception):
     Attributes:
         partly (bool): a call to several servers failed on this one and succeeded on
             another.
+        completions (Mapping[int, Completion]): where it ended the generation of a
+            batch, the responses that were finished by then, by their position.
     """
 
     partly: bool = False
+    completions: abc.Mapping[int, object] = types.MappingProxyType({})
 
 
 class ConfigurationError(SGLangError, ValueError):
@@ -89,9 +95,11 @@ class ServerUnavailableError(ServerError, ConnectionError):
         transient (bool): the connection broke or the server answered 5xx, so that
             another try, or another server, may succeed. An answer that makes no sense
             is not transient.
+        status (int | None): the HTTP status, if the server had begun to answer.
     """
 
     transient: bool = False
+    status: int | None = None
 
 
 class ServerTimeoutError(ServerError, TimeoutError):

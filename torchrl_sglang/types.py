@@ -18,6 +18,7 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "FusedParameter",
+    "LogProbsMode",
     "ModelMetadata",
     "PauseMode",
     "ServerCapabilities",
@@ -33,6 +34,10 @@ ModelMetadata: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 """Why a response ended. An aborted one is an error and never a completion."""
+
+LogProbsMode: TypeAlias = Literal["model", "sampling"]
+"""Whose log-probabilities: the model's own, ``log_softmax(logits)``, or those of what
+the tokens were drawn from, after temperature, penalties, biases and grammar."""
 
 PauseMode: TypeAlias = Literal["retract", "abort", "in_place", "none"]
 """What happens to running requests while weights are updated."""
@@ -84,7 +89,11 @@ class Completion:
     token_ids: list[int]
     """Response token ids, the stop token included."""
     log_probs: list[float] | None = None
-    """Log-probability of each response token; ``None`` if not asked for."""
+    """Log-probability of each response token; ``None`` if not asked for. NaN where it
+    is unknown; see :meth:`.AsyncSGLang.generate`."""
+    logprobs_mode: LogProbsMode | None = None
+    """Whose log-probabilities ``log_probs`` and ``top_log_probs`` hold; ``None`` where
+    neither was asked for."""
     top_token_ids: list[list[int]] | None = None
     """For each response token, the likeliest tokens in its place, the likeliest first.
     ``None`` if not asked for."""
@@ -100,11 +109,16 @@ class Completion:
     cached_tokens: int = 0
     """Number of prompt tokens whose attention state came from the prefix cache."""
     versions: tuple[VersionSpan, ...] = ()
-    """Weight versions of the response tokens, in order, without gaps."""
+    """Weight versions of the response tokens, in order, without gaps. Empty where they
+    are unknown: SGLang before 0.5.20 names one version, that of the end, which says
+    nothing of a response during which the weights were updated."""
+    weight_version: str | None = None
+    """Version of the model's weights when the response ended, as the server says."""
     mixed_state: bool = False
-    """Whether tokens of its later versions rest on attention state that older weights
-    computed, as they do with ``pause_mode="in_place"``. Their log-probabilities are
-    those of no version alone."""
+    """Whether tokens of its later versions rest on a KV cache that older weights
+    computed, as they do with ``pause_mode="in_place"``; ``True``, too, where that
+    cannot be known. The log-probabilities that the server gave for them while it
+    generated are those of no version alone."""
     text: str | None = None
     """The server's own decoding, where it has a tokenizer."""
     adapter: str | None = None
@@ -182,6 +196,14 @@ class ServerCapabilities:
     """It says whether it is paused, under ``/ready``."""
     start_id: str = ""
     """Another one after each start of the server; empty where it does not tell."""
+    uses_seeds: bool = False
+    """A request's seed decides its tokens; other servers ignore it. Requests without
+    one would all have the same, so the engine gives each its own."""
+    streams_deltas: bool = False
+    """Events of a stream hold what is new, and not the response so far."""
+    default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of requests that do not give them, as the server was started
+    with ``preferred_sampling_params``."""
     server_args: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Everything that the server says about its own arguments."""
 

@@ -74,6 +74,24 @@ def engine(session_engine: AsyncSGLang) -> AsyncSGLang:
 
 
 @pytest.fixture(scope="session")
+def engine_with_grammar(
+    tiny_model_path: str, forking_python: Path
+) -> Iterator[AsyncSGLang]:
+    """A server with grammars, whose log-probs are those after the temperature.
+
+    It starts as users' servers do.
+    """
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path,
+        device="cpu",
+        python=true_interpreter(forking_python),
+        grammar_backend="xgrammar",
+        environment={"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"},
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
 def session_lora_engine(tiny_model_path: str) -> Iterator[AsyncSGLang]:
     """The server with LoRA of the test session. Use ``lora_engine``."""
     with AsyncSGLang.from_pretrained(

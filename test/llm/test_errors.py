@@ -12,9 +12,9 @@ from torchrl_sglang.errors import SGLangError
 
 ALL = [value for value in vars(errors).values() if inspect.isclass(value)]
 CARRIED = {
-    "SGLangError": {"partly": True},
+    "SGLangError": {"partly": True, "completions": {0: "a response"}},
     "RequestRefusedError": {"status": 400, "index": 3},
-    "ServerUnavailableError": {"transient": True},
+    "ServerUnavailableError": {"transient": True, "status": 500},
     "WeightTransferError": {"untouched": True},
     "GenerationAbortedError": {"index": 3, "requested": True},
 }

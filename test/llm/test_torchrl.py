@@ -432,10 +432,13 @@ def make_scorer(wrapped, tokenizer, **kwargs):
 
 
 @torch.no_grad()
-def score_with(model, ids, temperature=1.0) -> torch.Tensor:
+def score_with(model, ids, bias=None) -> torch.Tensor:
     """Log-probability of each token under a model; 0.0 for the first."""
     ids = torch.as_tensor(ids)
-    log_probs = (model(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+    logits = model(ids[None]).logits[0, :-1]
+    for token, value in (bias or {}).items():
+        logits[:, token] += value
+    log_probs = logits.log_softmax(-1)
     return torch.cat([torch.zeros(1), log_probs.gather(-1, ids[1:, None])[:, 0]])
 
 
@@ -558,7 +561,7 @@ def test_retrieve_kl_from_the_collector(engine, tokenizer, score, new_model):
     collector.shutdown()
 
 
-TEMPERATURE = 0.5
+BIAS = {8: 8.0, 12: 8.0}
 """Of the policy: what it samples from is not what scoring returns, so KL is not 0."""
 
 
@@ -573,25 +576,32 @@ def expected_kl(data, model) -> list[torch.Tensor]:
     ):
         kl = torch.zeros(len(full))
         ids = full[mask]
-        kl[mask] = score_with(model, ids, TEMPERATURE) - score_with(model, ids)
+        kl[mask] = score_with(model, ids, BIAS) - score_with(model, ids)
         found.append(kl * answer)
     return found
 
 
-def make_hot_policy(engine, tokenizer, prompt_logprobs, **kwargs) -> SGLangWrapper:
+def make_biased_policy(engine, tokenizer, prompt_logprobs, **kwargs) -> SGLangWrapper:
+    """Returns a policy whose log-probs are those of what it samples from."""
     generate_kwargs = {
-        "temperature": TEMPERATURE,
+        "logit_bias": BIAS,
         "prompt_logprobs": prompt_logprobs,
         **kwargs.pop("generate_kwargs", {}),
     }
-    return make_policy(engine, tokenizer, generate_kwargs=generate_kwargs, **kwargs)
+    return make_policy(
+        engine,
+        tokenizer,
+        generate_kwargs=generate_kwargs,
+        logprobs_mode="sampling",
+        **kwargs,
+    )
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("prompt_logprobs", [False, True])
 def test_kl_computation(engine, tokenizer, hf_model, pad_output, prompt_logprobs):
     """The policy's own log-probs against the reference's; an unknown prompt adds 0."""
-    policy = make_hot_policy(
+    policy = make_biased_policy(
         engine,
         tokenizer,
         prompt_logprobs,
@@ -630,7 +640,7 @@ def test_kl_reward(engine, tokenizer, hf_model, pad_output, queries, prompt_logp
     )
     env = ChatEnv(batch_size=(2,), tokenizer=tokenizer).append_transform(NoReward())
     env = env.append_transform(KLRewardTransform(reference, coef=0.5))
-    policy = make_hot_policy(
+    policy = make_biased_policy(
         engine,
         tokenizer,
         prompt_logprobs,
@@ -648,7 +658,7 @@ def test_kl_reward(engine, tokenizer, hf_model, pad_output, queries, prompt_logp
 # --- GRPO -----------------------------------------------------------------------
 
 
-def make_batch(engine, tokenizer, *, pad_output, prompt_logprobs=False):
+def make_batch(engine, tokenizer, *, pad_output, prompt_logprobs=False, **sampling):
     """Returns prompts of different lengths with responses of different lengths."""
     policy = make_policy(
         engine,
@@ -658,12 +668,13 @@ def make_batch(engine, tokenizer, *, pad_output, prompt_logprobs=False):
             **ENDINGS,
             "temperature": 0.0,
             "prompt_logprobs": prompt_logprobs,
+            **sampling,
         },
     )
     env = ChatEnv(batch_size=(4,), tokenizer=tokenizer)
     data = step(env, policy, ("hi", "what is 2+2?", "zz", "qqqqq"))
     lengths = {int(row.sum()) for row in rows(data, "masks", "all_assistant_mask")}
-    assert len(lengths) > 1
+    assert sampling or len(lengths) > 1
     return data
 
 
@@ -731,6 +742,33 @@ def test_grpo_starts_at_ratio_one(
         assert float(out.clip_fraction) == 0.0
         assert abs(float(out.kl_approx)) < TOLERANCE
         assert float(out.ESS) == pytest.approx(1.0, abs=TOLERANCE)
+    torch.testing.assert_close(ratio, mask.float(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "min_p": 0.01},
+        {"temperature": 1.0, "frequency_penalty": 1.0, "presence_penalty": 0.5},
+        {"temperature": 0.7, "logit_bias": {9: 8.0}, "min_tokens": 4},
+    ],
+    ids=", ".join,
+)
+def test_grpo_starts_at_ratio_one_however_it_samples(
+    engine, tokenizer, hf_model, sampling
+):
+    data = make_batch(engine, tokenizer, pad_output=True, **sampling)
+    loss = make_loss(
+        hf_model,
+        tokenizer,
+        pad_output=True,
+        masking_strategy="rlhf",
+        aggregation="none",
+    )
+    out = loss(with_advantage(data, [1.0] * 4))
+    mask = padded_mask(data, "all_assistant_mask")
+    ratio = -out.loss_objective[..., 0]
     torch.testing.assert_close(ratio, mask.float(), atol=TOLERANCE, rtol=0)
 
 

@@ -4,7 +4,8 @@ What users hold
     ``async_sglang`` (composes the rest), ``base`` (the contract of other rooms).
 From a call to an answer
     ``batch`` (checks), ``generation`` (order, weights' versions), ``data_plane``
-    (sending), ``retries``, ``wire`` (SGLang's protocol), ``stats``.
+    (sending), ``retries``, ``wire`` (SGLang's protocol), ``log_probs`` (what servers
+    give, and what has to be scored), ``stats``.
 LoRA adapters
     ``adapters`` (loading, replacing, who uses which), ``adapter_payload`` (checks).
 Which servers there are

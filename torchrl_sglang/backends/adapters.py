@@ -437,10 +437,16 @@ class Adapters:
             self._loaded[wanted].adapter if wanted else None
             for wanted in (self._default if n is None else n for n in names)
         ]
+        with self.held(adapters):
+            yield adapters
+
+    @contextmanager
+    def held(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
+        """Keeps these very adapters loaded while requests use them."""
         served = [adapter.served_as for adapter in adapters if adapter is not None]
         self._users.update(served)
         try:
-            yield adapters
+            yield
         finally:
             self._users.subtract(served)
             self._unused.set()

@@ -72,6 +72,7 @@ from torchrl_sglang.backends.generation import (
     GENERATE_TIMEOUT_SECONDS,
     Call,
     Generation,
+    WeightState,
 )
 from torchrl_sglang.backends.http import HttpClient
 from torchrl_sglang.backends.launching import Launch, launch
@@ -102,6 +103,7 @@ from torchrl_sglang.types import (
     Completion,
     EngineStats,
     FusedParameter,
+    LogProbsMode,
     ModelMetadata,
     ServerCapabilities,
     ServerPlacement,
@@ -201,10 +203,11 @@ class AsyncSGLang(RLSGLangEngine):
             retries=RetryPolicy(attempts=self._settings.max_attempts),
             max_in_flight=limit_in_flight(self._settings.max_in_flight),
             counters=self._counters,
+            weights=WeightState(self._fleet, self._adapters),
             adapters=self._adapters,
         )
         self._generation = Generation(
-            self._data, self._fleet, self._capabilities, self._adapters
+            self._data, self._http, self._fleet, self._capabilities, self._adapters
         )
         data, counters = self._data, self._counters
         self._memory = Memory(
@@ -591,6 +594,7 @@ class AsyncSGLang(RLSGLangEngine):
         request_timeout: float | None = None,
         return_exceptions: bool = False,
         adapter: str | Sequence[str | None] | None = None,
+        logprobs_mode: LogProbsMode = "model",
         **sampling: Any,
     ) -> list[Completion]:
         """Continues a batch of prompts and returns the responses in the same order.
@@ -602,10 +606,10 @@ class AsyncSGLang(RLSGLangEngine):
                 ``max_new_tokens`` is cut to what the context leaves room for;
                 ``max_new_tokens=0`` scores the prompt.
             input_ids: token ids of one prompt or of several, instead of ``prompts``.
-            return_logprobs: also return the log-probability of each response token,
-                ``log_softmax(logits / temperature)``.
-            return_prompt_logprobs: also return that of each prompt token, at
-                temperature 1. Like the next one, for all or one for each prompt.
+            return_logprobs: also return the log-probability of each response token;
+                ``logprobs_mode`` says whose.
+            return_prompt_logprobs: also return that of each prompt token, which is the
+                model's own. Like the next one, for all or one for each prompt.
             top_logprobs: also return this many of the likeliest tokens in the place of
                 each response token, with their log-probabilities.
             request_ids: a name for each prompt, for :meth:`abort`. Several prompts can
@@ -615,10 +619,23 @@ class AsyncSGLang(RLSGLangEngine):
             timeout: budget for the batch, in seconds. Defaults to 1800.
             request_timeout: budget for each request from when it is sent, in seconds.
                 One that uses it up is an error of that item.
-            return_exceptions: put the error of an item in its place instead of
-                raising the first one.
+            return_exceptions: put the error of an item in its place, whatever it is,
+                instead of raising the first one. Without it, the others that are in
+                flight are aborted, and those that were finished are the error's
+                ``completions``.
             adapter: name of the LoRA adapter to compute them with, for all or one for
                 each; ``""`` for the base model. Defaults to :attr:`default_adapter`.
+            logprobs_mode: whose log-probabilities of response tokens, and of the
+                likeliest ones in their places. ``"model"`` are the model's own,
+                ``log_softmax(logits)``, whatever the sampling parameters: what the
+                trained model computes for the same tokens, and vLLM's default. Where
+                the server gives others (penalties, ``logit_bias``, ``min_new_tokens``
+                and grammars change the logits before), the response is scored when it
+                is finished, by the same weights: tokens that weights generated which
+                have been replaced meanwhile get NaN, and where these are all of a
+                response, it is generated again. ``"sampling"`` are those of what the
+                tokens were drawn from, as far as SGLang tells: after temperature,
+                penalties, biases and grammar, and before top-p, top-k and min-p.
             **sampling: further sampling parameters, for all prompts.
 
         Returns:
@@ -631,6 +648,8 @@ class AsyncSGLang(RLSGLangEngine):
             ServerUnavailableError: if no server can be reached, after retries.
             ServerDiedError: if every server that this engine owns has ended.
             ServerTimeoutError: if a budget is used up.
+            UnsupportedByServerError: for a seed, a grammar or log-probabilities that
+                the servers cannot give.
             WeightSyncStateError: if a failed update left the weights in doubt.
         """
         call = self._to_call(
@@ -646,6 +665,7 @@ class AsyncSGLang(RLSGLangEngine):
             request_timeout=request_timeout,
             return_exceptions=return_exceptions,
             adapter=adapter,
+            logprobs_mode=logprobs_mode,
             **sampling,
         )
         return run_sync(self._generation.run(call))
@@ -1017,8 +1037,8 @@ class AsyncSGLang(RLSGLangEngine):
                 timeout=GENERATE_TIMEOUT_SECONDS if timeout is None else timeout,
             )
         except ServerUnavailableError as error:
-            await self._generation.raise_better(error)
-            raise
+            better = await self._generation.better(error)
+            raise better from better.__cause__
 
     def stats(self) -> EngineStats:
         """Returns what this engine has done and what its servers are doing.
@@ -1422,6 +1442,7 @@ class _Outcome(WeightUpdate):
         self._engine = engine
         self._doubt_before = engine._fleet.doubt
         self._keeps_state = False
+        self._flushed = False
         self.version: str | None = None
 
     @property
@@ -1438,6 +1459,8 @@ class _Outcome(WeightUpdate):
             fleet.checkpoint_version = version
         if self._keeps_state:
             fleet.in_place_versions |= {version}
+        if self._flushed:
+            fleet.clean_versions |= {version}
         fleet.doubt = None
 
     def in_doubt(self, reason: str) -> None:
@@ -1448,6 +1471,9 @@ class _Outcome(WeightUpdate):
 
     def keeps_state(self) -> None:
         self._keeps_state = True
+
+    def flushed(self) -> None:
+        self._flushed = True
 
     def untouched(self) -> None:
         self._engine._fleet.doubt = self._doubt_before

@@ -29,6 +29,7 @@ from torchrl_sglang.types import (
     Adapter,
     Completion,
     FusedParameter,
+    LogProbsMode,
     ModelMetadata,
     ServerCapabilities,
     ServerPlacement,
@@ -122,6 +123,7 @@ class RLSGLangEngine(abc.ABC):
         request_timeout: float | None = None,
         return_exceptions: bool = False,
         adapter: str | Sequence[str | None] | None = None,
+        logprobs_mode: LogProbsMode = "model",
         **sampling: Any,
     ) -> list[Completion]:
         """Continues a batch of prompts; see :meth:`AsyncSGLang.generate`."""
@@ -460,6 +462,10 @@ class WeightUpdate(abc.ABC):
     @abc.abstractmethod
     def keeps_state(self) -> None:
         """What is under way will go on with attention state of the old weights."""
+
+    @abc.abstractmethod
+    def flushed(self) -> None:
+        """Nothing is left of the KV cache that the old weights computed."""
 
     @abc.abstractmethod
     def untouched(self) -> None:

@@ -6,9 +6,10 @@ prompt, or the error that is the prompt's own.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torchrl_sglang.backends.checks import check_flag, check_mapping
 from torchrl_sglang.backends.wire import (
@@ -21,7 +22,7 @@ from torchrl_sglang.backends.wire import (
     hint,
 )
 from torchrl_sglang.errors import ConfigurationError, SGLangError
-from torchrl_sglang.types import ServerCapabilities
+from torchrl_sglang.types import LogProbsMode, ServerCapabilities
 
 __all__ = [
     "Batch",
@@ -43,6 +44,7 @@ class Flags:
     request_ids: Sequence[str] | None = None
     session_ids: str | Sequence[str | None] | None = None
     adapter: str | Sequence[str | None] | None = None
+    logprobs_mode: LogProbsMode = "model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +137,7 @@ def prepare(
     sessions = _names(flags.session_ids, size, "session_ids")
     ids = _names(flags.request_ids, size, "request_ids")
     adapters = _for_each(flags.adapter, size, "adapter")
+    mode = check_logprobs_mode(flags.logprobs_mode)
     batch = Batch(size=size, requests={}, errors={})
     checked: dict[int, dict[str, Any]] = {}
     for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
@@ -152,13 +155,14 @@ def prepare(
             continue
         batch.requests[index] = GenerateRequest(
             input_ids=prompt,
-            sampling_params=checked[id(own)],
+            sampling_params=_with_seed(checked[id(own)], capabilities),
             return_log_probs=scored[index],
             return_prompt_log_probs=prompts_scored[index],
             top_log_probs=tops[index],
             request_id=ids[index],
             session_id=sessions[index],
             adapter=adapters[index],
+            logprobs_mode=mode,
         )
     return batch
 
@@ -205,6 +209,35 @@ def _merged(own: Any, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"{name!r} is given in sampling_params and as a keyword; give one."
             )
     return {**own, **keywords}
+
+
+def check_logprobs_mode(mode: Any) -> LogProbsMode:
+    """Returns whose log-probabilities are asked for.
+
+    Raises:
+        ConfigurationError: if it is not one of the modes.
+    """
+    if mode in get_args(LogProbsMode):
+        checked: LogProbsMode = mode
+        return checked
+    hints = {
+        "raw_logprobs": " vLLM's 'raw_logprobs' is 'model' here.",
+        "processed_logprobs": " vLLM's 'processed_logprobs' is nearest to 'sampling', "
+        "which is not renormalised over what top-p and top-k keep.",
+    }
+    hint = hints.get(mode, "") if isinstance(mode, str) else ""
+    raise ConfigurationError(
+        f"logprobs_mode={mode!r} must be 'model' or 'sampling'.{hint}"
+    )
+
+
+def _with_seed(
+    params: dict[str, Any], capabilities: ServerCapabilities
+) -> dict[str, Any]:
+    """Returns the parameters with a seed, where the server would take one for all."""
+    if not capabilities.uses_seeds or "sampling_seed" in params:
+        return params
+    return {**params, "sampling_seed": secrets.randbits(63)}
 
 
 def _to_params(

@@ -60,6 +60,9 @@ _SAME = (
     "lora_tensors_field",
     "can_sleep",
     "keeps_weights",
+    "uses_seeds",
+    "streams_deltas",
+    "default_sampling_params",
 )
 """What servers of one engine have in common."""
 
@@ -390,12 +393,29 @@ def interpret(
         keeps_weights=bool(server_info.get("enable_weights_cpu_backup")),
         tells_paused="/ready" in routes,
         start_id=start_id(server_info),
+        # Training on policy switches deterministic inference on.
+        uses_seeds=bool(
+            server_info.get("enable_deterministic_inference")
+            or server_info.get("rl_on_policy_target")
+        ),
+        streams_deltas=bool(
+            server_info.get("incremental_streaming_output")
+            # Its name in older versions.
+            or server_info.get("stream_output")
+        ),
+        default_sampling_params=_mapping(model_info.get("preferred_sampling_params")),
         server_args={
             name: value
             for name, value in server_info.items()
             if not name.endswith(_SECRET)
         },
     )
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    # SGLang takes it as JSON, and tells it as it has it.
+    content = orjson.loads(value) if isinstance(value, str) and value else value
+    return dict(content) if isinstance(content, Mapping) else {}
 
 
 def _dtype(name: object) -> torch.dtype | None:

@@ -1,14 +1,19 @@
 """Generation: prompts in, completions out, wherever a server is there to make them.
 
-One server takes a batch as one request, which is the fastest form that it has. If it
-refuses the batch, its items are sent one by one, so that the bad one names itself and
-the others are answered. Several servers get one request for each prompt, so that the
-router can balance them and each can be sent again by itself.
+One server takes a batch as one request, which is the fastest form that it has, and
+sends each response when it is finished. If the batch fails, the items that have no
+response yet are sent one by one, so that the bad one names itself and the others are
+answered. Several servers get one request for each prompt, so that the router can
+balance them and each can be sent again by itself.
+
+Where the log-probabilities that a server takes while it samples are not those that were
+asked for, the finished response is scored; see :mod:`.log_probs`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 import uuid
@@ -19,22 +24,27 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import (
     AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
     aclosing,
     asynccontextmanager,
     contextmanager,
 )
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+import orjson
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.http import HttpClient
+from torchrl_sglang.backends.http import Answer, HttpClient
+from torchrl_sglang.backends.log_probs import to_scoring_request, with_scores
 from torchrl_sglang.backends.retries import RetryPolicy
 from torchrl_sglang.backends.router import ROUTING_KEY_HEADER, lost_in_router
 from torchrl_sglang.backends.stats import Counters
@@ -48,10 +58,18 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 
-__all__ = ["DataPlane", "Targets"]
+__all__ = ["DataPlane", "Moment", "Targets"]
+
+LARGEST_BATCH = 512
+"""Most requests that are sent as one: a server looks at each of them whenever one has
+news."""
 
 SINGLE_REQUESTS = 64
-"""How many items of a refused batch are under way at once: each has a connection."""
+"""How many items of a batch are in flight by themselves at once: each has a connection.
+"""
+
+MOST_SCORINGS = 5
+"""How often a response is scored that weight updates and aborts come in the way of."""
 
 LATE_SECONDS = 0.5
 """A request that is under way tells by itself that its budget is used up, so soon."""
@@ -84,11 +102,18 @@ class AdapterUse(Protocol):
 
     def used(
         self, names: Sequence[str | None]
-    ) -> AbstractContextManager[Sequence[Adapter | None]]:
+    ) -> AbstractContextManager[list[Adapter | None]]:
         """Keeps the adapters of requests loaded while these are under way.
 
         Args:
             names: what each request selects.
+        """
+
+    def held(self, adapters: Sequence[Adapter | None]) -> AbstractContextManager[None]:
+        """Keeps these very adapters loaded.
+
+        Args:
+            adapters: what :meth:`used` yielded.
         """
 
     async def missed(self, error: RequestRefusedError) -> bool:
@@ -96,6 +121,36 @@ class AdapterUse(Protocol):
 
         Args:
             error: the server's answer to it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The state of the weights when a request is sent."""
+
+    version: str
+    """Their version, which separates prefix-cache entries."""
+    interruptions: int
+    """How often weight updates had aborted what was in flight."""
+    looks: int
+    """How often servers had been looked at for older weights."""
+
+
+class Weights(Protocol):
+    """What sending requests has to do with weight updates."""
+
+    def moment(self) -> Moment:
+        """Returns the state of the weights now."""
+
+    async def outdated(
+        self, request: GenerateRequest, outcome: Outcome, moment: Moment
+    ) -> bool:
+        """Returns whether a weight update has made an answer worthless.
+
+        Args:
+            request: what was asked.
+            outcome: what it came to.
+            moment: when it was sent.
         """
 
 
@@ -111,7 +166,12 @@ class Targets(Protocol):
         """Every server, for aborts."""
 
     def pick(
-        self, session: str | None, avoid: Sequence[str], *, direct: bool = False
+        self,
+        session: str | None,
+        avoid: Sequence[str],
+        *,
+        direct: bool = False,
+        prefer: str | None = None,
     ) -> str:
         """Returns where to send a request.
 
@@ -119,6 +179,7 @@ class Targets(Protocol):
             session: requests of one session go to one place as long as it works.
             avoid: places where it has failed, which are chosen last.
             direct: to a server, and not to the router.
+            prefer: a server that is chosen if it serves and has not failed.
 
         Raises:
             ServerDiedError: if no server is left.
@@ -140,6 +201,7 @@ class DataPlane:
         max_in_flight: most requests under way at once; a batch sent as one counts
             as one.
         counters: what is counted.
+        weights: the state of the servers' weights.
         adapters: the LoRA adapters; by default there are none.
     """
 
@@ -152,8 +214,10 @@ class DataPlane:
         retries: RetryPolicy,
         max_in_flight: int,
         counters: Counters,
+        weights: Weights,
         adapters: AdapterUse | None = None,
     ) -> None:
+        self._weights = weights
         self._adapters = adapters or NoAdapters()
         self._http = http
         self._targets = targets
@@ -177,208 +241,259 @@ class DataPlane:
         # What the servers call them now; nothing before the first attempt.
         self._sent_as: dict[str, str] = {}
         self._aborted: set[str] = set()
-        self._sent = 0
+        # What the servers call those that they have.
+        self._in_flight: set[str] = set()
+        self._attempts = itertools.count()
         self._tidying: set[asyncio.Task[None]] = set()
-
-    async def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        *,
-        cache_key: str,
-        timeout: float,
-        request_timeout: float | None = None,
-    ) -> list[Outcome]:
-        """Returns each request's completion, or the error that is its own.
-
-        Args:
-            requests: checked requests.
-            cache_key: version of the weights, which separates prefix-cache entries.
-            timeout: budget for the batch, in seconds.
-            request_timeout: budget for each request from when it is sent.
-
-        Raises:
-            ServerUnavailableError: if no server can be reached, or they fail.
-            ServerDiedError: if every server has ended.
-            ServerTimeoutError: if the budget of the batch is used up.
-        """
-        if not requests:
-            return []
-        if self._targets.only is None or request_timeout is not None:
-            outcomes: list[Outcome | None] = [None] * len(requests)
-            stream = self.stream(
-                requests,
-                cache_key=cache_key,
-                timeout=timeout,
-                request_timeout=request_timeout,
-            )
-            async for index, outcome in stream:
-                outcomes[index] = outcome
-            return _placed(outcomes)
-        deadline = time.monotonic() + timeout
-        with self._registered([r.request_id for r in requests]) as rids:
-            shared = list(shared_prompts(requests).values())
-            await self._prime(shared, cache_key, deadline)
-            try:
-                async with self._turn(deadline):
-                    return await self._with_retries(
-                        lambda url, sent: self._post_all_but_aborted(
-                            url, requests, rids, sent, cache_key, deadline
-                        ),
-                        None,
-                        deadline,
-                        rids,
-                    )
-            except RequestRefusedError as error:
-                if len(requests) == 1:
-                    error.index = 0
-                    return [error]
-            outcomes = [None] * len(requests)
-            async for index, outcome in self._stream(
-                requests,
-                rids,
-                cache_key=cache_key,
-                timeout=max(deadline - time.monotonic(), 1e-3),
-                limit=SINGLE_REQUESTS,
-            ):
-                outcomes[index] = outcome
-            return _placed(outcomes)
-
-    async def _post_all_but_aborted(
-        self,
-        url: str,
-        requests: Sequence[GenerateRequest],
-        rids: Sequence[str],
-        sent: Sequence[str],
-        cache_key: str,
-        deadline: float,
-    ) -> list[Outcome]:
-        live = [i for i, rid in enumerate(rids) if rid not in self._aborted]
-        answers = await self._post(
-            url,
-            [requests[i] for i in live],
-            [sent[i] for i in live],
-            cache_key,
-            deadline,
-        )
-        outcomes: list[Outcome] = [_aborted_here() for _ in requests]
-        for index, answer in zip(live, answers, strict=True):
-            outcomes[index] = answer
-        for index, outcome in enumerate(outcomes):
-            if isinstance(outcome, (GenerationAbortedError, RequestRefusedError)):
-                outcome.index = index
-            if isinstance(outcome, GenerationAbortedError):
-                outcome.requested = rids[index] in self._aborted
-        return outcomes
 
     async def stream(
         self,
         requests: Sequence[GenerateRequest],
         *,
-        cache_key: str,
         timeout: float,
         request_timeout: float | None = None,
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
-        """Yields (index, outcome) as they come: one request for each prompt.
+        """Yields (index, outcome) of each request as it comes.
+
+        An outcome is a completion, or the error that this one request came to; those of
+        the others do not depend on it. What is still in flight when the generator is
+        closed is aborted.
 
         Args:
             requests: checked requests.
-            cache_key: as in :meth:`generate`.
-            timeout: as in :meth:`generate`.
-            request_timeout: as in :meth:`generate`; an item that uses it up is an
-                error in its own place.
-
-        Raises:
-            SGLangError: as :meth:`generate` does; what is still under way is aborted.
+            timeout: budget for the batch, in seconds.
+            request_timeout: budget for each request from when it is sent.
         """
         with self._registered([r.request_id for r in requests]) as rids:
-            outcomes = self._stream(
-                requests,
-                rids,
-                cache_key=cache_key,
-                timeout=timeout,
+            job = _Job(
+                requests=requests,
+                rids=rids,
+                deadline=time.monotonic() + timeout,
                 request_timeout=request_timeout,
+                together=(
+                    self._targets.only is not None
+                    and not self._capabilities.streams_deltas
+                    and request_timeout is None
+                    and len(requests) > 1
+                ),
             )
-            async with aclosing(outcomes):
-                async for outcome in outcomes:
-                    yield outcome
+            tasks = self._start(job)
+            ended: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
+            for task in tasks:
+                task.add_done_callback(ended.put_nowait)
+            pending = dict(tasks)
+            try:
+                while pending:
+                    left = max(job.deadline - time.monotonic(), 0.0) + LATE_SECONDS
+                    try:
+                        async with asyncio.timeout(left):
+                            task = await ended.get()
+                    except TimeoutError:
+                        for task, index in pending.items():
+                            yield index, _outcome(task, index)
+                        return
+                    index = pending.pop(task)
+                    yield index, _outcome(task, index)
+            finally:
+                every: list[asyncio.Task[Any]] = [*job.helpers, *tasks]
+                for task in every:
+                    task.cancel()
+                # Errors of several items: one is raised, and the others are seen.
+                await asyncio.gather(*every, return_exceptions=True)
+                job.release_all()
 
-    async def _stream(
-        self,
-        requests: Sequence[GenerateRequest],
-        rids: Sequence[str],
-        *,
-        cache_key: str,
-        timeout: float,
-        request_timeout: float | None = None,
-        limit: int | None = None,
-    ) -> AsyncGenerator[tuple[int, Outcome], None]:
-        deadline = prime_by = time.monotonic() + timeout
-        if request_timeout is not None:
-            prime_by = min(deadline, time.monotonic() + request_timeout)
-        turns = asyncio.Semaphore(limit or len(requests) or 1)
-        primers = {
-            shared: asyncio.ensure_future(self._prime([request], cache_key, prime_by))
-            for shared, request in shared_prompts(requests).items()
-        }
-        places = {
+    def _start(self, job: _Job) -> dict[asyncio.Task[Outcome], int]:
+        """Starts a task for each request, and those that several of them wait for."""
+        shared = shared_prompts(job.requests)
+        primers: dict[Prefix, asyncio.Task[None]] = {}
+        if not job.together:
+            for key, request in shared.items():
+                primers[key] = job.start(self._prime([request], job.until()))
+        else:
+            primer = None
+            if shared:
+                primer = job.start(self._prime(list(shared.values()), job.deadline))
+            every = range(len(job.requests))
+            for start in range(0, len(every), LARGEST_BATCH):
+                part = every[start : start + LARGEST_BATCH]
+                job.start(self._send_together(job, part, primer))
+        return {
             asyncio.ensure_future(
-                self._one(
-                    request,
-                    rid,
-                    cache_key,
-                    deadline,
-                    request_timeout,
-                    turns,
-                    primers.get(prefix(request)),
-                )
+                self._item(job, index, primers.get(prefix(request)))
             ): index
-            for index, (request, rid) in enumerate(zip(requests, rids, strict=True))
+            for index, request in enumerate(job.requests)
         }
-        pending = set(places)
+
+    async def _item(
+        self,
+        job: _Job,
+        index: int,
+        primer: asyncio.Task[None] | None,
+    ) -> Outcome:
+        """Returns what becomes of one request.
+
+        It is sent again at once when a weight update has made its answer worthless.
+        """
+        request, rid = job.requests[index], job.rids[index]
         try:
-            while pending:
-                done, pending = await asyncio.wait(
-                    pending,
-                    timeout=max(deadline - time.monotonic(), 0.0) + LATE_SECONDS,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if not done:
-                    raise ServerTimeoutError(
-                        f"{len(pending)} of {len(requests)} requests waited for "
-                        f"their turn until the budget of {timeout:.3g} s was used "
-                        f"up. Others are under way; see max_in_flight."
-                    )
-                for finished in done:
-                    index = places[finished]
-                    yield index, _outcome(finished, index)
+            if primer is not None:
+                await asyncio.shield(primer)
+            answer = await job.answers[index] if job.together else None
+            if isinstance(answer, SGLangError):
+                return answer
+            while True:
+                if answer is None:
+                    answer = await self._alone(job, request, rid)
+                outcome = answer.result
+                if not await self._weights.outdated(request, outcome, answer.moment):
+                    scored = await self._scored(job, request, rid, answer)
+                    if scored is not None:
+                        return scored
+                answer = None
         finally:
-            every: list[asyncio.Task[Any]] = [*primers.values(), *places]
-            for task in every:
-                task.cancel()
-            # Errors of several items: one is raised, and the others are seen.
-            await asyncio.gather(*every, return_exceptions=True)
+            # The rest of the batch may take longer.
+            self._forget(rid)
+            job.release(rid)
+
+    async def _scored(
+        self, job: _Job, request: GenerateRequest, rid: str, answer: _Answer
+    ) -> Outcome | None:
+        """Returns a response with the log-probabilities that were asked for.
+
+        Returns:
+            ``None`` if none of them can be known any more: the weights that generated
+            the response have been replaced.
+        """
+        completion = answer.result
+        if not (request.score_response and isinstance(completion, Completion)):
+            return completion
+        asked = to_scoring_request(request, completion)
+        for _ in range(MOST_SCORINGS):
+            scores = await self._alone(job, asked, rid, like=answer)
+            outcome = scores.result
+            if await self._weights.outdated(asked, outcome, scores.moment):
+                continue
+            if isinstance(outcome, Completion):
+                return with_scores(completion, outcome)
+            if not isinstance(outcome, GenerationAbortedError) or outcome.requested:
+                return outcome
+        return outcome if isinstance(outcome, SGLangError) else None
+
+    async def _send_together(
+        self, job: _Job, places: Sequence[int], primer: asyncio.Task[None] | None
+    ) -> None:
+        """Sends requests as one, and gives each its answer when it comes."""
+        rids = [job.rids[place] for place in places]
+        breaks = itertools.count(1)
+
+        async def send(url: str, sent: Sequence[str]) -> None:
+            for place in places:
+                if job.rids[place] in self._aborted:
+                    job.give(place, _aborted_here())
+            names = dict(zip(places, sent, strict=True))
+            waiting = job.open(places)
+            self._landed([names[place] for place in set(places).difference(waiting)])
+            try:
+                await self._post_together(url, job, waiting, names)
+            except ServerUnavailableError as error:
+                if _spoils_batch(error, next(breaks)):
+                    raise _SpoiltBatchError(str(error)) from error
+                raise
+
+        rest: SGLangError | None = None
+        try:
+            if primer is not None:
+                await asyncio.shield(primer)
+            async with self._turn(job.deadline):
+                await self._with_retries(send, None, job.deadline, rids)
+        except (RequestRefusedError, _SpoiltBatchError) as error:
+            torchrl_logger.debug(f"The requests of a batch are sent alone: {error}")
+        except SGLangError as error:
+            rest = error
+        finally:
+            for place in job.open(places):
+                job.give(place, rest)
+
+    async def _post_together(
+        self,
+        url: str,
+        job: _Job,
+        places: Sequence[int],
+        names: Mapping[int, str],
+    ) -> None:
+        requests = [job.requests[place] for place in places]
+        if not requests:
+            return
+        rids = [names[place] for place in places]
+        with self._adapters.used([request.adapter for request in requests]) as used:
+            moment = self._weights.moment()
+            events = self._http.events(
+                f"{url}/generate",
+                self._payload(requests, rids, moment, used, stream=True),
+                timeout=max(job.deadline - time.monotonic(), 1e-3),
+                headers={ROUTING_KEY_HEADER: requests[0].session_id or rids[0]},
+            )
+            async with aclosing(events):
+                async for event in events:
+                    reply = _finished(event, url)
+                    if reply is None:
+                        continue
+                    position = _position(reply, len(requests), url)
+                    self._landed([rids[position]])
+                    self._take(
+                        job,
+                        places[position],
+                        reply,
+                        _Answer(
+                            outcome=None,
+                            moment=moment,
+                            adapter=used[position],
+                            url=url,
+                            deadline=job.deadline,
+                        ),
+                    )
+
+    def _take(
+        self, job: _Job, place: int, reply: Mapping[str, Any], answer: _Answer
+    ) -> None:
+        """Gives a request its part of the answer to a batch."""
+        rid, request = job.rids[place], job.requests[place]
+        try:
+            outcome = self._read(
+                reply, request, answer.url, answer.moment, answer.adapter
+            )
+        except ServerUnavailableError as error:
+            torchrl_logger.debug(f"A response is asked for again: {error}")
+            job.give(place, None)
+            return
+        if isinstance(outcome, GenerationAbortedError):
+            outcome.requested = rid in self._aborted
+        job.hold(rid, self._adapters, answer.adapter)
+        job.give(place, replace(answer, outcome=outcome))
 
     @asynccontextmanager
-    async def _turn(self, deadline: float) -> AsyncIterator[None]:
-        """Waits until one more request may be under way."""
-        try:
-            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                await self._turns.acquire()
-        except TimeoutError:
-            raise ServerTimeoutError(
-                "A request waited for its turn until its budget was used up: too many "
-                "others are under way; see max_in_flight."
-            ) from None
-        try:
+    async def _turn(
+        self, deadline: float, turns: asyncio.Semaphore | None = None
+    ) -> AsyncIterator[None]:
+        """Waits until one more request may be in flight: of its batch, and of all."""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                    if turns is not None:
+                        await stack.enter_async_context(turns)
+                    await stack.enter_async_context(self._turns)
+            except TimeoutError:
+                raise ServerTimeoutError(
+                    "A request waited for its turn until its budget was used up: too "
+                    "many others are in flight; see max_in_flight."
+                ) from None
             yield
-        finally:
-            self._turns.release()
 
     @property
     def queued(self) -> int:
         """Requests that wait to be sent."""
         self._begin_after_fork()
-        return len(self._running) - self._sent
+        return len(self._running) - len(self._in_flight)
 
     @contextmanager
     def _registered(self, names: Sequence[str | None]) -> Iterator[list[str]]:
@@ -400,64 +515,61 @@ class DataPlane:
         self._sent_as.pop(rid, None)
         self._aborted.discard(rid)
 
-    async def _one(
-        self,
-        request: GenerateRequest,
-        rid: str,
-        cache_key: str,
-        deadline: float,
-        request_timeout: float | None,
-        turns: asyncio.Semaphore,
-        primer: asyncio.Task[None] | None,
-    ) -> Completion:
-        try:
-            if primer is not None:
-                await asyncio.shield(primer)
-            return await self._in_turn(
-                request, rid, cache_key, deadline, request_timeout, turns
-            )
-        finally:
-            # The rest of the batch may take longer.
-            self._forget(rid)
+    def _landed(self, names: Sequence[str]) -> None:
+        """Takes note that requests are in flight no longer, by the servers' names."""
+        self._in_flight.difference_update(names)
+        self._counters.in_flight = len(self._in_flight)
 
-    async def _in_turn(
+    async def _alone(
         self,
+        job: _Job,
         request: GenerateRequest,
         rid: str,
-        cache_key: str,
-        deadline: float,
-        request_timeout: float | None,
-        turns: asyncio.Semaphore,
-    ) -> Completion:
-        async with turns, self._turn(deadline):
-            own = deadline
-            if request_timeout is not None:
-                own = min(deadline, time.monotonic() + request_timeout)
+        *,
+        like: _Answer | None = None,
+    ) -> _Answer:
+        """Sends one request by itself.
+
+        Args:
+            job: the batch that it belongs to.
+            request: what to send.
+            rid: our name for it.
+            like: what it is to be computed like: by the same server if possible, and
+                with the same adapter.
+        """
+        async with self._turn(job.deadline, job.turns):
+            own = job.until() if like is None else like.deadline
+
+            async def send(url: str, sent: Sequence[str]) -> _Answer:
+                (answer,) = await self._post(url, [request], sent, own, like=like)
+                job.hold(rid, self._adapters, answer.adapter)
+                return answer
+
             try:
-                (outcome,) = await self._with_retries(
-                    lambda url, sent: self._post(url, [request], sent, cache_key, own),
+                answer = await self._with_retries(
+                    send,
                     request.session_id,
                     own,
                     [rid],
                     # The router would drop these without a word.
                     direct=bool(lost_in_router(request.sampling_params)),
+                    prefer=None if like is None else like.url,
                 )
             except (ServerTimeoutError, ServerUnavailableError) as error:
                 # It had no time left for another attempt, and the batch has.
-                late = own < deadline and own - time.monotonic() < LATE_SECONDS
-                if late and request_timeout is not None:
-                    raise _OwnBudgetError(
-                        f"A request had no answer within {request_timeout:g} s: {error}"
+                late = own < job.deadline and own - time.monotonic() < LATE_SECONDS
+                if late and job.request_timeout is not None:
+                    raise ServerTimeoutError(
+                        f"A request had no answer within {job.request_timeout:g} s: "
+                        f"{error}"
                     ) from error
                 raise
-            if isinstance(outcome, GenerationAbortedError):
-                outcome.requested = rid in self._aborted
-            if isinstance(outcome, SGLangError):
-                raise outcome
-            return outcome
+            if isinstance(answer.result, GenerationAbortedError):
+                answer.result.requested = rid in self._aborted
+            return answer
 
     async def _prime(
-        self, requests: Sequence[GenerateRequest], cache_key: str, deadline: float
+        self, requests: Sequence[GenerateRequest], deadline: float
     ) -> None:
         """Has prompts computed that several requests share, and waits for it."""
         if not requests:
@@ -468,6 +580,7 @@ class DataPlane:
                 sampling_params={"max_new_tokens": 0},
                 return_log_probs=False,
                 top_log_probs=0,
+                score_response=False,
             )
             for request in requests
         ]
@@ -477,7 +590,7 @@ class DataPlane:
                 async with self._turn(deadline):
                     await self._with_retries(
                         lambda url, sent: self._post(
-                            url, prompts, sent, cache_key, deadline, count=False
+                            url, prompts, sent, deadline, count=False
                         ),
                         prompts[0].session_id,
                         deadline,
@@ -495,6 +608,7 @@ class DataPlane:
         rids: Sequence[str],
         *,
         direct: bool = False,
+        prefer: str | None = None,
     ) -> T:
         failed: list[str] = []
         attempt = 0
@@ -504,17 +618,22 @@ class DataPlane:
             attempt += 1
             if self._aborted.issuperset(rids):
                 raise _aborted_here()
-            url = self._targets.pick(session, failed, direct=direct)
+            url = self._targets.pick(session, failed, direct=direct, prefer=prefer)
             # Each attempt has ids of its own: the one before it is being aborted.
-            sent = [f"{rid}-{attempt:03d}" for rid in rids]
-            self._sent_as.update(zip(rids, sent, strict=True))
-            self._counters.in_flight += len(rids)
-            self._sent += len(rids)
+            number = next(self._attempts) % 16**8
+            sent = [f"{rid}-{number:08x}" for rid in rids]
+            self._sent_as.update(
+                (rid, name)
+                for rid, name in zip(rids, sent, strict=True)
+                if rid in self._running
+            )
+            self._in_flight.update(sent)
+            self._counters.in_flight = len(self._in_flight)
             try:
                 return await send(url, sent)
             except (asyncio.CancelledError, ServerTimeoutError):
                 # Nobody waits for it any more, and the server need not either.
-                self._tidy_up(sent)
+                self._tidy_up(self._in_flight.intersection(sent))
                 raise
             except RequestRefusedError as error:
                 if looked or not await self._adapters.missed(error):
@@ -530,35 +649,54 @@ class DataPlane:
                 torchrl_logger.debug(f"Attempt {attempt} failed: {error}")
                 self._counters.retries += 1
             finally:
-                self._counters.in_flight -= len(rids)
-                self._sent -= len(rids)
+                given_up = self._in_flight.intersection(sent)
+                self._landed(sent)
             # What broke the connection need not have ended the request.
-            self._tidy_up(sent)
+            self._tidy_up(given_up)
             await asyncio.sleep(delay)
+
+    def _payload(
+        self,
+        requests: Sequence[GenerateRequest],
+        rids: Sequence[str],
+        moment: Moment,
+        used: Sequence[Adapter | None],
+        *,
+        stream: bool = False,
+    ) -> dict[str, Any]:
+        return to_payload(
+            requests,
+            self._capabilities,
+            cache_key=moment.version,
+            rids=rids,
+            adapters=[None if each is None else each.served_as for each in used],
+            stream=stream,
+        )
 
     async def _post(
         self,
         url: str,
         requests: Sequence[GenerateRequest],
         rids: Sequence[str],
-        cache_key: str,
         deadline: float,
         *,
         count: bool = True,
-    ) -> list[Outcome]:
-        # The adapters of this moment: what waited for its turn gets the newest.
-        with self._adapters.used([request.adapter for request in requests]) as used:
-            payload = to_payload(
-                requests,
-                self._capabilities,
-                cache_key=cache_key,
-                rids=rids,
-                adapters=[None if each is None else each.served_as for each in used],
-            )
+        like: _Answer | None = None,
+    ) -> list[_Answer]:
+        with ExitStack() as stack:
+            if like is None:
+                # The adapters of this moment: what waited for its turn has the newest.
+                used = stack.enter_context(
+                    self._adapters.used([request.adapter for request in requests])
+                )
+            else:
+                used = [like.adapter] * len(requests)
+                stack.enter_context(self._adapters.held(used))
+            moment = self._weights.moment()
             answer = await self._http.request(
                 "POST",
                 f"{url}/generate",
-                payload,
+                self._payload(requests, rids, moment, used),
                 timeout=max(deadline - time.monotonic(), 1e-3),
                 headers={ROUTING_KEY_HEADER: requests[0].session_id or rids[0]},
             )
@@ -570,30 +708,47 @@ class DataPlane:
             raise ServerUnavailableError(
                 f"{url} was sent {len(requests)} prompts and answered {size}."
             )
-        results: list[Outcome] = []
-        for index, (reply, request) in enumerate(zip(replies, requests, strict=True)):
-            try:
-                completion = parse_completion(
-                    reply,
-                    request,
-                    vocab_size=self._capabilities.vocab_size,
-                    server=url,
-                )
-            except (GenerationAbortedError, RequestRefusedError) as error:
-                error.index = index
-                results.append(error)
-            else:
-                adapter = used[index]
-                if adapter is not None:
-                    completion = replace(
-                        completion,
-                        adapter=adapter.name,
-                        adapter_version=adapter.version,
-                    )
-                if count:
-                    self._counters.count(completion, len(request.input_ids))
-                results.append(completion)
-        return results
+        return [
+            _Answer(
+                outcome=self._read(
+                    reply, request, url, moment, adapter, count=count and like is None
+                ),
+                moment=moment,
+                adapter=adapter,
+                url=url,
+                deadline=deadline,
+            )
+            for reply, request, adapter in zip(replies, requests, used, strict=True)
+        ]
+
+    def _read(
+        self,
+        reply: Any,
+        request: GenerateRequest,
+        url: str,
+        moment: Moment,
+        adapter: Adapter | None,
+        *,
+        count: bool = True,
+    ) -> Outcome:
+        """Returns what one item of an answer says."""
+        try:
+            completion = parse_completion(
+                reply,
+                request,
+                vocab_size=self._capabilities.vocab_size,
+                server=url,
+                sent_version=moment.version,
+            )
+        except (GenerationAbortedError, RequestRefusedError) as error:
+            return error
+        if adapter is not None:
+            completion = replace(
+                completion, adapter=adapter.name, adapter_version=adapter.version
+            )
+        if count:
+            self._counters.count(completion, len(request.input_ids))
+        return completion
 
     async def call(
         self,
@@ -678,9 +833,11 @@ class DataPlane:
                 return
             await self._tell_about(rids)
 
-    def _tidy_up(self, rids: Sequence[str]) -> None:
+    def _tidy_up(self, names: Iterable[str]) -> None:
         """Has the servers end requests that nobody waits for, without waiting."""
-        self._tidy_up_later(self._tell_each(rids))
+        told = list(names)
+        if told:
+            self._tidy_up_later(self._tell_each(told))
 
     def _tidy_up_later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -714,13 +871,160 @@ class NoAdapters:
     """Computes every request with the base model."""
 
     @contextmanager
-    def used(self, names: Sequence[str | None]) -> Iterator[list[None]]:
+    def used(self, names: Sequence[str | None]) -> Iterator[list[Adapter | None]]:
         """Yields no adapter for each; see :class:`AdapterUse`."""
         yield [None] * len(names)
+
+    @contextmanager
+    def held(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
+        """Does nothing; see :class:`AdapterUse`."""
+        yield
 
     async def missed(self, error: RequestRefusedError) -> bool:
         """Returns False; see :class:`AdapterUse`."""
         return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """What a server answered to a request."""
+
+    outcome: Outcome | None
+    """What it comes to; ``None`` while that is being read."""
+    moment: Moment
+    """When it was sent."""
+    adapter: Adapter | None
+    """What it was computed with."""
+    url: str
+    """Where it was sent to."""
+    deadline: float
+    """When its own budget ends."""
+
+    @property
+    def result(self) -> Outcome:
+        """What it comes to."""
+        assert self.outcome is not None
+        return self.outcome
+
+
+_Part = _Answer | SGLangError | None
+"""What a request gets of a batch that is sent as one; ``None``: it is sent alone."""
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """One batch, while it is worked on."""
+
+    requests: Sequence[GenerateRequest]
+    rids: Sequence[str]
+    """Our names of them."""
+    deadline: float
+    request_timeout: float | None
+    together: bool
+    """They are sent as one request."""
+    answers: list[asyncio.Future[_Part]] = field(init=False)
+    """What each gets of it."""
+    turns: asyncio.Semaphore = field(init=False)
+    """Limits how many of them are in flight by themselves."""
+    helpers: list[asyncio.Task[None]] = field(default_factory=list)
+    """Tasks beside those of the requests."""
+    _holds: dict[str, ExitStack] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.answers = [loop.create_future() for _ in self.requests]
+        limit = SINGLE_REQUESTS if self.together else max(len(self.requests), 1)
+        self.turns = asyncio.Semaphore(limit)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a task until the batch ends."""
+        task = asyncio.ensure_future(work)
+        self.helpers.append(task)
+        return task
+
+    def until(self) -> float:
+        """Returns when the budget of a request ends that is sent now."""
+        if self.request_timeout is None:
+            return self.deadline
+        return min(self.deadline, time.monotonic() + self.request_timeout)
+
+    def open(self, places: Sequence[int]) -> list[int]:
+        """Returns those requests that have not got their part of the answer yet."""
+        return [place for place in places if not self.answers[place].done()]
+
+    def give(self, place: int, part: _Part) -> None:
+        """Gives a request its part of the answer, if it waits for one."""
+        if not self.answers[place].done():
+            self.answers[place].set_result(part)
+
+    def hold(self, rid: str, adapters: AdapterUse, adapter: Adapter | None) -> None:
+        """Keeps the adapter of a response loaded until :meth:`release`."""
+        if adapter is not None:
+            stack = self._holds.setdefault(rid, ExitStack())
+            stack.enter_context(adapters.held([adapter]))
+
+    def release(self, rid: str) -> None:
+        """Lets the adapters of a response go."""
+        stack = self._holds.pop(rid, None)
+        if stack is not None:
+            stack.close()
+
+    def release_all(self) -> None:
+        """Lets the adapters of all responses go."""
+        for rid in list(self._holds):
+            self.release(rid)
+
+
+class _SpoiltBatchError(ServerUnavailableError):
+    """A batch failed as a whole, perhaps for one of its requests."""
+
+
+def _spoils_batch(error: ServerUnavailableError, breaks: int) -> bool:
+    """Returns whether the requests of a batch that failed are to be sent alone. Pure.
+
+    An answer that is an error or makes no sense may be the fault of one of them. A
+    connection that breaks is more likely the server's, the first time.
+    """
+    if error.status is None:
+        return False
+    return error.status >= 500 or not error.transient or breaks > 1
+
+
+def _finished(event: Any, url: str) -> dict[str, Any] | None:
+    """Returns a finished response among the events of a batch; ``None`` for others.
+
+    Raises:
+        RequestRefusedError: if the event says so.
+        ServerUnavailableError: if it is none of SGLang's, or tells of a failure.
+    """
+    if isinstance(event, dict) and isinstance(event.get("error"), dict):
+        status = event["error"].get("code")
+        Answer(
+            url=f"{url}/generate",
+            status=status if isinstance(status, int) else 500,
+            body=orjson.dumps(event),
+        ).raise_for_status()
+    try:
+        finished = event["meta_info"]["finish_reason"]
+    except (KeyError, TypeError) as error:
+        raise _malformed(event, url) from error
+    return None if finished is None else event
+
+
+def _position(reply: Mapping[str, Any], size: int, url: str) -> int:
+    position = reply.get("index")
+    if type(position) is not int or not 0 <= position < size:
+        # A batch of one is none to the server.
+        if position is None and size == 1:
+            return 0
+        raise _malformed(reply, url)
+    return position
+
+
+def _malformed(event: Any, url: str) -> ServerUnavailableError:
+    error = ServerUnavailableError(f"{url} sent a malformed reply: {event!r:.300}")
+    error.status = 200
+    return error
 
 
 Prefix = tuple[tuple[int, ...], str | None]
@@ -755,27 +1059,23 @@ def shared_prompts(
     return found
 
 
-def _aborted_here() -> GenerationAbortedError:
+def _aborted_here(index: int | None = None) -> GenerationAbortedError:
     error = GenerationAbortedError("The request was aborted before a server had it.")
-    error.requested = True
+    error.requested, error.index = True, index
     return error
 
 
-class _OwnBudgetError(ServerTimeoutError):
-    """One request used up its own budget, and the batch has some left."""
-
-
-def _outcome(task: asyncio.Task[Completion], index: int) -> Outcome:
-    """Returns what became of one request, or raises what is the whole batch's."""
-    try:
-        return task.result()
-    except (GenerationAbortedError, RequestRefusedError, _OwnBudgetError) as error:
-        if isinstance(error, (GenerationAbortedError, RequestRefusedError)):
-            error.index = index
-        return error
-
-
-def _placed(outcomes: Sequence[Outcome | None]) -> list[Outcome]:
-    missing = [index for index, outcome in enumerate(outcomes) if outcome is None]
-    assert not missing, f"no outcome for {missing}"
-    return [outcome for outcome in outcomes if outcome is not None]
+def _outcome(task: asyncio.Task[Outcome], index: int) -> Outcome:
+    """Returns what became of one request."""
+    if not task.done():
+        outcome: Outcome = ServerTimeoutError(
+            "The budget of the batch was used up before this request was answered."
+        )
+    else:
+        try:
+            outcome = task.result()
+        except SGLangError as error:
+            outcome = error
+    if isinstance(outcome, (GenerationAbortedError, RequestRefusedError)):
+        outcome.index = index
+    return outcome

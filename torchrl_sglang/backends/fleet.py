@@ -166,6 +166,8 @@ class Fleet:
     """How often a weight update aborted what was under way, to be sent again."""
     in_place_versions: frozenset[str] = frozenset()
     """Versions before which requests went on with state of the older weights."""
+    clean_versions: frozenset[str] = frozenset()
+    """Versions with which nothing of the older weights' KV cache was left."""
     newest: str = ""
     """Newest version that weights or an adapter have had."""
     checkpoint_version: str | None = None
@@ -519,7 +521,12 @@ class Fleet:
         self.on_change()
 
     def pick(
-        self, session: str | None, avoid: Sequence[str], *, direct: bool = False
+        self,
+        session: str | None,
+        avoid: Sequence[str],
+        *,
+        direct: bool = False,
+        prefer: str | None = None,
     ) -> str:
         """Returns where to send a request; see :class:`.data_plane.Targets`."""
         if self.closed:
@@ -543,9 +550,10 @@ class Fleet:
             and (session is None or router.keyed)
         ):
             return router.url
-        return self._direct(
-            session, [url for url in serving if url not in avoid] or serving
-        )
+        candidates = [url for url in serving if url not in avoid] or serving
+        if prefer in candidates:
+            return prefer
+        return self._direct(session, candidates)
 
     def _direct(self, session: str | None, urls: Sequence[str]) -> str:
         now = time.monotonic()
@@ -625,6 +633,7 @@ class Fleet:
             "draining": False,
             "interruptions": 0,
             "in_place_versions": self.in_place_versions,
+            "clean_versions": self.clean_versions,
             "newest": self.newest,
             "checkpoint_version": self.checkpoint_version,
             "weight_version": self.weight_version,

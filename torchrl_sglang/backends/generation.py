@@ -17,8 +17,14 @@ from typing import Any
 from torchrl_sglang.backends.adapters import Adapters
 from torchrl_sglang.backends.batch import Batch, Flags, prepare
 from torchrl_sglang.backends.checks import check_seconds
-from torchrl_sglang.backends.data_plane import DataPlane
+from torchrl_sglang.backends.data_plane import DataPlane, Moment
 from torchrl_sglang.backends.fleet import Fleet, version_order
+from torchrl_sglang.backends.http import HttpClient
+from torchrl_sglang.backends.log_probs import (
+    depends_on_server,
+    ignores_temperature,
+    plan_scoring,
+)
 from torchrl_sglang.backends.wire import GenerateRequest
 from torchrl_sglang.errors import (
     GenerationAbortedError,
@@ -27,15 +33,25 @@ from torchrl_sglang.errors import (
     SGLangError,
     WeightSyncStateError,
 )
-from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
+from torchrl_sglang.types import (
+    Completion,
+    LogProbsMode,
+    ServerCapabilities,
+    VersionSpan,
+)
 
-__all__ = ["GENERATE_TIMEOUT_SECONDS", "Call", "Generation"]
+__all__ = [
+    "GENERATE_TIMEOUT_SECONDS",
+    "Call",
+    "Generation",
+    "WeightState",
+]
 
 GENERATE_TIMEOUT_SECONDS = 1800.0
 """Default budget for one batch."""
 
 MAX_LOOKS = 3
-"""How often one call looks which servers have older weights than the rest."""
+"""How often in a row requests look which servers have older weights than the rest."""
 
 DEATH_GRACE_SECONDS = 2.0
 """A server that hung up gets this long to be seen dead, so that the error says so."""
@@ -56,6 +72,7 @@ class Call:
     request_timeout: float | None = None
     return_exceptions: bool = False
     adapter: str | Sequence[str | None] | None = None
+    logprobs_mode: LogProbsMode = "model"
 
 
 class Generation:
@@ -63,6 +80,7 @@ class Generation:
 
     Args:
         data: sends requests.
+        http: connections, for questions to the servers.
         fleet: the servers, and the version of their weights.
         capabilities: what they can do.
         adapters: their LoRA adapters.
@@ -71,10 +89,14 @@ class Generation:
     def __init__(
         self,
         data: DataPlane,
+        http: HttpClient,
         fleet: Fleet,
         capabilities: ServerCapabilities,
         adapters: Adapters,
     ) -> None:
+        self._http = http
+        # For which servers it was found out whether log-probs ignore the temperature.
+        self._probed: tuple[int, bool | None] | None = None
         self._adapters = adapters
         self._data = data
         self._fleet = fleet
@@ -82,81 +104,64 @@ class Generation:
 
     async def run(self, call: Call) -> list[Completion]:
         """Returns a completion for each prompt; see :meth:`.AsyncSGLang.generate`."""
-        batch = await self._prepare(call)
-        outcomes: dict[int, Completion | SGLangError] = dict(batch.errors)
-        budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
-        deadline = time.monotonic() + budget
-        left, looks = batch.requests, 0
-        while left:
-            key = self._fleet.weight_version
-            interruptions = self._fleet.interruptions
-            try:
-                answers = await self._data.generate(
-                    list(left.values()),
-                    cache_key=key,
-                    timeout=max(deadline - time.monotonic(), 1e-3),
-                    request_timeout=call.request_timeout,
-                )
-            except ServerUnavailableError as error:
-                await self.raise_better(error)
-                raise
-            again, older = {}, False
-            for index, answer in zip(left, answers, strict=True):
-                if self._is_older(answer, key):
-                    again[index], older = left[index], True
-                elif self._is_lost(left[index], answer, key, interruptions):
-                    again[index] = left[index]
-                else:
-                    outcomes[index] = self._in_place(answer, index, batch.size, call)
-            if older:
-                looks = await self._look_at_servers(looks)
-            left = again
-        return [outcomes[index] for index in range(batch.size)]  # type: ignore[misc]
+        outcomes: dict[int, Completion | SGLangError] = {}
+        stream = self._stream(call)
+        async with contextlib.aclosing(stream):
+            async for index, outcome in stream:
+                if isinstance(outcome, SGLangError) and not call.return_exceptions:
+                    outcome.completions = {
+                        place: answer
+                        for place, answer in outcomes.items()
+                        if isinstance(answer, Completion)
+                    }
+                    raise _with_note(outcome, index, call)
+                outcomes[index] = outcome
+        return [outcomes[index] for index in sorted(outcomes)]  # type: ignore[misc]
 
     async def stream(
         self, call: Call
     ) -> AsyncGenerator[tuple[int, Completion | SGLangError], None]:
         """Yields responses as they finish; see :meth:`.AsyncSGLang.generate_iter`."""
-        batch = await self._prepare(call)
+        stream = self._stream(call)
+        async with contextlib.aclosing(stream):
+            async for index, outcome in stream:
+                if isinstance(outcome, SGLangError) and not call.return_exceptions:
+                    raise _with_note(outcome, index, call)
+                yield index, outcome
+
+    async def _stream(
+        self, call: Call
+    ) -> AsyncGenerator[tuple[int, Completion | SGLangError], None]:
+        batch, deadline = await self._prepare(call)
         for index, failure in batch.errors.items():
             yield index, failure
-        budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
-        deadline = time.monotonic() + budget
-        left, looks = batch.requests, 0
-        while left:
-            key, again, older = self._fleet.weight_version, {}, False
-            interruptions = self._fleet.interruptions
-            places = list(left)
-            stream = self._data.stream(
-                list(left.values()),
-                cache_key=key,
-                timeout=max(deadline - time.monotonic(), 1e-3),
-                request_timeout=call.request_timeout,
-            )
-            async with contextlib.aclosing(stream):
-                try:
-                    async for place, answer in stream:
-                        index = places[place]
-                        if self._is_older(answer, key):
-                            again[index], older = left[index], True
-                        elif self._is_lost(left[index], answer, key, interruptions):
-                            again[index] = left[index]
-                        else:
-                            yield index, self._in_place(answer, index, batch.size, call)
-                except ServerUnavailableError as error:
-                    await self.raise_better(error)
-                    raise
-            if older:
-                looks = await self._look_at_servers(looks)
-            left = again
+        places = list(batch.requests)
+        stream = self._data.stream(
+            list(batch.requests.values()),
+            timeout=max(deadline - time.monotonic(), 1e-3),
+            request_timeout=call.request_timeout,
+        )
+        patient = True
+        async with contextlib.aclosing(stream):
+            async for place, outcome in stream:
+                index = places[place]
+                if isinstance(outcome, ServerUnavailableError):
+                    better = await self.better(outcome, patient=patient)
+                    patient = False
+                    yield index, better
+                else:
+                    yield index, self._in_place(outcome, index)
 
-    async def _prepare(self, call: Call) -> Batch:
+    async def _prepare(self, call: Call) -> tuple[Batch, float]:
+        """Returns what to send, and when the call's budget ends."""
         for name, value in (
             ("timeout", call.timeout),
             ("request_timeout", call.request_timeout),
         ):
             if value is not None:
                 check_seconds(name, value)
+        budget = GENERATE_TIMEOUT_SECONDS if call.timeout is None else call.timeout
+        deadline = time.monotonic() + budget
         flags = Flags(
             return_logprobs=call.return_logprobs,
             return_prompt_logprobs=call.return_prompt_logprobs,
@@ -164,6 +169,7 @@ class Generation:
             request_ids=call.request_ids,
             session_ids=call.session_ids,
             adapter=call.adapter,
+            logprobs_mode=call.logprobs_mode,
         )
         batch = prepare(
             call.prompts,
@@ -173,115 +179,198 @@ class Generation:
             return_exceptions=call.return_exceptions,
         )
         await self._adapters.look([each.adapter for each in batch.requests.values()])
-        return batch
+        if any(map(self._depends_on_server, batch.requests.values())):
+            ignores = await self._ignores_temperature(deadline)
+        else:
+            ignores = None
+        planned = plan_scoring(
+            batch,
+            ignores,
+            self._capabilities,
+            return_exceptions=call.return_exceptions,
+        )
+        return planned, deadline
 
-    def _is_lost(
-        self,
-        request: GenerateRequest,
-        answer: Completion | SGLangError,
-        key: str,
-        interruptions: int,
-    ) -> bool:
-        """Tells whether a weight update has made an answer worthless: ask again.
+    def _depends_on_server(self, request: GenerateRequest) -> bool:
+        return depends_on_server(request, self._capabilities)
+
+    async def _ignores_temperature(self, deadline: float) -> bool | None:
+        """Returns whether the servers' log-probs are those before the temperature.
+
+        It is asked of every server that serves, again when others have come.
+
+        Returns:
+            ``None`` if one of them did not tell, or they differ.
+        """
+        members = self._fleet.membership
+        if self._probed is None or self._probed[0] != members:
+            urls = self._fleet.serving
+            found = await asyncio.gather(
+                *(
+                    ignores_temperature(self._http, url, self._capabilities, deadline)
+                    for url in urls
+                )
+            )
+            if None in found or not urls:
+                return None
+            self._probed = (members, found[0] if len(set(found)) == 1 else None)
+        return self._probed[1]
+
+    def _in_place(
+        self, outcome: Completion | SGLangError, index: int
+    ) -> Completion | SGLangError:
+        """Returns what an item of a batch came to, for its caller."""
+        if isinstance(outcome, SGLangError):
+            # Not all of the batch was sent, so its place is another one there.
+            if isinstance(outcome, (GenerationAbortedError, RequestRefusedError)):
+                outcome.index = index
+            return outcome
+        kept = self._fleet.in_place_versions
+        if kept and outcome.versions:
+            # A server that ran out of memory computed some of that state again.
+            mixed = any(span.version in kept for span in outcome.versions[1:])
+            outcome = replace(outcome, mixed_state=mixed)
+        if outcome.adapter_version is not None:
+            # The server knows the version of the base model only.
+            end = len(outcome.token_ids)
+            span = VersionSpan(version=outcome.adapter_version, start=0, end=end)
+            outcome = replace(outcome, versions=(span,))
+        return outcome
+
+    async def better(
+        self, error: ServerUnavailableError, *, patient: bool = True
+    ) -> SGLangError:
+        """Returns the better error where all servers are ours and have ended.
 
         Args:
-            request: what was asked.
-            answer: what a request came to.
-            key: version of the weights when it was sent.
-            interruptions: the fleet's, when it was sent.
+            error: what a request came to.
+            patient: wait until a server that hung up can be seen dead.
         """
-        interrupted = self._fleet.interruptions > interruptions
-        if isinstance(answer, GenerationAbortedError):
-            return interrupted and not answer.requested
+        fleet = self._fleet
+        if fleet.closed or any(replica.process is None for replica in fleet.replicas):
+            return error
+        for _ in range(20 if patient else 1):
+            fleet.notice_deaths()
+            if not fleet.serving:
+                better = fleet.why_nobody_serves()
+                if type(better) is not type(error):
+                    better.__cause__ = error
+                    return better
+                return error
+            await asyncio.sleep(DEATH_GRACE_SECONDS / 20 if patient else 0)
+        return error
+
+
+def _with_note(error: SGLangError, index: int, call: Call) -> SGLangError:
+    error.add_note(f"It is item {index} of {len(call.prompts)}.")
+    return error
+
+
+class WeightState:
+    """Tells requests of weight updates; see :class:`.data_plane.Weights`.
+
+    Args:
+        fleet: the servers, and the version of their weights.
+        adapters: their LoRA adapters.
+    """
+
+    def __init__(self, fleet: Fleet, adapters: Adapters) -> None:
+        self._fleet = fleet
+        self._adapters = adapters
+        # How often servers were looked at, and how often in a row without success.
+        self._looks = self._vain_looks = 0
+        self._looking: asyncio.Task[None] | None = None
+
+    def moment(self) -> Moment:
+        """Returns the state of the weights now."""
+        return Moment(
+            self._fleet.weight_version, self._fleet.interruptions, self._looks
+        )
+
+    async def outdated(
+        self,
+        request: GenerateRequest,
+        outcome: Completion | SGLangError,
+        moment: Moment,
+    ) -> bool:
+        """Returns whether a weight update has made an answer worthless: ask again.
+
+        Raises:
+            WeightSyncStateError: if servers go on answering with older weights than
+                were served when they were asked.
+        """
+        interrupted = self._fleet.interruptions > moment.interruptions
+        if isinstance(outcome, GenerationAbortedError):
+            return interrupted and not outcome.requested
         if (
             interrupted
             and request.adapter is None
-            and isinstance(answer, Completion)
-            and answer.adapter != self._adapters.default
+            and isinstance(outcome, Completion)
+            and outcome.adapter != self._adapters.default
         ):
             # One that was just being sent carried what requests carry no longer.
             return True
-        return self._is_stale(answer, key)
-
-    def _in_place(
-        self, answer: Completion | SGLangError, index: int, size: int, call: Call
-    ) -> Completion | SGLangError:
-        kept = self._fleet.in_place_versions
-        if kept and isinstance(answer, Completion):
-            # A server that ran out of memory computed some of that state again.
-            mixed = any(span.version in kept for span in answer.versions[1:])
-            answer = replace(answer, mixed_state=mixed)
-        return _in_place(answer, index, size, call)
+        if self._is_older(outcome, moment.version):
+            await self._look_at_servers(moment)
+            return True
+        return self._is_stale(outcome, moment.version)
 
     def _is_older(self, answer: Completion | SGLangError, key: str) -> bool:
         """Tells whether an answer has older weights than were served when it was asked.
 
         Its server was started again by somebody else, and no one knew.
         """
-        if not isinstance(answer, Completion) or not answer.versions:
+        if not isinstance(answer, Completion) or answer.weight_version is None:
             return False
-        return version_order(answer.versions[-1].version) < version_order(key)
+        if version_order(answer.weight_version) < version_order(key):
+            return True
+        self._vain_looks = 0
+        return False
 
-    async def _look_at_servers(self, looks: int) -> int:
-        """Takes servers that have older weights out of rotation; counts how often.
+    async def _look_at_servers(self, moment: Moment) -> None:
+        """Takes servers that have older weights out of rotation, once for all requests.
 
         Raises:
             WeightSyncStateError: if that was no help.
         """
-        if looks >= MAX_LOOKS or self._fleet.look is None:
-            raise WeightSyncStateError(
-                f"A server answered with older weights than the current ones, "
-                f"{self._fleet.weight_version!r}, and does not say so itself: "
-                f"it was started again by somebody else. Send the weights again."
-            )
-        self._fleet.suspect_all()
-        await self._fleet.look()
-        return looks + 1
+        if moment.looks < self._looks:
+            # Somebody has looked since it was sent.
+            return
+        if self._looking is None or self._looking.done():
+            if self._vain_looks >= MAX_LOOKS or self._fleet.look is None:
+                raise WeightSyncStateError(
+                    f"A server answered with older weights than the current ones, "
+                    f"{self._fleet.weight_version!r}, and does not say so itself: "
+                    f"it was started again by somebody else. Send the weights again."
+                )
+            self._vain_looks += 1
+            self._looking = asyncio.ensure_future(self._look())
+        await asyncio.shield(self._looking)
+
+    async def _look(self) -> None:
+        look = self._fleet.look
+        if look is not None:
+            self._fleet.suspect_all()
+            await look()
+        self._looks += 1
 
     def _is_stale(self, answer: Completion | SGLangError, key: str) -> bool:
         """Takes over a newer weight version, and tells whether to ask again.
 
-        An answer that began with newer weights than ``key``, and with cached state
+        An answer that began with newer weights than ``key``, and with a cached prefix
         that was looked up under that key, may have been computed by older weights:
-        another engine object updated them meanwhile.
+        another engine object updated them meanwhile, or the cache was not emptied.
         """
-        if not isinstance(answer, Completion) or not answer.versions:
+        if not isinstance(answer, Completion) or answer.weight_version is None:
             return False
-        first, last = answer.versions[0].version, answer.versions[-1].version
-        if version_order(last) > version_order(self._fleet.weight_version):
-            self._fleet.weight_version = last
+        fleet, last = self._fleet, answer.weight_version
+        if version_order(last) > version_order(fleet.weight_version):
+            fleet.weight_version = last
+        if answer.versions:
+            first = answer.versions[0].version
+            suspect = first not in fleet.clean_versions
+        else:
+            # It may have begun with any of them.
+            first, suspect = last, last not in fleet.in_place_versions
         newer = version_order(first) > version_order(key)
-        return newer and answer.cached_tokens > 0
-
-    async def raise_better(self, error: ServerUnavailableError) -> None:
-        """Raises the better error where all servers are ours and have ended."""
-        fleet = self._fleet
-        if fleet.closed or any(replica.process is None for replica in fleet.replicas):
-            return
-        for _ in range(20):
-            fleet.notice_deaths()
-            if not fleet.serving:
-                better = fleet.why_nobody_serves()
-                if type(better) is not type(error):
-                    raise better from error
-                return
-            await asyncio.sleep(DEATH_GRACE_SECONDS / 20)
-
-
-def _in_place(
-    answer: Completion | SGLangError, index: int, size: int, call: Call
-) -> Completion | SGLangError:
-    """Returns what an item of a batch came to, or raises its error."""
-    if isinstance(answer, SGLangError):
-        # Not all of the batch was sent, so its place is another one there.
-        if isinstance(answer, (GenerationAbortedError, RequestRefusedError)):
-            answer.index = index
-        if not call.return_exceptions:
-            answer.add_note(f"It is item {index} of {size}.")
-            raise answer
-    elif answer.adapter_version is not None:
-        # The server knows the version of the base model only.
-        end = len(answer.token_ids)
-        span = VersionSpan(version=answer.adapter_version, start=0, end=end)
-        answer = replace(answer, versions=(span,))
-    return answer
+        return newer and suspect and answer.cached_tokens > 0

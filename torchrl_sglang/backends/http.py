@@ -14,7 +14,8 @@ import io
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from torchrl_sglang.errors import (
     RequestRefusedError,
     ServerTimeoutError,
     ServerUnavailableError,
+    SGLangError,
 )
 
 __all__ = ["Answer", "HttpClient"]
@@ -52,6 +54,12 @@ _CLOSING: collections.deque[concurrent.futures.Future[None]] = collections.deque
 
 STREAMED_BODY_BYTES = 1 << 20
 """A larger body is written in pieces, so that other requests get their turn between."""
+
+EVENT_END = b"\n\n"
+"""Ends each of the events that a server sends one after the other."""
+
+LAST_EVENT = b"[DONE]"
+"""What the last of them holds."""
 
 ERROR_BODY_CHARACTERS = 2000
 """How much of an error's body a message quotes."""
@@ -82,10 +90,12 @@ class Answer:
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError:
-            raise ServerUnavailableError(
+            error = ServerUnavailableError(
                 f"{self.url} answered {self.status} with a body that is not JSON: "
                 f"{self.body[:200]!r}. Is it an SGLang server?"
-            ) from None
+            )
+            error.status = self.status
+            raise error from None
 
     def error_text(self) -> str:
         """Returns the message of an error answer, in whichever form it came."""
@@ -120,16 +130,18 @@ class Answer:
             )
             refused.status = self.status
             raise refused
-        raise _transient(f"{self.url} failed (HTTP {self.status}): {self.error_text()}")
+        raise _transient(
+            f"{self.url} failed (HTTP {self.status}): {self.error_text()}", self.status
+        )
 
 
 class _NoFileError(Exception):
     """This process cannot open one more file."""
 
 
-def _transient(message: str) -> ServerUnavailableError:
+def _transient(message: str, status: int | None = None) -> ServerUnavailableError:
     error = ServerUnavailableError(message)
-    error.transient = True
+    error.transient, error.status = True, status
     return error
 
 
@@ -205,6 +217,60 @@ class HttpClient:
                 process has a file left for a connection.
             ServerUnavailableError: if the server cannot be reached or hangs up.
         """
+        async with self._answered(method, url, payload, timeout, headers) as response:
+            return Answer(url=url, status=response.status, body=await response.read())
+
+    async def events(
+        self,
+        url: str,
+        payload: Any,
+        *,
+        timeout: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """Posts a request and yields each server-sent event of the answer, decoded.
+
+        Args:
+            url: full address.
+            payload: content of the body, encoded as JSON.
+            timeout: budget for the whole exchange, in seconds.
+            headers: to send beside the usual ones.
+
+        Raises:
+            RequestRefusedError: for a status from 400 to 499.
+            ServerUnavailableError: as :meth:`request` and :meth:`Answer.json` do, and
+                if the events end without the one that says that they are complete.
+            ServerTimeoutError: if the budget is used up.
+        """
+        async with self._answered("POST", url, payload, timeout, headers) as response:
+            if not 200 <= response.status < 300:
+                body = await response.read()
+                Answer(url=url, status=response.status, body=body).raise_for_status()
+            rest = bytearray()
+            async for chunk in response.content.iter_any():
+                rest += chunk
+                *whole, rest = rest.split(EVENT_END)
+                for event in whole:
+                    content = bytes(event).removeprefix(b"data:").strip()
+                    if content == LAST_EVENT:
+                        return
+                    answer = Answer(url=url, status=response.status, body=content)
+                    yield answer.json()
+            raise _transient(
+                f"{url} stopped in the middle of its answer: {bytes(rest[:200])!r}.",
+                response.status,
+            )
+
+    @asynccontextmanager
+    async def _answered(
+        self,
+        method: str,
+        url: str,
+        payload: Any,
+        timeout: float,
+        headers: Mapping[str, str] | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends a request and yields the answer, of which the head has been read."""
         check_seconds("timeout", timeout)
         try:
             data = None if payload is None else orjson.dumps(payload)
@@ -214,10 +280,13 @@ class HttpClient:
             ) from None
         deadline = time.monotonic() + timeout
         headers = {**self._login(url), **(headers or {})}
+        stack = AsyncExitStack()
         while True:
             try:
                 left = max(deadline - time.monotonic(), 1e-3)
-                return await self._exchange(method, url, data, headers, left, timeout)
+                sent = self._exchange(method, url, data, headers, left, timeout)
+                response = await stack.enter_async_context(sent)
+                break
             except _NoFileError:
                 if time.monotonic() + NO_FILE_SECONDS > deadline:
                     raise ServerTimeoutError(
@@ -228,6 +297,8 @@ class HttpClient:
                     ) from None
                 # Nothing was sent. Connections become free as others are answered.
                 await asyncio.sleep(NO_FILE_SECONDS)
+        async with stack:
+            yield response
 
     def _login(self, url: str) -> dict[str, str]:
         for server, header in self._credentials.items():
@@ -235,6 +306,7 @@ class HttpClient:
                 return {"Authorization": header}
         return {}
 
+    @asynccontextmanager
     async def _exchange(
         self,
         method: str,
@@ -243,8 +315,8 @@ class HttpClient:
         headers: Mapping[str, str],
         left: float,
         timeout: float,
-    ) -> Answer:
-        """Sends a request once; see :meth:`request`.
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends a request once; errors of aiohttp leave as those of this package.
 
         Raises:
             _NoFileError: if there is no file left for a connection.
@@ -254,13 +326,16 @@ class HttpClient:
         budget = aiohttp.ClientTimeout(
             total=left, sock_connect=min(left, CONNECT_TIMEOUT_SECONDS)
         )
+        status = None
         try:
             async with self._get_session().request(
                 method, url, data=body, timeout=budget, headers=headers
             ) as response:
-                return Answer(
-                    url=url, status=response.status, body=await response.read()
-                )
+                status = response.status
+                yield response
+        except SGLangError:
+            # Some of them are errors of the kinds below, too.
+            raise
         except aiohttp.ConnectionTimeoutError:
             raise _transient(
                 f"{method} {url} failed: no connection within "
@@ -279,7 +354,8 @@ class HttpClient:
                 raise _NoFileError from None
             raise _transient(
                 f"{method} {url} failed: {type(error).__name__}: {error}. Check that "
-                f"the server is running and that the address is right."
+                f"the server is running and that the address is right.",
+                status,
             ) from None
 
     async def close(self) -> None:

@@ -41,6 +41,9 @@ SERVER_ENVIRONMENT = {
     # Otherwise /health generates a token, which takes a second, and fails while
     # generation is paused.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # Log-probs of sampled tokens are those before the temperature, as the trained model
+    # computes them; the engine scores whole responses where they are not.
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     # The last lines of a server that is killed are the ones worth reading.
     "PYTHONUNBUFFERED": "1",
 }

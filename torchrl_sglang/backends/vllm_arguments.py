@@ -226,9 +226,11 @@ ARGUMENTS: dict[str, Renamed | Inert | Refused] = {
     "max_logprobs": Inert(reason="SGLang has no limit on log-probabilities."),
     "logprobs_mode": Refused(
         reason=(
-            "SGLang's log-probabilities are those after the temperature and before "
-            "top-p and top-k."
-        )
+            "Log-probabilities are the model's own, as with 'raw_logprobs'; nearest "
+            "to 'processed_logprobs' is logprobs_mode='sampling' of SGLangWrapper and "
+            "engine.generate()."
+        ),
+        unless=(None, "raw_logprobs"),
     ),
     "override_generation_config": Refused(
         reason="Give these values as sampling parameters."

@@ -25,7 +25,12 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
+from torchrl_sglang.types import (
+    Completion,
+    LogProbsMode,
+    ServerCapabilities,
+    VersionSpan,
+)
 
 __all__ = [
     "SAMPLING_ALIASES",
@@ -38,6 +43,9 @@ __all__ = [
     "parse_completion",
     "to_payload",
 ]
+
+STREAM_INTERVAL = 2**30
+"""Tokens between two events of a response: only its first one and its end are sent."""
 
 _NUMBER = (int, float)
 _TEXTS = (str, list, tuple)
@@ -105,6 +113,14 @@ class GenerateRequest:
     """Ask for the log-probability of every prompt token too."""
     top_log_probs: int = 0
     """Ask for this many of the likeliest tokens in each response token's place."""
+    logprobs_mode: LogProbsMode = "model"
+    """Whose log-probabilities of the response."""
+    score_response: bool = False
+    """The server's log-probabilities of sampled tokens are not those asked for: the
+    response is scored when it is finished, as a prompt is."""
+    scored_from: int | None = None
+    """Score the tokens of ``input_ids`` behind this position; see
+    :func:`.log_probs.to_scoring_request`."""
     request_id: str | None = None
     """Name by which the caller can abort it."""
     session_id: str | None = None
@@ -175,7 +191,31 @@ def check_sampling_params(
     return checked
 
 
+def _check_seed(params: Mapping[str, Any], capabilities: ServerCapabilities) -> None:
+    # Greedy sampling draws nothing.
+    honoured = capabilities.uses_seeds or temperature_of(params, capabilities) == 0
+    if "sampling_seed" in params and not honoured:
+        raise UnsupportedByServerError(
+            f"sampling_seed={params['sampling_seed']!r} would be ignored: the server "
+            f"was started without enable_deterministic_inference=True. Start it with "
+            f"that, leave the seed out, or sample with temperature=0."
+        )
+
+
+def temperature_of(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> float | None:
+    """Returns the temperature that a request is sampled with, where it is known."""
+    value = params.get("temperature")
+    if value is None:
+        value = capabilities.default_sampling_params.get("temperature")
+    if value is None:
+        return 1.0
+    return value if isinstance(value, _NUMBER) else None
+
+
 def _check_values(params: dict[str, Any], capabilities: ServerCapabilities) -> None:
+    _check_seed(params, capabilities)
     if params.get("top_k") == 0:
         raise ConfigurationError(
             "The sampling parameter top_k=0 keeps no token; give -1 for no limit, or "
@@ -327,6 +367,7 @@ def to_payload(
     cache_key: str,
     rids: Sequence[str],
     adapters: Sequence[str | None] = (),
+    stream: bool = False,
 ) -> dict[str, Any]:
     """Returns the JSON content of one ``/generate`` call for a batch of requests.
 
@@ -337,32 +378,36 @@ def to_payload(
         rids: what the server shall call each request.
         adapters: what the server calls the LoRA adapter of each; by default none. It
             separates prefix-cache entries by them.
+        stream: have each response sent when it is finished; its events carry
+            ``index``.
     """
     params = []
     for request in requests:
-        room = capabilities.max_context - len(request.input_ids)
+        room = response_room(request, capabilities)
         asked = request.sampling_params.get("max_new_tokens")
         limit = room if asked is None else min(asked, room)
         own = {**request.sampling_params, "max_new_tokens": limit}
         if "min_new_tokens" in own:
             own["min_new_tokens"] = min(own["min_new_tokens"], limit)
+        if stream:
+            own["stream_interval"] = STREAM_INTERVAL
         params.append(own)
     payload = {
         "input_ids": [list(request.input_ids) for request in requests],
         "sampling_params": params,
         "return_logprob": [
-            request.return_log_probs
-            or request.return_prompt_log_probs
-            or request.top_log_probs > 0
+            request.return_prompt_log_probs
+            or (wants_log_probs(request) and not request.score_response)
             for request in requests
         ],
-        "top_logprobs_num": [request.top_log_probs for request in requests],
-        "logprob_start_len": [
-            0 if request.return_prompt_log_probs else -1 for request in requests
+        "top_logprobs_num": [
+            0 if request.score_response else request.top_log_probs
+            for request in requests
         ],
+        "logprob_start_len": [_score_start(request) for request in requests],
         "extra_key": [cache_key] * len(requests),
         "rid": list(rids),
-        "stream": False,
+        "stream": stream,
     }
     if any(adapters):
         payload["lora_path"] = list(adapters)
@@ -375,12 +420,33 @@ def to_payload(
     }
 
 
+def response_room(request: GenerateRequest, capabilities: ServerCapabilities) -> int:
+    """Returns the most tokens that the response to a request can have."""
+    longest = capabilities.max_context
+    if request.score_response:
+        # It has to fit in as a prompt afterwards.
+        longest = min(longest, capabilities.max_prompt)
+    return longest - len(request.input_ids)
+
+
+def wants_log_probs(request: GenerateRequest) -> bool:
+    """Returns whether any log-probability of the response is asked for."""
+    return request.return_log_probs or request.top_log_probs > 0
+
+
+def _score_start(request: GenerateRequest) -> int:
+    if request.scored_from is not None:
+        return request.scored_from
+    return 0 if request.return_prompt_log_probs else -1
+
+
 def parse_completion(
     reply: Mapping[str, Any],
     request: GenerateRequest,
     *,
     vocab_size: int,
     server: str,
+    sent_version: str | None = None,
 ) -> Completion:
     """Returns what one item of a reply says.
 
@@ -389,6 +455,9 @@ def parse_completion(
         request: what was asked.
         vocab_size: of the served model.
         server: what messages call the server.
+        sent_version: version of the weights when the request was sent. Of a response
+            whose server names only the version of its end, another one tells that the
+            versions of its tokens are unknown.
 
     Raises:
         GenerationAbortedError: if the response was cut off.
@@ -396,7 +465,7 @@ def parse_completion(
         ServerUnavailableError: if the reply lacks something that was asked for.
     """
     try:
-        return _parse(reply, request, vocab_size, server)
+        return _parse(reply, request, vocab_size, server, sent_version)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ServerUnavailableError(
             f"{server} sent a malformed reply ({error!r}): {reply!r:.300}"
@@ -404,7 +473,11 @@ def parse_completion(
 
 
 def _parse(
-    reply: Mapping[str, Any], request: GenerateRequest, vocab_size: int, server: str
+    reply: Mapping[str, Any],
+    request: GenerateRequest,
+    vocab_size: int,
+    server: str,
+    sent_version: str | None,
 ) -> Completion:
     meta = reply["meta_info"]
     token_ids = reply["output_ids"]
@@ -428,7 +501,12 @@ def _parse(
             f"{meta['completion_tokens']}; the reply is cut short."
         )
     log_probs = prompt_log_probs = None
-    if request.return_log_probs:
+    own_scores = not request.score_response
+    if request.scored_from is not None:
+        scored = request.input_ids[request.scored_from :]
+        values = _log_probs(meta, "input_token_logprobs", scored, vocab_size, server)
+        log_probs = values[1:]
+    elif request.return_log_probs and own_scores:
         log_probs = _log_probs(
             meta, "output_token_logprobs", token_ids, vocab_size, server
         )
@@ -437,14 +515,25 @@ def _parse(
             meta, "input_token_logprobs", request.input_ids, vocab_size, server
         )
     top_token_ids = top_log_probs = None
-    if request.top_log_probs:
+    if request.top_log_probs and own_scores:
+        if request.scored_from is None:
+            rows = meta.get("output_top_logprobs") or []
+        else:
+            rows = (meta.get("input_top_logprobs") or [])[1:]
         top_token_ids, top_log_probs = _top_log_probs(
-            meta, len(token_ids), request.top_log_probs, server
+            rows,
+            len(token_ids) if request.scored_from is None else len(log_probs or ()),
+            request.top_log_probs,
+            server,
         )
-    versions = _version_spans(meta, len(token_ids))
+    final = meta.get("weight_version")
+    versions = _version_spans(meta, len(token_ids), sent_version)
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
+        logprobs_mode=(
+            request.logprobs_mode if wants_log_probs(request) and own_scores else None
+        ),
         top_token_ids=top_token_ids,
         top_log_probs=top_log_probs,
         prompt_log_probs=prompt_log_probs,
@@ -452,8 +541,12 @@ def _parse(
         matched_stop=reason.get("matched"),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         versions=versions,
-        # What is not computed again when the weights change rests on older ones.
-        mixed_state=int(meta.get("num_retractions") or 0) < len(versions) - 1,
+        weight_version=None if final is None else str(final),
+        mixed_state=(
+            # What is not computed again when the weights change rests on older ones.
+            int(meta.get("num_retractions") or 0) < len(versions) - 1
+            or (not versions and bool(token_ids))
+        ),
         text=reply.get("text"),
     )
 
@@ -494,10 +587,9 @@ def _log_probs(
 
 
 def _top_log_probs(
-    meta: Mapping[str, Any], length: int, number: int, server: str
+    rows: Sequence[Any], length: int, number: int, server: str
 ) -> tuple[list[list[int]], list[list[float]]]:
     # For each token a list of [log-prob, token id, text], the likeliest first.
-    rows = meta.get("output_top_logprobs") or []
     if len(rows) != length or any(len(row or ()) != number for row in rows):
         raise ServerUnavailableError(
             f"{server} was asked for the {number} likeliest tokens in the place of "
@@ -509,7 +601,9 @@ def _top_log_probs(
     )
 
 
-def _version_spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:
+def _version_spans(
+    meta: Mapping[str, Any], length: int, sent_version: str | None
+) -> tuple[VersionSpan, ...]:
     spans = meta.get("weight_versions")
     if spans:
         return tuple(
@@ -519,7 +613,7 @@ def _version_spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, .
             for span in spans
         )
     version = meta.get("weight_version")
-    if version is None:
+    if version is None or (sent_version is not None and str(version) != sent_version):
         return ()
     return (VersionSpan(version=str(version), start=0, end=length),)
 

@@ -20,7 +20,7 @@ from torchrl_sglang.policies.stopping import (
     join,
     without_tokenizer,
 )
-from torchrl_sglang.types import Completion
+from torchrl_sglang.types import Completion, LogProbsMode
 
 __all__ = ["Prompt", "ask"]
 
@@ -53,6 +53,7 @@ def ask(
     tokenizer: Any,
     return_exceptions: bool = False,
     adapter: str | None = None,
+    logprobs_mode: LogProbsMode = "model",
 ) -> list[Outcome]:
     """Returns a completion for each prompt.
 
@@ -64,6 +65,7 @@ def ask(
         return_exceptions: put the error of an item in its place instead of raising
             the first one.
         adapter: LoRA adapter to compute them with; by default the engine's.
+        logprobs_mode: whose log-probabilities of the responses.
 
     Raises:
         SGLangError: as :meth:`~torchrl_sglang.AsyncSGLang.generate` does.
@@ -74,10 +76,10 @@ def ask(
         for prompt in prompts:
             if prompt.sampling_params.get("stop") and not prompt.include_stop:
                 _needed(tokenizer, "stop")  # Before anything is generated.
-        outcomes = _generate(engine, prompts, return_exceptions, adapter)
+        outcomes = _generate(engine, prompts, return_exceptions, adapter, logprobs_mode)
     else:
         outcomes = _generate_in_stages(
-            engine, prompts, tokenizer, return_exceptions, adapter
+            engine, prompts, tokenizer, return_exceptions, adapter, logprobs_mode
         )
         for_cutting = [True] * len(prompts)
     for index, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
@@ -109,6 +111,7 @@ def _generate(
     prompts: Sequence[Prompt],
     return_exceptions: bool,
     adapter: str | None,
+    logprobs_mode: LogProbsMode,
 ) -> list[Outcome]:
     return list(
         engine.generate(
@@ -119,6 +122,7 @@ def _generate(
             top_logprobs=[prompt.top_log_probs for prompt in prompts],
             return_exceptions=return_exceptions,
             adapter=adapter,
+            logprobs_mode=logprobs_mode,
         )
     )
 
@@ -138,6 +142,7 @@ def _generate_in_stages(
     tokenizer: Any,
     return_exceptions: bool,
     adapter: str | None,
+    logprobs_mode: LogProbsMode,
 ) -> list[Outcome]:
     """Asks a server without a tokenizer; see :func:`.stopping.without_tokenizer`."""
     stages = _stages(engine, prompts, tokenizer)
@@ -149,6 +154,7 @@ def _generate_in_stages(
         ],
         return_exceptions,
         adapter,
+        logprobs_mode,
     )
     later = [
         index
@@ -165,6 +171,7 @@ def _generate_in_stages(
         [_continued(prompts[i], outcomes[i], stages[i]) for i in later],
         return_exceptions=True,
         adapter=adapter,
+        logprobs_mode=logprobs_mode,
     )
     for index, rest in zip(later, continued, strict=True):
         begun = outcomes[index]

@@ -16,6 +16,7 @@ class GenerationInfo(TensorClass["nocast"]):  # type: ignore[name-defined]
     cached_tokens: torch.Tensor
     weight_version: torch.Tensor
     mixed_state: torch.Tensor
+    logprobs_mode: str
     top_token_ids: torch.Tensor | None = None
     top_log_probs: torch.Tensor | None = None
 
@@ -36,14 +37,19 @@ GenerationInfo.__doc__ = """How each response came about.
             came from the prefix cache.
         weight_version (torch.Tensor): int64 ``(Lr,)``: version of the weights that
             generated each token, as counted by the weight-sync scheme; -1 where the
-            server's version is not a number, as before the first update. Padded on the
-            right with -1.
+            server's version is not a number, as before the first update, and where it
+            is unknown: SGLang before 0.5.20 does not say it of a response during which
+            the weights were updated. Padded on the right with -1.
         mixed_state (torch.Tensor): bool ``()``: whether tokens of the later of several
-            versions rest on attention state that older weights computed, as they do
-            with ``pause_mode="in_place"``. Their log-probabilities are those of no
-            version alone. An engine object that does not send the weights itself tells
-            by how often the server computed the response anew, and can take a response
-            that the server put off for want of memory for a whole one.
+            versions rest on a KV cache that older weights computed, as they do with
+            ``pause_mode="in_place"``; True, too, where the versions are unknown. The
+            log-probabilities that the server gave for them while it generated are
+            those of no version alone. An engine object that does not send the weights
+            itself tells by how often the server computed the response anew, and can
+            take a response that the server put off for want of memory for a whole one.
+        logprobs_mode (str): whose log-probabilities were written, of the response and
+            of the likeliest tokens: ``"model"`` or ``"sampling"``; empty where none
+            were.
         top_token_ids (torch.Tensor, optional): int64 ``(Lr, N)``: the ``N`` likeliest
             tokens in the place of each one, the likeliest first, if they were asked
             for. Padded on the right with -1.

@@ -39,7 +39,8 @@ class Prompts:
     assistant_masks: list[list[bool]] | None = None
     """For each token whether the assistant wrote it; scoring a history only."""
     masks: list[torch.Tensor] | None = None
-    """Where the tokens of each element stood in its row of the input, if asked for."""
+    """Where the tokens of each element stood in its row of the input, if asked for;
+    on the CPU."""
 
 
 def get_required(
@@ -163,8 +164,9 @@ def read_tokens(
                 f"{tuple(row.shape)} and {row.dtype}"
             )
     if masks is not None:
-        masks = [mask.bool() for mask in masks]
-        kept = [row[mask].tolist() for row, mask in zip(rows, masks, strict=True)]
+        # What is scored is put together on the CPU, wherever the tokens were.
+        masks = [mask.to(device="cpu", dtype=torch.bool) for mask in masks]
+        kept = [row.cpu()[mask].tolist() for row, mask in zip(rows, masks, strict=True)]
     else:
         kept = [strip_padding(row.tolist(), padding_value) for row in rows]
         masks = [

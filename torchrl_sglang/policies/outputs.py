@@ -179,6 +179,7 @@ def info_rows(completion: Completion, ended: bool, number: int = 0) -> Rows:
         "cached_tokens": torch.tensor(completion.cached_tokens),
         "weight_version": int_row(versions),
         "mixed_state": torch.tensor(completion.mixed_state),
+        "logprobs_mode": non_tensor(completion.logprobs_mode or ""),
     }
     if completion.top_token_ids is not None and completion.top_log_probs is not None:
         rows["top_token_ids"] = matrix(completion.top_token_ids, number, np.int64)

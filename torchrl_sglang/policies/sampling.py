@@ -118,12 +118,13 @@ class SamplingParams:
     def for_sample(self, index: int) -> Mapping[str, Any]:
         """Returns the engine's parameters for the ``index``-th sample of a prompt.
 
-        Samples of one prompt must differ, so a seed moves with the sample.
+        Samples of one prompt must differ, so a seed moves with the sample: it is the
+        given one plus ``index``, beginning again where 64 bits end.
         """
         seed = self.engine.get("sampling_seed")
         if seed is None or index == 0:
             return self.engine
-        return {**self.engine, "sampling_seed": seed + index}
+        return {**self.engine, "sampling_seed": (seed + index + 2**63) % 2**64 - 2**63}
 
 
 _SAME_FIELD = {

@@ -25,6 +25,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.batch import check_logprobs_mode
 from torchrl_sglang.backends.checks import check_count, check_flag, to_python
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
@@ -44,7 +45,7 @@ from torchrl_sglang.policies.sampling import (
 )
 from torchrl_sglang.policies.stopping import as_texts, single_tokens
 from torchrl_sglang.policies.target import check_device, check_target
-from torchrl_sglang.types import Completion
+from torchrl_sglang.types import Completion, LogProbsMode
 
 __all__ = ["SGLangWrapper"]
 
@@ -70,9 +71,10 @@ class SGLangWrapper(LLMWrapperBase):
     tokens       masks, tokens, log_probs
     ===========  ======================================================
 
-    The log-probability of a sampled token is ``log_softmax(logits / temperature)``,
-    that of a given token ``log_softmax(logits)``; neither is renormalised over what
-    top-p or top-k keep. The first token of a scored sequence gets 0.0.
+    Every log-probability is the model's own, ``log_softmax(logits)``, whatever the
+    sampling parameters: what TorchRL's losses compute with the trained model, so that
+    their first ratio is 1, and what vLLM returns by default. ``logprobs_mode`` changes
+    that for sampled tokens. The first token of a scored sequence gets 0.0.
 
     Args:
         model (RLSGLangEngine or str): the engine; the URL of a server that runs; or
@@ -134,6 +136,14 @@ class SGLangWrapper(LLMWrapperBase):
         adapter (str, optional): name of the LoRA adapter to generate and score with;
             ``""`` for the base model. Defaults to the engine's, which weight updates
             that send an adapter set.
+        logprobs_mode (str): whose log-probabilities of sampled tokens to write, and of
+            the likeliest ones in their places. ``"model"`` (default): the model's own.
+            Where the server gives others (with penalties, ``logit_bias``,
+            ``min_tokens`` or a grammar) it scores the response afterwards; a token of
+            weights that have been replaced by then gets NaN. ``"sampling"``: those of
+            what the tokens were drawn from, as far as SGLang tells: after temperature,
+            penalties, biases and grammar, and not renormalised over what top-p, top-k
+            and min-p keep. ``GenerationInfo.logprobs_mode`` says what was written.
 
     Raises:
         ConfigurationError: (a ValueError) if an argument cannot be honoured.
@@ -187,6 +197,7 @@ class SGLangWrapper(LLMWrapperBase):
         return_generation_info: bool = False,
         generation_info_key: NestedKey = "generation_info",
         adapter: str | None = None,
+        logprobs_mode: LogProbsMode = "model",
     ) -> None:
         # What get_new_version starts from; locals() holds the arguments and no more.
         arguments = dict(locals())
@@ -228,6 +239,7 @@ class SGLangWrapper(LLMWrapperBase):
         self.attention_mask_key = attention_mask_key
         self.generate = generate
         self.adapter = adapter
+        self.logprobs_mode = check_logprobs_mode(logprobs_mode)
         self.pad_output = pad_output
         self.prefer_tokens = prefer_tokens
         self._device = None if device is None else torch.device(device)
@@ -609,6 +621,7 @@ class SGLangWrapper(LLMWrapperBase):
             tokenizer=self.tokenizer,
             return_exceptions=return_exceptions,
             adapter=self.adapter,
+            logprobs_mode=self.logprobs_mode,
         )
 
     def _write_text(

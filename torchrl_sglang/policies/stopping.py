@@ -82,6 +82,7 @@ def single_tokens(texts: Sequence[str], tokenizer: Any) -> list[int]:
 def join(first: Completion, second: Completion) -> Completion:
     """Returns the response that two stages of it make up."""
     length = len(first.token_ids)
+    known = all(part.versions or not part.token_ids for part in (first, second))
     spans = list(first.versions)
     for span in second.versions:
         start, end = span.start + length, span.end + length
@@ -96,7 +97,8 @@ def join(first: Completion, second: Completion) -> Completion:
         top_log_probs=_both(first.top_log_probs, second.top_log_probs),
         prompt_log_probs=first.prompt_log_probs,
         cached_tokens=first.cached_tokens,
-        versions=tuple(spans),
+        versions=tuple(spans) if known else (),
+        mixed_state=first.mixed_state or second.mixed_state,
         text=None,
     )
 

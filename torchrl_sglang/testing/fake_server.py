@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ Fault: TypeAlias = Literal[
     "hang",  # accept the request and never answer
     "hang_up",  # close the connection without an answer
     "hang_up_mid_body",  # close it after the first bytes of the answer
+    "hang_up_mid_batch",  # close it after the first half of a batch's responses
     "malformed_json",  # answer 200 and something that is not JSON
     "error_500",  # answer "Internal Server Error"
     "short_batch",  # leave out the last item of a batch
@@ -48,9 +50,25 @@ RESERVED_TOKENS = 2
 LONGEST_PROMPT_ROOM = 6
 """The scheduler refuses a prompt that leaves no more than this of the context."""
 MOST_STOPS = 32
+CHANGES_LOGITS = (
+    "ebnf",
+    "frequency_penalty",
+    "json_schema",
+    "logit_bias",
+    "min_new_tokens",
+    "presence_penalty",
+    "regex",
+    "repetition_penalty",
+    "structural_tag",
+)
+"""What SGLang applies to the logits before it takes log-probabilities."""
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 LOG_PROB = -1.5
-"""Of every token."""
+"""Of every token, as the model has it."""
+SAMPLING_LOG_PROB = -0.5
+"""Of every sampled token, where penalties, masks or temperature changed the logits."""
+HOT = 100.0
+"""A temperature with which all tokens are equally likely."""
 
 _LORA_TENSORS = "/load_lora_adapter_from_tensors"
 
@@ -72,6 +90,11 @@ class FakeServer:
         context: context of the model, instead of the one in ``config.json``.
         enable_memory_saver: what it says of this argument of SGLang.
         enable_lora: whether it takes LoRA adapters, which change no response.
+        original_log_probs: whether it was started with
+            ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``.
+        version_spans: whether it says which tokens each version of the weights made,
+            as SGLang does from 0.5.20 on.
+        enable_deterministic_inference: what it says of this argument of SGLang.
 
     Attributes:
         url (str): where it answers.
@@ -82,6 +105,8 @@ class FakeServer:
         cached_tokens (int): how many tokens of a prompt it says were cached.
         adapters (list): the LoRA adapters that it holds.
         paused (bool): whether generation is paused, which keeps no request waiting.
+        poison (set): token ids; a request with a prompt that has one of them fails
+            with status 500, and a batch breaks off.
 
     Examples:
         >>> with FakeServer(tiny_model_path) as server:
@@ -102,6 +127,9 @@ class FakeServer:
         context: int | None = None,
         enable_memory_saver: bool = False,
         enable_lora: bool = False,
+        original_log_probs: bool = True,
+        version_spans: bool = True,
+        enable_deterministic_inference: bool = False,
     ) -> None:
         config = json.loads((Path(model_path) / "config.json").read_text())
         self.url = ""
@@ -115,6 +143,10 @@ class FakeServer:
         self.weight_version = "default"
         self.cached_tokens = 0
         self.adapters: list[str] = []
+        self.poison: set[int] = set()
+        self._original_log_probs = original_log_probs
+        self._version_spans = version_spans
+        self._deterministic = enable_deterministic_inference
         self._enable_lora = enable_lora
         self._in_session = False
         self._enable_memory_saver = enable_memory_saver
@@ -267,7 +299,10 @@ class FakeServer:
         if request.path not in self.routes:
             return _json({"detail": "Not Found"}, 404)
         try:
-            return self.routes[request.path](content)
+            answer = self.routes[request.path](content)
+            if isinstance(answer, _Events):
+                await answer.send(request)
+            return answer
         except _RefusedError as refused:
             return _json({"error": {"message": str(refused)}}, 400)
         except _FatalError:
@@ -299,7 +334,7 @@ class FakeServer:
                 event.set()
         return web.Response()
 
-    def _make_routes(self) -> dict[str, Callable[[Any], web.Response]]:
+    def _make_routes(self) -> dict[str, Callable[[Any], web.StreamResponse]]:
         return {
             "/generate": self._generate,
             "/server_info": self._server_info,
@@ -371,6 +406,7 @@ class FakeServer:
                 "max_req_input_len": self._context - LONGEST_PROMPT_ROOM,
                 "enable_memory_saver": self._enable_memory_saver,
                 "startup_time": {"tokenizer_e2e": float(self._starts)},
+                "enable_deterministic_inference": self._deterministic,
             }
         )
 
@@ -443,7 +479,7 @@ class FakeServer:
             return _outcome(_NO_SESSION)
         return _outcome("Group is not initialized")
 
-    def _generate(self, content: Any, fault: Fault | None = None) -> web.Response:
+    def _generate(self, content: Any, fault: Fault | None = None) -> web.StreamResponse:
         items = list(_items(content))
         for item in items:
             self._check(item)
@@ -458,8 +494,16 @@ class FakeServer:
                 _spoil(reply, fault)
         if fault == "short_batch":
             replies.pop()
-        batched = isinstance(content["input_ids"][0], list)
-        return _json(replies if batched or not replies else replies[0])
+        poisoned = any(self.poison.intersection(item["input_ids"]) for item in items)
+        return _respond(content, replies, fault, poisoned)
+
+    def _sampled_log_prob(self, params: dict[str, Any]) -> float:
+        temperature = params.get("temperature", 1.0)
+        scaled = temperature not in (0, 1) and not self._original_log_probs
+        if scaled and temperature > HOT:
+            return -math.log(self._vocab_size)
+        masked = any(params.get(name) for name in CHANGES_LOGITS)
+        return SAMPLING_LOG_PROB if scaled or masked else LOG_PROB
 
     def _check(self, item: dict[str, Any]) -> None:
         ids, params = item["input_ids"], item["sampling_params"]
@@ -507,26 +551,70 @@ class FakeServer:
             "completion_tokens": count,
             "cached_tokens": min(self.cached_tokens, len(prompt)),
             "weight_version": self.weight_version,
-            "weight_versions": [
-                {"version": self.weight_version, "start": 0, "end": count}
-            ],
         }
+        if self._version_spans:
+            span = {"version": self.weight_version, "start": 0, "end": count}
+            meta["weight_versions"] = [span]
         if item["return_logprob"]:
+            sampled = self._sampled_log_prob(item["sampling_params"])
             start = item["logprob_start_len"]
             scored = prompt[start:] if start >= 0 else []
             before = [[LOG_PROB, token, None] for token in scored]
-            if start == 0:
+            if scored:
                 before[0][0] = None
             meta["input_token_logprobs"] = before
-            meta["output_token_logprobs"] = [
-                [LOG_PROB, token, None] for token in tokens
-            ]
-            if item["top_logprobs_num"]:
-                row = [
-                    [LOG_PROB, token, None] for token in range(item["top_logprobs_num"])
-                ]
+            meta["output_token_logprobs"] = [[sampled, token, None] for token in tokens]
+            number = range(item["top_logprobs_num"])
+            if number:
+                row = [[sampled, token, None] for token in number]
                 meta["output_top_logprobs"] = [row for _ in tokens]
+                row = [[LOG_PROB, token, None] for token in number]
+                meta["input_top_logprobs"] = [None, *(row for _ in scored[1:])]
         return {"text": "", "output_ids": tokens, "meta_info": meta}
+
+
+class _Events(web.StreamResponse):
+    """The responses of a batch, each with what SGLang sends when it has begun."""
+
+    def __init__(self, replies: list[dict[str, Any]], *, whole: bool = True) -> None:
+        super().__init__(headers={"Content-Type": "text/event-stream"})
+        self._replies = replies
+        self._whole = whole
+
+    async def send(self, request: web.Request) -> None:
+        """Sends them, and closes the connection if they are not whole."""
+        await self.prepare(request)
+        for reply in self._replies:
+            meta = {**reply["meta_info"], "finish_reason": None}
+            await self._write({**reply, "output_ids": [], "meta_info": meta})
+        for reply in self._replies:
+            await self._write(reply)
+        if self._whole:
+            await self.write(b"data: [DONE]\n\n")
+            await self.write_eof()
+        elif request.transport is not None:
+            # What was written reaches the client, and the end of the answer does not.
+            request.transport.close()
+
+    async def _write(self, content: Any) -> None:
+        await self.write(b"data: " + orjson.dumps(content) + b"\n\n")
+
+
+def _respond(
+    content: Any, replies: list[dict[str, Any]], fault: Fault | None, poisoned: bool
+) -> web.StreamResponse:
+    batched = isinstance(content["input_ids"][0], list)
+    if content.get("stream"):
+        for index, reply in enumerate(replies if batched else ()):
+            reply["index"] = index
+        if poisoned:
+            return _Events([], whole=False)
+        if fault == "hang_up_mid_batch":
+            return _Events(replies[: len(replies) // 2], whole=False)
+        return _Events(replies)
+    if poisoned:
+        return web.Response(text="Internal Server Error", status=500)
+    return _json(replies if batched or not replies else replies[0])
 
 
 class _RefusedError(Exception):
@@ -597,6 +685,8 @@ def _items(  # noqa: C901 - One branch for each shape that SGLang refuses.
 
 
 def _check_parameter(name: str, value: Any) -> None:
+    if name == "stream_interval" and type(value) is int:
+        return
     if name not in SAMPLING_PARAMETERS:
         expected = ", ".join(f"`{known}`" for known in SAMPLING_PARAMETERS)
         raise _RefusedError(f"unknown field `{name}`, expected one of {expected}")

@@ -205,13 +205,16 @@ def _flush(
     that were put off carry the old one, and would find their own prefix: where the
     caches cannot be emptied while they wait, they are to begin anew.
     """
-    if run_sync(control.flush_cache(timeout=timeout)):
-        return
-    if mode == "retract":
+    flushed = run_sync(control.flush_cache(timeout=timeout))
+    if not flushed and mode == "retract":
         update.interrupts()
         run_sync(control.abort_all(timeout=timeout))
-        if run_sync(control.flush_cache(timeout=timeout)):
-            return
+        flushed = run_sync(control.flush_cache(timeout=timeout))
+    if flushed:
+        if mode != "none":
+            # What others send meanwhile waits.
+            update.flushed()
+        return
     torchrl_logger.debug(
         "A prefix cache could not be flushed; its entries are out of reach because "
         "requests carry the new weight version."

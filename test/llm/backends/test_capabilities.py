@@ -101,6 +101,23 @@ def test_both_generations(version):
         ("model_info", "tokenizer_path", "/t", "tokenizer_path", "/t"),
         ("model_info", "tokenizer_path", None, "tokenizer_path", "/tmp/cpu_tiny/model"),
         ("model_info", "is_generation", ..., "model_path", "/tmp/cpu_tiny/model"),
+        ("server_info", "dtype", "auto", "uses_seeds", False),
+        ("server_info", "enable_deterministic_inference", True, "uses_seeds", True),
+        ("server_info", "rl_on_policy_target", "fsdp", "uses_seeds", True),
+        ("server_info", "dtype", "auto", "streams_deltas", False),
+        ("server_info", "incremental_streaming_output", True, "streams_deltas", True),
+        ("server_info", "stream_output", True, "streams_deltas", True),
+        ("model_info", "weight_version", "7", "default_sampling_params", {}),
+        *(
+            (
+                "model_info",
+                "preferred_sampling_params",
+                value,
+                "default_sampling_params",
+                {"top_k": 3},
+            )
+            for value in ('{"top_k": 3}', {"top_k": 3})
+        ),
     ],
 )
 def test_one_thing_that_differs(where, name, value, attribute, expected):

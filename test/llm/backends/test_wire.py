@@ -86,6 +86,7 @@ def test_a_prompt_leaves_room_in_the_context_too(capabilities):
     ],
 )
 def test_limits(name, inside, outside, capabilities):
+    capabilities = dataclasses.replace(capabilities, uses_seeds=True)
     for value in inside:
         assert check_sampling_params({name: value}, capabilities) == {name: value}
     for value in outside:
@@ -112,7 +113,7 @@ GOOD_VALUES = {
 
 @pytest.mark.parametrize("name", sorted(SAMPLING_PARAMETERS))
 def test_types(name, capabilities):
-    able = dataclasses.replace(capabilities, has_grammar=True)
+    able = dataclasses.replace(capabilities, has_grammar=True, uses_seeds=True)
     good = GOOD_VALUES.get(name, 1)
     assert check_sampling_params({name: good}, able) == {name: good}
     assert check_sampling_params({name: None}, able) == {}

@@ -95,6 +95,46 @@ def test_log_probs(gpu_engine):
     assert difference(gpu_engine, new_model(0, "cuda:0")) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.5}, {"logit_bias": {9: 4.0}}, {"frequency_penalty": 1.0}],
+    ids=lambda sampling: next(iter(sampling)),
+)
+def test_log_probs_are_the_models_own(gpu_engine, sampling):
+    model, prompt = new_model(0, "cuda:0"), [5, 6, 7]
+    (answer,) = gpu_engine.generate(
+        input_ids=prompt,
+        sampling_params={"max_new_tokens": 16, "ignore_eos": True, **sampling},
+        return_logprobs=True,
+    )
+    ids = torch.tensor([*prompt, *answer.token_ids], device=model.device)
+    with torch.no_grad():
+        reference = model(ids[None]).logits[0, 2:-1].float().log_softmax(-1)
+    reference = reference.gather(-1, ids[3:, None])[:, 0].cpu()
+    found = torch.tensor(answer.log_probs)
+    assert float((found - reference).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_padded_tokens_are_scored_wherever_they_are(gpu_engine, device, masked):
+    tokens = torch.tensor([[0, 0, 5, 6, 7], [5, 6, 7, 8, 9]], device=device)
+    td = TensorDict(tokens=Tokens(full=tokens), batch_size=2)
+    if masked:
+        td["attention_mask"] = tokens != 0
+    scorer = SGLangWrapper(
+        gpu_engine,
+        tokenizer=make_tiny_tokenizer(),
+        input_mode="tokens",
+        generate=False,
+        pad_output=True,
+    )
+    scored = scorer(td)["log_probs", "full"]
+    assert scored.shape == tokens.shape
+    assert scored[0, :3].eq(0).all()
+    assert scored[0, 3:].lt(0).all()
+
+
 @pytest.mark.skipif(GPUS < 2, reason="NCCL needs the trainer on a GPU of its own")
 def test_nccl_broadcast(gpu_engine):
     scheme = SGLangWeightSyncScheme(gpu_engine, bucket_bytes=100_000)

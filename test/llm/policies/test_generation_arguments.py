@@ -38,14 +38,6 @@ def engine_without_tokenizer(tiny_model_path):
         yield engine
 
 
-@pytest.fixture(scope="module")
-def engine_with_grammar(tiny_model_path):
-    with AsyncSGLang.from_pretrained(
-        tiny_model_path, device="cpu", grammar_backend="xgrammar"
-    ) as engine:
-        yield engine
-
-
 @pytest.fixture(params=["tokenizer", "no tokenizer"])
 def either_engine(request, session_engine):
     if request.param == "tokenizer":
@@ -128,7 +120,7 @@ def test_stop_strings(either_engine, tokenizer, hf_model, width, include):
     assert td["generation_info"].finish_reason[0] == "stop"
 
 
-def test_min_new_tokens(either_engine, tokenizer, hf_model):
+def test_min_new_tokens(either_engine, tokenizer, hf_model, score):
     """The end comes as soon as it may and not before, with the right log-probs."""
     end, least = tokenizer.eos_token_id, 5
 
@@ -138,10 +130,10 @@ def test_min_new_tokens(either_engine, tokenizer, hf_model):
 
     td = wrap(either_engine, min_tokens=least, logit_bias={end: 100.0})(make_input())
     for index, prompt in enumerate(PROMPTS):
-        tokens, log_probs, _ = continue_greedily(
-            hf_model, tokenizer.encode(prompt), least + 1, adjust
-        )
+        ids = tokenizer.encode(prompt)
+        tokens, _, _ = continue_greedily(hf_model, ids, least + 1, adjust)
         assert tokens[-1] == end
+        log_probs = score([*ids, *tokens])[len(ids) :].tolist()
         check(td, index, tokens, log_probs, tokenizer)
     assert td["generation_info"].finish_reason == ["stop"] * len(PROMPTS)
 
@@ -239,26 +231,106 @@ def test_no_limit(either_engine):
 
 
 def test_seeds(either_engine):
-    """A seed gives the same samples again, and different ones within a group."""
+    """A seed that would be ignored is refused; greedy sampling needs none."""
+    wrapper = SGLangWrapper(
+        either_engine,
+        input_mode="text",
+        num_samples=3,
+        generate_kwargs={"max_tokens": 12, "temperature": 1.5, "seed": 7},
+    )
+    assert [
+        wrapper.sampling_params.for_sample(i)["sampling_seed"] for i in range(3)
+    ] == [
+        7,
+        8,
+        9,
+    ]
+    with pytest.raises(UnsupportedByServerError, match="enable_deterministic_inf"):
+        wrapper(make_input())
+    greedy = wrapper(make_input(), temperature=0.0)
+    assert all(len(set(row["text"].response)) == 1 for row in greedy.unbind(0))
 
-    def sample(seed):
-        wrapper = SGLangWrapper(
-            either_engine,
-            input_mode="text",
-            num_samples=3,
-            generate_kwargs={"max_tokens": 12, "temperature": 1.5, "seed": seed},
+
+SAMPLING = {
+    "temperature": {"temperature": 0.5},
+    "top_p": {"temperature": 1.5, "top_p": 0.6},
+    "top_k": {"temperature": 1.5, "top_k": 3},
+    "min_p": {"temperature": 1.5, "min_p": 0.2},
+    "frequency_penalty": {"frequency_penalty": 1.5},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "logit_bias": {"logit_bias": {9: 6.0}},
+    "min_tokens": {"min_tokens": 6, "logit_bias": {2: 4.0}},
+    "regex": {"regex": "[0-9]{3}x?"},
+    "json": {"json": {"enum": ["some", "text"]}},
+}
+"""Everything that makes what is sampled from another distribution than the model's."""
+
+
+def check_own_log_probs(td, hf_model, number) -> None:
+    """Log-probs of the response, and of the likeliest tokens, are the model's own."""
+    info = td["generation_info"]
+    assert set(info.logprobs_mode) == {"model"}
+    for index, (full, found) in enumerate(
+        zip(
+            td.get(("tokens", "full"), as_list=True),
+            td.get(("log_probs", "response"), as_list=True),
+            strict=True,
         )
-        return [row["text"].response for row in wrapper(make_input()).unbind(0)]
+    ):
+        with torch.no_grad():
+            logits = hf_model(full[None]).logits[0, -len(found) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        own = expected.gather(-1, full[-len(found) :, None])[:, 0]
+        torch.testing.assert_close(found, own, atol=TOLERANCE, rtol=0)
+        tops = info.get("top_log_probs", as_list=True)[index]
+        best = expected.topk(number).values
+        torch.testing.assert_close(tops, best, atol=TOLERANCE, rtol=0)
 
-    first = sample(7)
-    assert all(len(set(group)) == 3 for group in first)
-    if not _ignores_seeds(either_engine):
-        assert sample(7) == first
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_log_probs_are_the_models_own(engine_with_grammar, hf_model, name):
+    """Under every sampling parameter, on a server that does not give them by itself."""
+    wrapper = wrap(
+        engine_with_grammar,
+        **{"temperature": 1.0, "max_new_tokens": 12, "logprobs": 2, **SAMPLING[name]},
+    )
+    check_own_log_probs(wrapper(make_input()), hf_model, 2)
 
 
-def _ignores_seeds(engine) -> bool:
-    """A server uses seeds if it was started with ``enable_deterministic_inference``."""
-    return not engine.capabilities.server_args.get("enable_deterministic_inference")
+@pytest.mark.parametrize("name", ["temperature", "frequency_penalty", "logit_bias"])
+def test_log_probs_are_the_models_own_on_servers_started_here(
+    either_engine, hf_model, name
+):
+    wrapper = wrap(
+        either_engine,
+        **{"temperature": 1.0, "max_new_tokens": 12, "logprobs": 2, **SAMPLING[name]},
+    )
+    check_own_log_probs(wrapper(make_input()), hf_model, 2)
+
+
+def test_log_probs_of_sampling(engine_with_grammar, hf_model):
+    """What the tokens were drawn from: after biases and temperature."""
+    temperature, bias = 0.5, {9: 4.0}
+    wrapper = wrap(
+        engine_with_grammar,
+        temperature=temperature,
+        logit_bias=bias,
+        max_new_tokens=12,
+    ).get_new_version(logprobs_mode="sampling")
+    td = wrapper(make_input())
+    assert set(td["generation_info"].logprobs_mode) == {"sampling"}
+    for full, found in zip(
+        td.get(("tokens", "full"), as_list=True),
+        td.get(("log_probs", "response"), as_list=True),
+        strict=True,
+    ):
+        with torch.no_grad():
+            logits = hf_model(full[None]).logits[0, -len(found) - 1 : -1]
+        logits[:, 9] += bias[9]
+        expected = (logits / temperature).log_softmax(-1)
+        own = expected.gather(-1, full[-len(found) :, None])[:, 0]
+        torch.testing.assert_close(found, own, atol=TOLERANCE, rtol=0)
 
 
 GRAMMARS = [

@@ -175,6 +175,8 @@ def test_samples_of_one_prompt_get_different_seeds():
     params = translate({"seed": 10})
     assert [params.for_sample(i)["sampling_seed"] for i in range(3)] == [10, 11, 12]
     assert "sampling_seed" not in translate({}).for_sample(1)
+    last = translate({"seed": 2**63 - 1})
+    assert last.for_sample(1)["sampling_seed"] == -(2**63)
 
 
 @pytest.mark.parametrize(

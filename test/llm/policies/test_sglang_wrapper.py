@@ -14,7 +14,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 
 from torchrl_sglang import SGLangWeightSyncScheme, SGLangWrapper
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 TOLERANCE = 1e-4
@@ -85,25 +85,28 @@ def rows(td, *key) -> list[torch.Tensor]:
 MODES = ["history", "text", "tokens"]
 
 
-def test_sampled_log_probs_carry_the_temperature(engine, tokenizer, hf_model):
-    temperature = 2.0
+def test_sampled_log_probs_are_the_models_own(engine, tokenizer, score):
+    """Whatever the temperature."""
     wrapper = SGLangWrapper(
         engine,
         input_mode="tokens",
-        generate_kwargs={"max_new_tokens": 12, "temperature": temperature},
+        generate_kwargs={"max_new_tokens": 12, "temperature": 2.0},
+        return_generation_info=True,
     )
     out = wrapper(make_input("tokens", True, tokenizer))
-    for full, response, log_probs in zip(
+    for full, log_probs in zip(
         rows(out, "tokens", "full"),
-        rows(out, "tokens", "response"),
         rows(out, "log_probs", "response"),
         strict=True,
     ):
-        with torch.no_grad():
-            logits = hf_model(full[None]).logits[0, -len(response) - 1 : -1]
-        reference = (logits / temperature).log_softmax(-1)
-        reference = reference.gather(-1, response[:, None])[:, 0]
+        reference = score(full)[-len(log_probs) :]
         torch.testing.assert_close(log_probs, reference, atol=TOLERANCE, rtol=0)
+    assert set(out["generation_info"].logprobs_mode) == {"model"}
+    drawn = wrapper.get_new_version(logprobs_mode="sampling")
+    with pytest.raises(UnsupportedByServerError, match="SGLANG_RETURN_ORIGINAL_LOG"):
+        drawn(make_input("tokens", True, tokenizer))
+    with pytest.raises(ConfigurationError, match="logprobs_mode='raw'"):
+        wrapper.get_new_version(logprobs_mode="raw")
 
 
 def test_samples_of_a_group_differ(engine, tokenizer):

@@ -23,30 +23,25 @@ def forks(engine: AsyncSGLang) -> set[int]:
     return set(processes_below(pid)) - set(descendants(pid))
 
 
-def test_a_forked_server_answers_as_a_truly_started_one(
-    engine, tiny_model_path, true_starts
-):
+def test_a_forked_server_answers_as_a_truly_started_one(engine, engine_with_grammar):
     """To the bit, which two computations of one program are."""
+    true = engine_with_grammar
     assert len(forks(engine)) >= 3, "A launcher, a scheduler and a detokenizer."
-    with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as true:
-        assert not forks(true)
-        answers = [
-            one.generate(
-                input_ids=PROMPTS, sampling_params=GREEDY, return_logprobs=True
-            )
-            for one in (engine, true)
-        ]
-        forked, expected = (
-            [(answer.token_ids, answer.log_probs) for answer in each]
-            for each in answers
-        )
-        assert forked == expected
-        own = {"port", "random_seed", "nccl_port", "startup_time"}
-        asked = [
-            {k: v for k, v in one.capabilities.server_args.items() if k not in own}
-            for one in (engine, true)
-        ]
-        assert asked[0] == asked[1]
+    assert not forks(true)
+    answers = [
+        one.generate(input_ids=PROMPTS, sampling_params=GREEDY, return_logprobs=True)
+        for one in (engine, true)
+    ]
+    forked, expected = (
+        [(answer.token_ids, answer.log_probs) for answer in each] for each in answers
+    )
+    assert forked == expected
+    own = {"port", "random_seed", "nccl_port", "startup_time", "grammar_backend"}
+    asked = [
+        {k: v for k, v in one.capabilities.server_args.items() if k not in own}
+        for one in (engine, true)
+    ]
+    assert asked[0] == asked[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -6,6 +6,7 @@ to be exact is held to Hugging Face's log-probs of the new weights.
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 from contextlib import contextmanager
@@ -82,6 +83,59 @@ class InFlight:
         if self.error is not None:
             raise self.error
         return self.result
+
+
+def test_right_answers_are_computed_once(any_engine, models):
+    """An update overtook them in the queue: what they find cached is of new weights."""
+    engine, count = any_engine, 16
+    prompts = [[7] * 40 + [index] for index in range(count)]
+    params = {"max_new_tokens": 4, "ignore_eos": True}
+    with sender_of(engine) as sender:
+        sender.update_weights(next(models))
+        new = next(models)
+        before = engine.stats().completed
+        run_sync(engine.control.pause("retract"))
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.extend(
+                engine.generate(
+                    input_ids=prompts, sampling_params=params, return_logprobs=True
+                )
+            )
+        )
+        thread.start()
+        while engine.stats().in_flight < count:
+            assert thread.is_alive()
+        report = sender.update_weights(new)
+        thread.join(120)
+    assert engine.stats().completed - before == len(found) == count
+    assert {answer.versions[0].version for answer in found} == {report.version}
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert difference(answer, prompt, new) < TOLERANCE
+
+
+def test_scores_of_tokens_whose_weights_are_gone_are_unknown(any_engine, models):
+    """A response that has to be scored, and lived through an update in place."""
+    engine = any_engine
+    old, new = next(models), next(models)
+    params = {"max_new_tokens": LENGTH, "ignore_eos": True, "logit_bias": {"9": 1.0}}
+
+    def call():
+        return engine.generate(
+            input_ids=PROMPTS, sampling_params=params, return_logprobs=True
+        )
+
+    with sender_of(engine, pause_mode="in_place") as sender:
+        sender.update_weights(old)
+        flying = InFlight(engine, call)
+        report = sender.update_weights(new)
+        answers = flying.wait()
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        start = answer.versions[-1].start
+        assert answer.versions[-1].version == report.version
+        unknown = [math.isnan(value) for value in answer.log_probs]
+        assert unknown == [True] * start + [False] * (LENGTH - start)
+        assert difference(answer, prompt, new, start) < TOLERANCE
 
 
 @pytest.mark.parametrize("flush", [True, False])
