@@ -228,7 +228,9 @@ class TestLinks:
     ) -> None:
         target = tmp_path / "engine" / "site-packages"
         target.mkdir(parents=True)
+        # There are no hard links to folders.
         (site / "shared" / "gamma" / "lib.so").unlink()
+        (site / "shared" / "gamma" / "lib.so").mkdir()
         found = installed_closure("alpha", without=["pinned-name"])
         assert found is not None
         assert not link_distributions(found, target)
