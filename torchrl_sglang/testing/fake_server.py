@@ -245,6 +245,8 @@ class FakeServer:
 
     async def _serve(self) -> None:
         self._done = asyncio.Event()
+        self._running = asyncio.Event()
+        self._running.set()
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._handle)
         # What hangs is cancelled at the end, at once.
@@ -258,7 +260,7 @@ class FakeServer:
         await self._done.wait()
         await self._runner.cleanup()
 
-    async def _handle(  # noqa: C901, PLR0911 - One branch for each way to go wrong.
+    async def _handle(  # noqa: C901, PLR0911, PLR0912 - One branch for each way to go wrong.
         self, request: web.Request
     ) -> web.StreamResponse:
         transport = request.transport
@@ -298,6 +300,13 @@ class FakeServer:
             return _json(self._describe())
         if request.path not in self.routes:
             return _json({"detail": "Not Found"}, 404)
+        if request.path == "/generate" and not self._running.is_set():
+            # A paused server keeps what comes until it goes on.
+            if await self._hang(content, self._running):
+                return self._generate(content, "abort")
+            if not self._running.is_set():
+                transport.abort()
+                return web.Response()
         try:
             answer = self.routes[request.path](content)
             if isinstance(answer, _Events):
@@ -310,19 +319,25 @@ class FakeServer:
             transport.abort()
             return web.Response()
 
-    async def _hang(self, content: Any) -> bool:
-        """Waits until the requests are aborted (True) or the server ends (False)."""
+    async def _hang(self, content: Any, *until: asyncio.Event) -> bool:
+        """Waits until the requests are aborted (True) or the server ends (False).
+
+        Args:
+            content: the requests.
+            until: what else ends the wait.
+        """
         aborted = asyncio.Event()
         rids = (content or {}).get("rid") or []
         self._hanging[aborted] = {rids} if isinstance(rids, str) else set(rids)
-        waits = [asyncio.ensure_future(e.wait()) for e in (aborted, self._done)]
+        ends = (aborted, self._done, *until)
+        waits = [asyncio.ensure_future(event.wait()) for event in ends]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._hanging[aborted]
             for wait in waits:
                 wait.cancel()
-        return not self._done.is_set()
+        return aborted.is_set()
 
     def _abort(self, content: Any) -> web.Response:
         everything, told = content.get("abort_all", False), content.get("rid", "")
@@ -355,6 +370,7 @@ class FakeServer:
             "/begin_weight_update": self._begin,
             "/end_weight_update": self._end,
             "/update_weights_from_distributed": self._update,
+            "/update_weights_from_tensor": self._update_from_tensor,
             "/load_lora_adapter": self._load_adapter,
             _LORA_TENSORS: self._load_adapter,
             "/unload_lora_adapter": self._unload_adapter,
@@ -433,10 +449,12 @@ class FakeServer:
         if mode not in ("abort", "retract", "in_place"):
             return _refusal("Input should be 'abort', 'retract' or 'in_place'")
         self.paused = True
+        self._running.clear()
         return _ok(content)
 
     def _continue(self, content: Any) -> web.Response:
         self.paused = False
+        self._running.set()
         return _ok(content)
 
     def _ready_route(self, content: Any) -> web.Response:
@@ -478,6 +496,12 @@ class FakeServer:
         if not self._in_session:
             return _outcome(_NO_SESSION)
         return _outcome("Group is not initialized")
+
+    def _update_from_tensor(self, content: Any) -> web.Response:
+        if not self._in_session:
+            return _outcome(_NO_SESSION.replace("distributed", "tensor"))
+        self.weight_version = content.get("weight_version") or self.weight_version
+        return _outcome()
 
     def _generate(self, content: Any, fault: Fault | None = None) -> web.StreamResponse:
         items = list(_items(content))

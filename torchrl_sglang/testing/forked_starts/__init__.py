@@ -55,7 +55,7 @@ READ_BY_IMPORTS = (
 )
 """How variables begin that imports may read: a fork has the values of its import."""
 
-APPLIED_LATER = {"OMP_NUM_THREADS"}
+APPLIED_LATER = {"OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND"}
 """Variables of that kind that a fork follows all the same."""
 
 STREAMS = 3
