@@ -104,7 +104,10 @@ class FakeServer:
         weight_version (str): whose weights it says that it generates with.
         cached_tokens (int): how many tokens of a prompt it says were cached.
         adapters (list): the LoRA adapters that it holds.
-        paused (bool): whether generation is paused, which keeps no request waiting.
+        paused (bool): whether generation is paused, which keeps no request waiting
+            unless ``silent_while_paused`` is set.
+        silent_while_paused (bool): whether a pause keeps requests waiting, as SGLang's
+            does.
         poison (set): token ids; a request with a prompt that has one of them fails
             with status 500, and a batch breaks off.
 
@@ -153,6 +156,7 @@ class FakeServer:
         self._released: set[str] = set()
         self._dead = False
         self.paused = False
+        self.silent_while_paused = False
         self._starts = 1
         self._peers: set[Any] = set()
         self._most_open = 0
@@ -300,7 +304,11 @@ class FakeServer:
             return _json(self._describe())
         if request.path not in self.routes:
             return _json({"detail": "Not Found"}, 404)
-        if request.path == "/generate" and not self._running.is_set():
+        if (
+            request.path == "/generate"
+            and self.silent_while_paused
+            and not self._running.is_set()
+        ):
             # A paused server keeps what comes until it goes on.
             if await self._hang(content, self._running):
                 return self._generate(content, "abort")

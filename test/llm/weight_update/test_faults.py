@@ -227,7 +227,7 @@ def test_before_the_first_byte(trainer, path, number, fault):
     sender = trainer.sender("broadcast")
     # A broken connection that has been used before is tried again for a question.
     fault_at = trainer.proxy.inject(
-        path, fault, first=number, times=3 if path == ASK else 1
+        path, fault, first=number, times=20 if path == ASK else 1
     )
     if (path, fault) == (FLUSH, "refuse"):
         # A cache that cannot be flushed is no reason not to go on.

@@ -114,6 +114,7 @@ def matrix(*steps):
 @pytest.fixture(scope="module")
 def trainer(tiny_model_path, tokenizer):
     with FakeServer(tiny_model_path) as server:
+        server.silent_while_paused = True
         trainer = Trainer(server, make_tiny_model(tokenizer))
         yield trainer
         for scheme in trainer.schemes.values():
@@ -127,7 +128,7 @@ def trainer(tiny_model_path, tokenizer):
 )
 def test_before_the_first_byte(trainer, path, fault):
     # A broken connection that has been used before is tried again for a question.
-    injection = trainer.proxy.inject(path, fault, times=3 if path == ASK else 1)
+    injection = trainer.proxy.inject(path, fault, times=20 if path == ASK else 1)
     if (path, fault) == (FLUSH, "refuse"):
         # A cache that cannot be flushed is no reason not to go on.
         trainer.check_heals()
