@@ -117,6 +117,6 @@ print("both")
 
 def test_a_forked_child_gets_a_loop_of_its_own():
     done = subprocess.run(
-        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300
     )
     assert done.stdout == "both\n", done.stderr

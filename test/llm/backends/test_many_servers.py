@@ -332,7 +332,7 @@ answers = engine.generate_iter(input_ids=[[5], [6], [7]])
 next(answers)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], timeout=60, capture_output=True, check=False
+        [sys.executable, "-c", program], timeout=300, capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr
 

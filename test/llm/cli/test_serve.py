@@ -73,7 +73,7 @@ def end(process: subprocess.Popen[str], number: int) -> tuple[str, str]:
     """Sends a signal, and returns output and errors once no process is left."""
     tree = descendants(process.pid)
     process.send_signal(number)
-    shown = process.communicate(timeout=60)
+    shown = process.communicate(timeout=300)
     wait_until(lambda: not any(map(is_alive, tree)), 10)
     return shown
 
@@ -176,7 +176,7 @@ def test_a_server_that_is_lost_ends_the_command(tiny_model_path, tmp_path):
         assert process.stdout.readline()
         (server,) = filter(is_server, dict(processes_by_parent()[watchdog_of(process)]))
         os.kill(server, signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "No server runs any more" in errors
 
