@@ -8,6 +8,7 @@ the routes.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -271,6 +272,9 @@ def check_same(
             )
 
 
+_IMPORTING = threading.Lock()
+
+
 def load_model_config(model: str, trust_remote_code: bool = False) -> Any:
     """Returns the Hugging Face configuration of a folder or a hub name.
 
@@ -281,7 +285,10 @@ def load_model_config(model: str, trust_remote_code: bool = False) -> Any:
     Raises:
         ConfigurationError: if it cannot be read from here.
     """
-    from transformers import AutoConfig
+    # Each server's model is looked at in a thread of its own, and the modules that
+    # transformers loads lazily fail in one thread while another one loads them.
+    with _IMPORTING:
+        from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)

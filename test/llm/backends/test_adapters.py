@@ -388,11 +388,11 @@ def test_what_does_not_fit_is_refused_and_the_server_lives(lora_engine, peft_mod
     with pytest.raises(ConfigurationError, match="version=5"):
         lora_engine.load_adapter("a", tensors=tensors, config=config, version=5)
     for budget in ("3", -1, 0, float("nan"), float("inf")):
-        with pytest.raises(ConfigurationError, match=f"timeout={budget!r}"):
+        with pytest.raises(ConfigurationError, match="timeout must be a positive"):
             lora_engine.load_adapter(
                 "a", tensors=tensors, config=config, timeout=budget
             )
-        with pytest.raises(ConfigurationError, match=f"timeout={budget!r}"):
+        with pytest.raises(ConfigurationError, match="timeout must be a positive"):
             lora_engine.unload_adapter("a", timeout=budget)
     assert held(lora_engine) == []
     assert ask(lora_engine).adapter is None

@@ -367,7 +367,7 @@ BAD_INPUT = {
         ["1 sampling_params", "2 prompts"],
     ),
     "no parameters": ({"input_ids": [5], "sampling_params": 5}, ["5", "mapping"]),
-    "no budget": ({"input_ids": [5], "timeout": 0}, ["timeout=0", "positive"]),
+    "no budget": ({"input_ids": [5], "timeout": 0}, ["timeout", "positive", "got 0"]),
 }
 
 

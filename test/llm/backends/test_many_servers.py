@@ -139,7 +139,7 @@ def test_a_cap_on_requests_in_flight(three):
         engine.generate(input_ids=prompts(60), sampling_params=SHORT)
         # Each was also asked what it is, over up to two connections.
         assert sum(fake.most_connections for fake in three) <= 4 + 2 * 3
-    with pytest.raises(ConfigurationError, match="max_in_flight=0"):
+    with pytest.raises(ConfigurationError, match="max_in_flight must be .* got 0"):
         AsyncSGLang.connect(three[0].url, max_in_flight=0)
 
 
