@@ -8,10 +8,11 @@ experts of a layer when it loads them. A loader drops a fused name without a wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import FusedParameter, ModelMetadata, TensorPart
@@ -111,14 +112,32 @@ def _saved(model: Any) -> dict[str, dict[str, torch.Tensor]]:
 
     What a checkpoint holds is a view of what the module holds, and a view on the meta
     device tells where it lies. What is put together from several parameters is no view
-    of any; it is listed under its own name.
+    of any; it is listed under its own name. Some versions of transformers make each
+    part contiguous, which would copy it, and values on the meta device need no copy.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     held = {name: value.detach() for name, value in _tensors(model)}
     owners = {value.untyped_storage()._cdata: name for name, value in held.items()}
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
-    for name, value in revert_weight_conversion(model, dict(held)).items():
+    with _Views():
+        converted = revert_weight_conversion(model, dict(held))
+    for name, value in converted.items():
         owner = owners.get(value.untyped_storage()._cdata, name)
         found.setdefault(owner, {})[name] = value
     return {name: saved for name, saved in found.items() if saved}
+
+
+class _Views(TorchFunctionMode):
+    """Leaves a view as it is where it would be copied to be contiguous."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        return func(*args, **(kwargs or {}))
