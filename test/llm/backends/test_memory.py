@@ -359,7 +359,8 @@ def test_a_server_that_dies_asleep(tiny_model_path, saver_python, hf_model, scor
         wait_until(lambda: engine.stats().servers[0].state == "down")
         assert engine.stats().restarts == 0
         engine.wake_up()
-        wait_until(lambda: engine.stats().servers[0].state == "serving")
+        # It runs, and waits for the weights that were lost with its memory.
+        wait_until(lambda: engine.stats().servers[0].state == "stale")
         assert engine.stats().restarts == 1
         with pytest.raises(WeightSyncStateError, match="send the weights"):
             ask(engine)
@@ -397,6 +398,8 @@ def test_a_server_whose_start_ends_while_others_sleep():
     assert (late.state, replicas[0].state) == ("stopped", "down")
     fleet.wake_up(frozenset({"weights"}))
     fleet.joined(replicas[0], Process())
+    assert replicas[0].state == "stale"
+    fleet.has_version(replicas[0], "default")
     assert replicas[0].state == "serving"
 
 
