@@ -364,6 +364,21 @@ def _close_session(control: ControlPlane, state: _State) -> None:
             state.touched = True
 
 
+def _others_update(control: ControlPlane, state: _State) -> bool:
+    """Returns whether another sender has a session open.
+
+    Only opening a session tells. One that could be opened is closed at once.
+    """
+    urls = [url for url in control.urls if url not in state.opened | state.unclear]
+    outcomes = run_sync(
+        control.begin_weight_update_on_each(urls, timeout=CLEANUP_SECONDS)
+    )
+    opened = {url for url, error in outcomes.items() if error is None}
+    lost = {url for url, error in outcomes.items() if not _is_answer(error)}
+    _close_session(control, _State(touched=False, opened=opened, unclear=lost))
+    return any(_is_open(error) for error in outcomes.values())
+
+
 def _told(error: BaseException) -> str:
     # An interrupt has nothing to say.
     return str(error) or f"{type(error).__name__}."
@@ -394,6 +409,9 @@ def _clean_up(
     if state.touched:
         update.in_doubt(_told(error))
     _close_session(control, state)
+    if not state.touched and _others_update(control, state):
+        # Generation is theirs to resume, and what they have sent is not known.
+        state.touched = True
     safe, doubt = not state.touched, _told(error)
     if safe:
         update.untouched()
