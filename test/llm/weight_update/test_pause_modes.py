@@ -62,13 +62,19 @@ def difference(answer, prompt, model, start=0, end=None) -> float:
 
 
 class InFlight:
-    """Requests that run in a thread; they have begun when this has been made."""
+    """Requests that run in a thread; they have begun when this has been made.
 
-    def __init__(self, engine, call):
+    Args:
+        engine: the servers.
+        call: sends them.
+        least: how many requests run then, those that ran before counted in.
+    """
+
+    def __init__(self, engine, call, least=1):
         self.result = self.error = None
         self._thread = threading.Thread(target=self._run, args=(call,))
         self._thread.start()
-        while not run_sync(engine.control.running_requests()):
+        while run_sync(engine.control.running_requests()) < least:
             assert self._thread.is_alive()
 
     def _run(self, call):
@@ -256,6 +262,7 @@ def test_in_place_is_marked(any_engine, models):
         other = InFlight(
             engine,
             lambda: policy(TensorDict(tokens=tokens, batch_size=1))["generation_info"],
+            least=len(PROMPTS) + 1,
         )
         new = next(models)
         report = sender.update_weights(new)
