@@ -69,7 +69,7 @@ def test_variables_that_matter(monkeypatch):
 
 def test_requirements_are_those_of_the_project():
     python, packages, engine = read_requirements()
-    assert python == ">=3.11,<3.13"
+    assert python == ">=3.11,<3.14"
     assert packages["torch"] == ">=2.11,<3"
     assert "pytest" not in packages
     assert engine.startswith(">=0.5.15")
