@@ -95,24 +95,38 @@ def test_log_probs(gpu_engine):
     assert difference(gpu_engine, new_model(0, "cuda:0")) < TOLERANCE
 
 
+@torch.no_grad()
+def scores(model, ids: list[int]) -> torch.Tensor:
+    """Log-probability of each token but the first under a model."""
+    full = torch.tensor(ids, device=model.device)
+    log_probs = model(full[None]).logits[0, :-1].float().log_softmax(-1)
+    return log_probs.gather(-1, full[1:, None])[:, 0].cpu()
+
+
 @pytest.mark.parametrize(
     "sampling",
-    [{"temperature": 0.5}, {"logit_bias": {9: 4.0}}, {"frequency_penalty": 1.0}],
-    ids=lambda sampling: next(iter(sampling)),
+    [
+        {"temperature": 0.3},
+        {"temperature": 3.0, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+        {"frequency_penalty": 1.5, "presence_penalty": 1.0},
+        {"repetition_penalty": 1.8},
+        {"temperature": 0.5, "logit_bias": {"9": 5.0}, "min_new_tokens": 8},
+    ],
+    ids=", ".join,
 )
 def test_log_probs_are_the_models_own(gpu_engine, sampling):
-    model, prompt = new_model(0, "cuda:0"), [5, 6, 7]
-    (answer,) = gpu_engine.generate(
-        input_ids=prompt,
-        sampling_params={"max_new_tokens": 16, "ignore_eos": True, **sampling},
+    model = new_model(0, "cuda:0")
+    prompts = [[5, 6, 7, 8], [9] * 20, list(range(10, 60))]
+    answers = gpu_engine.generate(
+        input_ids=prompts,
+        sampling_params={"max_new_tokens": 32, "ignore_eos": True, **sampling},
         return_logprobs=True,
     )
-    ids = torch.tensor([*prompt, *answer.token_ids], device=model.device)
-    with torch.no_grad():
-        reference = model(ids[None]).logits[0, 2:-1].float().log_softmax(-1)
-    reference = reference.gather(-1, ids[3:, None])[:, 0].cpu()
-    found = torch.tensor(answer.log_probs)
-    assert float((found - reference).abs().max()) < TOLERANCE
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer.token_ids) == 32
+        assert answer.logprobs_mode == "model"
+        reference = scores(model, prompt + answer.token_ids)[len(prompt) - 1 :]
+        assert (torch.tensor(answer.log_probs) - reference).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -129,10 +143,14 @@ def test_padded_tokens_are_scored_wherever_they_are(gpu_engine, device, masked):
         generate=False,
         pad_output=True,
     )
-    scored = scorer(td)["log_probs", "full"]
+    scored = scorer(td)["log_probs", "full"].cpu()
     assert scored.shape == tokens.shape
+    # The padding, and the first token of each row, which nothing comes before.
     assert scored[0, :3].eq(0).all()
-    assert scored[0, 3:].lt(0).all()
+    assert scored[1, 0] == 0
+    model = new_model(0, "cuda:0")
+    for found, ids in ((scored[0, 3:], [5, 6, 7]), (scored[1, 1:], [5, 6, 7, 8, 9])):
+        assert (found - scores(model, ids)).abs().max() < TOLERANCE
 
 
 @pytest.mark.skipif(GPUS < 2, reason="NCCL needs the trainer on a GPU of its own")
