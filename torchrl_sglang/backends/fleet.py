@@ -600,9 +600,9 @@ class Fleet:
             )
         if stale:
             return WeightSyncStateError(
-                f"The servers that run were started again and hold the checkpoint's "
-                f"weights, not the current ones: {', '.join(self.urls)}. They generate "
-                f"again after the next weight update; send the weights."
+                "No server has the current weights. "
+                + " ".join(replica.reason for replica in stale if replica.reason)
+                + " They generate again after the next weight update; send the weights."
             )
         reasons = "\n".join(r.reason for r in self.replicas if r.reason)
         if all(replica.process is not None for replica in self.replicas):

@@ -344,7 +344,7 @@ class HttpClient:
             ) from None
         except TimeoutError:
             raise ServerTimeoutError(
-                f"{method} {url} had no answer within {timeout:.3g} s."
+                f"{method} {url} had no answer within {round(timeout, 1) or timeout:g} s."
             ) from None
         # A host name that is none is a UnicodeError, a bad header a ValueError.
         except (aiohttp.ClientError, OSError, ValueError) as error:

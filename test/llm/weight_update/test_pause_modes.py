@@ -240,8 +240,7 @@ def test_abort_ends_what_runs(any_engine, models, flush):
 def test_in_place_is_marked(any_engine, models):
     """Attention state of the old weights is kept, and the data says so."""
     engine = any_engine
-    copy = pickle.loads(pickle.dumps(engine))
-    assert not copy._fleet.in_place_versions
+    copy = AsyncSGLang.connect(engine.server_url)
     policy = SGLangWrapper(
         copy,
         input_mode="tokens",
