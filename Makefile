@@ -33,8 +33,8 @@ OLD_VERSION := 0.5.20
 
 # Installs with uv, and without it with pip, which takes three times as long.
 UV := uv==0.13.9
-INSTALL := $(BIN)/python -m torchrl_sglang.backends.cpu.packages
-INSTALL_ENGINE := $(BIN)/python -m torchrl_sglang.backends.cpu.install
+INSTALL := $(BIN)/python -m torchrl_sglang.backends.launch.cpu.packages
+INSTALL_ENGINE := $(BIN)/python -m torchrl_sglang.backends.launch.cpu.install
 
 # An interrupted installer can leave half a package that counts as installed. This file
 # is there while one runs; if it is still there now, the environment is made again.

@@ -9,7 +9,7 @@ import torchrl_sglang
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
-RUN_BY_SGLANG = "torchrl_sglang.backends.cpu.launch"
+RUN_BY_SGLANG = "torchrl_sglang.backends.launch.cpu.launch"
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer, save_tiny_model
 

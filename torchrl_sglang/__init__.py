@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.backends.base import RLSGLangEngine
-    from torchrl_sglang.backends.server import make_sglang_server
+    from torchrl_sglang.backends.launch.server import make_sglang_server
     from torchrl_sglang.collectors import SGLangLLMCollector, attach
     from torchrl_sglang.policies.info import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
     from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
     from torchrl_sglang.weight_update.sender import SGLangWeightSender
-    from torchrl_sglang.weight_update.source import get_model_metadata
+    from torchrl_sglang.weight_update.sources.source import get_model_metadata
 
 _HOME = {
     "AsyncSGLang": "backends.async_sglang",

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.forked_starts import forked_starts, true_interpreter
 from tensordict import set_list_to_stack
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.cpu import PYTHON_VARIABLE, engine_python
+from torchrl_sglang.backends.launch.cpu import PYTHON_VARIABLE, engine_python
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.testing.forked_starts import forked_starts, true_interpreter
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
 set_list_to_stack(True).set()

@@ -30,12 +30,12 @@ FLOOR = {
 }
 """A room imports itself and what lies below; ``testing`` anything that is no tool."""
 
-RUN_BY_SGLANG = {"backends/cpu/launch.py"}
+RUN_BY_SGLANG = {"backends/launch/cpu/launch.py"}
 """Runs in SGLang's own Python, where this package is not."""
 
 IMPORTS_SGLANG = RUN_BY_SGLANG | {"weight_update/transports/cuda_ipc.py"}
 WRITES_PICKLES = {
-    "backends/adapter_payload.py",
+    "backends/lora/payload.py",
     "weight_update/transports/handles.py",
 }
 """Servers take tensors in this form; nothing is read in it."""
@@ -123,7 +123,8 @@ def test_nothing_heavy_is_imported(path):
 def test_the_watchdog_stands_alone():
     """It is run as a script, with the standard library and nothing else."""
     found = {
-        name.partition(".")[0] for name, _ in imports(ROOT / "backends/watchdog.py")
+        name.partition(".")[0]
+        for name, _ in imports(ROOT / "backends/launch/watchdog.py")
     }
     assert found <= set(sys.stdlib_module_names)
 

@@ -29,7 +29,7 @@ FIXTURES = {
 }
 """Free name in an example -> the fixture that provides it."""
 
-NOT_IMPORTED_HERE = {"torchrl_sglang.backends.cpu.launch"}
+NOT_IMPORTED_HERE = {"torchrl_sglang.backends.launch.cpu.launch"}
 """What SGLang's Python runs, which has other packages than this one."""
 
 PUBLIC_NAMES = sorted(set(torchrl_sglang.__all__) - {"__version__"})

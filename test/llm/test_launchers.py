@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.backends.open_files import limit_in_flight
-from torchrl_sglang.backends.watchdog import descendants, is_alive
-from torchrl_sglang.testing.fake_server import FakeServer
+from torchrl_sglang.backends.launch.watchdog import descendants, is_alive
+from torchrl_sglang.backends.support.open_files import limit_in_flight
 
 SECONDS = 60.0
 """For a process to be gone, on a loaded machine."""
@@ -149,7 +149,7 @@ def test_a_thread_that_ends_leaves_its_engine_behind(start):
 SCRIPT = """
 import json, os, pickle, resource, sys
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.open_files import open_files_limit
+from torchrl_sglang.backends.support.open_files import open_files_limit
 from torchrl_sglang.errors import ServerTimeoutError
 
 model, python, *urls = sys.argv[1:]

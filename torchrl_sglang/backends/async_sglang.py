@@ -29,36 +29,16 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import torch
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends import capabilities as capabilities_module
-from torchrl_sglang.backends.adapter_payload import prepare_adapter
-from torchrl_sglang.backends.adapters import (
-    LOAD_SECONDS,
-    UNLOAD_SECONDS,
-    Adapters,
-    check_name,
-    why_no_lora,
-)
-from torchrl_sglang.backends.addresses import (
-    address_facing,
-    hide_passwords,
-    split_credentials,
-)
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
-from torchrl_sglang.backends.batch import (
-    check_sampling_keywords,
-    merge_params,
-    to_token_ids,
+from torchrl_sglang.backends.client import capabilities as capabilities_module
+from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.client.http import HttpClient
+from torchrl_sglang.backends.client.model_info import (
+    fused_from_config,
+    metadata_from_config,
 )
-from torchrl_sglang.backends.checks import (
-    check_count,
-    check_flag,
-    check_mapping,
-    check_seconds,
-)
-from torchrl_sglang.backends.control_plane import ControlPlane
-from torchrl_sglang.backends.data_plane import DataPlane
-from torchrl_sglang.backends.event_loop import run_sync, submit
-from torchrl_sglang.backends.fleet import (
+from torchrl_sglang.backends.fleet.follower import Follower
+from torchrl_sglang.backends.fleet.membership import (
     Fleet,
     OwnedProcess,
     RemoteRouter,
@@ -67,30 +47,53 @@ from torchrl_sglang.backends.fleet import (
     in_order,
     version_order,
 )
-from torchrl_sglang.backends.following import Follower
-from torchrl_sglang.backends.generation import (
-    GENERATE_TIMEOUT_SECONDS,
-    Call,
-    Generation,
-    WeightState,
-)
-from torchrl_sglang.backends.http import HttpClient
-from torchrl_sglang.backends.launching import Launch, launch
-from torchrl_sglang.backends.memory import (
+from torchrl_sglang.backends.fleet.revive import revive
+from torchrl_sglang.backends.fleet.sleep import (
     DRAIN_TIMEOUT_SECONDS,
     Memory,
     check_can_sleep,
     check_tags,
     check_weights_awake,
 )
-from torchrl_sglang.backends.metadata import fused_from_config, metadata_from_config
-from torchrl_sglang.backends.open_files import limit_in_flight
-from torchrl_sglang.backends.retries import RetryPolicy
-from torchrl_sglang.backends.revive import revive
-from torchrl_sglang.backends.router import ask_router
-from torchrl_sglang.backends.server import START_TIMEOUT_SECONDS, find_free_port
-from torchrl_sglang.backends.stats import Counters
-from torchrl_sglang.backends.supervisor import PROGRESS_SECONDS, Supervisor
+from torchrl_sglang.backends.fleet.supervisor import PROGRESS_SECONDS, Supervisor
+from torchrl_sglang.backends.generation.completions import (
+    GENERATE_TIMEOUT_SECONDS,
+    Call,
+    Generation,
+    WeightState,
+)
+from torchrl_sglang.backends.generation.dispatch import DataPlane
+from torchrl_sglang.backends.generation.metrics import Counters
+from torchrl_sglang.backends.generation.request import (
+    check_sampling_keywords,
+    merge_params,
+    to_token_ids,
+)
+from torchrl_sglang.backends.generation.retries import RetryPolicy
+from torchrl_sglang.backends.launch.local import Launch, launch
+from torchrl_sglang.backends.launch.router import ask_router
+from torchrl_sglang.backends.launch.server import START_TIMEOUT_SECONDS, find_free_port
+from torchrl_sglang.backends.lora.payload import prepare_adapter
+from torchrl_sglang.backends.lora.registry import (
+    LOAD_SECONDS,
+    UNLOAD_SECONDS,
+    Adapters,
+    check_name,
+    why_no_lora,
+)
+from torchrl_sglang.backends.support.checks import (
+    check_count,
+    check_flag,
+    check_mapping,
+    check_seconds,
+)
+from torchrl_sglang.backends.support.event_loop import run_sync, submit
+from torchrl_sglang.backends.support.open_files import limit_in_flight
+from torchrl_sglang.backends.support.urls import (
+    address_facing,
+    hide_passwords,
+    split_credentials,
+)
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerError,

@@ -15,10 +15,14 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from torchrl_sglang.backends.addresses import is_this_machine
-from torchrl_sglang.backends.checks import check_count, check_port, check_seconds
-from torchrl_sglang.backends.control_plane import ControlPlane
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.support.checks import (
+    check_count,
+    check_port,
+    check_seconds,
+)
+from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.support.urls import is_this_machine
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,

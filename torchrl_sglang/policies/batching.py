@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from torchrl_sglang.backends.checks import check_count, check_seconds
+from torchrl_sglang.backends.support.checks import check_count, check_seconds
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,

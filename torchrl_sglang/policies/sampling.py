@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchrl_sglang.backends.checks import check_count, check_flag, to_python
-from torchrl_sglang.backends.wire import (
+from torchrl_sglang.backends.generation.protocol import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
     hint,
 )
+from torchrl_sglang.backends.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.stopping import as_texts
 

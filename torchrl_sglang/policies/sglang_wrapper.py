@@ -25,8 +25,8 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.batch import check_logprobs_mode
-from torchrl_sglang.backends.checks import check_count, check_flag, to_python
+from torchrl_sglang.backends.generation.request import check_logprobs_mode
+from torchrl_sglang.backends.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.batching import Batcher

@@ -28,7 +28,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.types import SyncReport
-from torchrl_sglang.weight_update.tensors import Source, Wanted
+from torchrl_sglang.weight_update.sources.tensors import Source, Wanted
 
 __all__ = ["Ranks", "find_ranks", "is_copy"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import UnsupportedByServerError
 from torchrl_sglang.types import ModelMetadata
 

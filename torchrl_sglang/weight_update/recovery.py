@@ -13,7 +13,7 @@ import torch
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     RequestRefusedError,
     ServerError,
@@ -23,7 +23,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.types import PauseMode, SyncReport
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.buckets import TensorSpec
-from torchrl_sglang.weight_update.weights import Weights
+from torchrl_sglang.weight_update.sources.weights import Weights
 
 __all__ = ["recover"]
 

@@ -10,21 +10,21 @@ import torch.distributed as dist
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from torchrl_sglang.backends.adapters import check_name
-from torchrl_sglang.backends.addresses import (
-    hide_passwords,
-    normalize_url,
-    split_credentials,
-)
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.checks import (
+from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
+from torchrl_sglang.backends.lora.registry import check_name
+from torchrl_sglang.backends.support.checks import (
     check_count,
     check_flag,
     check_port,
     check_seconds,
 )
-from torchrl_sglang.backends.control_plane import CONTROL_TIMEOUT_SECONDS
+from torchrl_sglang.backends.support.urls import (
+    hide_passwords,
+    normalize_url,
+    split_credentials,
+)
 from torchrl_sglang.errors import (
     ConfigurationError,
     UnsupportedByServerError,

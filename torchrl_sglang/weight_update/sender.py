@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.adapters import parse_served_name
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.lora.registry import parse_served_name
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ServerError,
     WeightSyncStateError,
@@ -18,15 +18,15 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
 from torchrl_sglang.weight_update import recovery, session
-from torchrl_sglang.weight_update.lora_source import adapter_source, is_plain_lora
 from torchrl_sglang.weight_update.ranks import find_ranks, is_copy
-from torchrl_sglang.weight_update.source import (
+from torchrl_sglang.weight_update.sources.lora import adapter_source, is_plain_lora
+from torchrl_sglang.weight_update.sources.source import (
     Remembered,
     check_metadata,
     find_source,
     open_weights,
 )
-from torchrl_sglang.weight_update.tensors import Source
+from torchrl_sglang.weight_update.sources.tensors import Source
 from torchrl_sglang.weight_update.transports import make_transport
 from torchrl_sglang.weight_update.transports.base import WeightTransport
 from torchrl_sglang.weight_update.transports.lora import LoraTransport

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
-from torchrl_sglang.backends.control_plane import (
+from torchrl_sglang.backends.client.control import (
     CONTROL_TIMEOUT_SECONDS,
     ControlPlane,
 )
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     RequestRefusedError,
     ServerError,
@@ -32,8 +32,8 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.types import PauseMode, SyncReport
+from torchrl_sglang.weight_update.sources.weights import Weights
 from torchrl_sglang.weight_update.transports.base import WeightTransport
-from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = ["update_weights"]
 

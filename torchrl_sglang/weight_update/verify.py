@@ -24,16 +24,16 @@ from torch.distributed.tensor import DTensor
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.control_plane import CONTROL_TIMEOUT_SECONDS
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     RequestRefusedError,
     UnsupportedByServerError,
     WeightMismatchError,
     WeightSyncStateError,
 )
-from torchrl_sglang.weight_update.lora_source import peft_model_in
-from torchrl_sglang.weight_update.weights import Weights
+from torchrl_sglang.weight_update.sources.lora import peft_model_in
+from torchrl_sglang.weight_update.sources.weights import Weights
 
 __all__ = ["Verifier", "allowed_difference", "choose_names", "whole_model"]
 

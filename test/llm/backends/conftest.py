@@ -6,9 +6,9 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.testing.fake_server import FakeServer
 from torchrl_sglang.types import ServerCapabilities
 
 

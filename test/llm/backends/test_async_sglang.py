@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.event_loop import run_sync, submit
-from torchrl_sglang.backends.wire import SAMPLING_PARAMETERS
+from torchrl_sglang.backends.generation.protocol import SAMPLING_PARAMETERS
+from torchrl_sglang.backends.support.event_loop import run_sync, submit
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -29,7 +30,6 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
 )
-from torchrl_sglang.testing.fake_server import FakeServer
 
 TOLERANCE = 1e-4
 GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
@@ -588,7 +588,9 @@ def test_older_weights_than_the_current_ones_are_an_error(fake, fake_engine):
     """A server that somebody else started again has the checkpoint's weights."""
     with fake_engine.weight_update() as update:
         update.committed("8")
-    with pytest.raises(WeightSyncStateError, match="'default'.*'8'.*(?i:send the weights)"):
+    with pytest.raises(
+        WeightSyncStateError, match="'default'.*'8'.*(?i:send the weights)"
+    ):
         fake_engine.generate(input_ids=[5])
 
 

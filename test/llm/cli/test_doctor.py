@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from torchrl_sglang.backends import cpu
+from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.cli import main
 from torchrl_sglang.cli.doctor.gather import (
     find_processes,

@@ -152,7 +152,7 @@ def test_what_is_as_it_should_be(facts):
         ),
         (
             change(engine={"error": "There is no x.", "python": None}),
-            *("problem", "engine", "There is no x.", "backends.cpu.install"),
+            *("problem", "engine", "There is no x.", "launch.cpu.install"),
         ),
         (
             change(engine={"python": None}),

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from torchrl_sglang.backends import cpu
-from torchrl_sglang.backends.server_flags import find_flags
-from torchrl_sglang.backends.vllm_arguments import ARGUMENTS
+from torchrl_sglang.backends.launch import cpu
+from torchrl_sglang.backends.launch.server_flags import find_flags
+from torchrl_sglang.backends.launch.vllm_arguments import ARGUMENTS
 from torchrl_sglang.cli import main, make_parser
 from torchrl_sglang.cli.options import (
     KEY_VARIABLE,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.watchdog import (
+from torchrl_sglang.backends.launch.watchdog import (
     descendants,
     is_alive,
     processes_by_parent,

@@ -24,8 +24,8 @@ from torchrl_sglang.testing.tiny_model import (
 )
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.buckets import TensorSpec
+from torchrl_sglang.weight_update.sources.weights import Weights
 from torchrl_sglang.weight_update.transports import make_transport
-from torchrl_sglang.weight_update.weights import Weights
 
 GPUS = torch.cuda.device_count()
 pytestmark = [

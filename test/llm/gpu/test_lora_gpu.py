@@ -13,7 +13,7 @@ import torch
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.testing.gpu import server_arguments
 from torchrl_sglang.testing.tiny_model import save_tiny_model
-from torchrl_sglang.weight_update.lora_source import adapter_from_model
+from torchrl_sglang.weight_update.sources.lora import adapter_from_model
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
 
 GPUS = torch.cuda.device_count()

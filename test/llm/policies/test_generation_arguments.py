@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torchrl.modules.llm.policies import Text
 
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,

@@ -34,11 +34,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
-from torchrl_sglang.backends.event_loop import run_sync
-from torchrl_sglang.backends.metadata import fused_from_config, metadata_from_config
+from torchrl_sglang.backends.client.model_info import (
+    fused_from_config,
+    metadata_from_config,
+)
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update.ranks import Ranks
-from torchrl_sglang.weight_update.source import find_source, open_weights
+from torchrl_sglang.weight_update.sources.source import find_source, open_weights
 
 NOBODY = "http://127.0.0.1:1"
 """Where no server answers: ranks that do not send must not mind."""

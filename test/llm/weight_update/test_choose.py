@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-from torchrl_sglang.backends.devices import gpus_of_server
-from torchrl_sglang.backends.replicas import find_gpus, replica_specs
+from torchrl_sglang.backends.launch.gpus import gpus_of_server
+from torchrl_sglang.backends.launch.replicas import find_gpus, replica_specs
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ServerPlacement
 from torchrl_sglang.weight_update.transports.choose import (

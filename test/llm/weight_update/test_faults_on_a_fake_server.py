@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import requests
+from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import WeightSyncError, WeightSyncStateError
-from torchrl_sglang.testing.fake_server import FakeServer
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 

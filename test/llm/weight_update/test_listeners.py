@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.forked_starts import processes_below
 from torchrl._utils import logger as torchrl_logger
 
 import torchrl_sglang
 from torchrl_sglang import SGLangWeightSyncScheme
-from torchrl_sglang.backends.addresses import is_loopback
-from torchrl_sglang.backends.router import make_sglang_router
-from torchrl_sglang.testing.forked_starts import processes_below
+from torchrl_sglang.backends.launch.router import make_sglang_router
+from torchrl_sglang.backends.support.urls import is_loopback
 from torchrl_sglang.weight_update.transports.rendezvous import listen_at
 
 Place = tuple[int, str, int]

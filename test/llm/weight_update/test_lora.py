@@ -11,20 +11,20 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import Tokens
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     WeightMismatchError,
     WeightSyncStateError,
     WeightTransferError,
 )
-from torchrl_sglang.weight_update.lora_source import (
+from torchrl_sglang.weight_update.sources.lora import (
     adapter_from_folder,
     adapter_from_model,
     is_peft_model,
     is_plain_lora,
 )
-from torchrl_sglang.weight_update.source import find_source, open_weights
+from torchrl_sglang.weight_update.sources.source import find_source, open_weights
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
 from torchrl_sglang.weight_update.verify import Verifier
 

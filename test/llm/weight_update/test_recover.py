@@ -12,6 +12,7 @@ import textwrap
 
 import pytest
 import torch
+from helpers.forked_starts import processes_below
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import (
@@ -19,10 +20,9 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
     WeightTransferError,
 )
-from torchrl_sglang.testing.forked_starts import processes_below
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.source import open_weights
+from torchrl_sglang.weight_update.sources.source import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 
 TOLERANCE = 1e-4
@@ -103,10 +103,10 @@ TRAINER = """
 import dataclasses, sys, threading, time
 import torch
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.event_loop import submit
+from torchrl_sglang.backends.support.event_loop import submit
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.source import open_weights
+from torchrl_sglang.weight_update.sources.source import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 
 url, place = sys.argv[1:]

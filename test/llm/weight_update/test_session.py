@@ -7,13 +7,13 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import RequestRefusedError, WeightTransferError
-from torchrl_sglang.testing.fake_server import FakeServer
 from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.weights import Weights
+from torchrl_sglang.weight_update.sources.weights import Weights
 
 BEGIN, PAUSE, FLUSH = "/begin_weight_update", "/pause_generation", "/flush_cache"
 

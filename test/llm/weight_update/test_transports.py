@@ -20,25 +20,25 @@ import pytest
 import requests
 import torch
 from aiohttp import web
+from helpers.fake_server import FakeServer
+from helpers.forked_starts import processes_below
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
-from torchrl_sglang.backends.watchdog import descendants
+from torchrl_sglang.backends.launch.watchdog import descendants
 from torchrl_sglang.errors import (
     ConfigurationError,
     UnsupportedByServerError,
     WeightSyncStateError,
     WeightTransferError,
 )
-from torchrl_sglang.testing.fake_server import FakeServer
 from torchrl_sglang.testing.faults import FaultyProxy
-from torchrl_sglang.testing.forked_starts import processes_below
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.buckets import TensorSpec
+from torchrl_sglang.weight_update.sources.weights import Weights
 from torchrl_sglang.weight_update.transports import make_transport
-from torchrl_sglang.weight_update.weights import Weights
 
 TOLERANCE = 1e-4
 PROMPT = "the prefix of this prompt is cached"

@@ -22,7 +22,7 @@ from torchrl_sglang import (
     SGLangWrapper,
     get_model_metadata,
 )
-from torchrl_sglang.backends.event_loop import run_sync
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,

@@ -232,7 +232,7 @@ def _prepare(
     model: str, folder: str, options: dict[str, Any], actions: tuple[str, ...]
 ) -> tuple[str, dict[str, Any]]:
     """Returns where the model is, and arguments that its server needs for this."""
-    from torchrl_sglang.backends.plan import default_device
+    from torchrl_sglang.backends.launch.plan import default_device
 
     device = options.get("device") or default_device()
     needed: dict[str, Any] = {"device": device}

@@ -44,10 +44,10 @@ QUESTION_SECONDS = 30.0
 
 VARIABLES = re.compile(r"(NCCL|GLOO)_\w+|(http|all|no)_proxy", re.IGNORECASE)
 
-WATCHDOG = b"torchrl_sglang/backends/watchdog.py"
+WATCHDOG = b"torchrl_sglang/backends/launch/watchdog.py"
 SERVERS = (
-    b"torchrl_sglang/backends/cpu/launch.py",
-    b"torchrl_sglang/backends/router_launch.py",
+    b"torchrl_sglang/backends/launch/cpu/launch.py",
+    b"torchrl_sglang/backends/launch/router_launch.py",
     b"sglang.launch_server",
     b"sglang::",
 )
@@ -195,7 +195,7 @@ def _number(text: str) -> int:
 
 def gather_system() -> SystemFacts:
     """Returns what the operating system gives."""
-    from torchrl_sglang.backends.ports import PORTS
+    from torchrl_sglang.backends.launch.ports import PORTS
 
     tried = [PORTS[secrets.randbelow(len(PORTS))] for _ in range(PORTS_TRIED)]
     ephemeral = _numbers_in("/proc/sys/net/ipv4/ip_local_port_range")

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from torchrl_sglang.backends import cpu
-from torchrl_sglang.backends.environment import inherited_environment
+from torchrl_sglang.backends.launch import cpu
+from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.cli.doctor.facts import EngineFacts
 from torchrl_sglang.errors import ConfigurationError
 

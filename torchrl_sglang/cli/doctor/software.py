@@ -16,7 +16,7 @@ from torchrl_sglang.cli.doctor.versions import in_range
 
 __all__ = ["judge_engine", "judge_model", "judge_trainer"]
 
-INSTALL_ENGINE = "run `python -m torchrl_sglang.backends.cpu.install`"
+INSTALL_ENGINE = "run `python -m torchrl_sglang.backends.launch.cpu.install`"
 
 
 def judge_trainer(trainer: TrainerFacts) -> Iterator[Finding]:

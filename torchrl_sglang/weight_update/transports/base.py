@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from torchrl_sglang.weight_update.weights import Weights
+from torchrl_sglang.weight_update.sources.weights import Weights
 
 __all__ = ["BUCKET_BYTES", "SEND_TIMEOUT_SECONDS", "WeightTransport"]
 

@@ -27,13 +27,14 @@ from torch.distributed import distributed_c10d
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.event_loop import submit
+from torchrl_sglang.backends.support.event_loop import submit
 from torchrl_sglang.errors import (
     RequestRefusedError,
     UnsupportedByServerError,
     WeightTransferError,
 )
 from torchrl_sglang.weight_update.buckets import Bucket, TensorSpec
+from torchrl_sglang.weight_update.sources.weights import NamedTensors, Weights
 from torchrl_sglang.weight_update.transports import nccl
 from torchrl_sglang.weight_update.transports.base import (
     BUCKET_BYTES,
@@ -44,7 +45,6 @@ from torchrl_sglang.weight_update.transports.rendezvous import (
     gloo_listens_on,
     open_store,
 )
-from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
 __all__ = ["BroadcastTransport"]
 

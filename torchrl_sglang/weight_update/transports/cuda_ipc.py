@@ -19,13 +19,14 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.event_loop import submit
+from torchrl_sglang.backends.support.event_loop import submit
 from torchrl_sglang.errors import (
     RequestRefusedError,
     UnsupportedByServerError,
     WeightTransferError,
 )
 from torchrl_sglang.weight_update.buckets import Bucket, TensorSpec, plan_buckets
+from torchrl_sglang.weight_update.sources.weights import NamedTensors, Weights
 from torchrl_sglang.weight_update.transports.base import (
     BUCKET_BYTES,
     SEND_TIMEOUT_SECONDS,
@@ -34,7 +35,6 @@ from torchrl_sglang.weight_update.transports.choose import reach_of
 from torchrl_sglang.weight_update.transports.facts import find_facts
 from torchrl_sglang.weight_update.transports.flat import flatten
 from torchrl_sglang.weight_update.transports.handles import pack
-from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
 __all__ = ["CudaIpcTransport"]
 

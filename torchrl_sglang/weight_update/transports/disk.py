@@ -24,15 +24,15 @@ import torch
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.event_loop import run_sync
-from torchrl_sglang.backends.snapshots import MARK, write_mark
+from torchrl_sglang.backends.client.checkpoint_mark import MARK, write_mark
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import RequestRefusedError, WeightTransferError
 from torchrl_sglang.weight_update.buckets import Bucket, plan_buckets
+from torchrl_sglang.weight_update.sources.weights import NamedTensors, Weights
 from torchrl_sglang.weight_update.transports.base import (
     BUCKET_BYTES,
     SEND_TIMEOUT_SECONDS,
 )
-from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
 __all__ = ["DiskTransport"]
 

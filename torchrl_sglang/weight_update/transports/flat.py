@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchrl_sglang.weight_update.buckets import Bucket
-from torchrl_sglang.weight_update.weights import NamedTensors
+from torchrl_sglang.weight_update.sources.weights import NamedTensors
 
 __all__ = ["flatten"]
 

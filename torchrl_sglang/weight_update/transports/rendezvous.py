@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.addresses import is_loopback
+from torchrl_sglang.backends.support.urls import is_loopback
 
 __all__ = ["GLOO_INTERFACE", "gloo_listens_on", "listen_at", "open_store"]
 

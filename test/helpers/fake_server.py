@@ -1,0 +1,813 @@
+"""A server that speaks SGLang's protocol and computes nothing.
+
+For what a healthy engine cannot show: answers that are late, broken, short or missing,
+and the time that a client takes when its engine takes none. It is as strict as SGLang
+0.5.23: what that refuses, it refuses in the same words, and a request that would kill
+an SGLang server ends this one too. Tests of what an engine *does* need a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias
+
+import orjson
+from aiohttp import web
+
+from torchrl_sglang.backends.generation.protocol import SAMPLING_PARAMETERS
+
+__all__ = ["FakeServer", "Fault"]
+
+Fault: TypeAlias = Literal[
+    "hang",  # accept the request and never answer
+    "hang_up",  # close the connection without an answer
+    "hang_up_mid_body",  # close it after the first bytes of the answer
+    "hang_up_mid_batch",  # close it after the first half of a batch's responses
+    "malformed_json",  # answer 200 and something that is not JSON
+    "error_500",  # answer "Internal Server Error"
+    "short_batch",  # leave out the last item of a batch
+    "short_tokens",  # leave out the last token of each response
+    "short_log_probs",  # leave out its last log-probability
+    "short_top_log_probs",  # leave out the last token's alternatives
+    "no_log_probs",  # leave out all log-probabilities
+    "null_log_probs",  # send null for the last one
+    "other_tokens",  # send the log-probabilities of other tokens
+    "abort",  # end each response as a pause with mode "abort" does
+    "abort_400",  # end each response as a late refusal does
+    "abort_last",  # abort the last item of a batch, and answer the others
+]
+"""How the server can be told to misbehave."""
+
+VERSION = "0.5.23"
+RESERVED_TOKENS = 2
+"""Tokens of the context that the scheduler never fills with a response."""
+LONGEST_PROMPT_ROOM = 6
+"""The scheduler refuses a prompt that leaves no more than this of the context."""
+MOST_STOPS = 32
+CHANGES_LOGITS = (
+    "ebnf",
+    "frequency_penalty",
+    "json_schema",
+    "logit_bias",
+    "min_new_tokens",
+    "presence_penalty",
+    "regex",
+    "repetition_penalty",
+    "structural_tag",
+)
+"""What SGLang applies to the logits before it takes log-probabilities."""
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+LOG_PROB = -1.5
+"""Of every token, as the model has it."""
+SAMPLING_LOG_PROB = -0.5
+"""Of every sampled token, where penalties, masks or temperature changed the logits."""
+HOT = 100.0
+"""A temperature with which all tokens are equally likely."""
+
+_LORA_TENSORS = "/load_lora_adapter_from_tensors"
+
+_NO_SESSION = (
+    "update_weights_from_distributed must run between begin_weight_update() and "
+    "end_weight_update()"
+)
+
+
+class FakeServer:
+    """An SGLang server without a model behind it, in a thread of this process.
+
+    A response to the prompt ``p`` is ``p`` over and over; every log-probability is the
+    same. Use it as a context manager.
+
+    Args:
+        model_path: folder whose ``config.json`` gives the vocabulary and the context.
+        api_key: key that requests must carry.
+        context: context of the model, instead of the one in ``config.json``.
+        enable_memory_saver: what it says of this argument of SGLang.
+        enable_lora: whether it takes LoRA adapters, which change no response.
+        original_log_probs: whether it was started with
+            ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``.
+        version_spans: whether it says which tokens each version of the weights made,
+            as SGLang does from 0.5.20 on.
+        enable_deterministic_inference: what it says of this argument of SGLang.
+
+    Attributes:
+        url (str): where it answers.
+        requests (list): method, path and content of every request, in order.
+        routes (dict): path to a function from a request's content to the answer.
+        model_path (str): what it says that it serves.
+        weight_version (str): whose weights it says that it generates with.
+        cached_tokens (int): how many tokens of a prompt it says were cached.
+        adapters (list): the LoRA adapters that it holds.
+        paused (bool): whether generation is paused, which keeps no request waiting
+            unless ``silent_while_paused`` is set.
+        silent_while_paused (bool): whether a pause keeps requests waiting, as SGLang's
+            does.
+        poison (set): token ids; a request with a prompt that has one of them fails
+            with status 500, and a batch breaks off.
+
+    Examples:
+        >>> with FakeServer(tiny_model_path) as server:
+        ...     engine = AsyncSGLang.connect(server.url)
+        ...     answers = engine.generate(
+        ...         input_ids=[5, 6], sampling_params={"max_new_tokens": 3}
+        ...     )
+        ...     engine.shutdown()
+        >>> answers[0].token_ids
+        [5, 6, 5]
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        api_key: str | None = None,
+        context: int | None = None,
+        enable_memory_saver: bool = False,
+        enable_lora: bool = False,
+        original_log_probs: bool = True,
+        version_spans: bool = True,
+        enable_deterministic_inference: bool = False,
+    ) -> None:
+        config = json.loads((Path(model_path) / "config.json").read_text())
+        self.url = ""
+        self.requests: list[tuple[str, str, Any]] = []
+        self.routes = self._make_routes()
+        self.model_path = str(model_path)
+        self._vocab_size: int = config["vocab_size"]
+        self._context: int = context or config["max_position_embeddings"]
+        self._api_key = api_key
+        self._faults: dict[str, Fault] = {}
+        self.weight_version = "default"
+        self.cached_tokens = 0
+        self.adapters: list[str] = []
+        self.poison: set[int] = set()
+        self._original_log_probs = original_log_probs
+        self._version_spans = version_spans
+        self._deterministic = enable_deterministic_inference
+        self._enable_lora = enable_lora
+        self._in_session = False
+        self._enable_memory_saver = enable_memory_saver
+        self._released: set[str] = set()
+        self._dead = False
+        self.paused = False
+        self.silent_while_paused = False
+        self._starts = 1
+        self._peers: set[Any] = set()
+        self._most_open = 0
+        self._hanging: dict[asyncio.Event, set[str]] = {}
+        self._changed = threading.Condition()
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._run, name="fake-sglang", daemon=True
+        )
+
+    @property
+    def num_connections(self) -> int:
+        """How many connections have been made so far."""
+        return len(self._peers)
+
+    @property
+    def most_connections(self) -> int:
+        """The most connections that were open at once."""
+        return self._most_open
+
+    @contextmanager
+    def misbehaving(self, fault: Fault, path: str = "/generate") -> Iterator[None]:
+        """Makes every request to a path go wrong inside the ``with`` block."""
+        self._faults[path] = fault
+        try:
+            yield
+        finally:
+            self._faults.pop(path, None)
+
+    def die(self) -> None:
+        """Breaks every connection from now on, as a server that has ended does."""
+        self._dead = True
+
+    def restart(self) -> None:
+        """Begins anew, with the checkpoint's weights and without adapters."""
+        self._starts += 1
+        self.weight_version = "default"
+        self.adapters.clear()
+        self._released.clear()
+        self._in_session = self.paused = self._dead = False
+
+    def recover(self) -> None:
+        """Misbehaves no more, and ends every request that hangs as an abort does."""
+        self._faults.clear()
+
+        def release() -> None:
+            for event in self._hanging:
+                event.set()
+
+        self._loop.call_soon_threadsafe(release)
+
+    def wait_for(self, path: str, count: int = 1, timeout: float = 10.0) -> None:
+        """Waits until that many requests to a path have arrived.
+
+        Raises:
+            TimeoutError: if they do not come.
+        """
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: sum(p == path for _, p, _ in self.requests) >= count, timeout
+            ):
+                raise TimeoutError(f"{count} requests to {path} did not come.")
+
+    def payloads(self, path: str = "/generate") -> list[Any]:
+        """Returns the content of every request to a path.
+
+        One to ``/generate`` has the form of a batch, also where it was one prompt.
+        """
+        found = [content for _, p, content in self.requests if p == path]
+        return [_as_batch(content) for content in found]
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the server. Safe to call twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._done.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        self._done = asyncio.Event()
+        self._running = asyncio.Event()
+        self._running.set()
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        # What hangs is cancelled at the end, at once.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        self._ready.set()
+        await self._done.wait()
+        await self._runner.cleanup()
+
+    async def _handle(  # noqa: C901, PLR0911, PLR0912 - One branch for each way to go wrong.
+        self, request: web.Request
+    ) -> web.StreamResponse:
+        transport = request.transport
+        assert transport is not None
+        self._peers.add(transport.get_extra_info("peername"))
+        server = self._runner.server
+        assert server is not None
+        self._most_open = max(self._most_open, len(server.connections))
+        body = await request.read()
+        try:
+            content = orjson.loads(body) if body else None
+        except orjson.JSONDecodeError:
+            return _refusal("JSON decode error")
+        with self._changed:
+            self.requests.append((request.method, request.path, content))
+            self._changed.notify_all()
+        key = request.headers.get("Authorization")
+        if self._api_key and key != f"Bearer {self._api_key}":
+            return _json({"error": "Unauthorized"}, 401)
+        fault = self._faults.get(request.path)
+        if fault == "hang" and await self._hang(content):
+            return self._generate(content, "abort")
+        if fault in ("hang", "hang_up") or self._dead:
+            transport.abort()
+            return web.Response()
+        if fault == "hang_up_mid_body":
+            response = web.StreamResponse(headers={"Content-Length": "100000"})
+            await response.prepare(request)
+            await response.write(b'[{"text": "')
+            transport.abort()
+            return response
+        if fault == "malformed_json":
+            return web.Response(body=b'[{"text": "')
+        if fault == "error_500":
+            return web.Response(text="Internal Server Error", status=500)
+        if request.path == "/openapi.json":
+            return _json(self._describe())
+        if request.path not in self.routes:
+            return _json({"detail": "Not Found"}, 404)
+        if (
+            request.path == "/generate"
+            and self.silent_while_paused
+            and not self._running.is_set()
+        ):
+            # A paused server keeps what comes until it goes on.
+            if await self._hang(content, self._running):
+                return self._generate(content, "abort")
+            if not self._running.is_set():
+                transport.abort()
+                return web.Response()
+        try:
+            answer = self.routes[request.path](content)
+            if isinstance(answer, _Events):
+                await answer.send(request)
+            return answer
+        except _RefusedError as refused:
+            return _json({"error": {"message": str(refused)}}, 400)
+        except _FatalError:
+            self._dead = True
+            transport.abort()
+            return web.Response()
+
+    async def _hang(self, content: Any, *until: asyncio.Event) -> bool:
+        """Waits until the requests are aborted (True) or the server ends (False).
+
+        Args:
+            content: the requests.
+            until: what else ends the wait.
+        """
+        aborted = asyncio.Event()
+        rids = (content or {}).get("rid") or []
+        self._hanging[aborted] = {rids} if isinstance(rids, str) else set(rids)
+        ends = (aborted, self._done, *until)
+        waits = [asyncio.ensure_future(event.wait()) for event in ends]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._hanging[aborted]
+            for wait in waits:
+                wait.cancel()
+        return aborted.is_set()
+
+    def _abort(self, content: Any) -> web.Response:
+        everything, told = content.get("abort_all", False), content.get("rid", "")
+        for event, rids in self._hanging.items():
+            # As in SGLang, an id stands for all that begin with it, and an empty one
+            # for none.
+            rids -= {rid for rid in rids if told and rid.startswith(told)}
+            if everything or not rids:
+                event.set()
+        return web.Response()
+
+    def _make_routes(self) -> dict[str, Callable[[Any], web.StreamResponse]]:
+        return {
+            "/generate": self._generate,
+            "/server_info": self._server_info,
+            "/model_info": self._model_info,
+            "/v1/models": self._models,
+            "/v1/loads": self._loads,
+            "/health": _empty,
+            "/health_generate": _empty,
+            "/ready": self._ready_route,
+            "/flush_cache": _flushed,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/release_memory_occupation": self._release,
+            "/resume_memory_occupation": self._resume,
+            "/abort_request": self._abort,
+            "/init_weights_update_group": _refuse_group,
+            "/destroy_weights_update_group": _refuse_group,
+            "/begin_weight_update": self._begin,
+            "/end_weight_update": self._end,
+            "/update_weights_from_distributed": self._update,
+            "/update_weights_from_tensor": self._update_from_tensor,
+            "/load_lora_adapter": self._load_adapter,
+            _LORA_TENSORS: self._load_adapter,
+            "/unload_lora_adapter": self._unload_adapter,
+        }
+
+    def _describe(self) -> dict[str, Any]:
+        """Its answer to ``/openapi.json``."""
+        paths: dict[str, Any] = {path: {} for path in self.routes}
+        if _LORA_TENSORS in paths:
+            name = "LoadLoRAAdapterFromTensorsReqInput"
+            schema = {"$ref": f"#/components/schemas/{name}"}
+            body = {"content": {"application/json": {"schema": schema}}}
+            paths[_LORA_TENSORS] = {"post": {"requestBody": body}}
+            fields = {"properties": {"serialized_named_tensors": {"type": "array"}}}
+            return {"paths": paths, "components": {"schemas": {name: fields}}}
+        return {"paths": paths}
+
+    def _load_adapter(self, content: Any) -> web.Response:
+        name = content["lora_name"]
+        if not self._enable_lora:
+            return _lora_outcome(
+                "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+            )
+        if name in self.adapters:
+            return _lora_outcome(
+                f"Failed to load LoRA adapter {name} because it is already loaded"
+            )
+        self.adapters.append(name)
+        return _lora_outcome()
+
+    def _unload_adapter(self, content: Any) -> web.Response:
+        name = content["lora_name"]
+        if name not in self.adapters:
+            return _lora_outcome(f"LoRA with name {name} does not exist.")
+        self.adapters.remove(name)
+        return _lora_outcome()
+
+    def _server_info(self, content: Any) -> web.Response:
+        return _json(
+            {
+                "enable_lora": self._enable_lora or None,
+                "version": VERSION,
+                "dtype": "float32",
+                "tp_size": 1,
+                "pp_size": 1,
+                "dp_size": 1,
+                "skip_tokenizer_init": False,
+                "grammar_backend": "none",
+                "max_req_input_len": self._context - LONGEST_PROMPT_ROOM,
+                "enable_memory_saver": self._enable_memory_saver,
+                "startup_time": {"tokenizer_e2e": float(self._starts)},
+                "enable_deterministic_inference": self._deterministic,
+            }
+        )
+
+    def _model_info(self, content: Any) -> web.Response:
+        return _json(
+            {
+                "model_path": self.model_path,
+                "tokenizer_path": self.model_path,
+                "is_generation": True,
+                "weight_version": self.weight_version,
+            }
+        )
+
+    def _models(self, content: Any) -> web.Response:
+        model = {"id": self.model_path, "max_model_len": self._context}
+        adapters = [{"id": n, "parent": self.model_path} for n in self.adapters]
+        return _json({"object": "list", "data": [model, *adapters]})
+
+    def _loads(self, content: Any) -> web.Response:
+        return _json({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]})
+
+    def _pause(self, content: Any) -> web.Response:
+        mode = (content or {}).get("mode", "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            return _refusal("Input should be 'abort', 'retract' or 'in_place'")
+        self.paused = True
+        self._running.clear()
+        return _ok(content)
+
+    def _continue(self, content: Any) -> web.Response:
+        self.paused = False
+        self._running.set()
+        return _ok(content)
+
+    def _ready_route(self, content: Any) -> web.Response:
+        return web.Response(status=503 if self.paused else 200)
+
+    def _release(self, content: Any) -> web.Response:
+        tags = set(content["tags"] or MEMORY_TAGS)
+        if self._hanging or tags & self._released:
+            raise _FatalError
+        self._released |= tags
+        return _json(None)
+
+    def _resume(self, content: Any) -> web.Response:
+        tags = set(content["tags"] or MEMORY_TAGS)
+        if tags - self._released:
+            raise _FatalError
+        self._released -= tags
+        return _json(None)
+
+    def _begin(self, content: Any) -> web.Response:
+        if self._in_session:
+            return _outcome(
+                "a weight-update session is already open; "
+                "call end_weight_update() first"
+            )
+        self._in_session = True
+        return _outcome()
+
+    def _end(self, content: Any) -> web.Response:
+        if not self._in_session:
+            return _outcome(
+                "no weight-update session is open; call begin_weight_update() first"
+            )
+        self._in_session = False
+        return _outcome()
+
+    def _update(self, content: Any) -> web.Response:
+        # There is nobody here who could join a broadcast.
+        if not self._in_session:
+            return _outcome(_NO_SESSION)
+        return _outcome("Group is not initialized")
+
+    def _update_from_tensor(self, content: Any) -> web.Response:
+        if not self._in_session:
+            return _outcome(_NO_SESSION.replace("distributed", "tensor"))
+        self.weight_version = content.get("weight_version") or self.weight_version
+        return _outcome()
+
+    def _generate(self, content: Any, fault: Fault | None = None) -> web.StreamResponse:
+        items = list(_items(content))
+        for item in items:
+            self._check(item)
+            if item["lora_path"] not in (None, *self.adapters):
+                raise _RefusedError(
+                    f"Got LoRA adapter that has never been loaded: {item['lora_path']}"
+                )
+        fault = fault or self._faults.get("/generate")
+        replies = [self._reply(item) for item in items]
+        for number, reply in enumerate(replies, start=1):
+            if fault != "abort_last" or number == len(replies):
+                _spoil(reply, fault)
+        if fault == "short_batch":
+            replies.pop()
+        poisoned = any(self.poison.intersection(item["input_ids"]) for item in items)
+        return _respond(content, replies, fault, poisoned)
+
+    def _sampled_log_prob(self, params: dict[str, Any]) -> float:
+        temperature = params.get("temperature", 1.0)
+        scaled = temperature not in (0, 1) and not self._original_log_probs
+        if scaled and temperature > HOT:
+            return -math.log(self._vocab_size)
+        masked = any(params.get(name) for name in CHANGES_LOGITS)
+        return SAMPLING_LOG_PROB if scaled or masked else LOG_PROB
+
+    def _check(self, item: dict[str, Any]) -> None:
+        ids, params = item["input_ids"], item["sampling_params"]
+        for name, value in params.items():
+            _check_parameter(name, value)
+        if not ids or not all(0 <= token < self._vocab_size for token in ids):
+            raise _FatalError
+        if params.get("top_k", 1) > 2**30:
+            raise _FatalError
+        asked, length = params.get("max_new_tokens", 128), len(ids)
+        if length >= self._context:
+            raise _RefusedError(
+                f"The input ({length} tokens) is longer than the model's context "
+                f"length ({self._context} tokens)."
+            )
+        if asked + length > self._context:
+            raise _RefusedError(
+                f"Requested token count exceeds the model's maximum context length of "
+                f"{self._context} tokens."
+            )
+        if length >= self._context - LONGEST_PROMPT_ROOM:
+            raise _RefusedError(
+                f"Input length ({length} tokens) exceeds the maximum allowed length "
+                f"({self._context - LONGEST_PROMPT_ROOM} tokens)."
+            )
+        if item["top_logprobs_num"] > self._vocab_size:
+            raise _FatalError
+        if params.get("min_new_tokens", 0) > asked:
+            raise _RefusedError(
+                f"min_new_tokens must be in [0, max_new_tokens({asked})]"
+            )
+        if item["logprob_start_len"] > length:
+            raise _RefusedError(
+                "logprob_start_len is higher than the number of input tokens"
+            )
+
+    def _reply(self, item: dict[str, Any]) -> dict[str, Any]:
+        prompt = item["input_ids"]
+        room = self._context - RESERVED_TOKENS - len(prompt)
+        count = min(item["sampling_params"].get("max_new_tokens", 128), room)
+        tokens = (prompt * (count // len(prompt) + 1))[:count]
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": "length", "length": count},
+            "prompt_tokens": len(prompt),
+            "completion_tokens": count,
+            "cached_tokens": min(self.cached_tokens, len(prompt)),
+            "weight_version": self.weight_version,
+        }
+        if self._version_spans:
+            span = {"version": self.weight_version, "start": 0, "end": count}
+            meta["weight_versions"] = [span]
+        if item["return_logprob"]:
+            sampled = self._sampled_log_prob(item["sampling_params"])
+            start = item["logprob_start_len"]
+            scored = prompt[start:] if start >= 0 else []
+            before = [[LOG_PROB, token, None] for token in scored]
+            if scored:
+                before[0][0] = None
+            meta["input_token_logprobs"] = before
+            meta["output_token_logprobs"] = [[sampled, token, None] for token in tokens]
+            number = range(item["top_logprobs_num"])
+            if number:
+                row = [[sampled, token, None] for token in number]
+                meta["output_top_logprobs"] = [row for _ in tokens]
+                row = [[LOG_PROB, token, None] for token in number]
+                meta["input_top_logprobs"] = [None, *(row for _ in scored[1:])]
+        return {"text": "", "output_ids": tokens, "meta_info": meta}
+
+
+class _Events(web.StreamResponse):
+    """The responses of a batch, each with what SGLang sends when it has begun."""
+
+    def __init__(self, replies: list[dict[str, Any]], *, whole: bool = True) -> None:
+        super().__init__(headers={"Content-Type": "text/event-stream"})
+        self._replies = replies
+        self._whole = whole
+
+    async def send(self, request: web.Request) -> None:
+        """Sends them, and closes the connection if they are not whole."""
+        await self.prepare(request)
+        for reply in self._replies:
+            meta = {**reply["meta_info"], "finish_reason": None}
+            await self._write({**reply, "output_ids": [], "meta_info": meta})
+        for reply in self._replies:
+            await self._write(reply)
+        if self._whole:
+            await self.write(b"data: [DONE]\n\n")
+            await self.write_eof()
+        elif request.transport is not None:
+            # What was written reaches the client, and the end of the answer does not.
+            request.transport.close()
+
+    async def _write(self, content: Any) -> None:
+        await self.write(b"data: " + orjson.dumps(content) + b"\n\n")
+
+
+def _respond(
+    content: Any, replies: list[dict[str, Any]], fault: Fault | None, poisoned: bool
+) -> web.StreamResponse:
+    batched = isinstance(content["input_ids"][0], list)
+    if content.get("stream"):
+        for index, reply in enumerate(replies if batched else ()):
+            reply["index"] = index
+        if poisoned:
+            return _Events([], whole=False)
+        if fault == "hang_up_mid_batch":
+            return _Events(replies[: len(replies) // 2], whole=False)
+        return _Events(replies)
+    if poisoned:
+        return web.Response(text="Internal Server Error", status=500)
+    return _json(replies if batched or not replies else replies[0])
+
+
+class _RefusedError(Exception):
+    """The server answers 400."""
+
+
+class _FatalError(Exception):
+    """A request that an SGLang server does not survive."""
+
+
+def _as_batch(content: Any) -> Any:
+    ids = content.get("input_ids") if isinstance(content, dict) else None
+    if not ids or not isinstance(ids[0], int):
+        return content
+    return {
+        name: value if name == "stream" else [value] for name, value in content.items()
+    }
+
+
+def _items(  # noqa: C901 - One branch for each shape that SGLang refuses.
+    content: Any,
+) -> Iterator[dict[str, Any]]:
+    """Checks the shapes of a ``/generate`` request and takes the batch apart."""
+    if not isinstance(content, dict):
+        raise _RefusedError(
+            "Input should be a dictionary or an instance of GenerateReqInput"
+        )
+    rows = content.get("input_ids")
+    if rows is None:
+        raise _RefusedError(
+            "Either text, input_ids or input_embeds should be provided."
+        )
+    if not isinstance(rows, list):
+        raise _RefusedError(f"must be list or null; got {type(rows).__name__}")
+    if not rows:
+        raise _RefusedError("input_ids cannot be empty.")
+    batched = isinstance(rows[0], list)
+    rows = rows if batched else [rows]
+    columns: dict[str, Any] = {}
+    for name, default in (
+        ("sampling_params", {}),
+        ("return_logprob", False),
+        ("logprob_start_len", -1),
+        ("top_logprobs_num", 0),
+        ("rid", None),
+        ("extra_key", None),
+        ("lora_path", None),
+    ):
+        value = content.get(name, default)
+        if not isinstance(value, list):
+            value = [value] * len(rows)
+        if not batched and isinstance(content.get(name), list):
+            raise _RefusedError(f"{name} is a list, and the request is not a batch.")
+        if len(value) != len(rows):
+            raise _RefusedError(
+                f"The length of {name} should be equal to the batch size."
+            )
+        columns[name] = value
+    for index, row in enumerate(rows):
+        if not isinstance(row, list) or any(type(token) is not int for token in row):
+            raise _RefusedError(f"row {index}: contains non-int64 element")
+        item = {name: column[index] for name, column in columns.items()}
+        if not isinstance(item["sampling_params"], dict):
+            raise _RefusedError("sampling_params must be a dictionary")
+        if not isinstance(item["extra_key"], (str, type(None))):
+            raise _RefusedError("Input should be a valid string")
+        yield {"input_ids": row, **item}
+
+
+def _check_parameter(name: str, value: Any) -> None:
+    if name == "stream_interval" and type(value) is int:
+        return
+    if name not in SAMPLING_PARAMETERS:
+        expected = ", ".join(f"`{known}`" for known in SAMPLING_PARAMETERS)
+        raise _RefusedError(f"unknown field `{name}`, expected one of {expected}")
+    types, least, greatest = SAMPLING_PARAMETERS[name]
+    if value is None:
+        return
+    is_bool = isinstance(value, bool)
+    fits = isinstance(value, types) and (bool in types or not is_bool)
+    if not fits:
+        raise _RefusedError(f"invalid type: {value!r}")
+    if name == "logit_bias" and not all(
+        isinstance(bias, (int, float)) for bias in value.values()
+    ):
+        raise _RefusedError(f"invalid type: {value!r}, expected f64")
+    if name in ("stop", "stop_regex"):
+        texts = [value] if isinstance(value, str) else value
+        if not all(isinstance(text, str) for text in texts):
+            raise _RefusedError(f"invalid type: {value!r}, expected a string")
+        if len(texts) > MOST_STOPS:
+            raise _RefusedError(
+                f"at most {MOST_STOPS} stop strings are allowed, got {len(texts)}"
+            )
+    number = isinstance(value, (int, float)) and not is_bool and name != "top_k"
+    if number and not least <= value <= greatest:
+        raise _RefusedError(
+            f"{name} must be in [{least:g}, {greatest:g}], got {value}."
+        )
+
+
+def _spoil(reply: dict[str, Any], fault: Fault | None) -> None:
+    """Breaks one item of a reply in the way that was asked for."""
+    meta = reply["meta_info"]
+    entries = meta.get("output_token_logprobs")
+    if fault in ("abort", "abort_last"):
+        reply["output_ids"] = reply["output_ids"][:1]
+        meta["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
+    elif fault == "abort_400":
+        reply["output_ids"] = []
+        meta["finish_reason"] = {
+            "type": "abort",
+            "message": "It cannot be served.",
+            "status_code": 400,
+        }
+    elif fault == "short_tokens":
+        reply["output_ids"] = reply["output_ids"][:-1]
+    elif fault == "no_log_probs":
+        meta.pop("output_token_logprobs", None)
+        meta.pop("input_token_logprobs", None)
+    elif entries and fault == "short_log_probs":
+        entries.pop()
+    elif entries and fault == "short_top_log_probs":
+        meta["output_top_logprobs"].pop()
+    elif entries and fault == "null_log_probs":
+        entries[-1][0] = None
+    elif entries and fault == "other_tokens":
+        entries[-1][1] += 1
+
+
+def _json(content: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(content), status=status, content_type="application/json"
+    )
+
+
+def _refusal(message: str) -> web.Response:
+    return _json({"object": "error", "message": message, "code": 400}, 400)
+
+
+def _outcome(refusal: str | None = None) -> web.Response:
+    content = {"success": refusal is None, "message": refusal or "Success"}
+    return _json(content, 200 if refusal is None else 400)
+
+
+def _lora_outcome(refusal: str | None = None) -> web.Response:
+    content = {"success": refusal is None, "error_message": refusal or ""}
+    return _json(content, 200 if refusal is None else 400)
+
+
+def _ok(content: Any) -> web.Response:
+    return _json({"status": "ok"})
+
+
+def _empty(content: Any) -> web.Response:
+    return web.Response()
+
+
+def _flushed(content: Any) -> web.Response:
+    return web.Response(text="Cache flushed.\n")
+
+
+def _refuse_group(content: Any) -> web.Response:
+    return _outcome("This server has no model and joins no group.")

@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.client.http import (
+    ERROR_BODY_CHARACTERS,
+    STREAMED_BODY_BYTES,
+    Answer,
+    HttpClient,
+)
+from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.support.urls import normalize_url
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    RequestRefusedError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+    SGLangError,
+)
+
+
+@pytest.fixture
+def client() -> Iterator[HttpClient]:
+    client = HttpClient()
+    yield client
+    run_sync(client.close())
+
+
+def get(client: HttpClient, url: str, timeout: float = 10.0) -> Answer:
+    return run_sync(client.request("GET", url, timeout=timeout))
+
+
+@contextmanager
+def listener(reply: bytes | None, backlog: int = 5) -> Iterator[str]:
+    """Answers every connection with these bytes and hangs up; None never answers."""
+    held = []
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            if reply is None:
+                held.append(connection)
+                continue
+            with connection:
+                connection.recv(65536)
+                connection.sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=backlog) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        # Wakes accept(), which close() alone does not.
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for connection in held:
+        connection.close()
+
+
+def http_reply(body: bytes, *headers: str) -> bytes:
+    lines = ["HTTP/1.1 200 OK", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+@pytest.mark.parametrize(
+    ("url", "normal"),
+    [
+        ("http://127.0.0.1:30000", "http://127.0.0.1:30000"),
+        ("http://127.0.0.1:30000/", "http://127.0.0.1:30000"),
+        ("127.0.0.1:30000", "http://127.0.0.1:30000"),
+        ("localhost:30000//", "http://localhost:30000"),
+        ("https://host.example/sglang/", "https://host.example/sglang"),
+        ("http://[::1]:30000", "http://[::1]:30000"),
+    ],
+)
+def test_normal_urls(url, normal):
+    assert normalize_url(url) == normal
+
+
+@pytest.mark.parametrize("url", ["", "http://", "http:///", "ftp://host", "grpc://h:1"])
+def test_addresses_that_are_none(url):
+    with pytest.raises(
+        ConfigurationError, match="like 'http://127.0.0.1:30000'"
+    ) as got:
+        normalize_url(url)
+    assert repr(url) in str(got.value)
+
+
+@pytest.mark.parametrize("url", [None, 30000, b"http://host"])
+def test_addresses_of_another_type(url):
+    with pytest.raises(ConfigurationError, match=type(url).__name__):
+        normalize_url(url)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"error": {"message": "too long"}}', "too long"),
+        (b'{"error": "unknown field `x`"}', "unknown field `x`"),
+        (b'{"object": "error", "message": "bad type", "code": 400}', "bad type"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"success": false, "message": "no session"}', "no session"),
+        (b'{"detail": [{"loc": ["body"]}]}', "[{'loc': ['body']}]"),
+        (b"Internal Server Error", "Internal Server Error"),
+        (b'{"other": 1}', '{"other": 1}'),
+        (b"[1]", "[1]"),
+        (b"\xff", "�"),
+        (b"", ""),
+    ],
+)
+def test_error_text(body, text):
+    assert Answer(url="u", status=400, body=body).error_text() == text
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["%s", '{"error": "%s"}', '{"error": {"message": "%s"}}', '{"detail": "%s"}'],
+)
+def test_an_error_text_has_an_end(form):
+    """SGLang's validation errors quote the whole request."""
+    answer = Answer(url="u", status=400, body=(form % ("x" * 10**6)).encode())
+    assert len(answer.error_text()) <= ERROR_BODY_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (200, None),
+        (299, None),
+        (300, ServerUnavailableError),
+        (400, RequestRefusedError),
+        (404, RequestRefusedError),
+        (499, RequestRefusedError),
+        (500, ServerUnavailableError),
+        (503, ServerUnavailableError),
+    ],
+)
+def test_statuses(status, error):
+    answer = Answer(url="http://one:1/x", status=status, body=b'{"detail": "why"}')
+    assert answer.ok == (error is None)
+    if error is None:
+        assert answer.raise_for_status() is answer
+        return
+    with pytest.raises(error, match=f"http://one:1/x .*{status}.* why") as caught:
+        answer.raise_for_status()
+    if error is RequestRefusedError:
+        assert caught.value.status == status
+
+
+def test_a_body_that_is_not_json():
+    with pytest.raises(ServerUnavailableError, match="not JSON: b'<html>'.*SGLang"):
+        Answer(url="http://one:1", status=200, body=b"<html>").json()
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (b"", "ServerDisconnected"),
+        (b"garbage\r\n\r\n", "Expected HTTP|BadStatusLine|Bad status line"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nshort", "ClientPayloadError"),
+        (http_reply(b"not gzip", "Content-Encoding: gzip"), "ClientPayloadError"),
+        (http_reply(b"", "X: " + "y" * 100_000), "8190"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /again\r\n\r\n", "TooManyRedirects"),
+    ],
+)
+def test_broken_answers(client, reply, words):
+    with listener(reply) as url, pytest.raises(ServerUnavailableError) as caught:
+        get(client, f"{url}/x")
+    assert any(word in str(caught.value) for word in words.split("|"))
+    assert f"GET {url}/x" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:1",  # nobody listens
+        "http://no-such-host.invalid:1",
+        "http://127.0.0.1:99999",
+        "http://host:port",
+        "http://[::1",
+        "http://a..b:1",
+        "http://" + "a" * 300 + ":1",
+        "http://?",
+    ],
+)
+def test_addresses_where_nobody_is(client, url):
+    start = time.monotonic()
+    with pytest.raises(
+        ServerUnavailableError, match="Check that the server is running"
+    ):
+        get(client, url)
+    assert time.monotonic() - start < 60
+
+
+def test_https_to_an_http_server(client, fake):
+    with pytest.raises(ServerUnavailableError, match="SSL"):
+        get(client, fake.url.replace("http", "https"))
+
+
+def test_a_budget_that_is_used_up(client):
+    start = time.monotonic()
+    with (
+        listener(None) as url,
+        pytest.raises(ServerTimeoutError, match=f"GET {url}/x had no .* 0.2 s"),
+    ):
+        get(client, f"{url}/x", timeout=0.2)
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
+def test_a_budget_that_is_none(client, timeout):
+    """Aiohttp takes zero for no limit at all, and chokes on infinity."""
+    with pytest.raises(ConfigurationError, match=f"timeout must be .* got {timeout}"):
+        get(client, "http://127.0.0.1:1", timeout=timeout)
+
+
+@pytest.mark.parametrize("payload", [{1: 2}, {"a": 2**64}, {"a": "\ud800"}, object()])
+def test_a_payload_without_a_form_in_json(client, fake, payload):
+    call = client.request("POST", f"{fake.url}/x", payload, timeout=10)
+    with pytest.raises(ConfigurationError, match="no form in JSON"):
+        run_sync(call)
+    assert fake.requests == []
+
+
+class _Raises:
+    """A session whose requests fail as they are told to."""
+
+    closed = False
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def request(self, *arguments: object, **options: object) -> object:
+        raise self.error
+
+    async def close(self) -> None:
+        pass
+
+
+AIOHTTP_ERRORS = [
+    value
+    for value in vars(aiohttp.client_exceptions).values()
+    if inspect.isclass(value)
+    and issubclass(value, Exception)
+    and value.__module__ == "aiohttp.client_exceptions"
+    and not issubclass(value, aiohttp.WSMessageTypeError)
+]
+
+
+@pytest.mark.parametrize("error", AIOHTTP_ERRORS)
+def test_every_error_of_aiohttp_is_translated(client, error):
+    class Instance(error):
+        def __init__(self) -> None:
+            pass
+
+        def __str__(self) -> str:
+            return "as aiohttp says it"
+
+    client._session, client._session_pid = _Raises(Instance()), os.getpid()
+    timed_out = issubclass(error, TimeoutError)
+    connected = not issubclass(error, aiohttp.ConnectionTimeoutError)
+    expected = ServerTimeoutError if timed_out and connected else ServerUnavailableError
+    with pytest.raises(SGLangError) as caught:
+        get(client, "http://one:1/x")
+    assert type(caught.value) is expected
+    assert "http://one:1/x" in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_errors_of_aiohttp_were_found():
+    assert {"ClientOSError", "ServerDisconnectedError", "InvalidURL"} <= {
+        error.__name__ for error in AIOHTTP_ERRORS
+    }
+
+
+def test_connections_are_kept(client, fake):
+    for _ in range(20):
+        assert get(client, f"{fake.url}/health").ok
+    assert fake.num_connections == 1
+
+    async def at_once() -> None:
+        calls = (client.request("GET", fake.url, timeout=10) for _ in range(8))
+        await asyncio.gather(*calls)
+
+    run_sync(at_once())
+    run_sync(at_once())
+    assert fake.num_connections == 8
+
+
+def test_closing_lets_go_and_the_next_request_opens_again(client, fake):
+    get(client, f"{fake.url}/health")
+    run_sync(client.close())
+    run_sync(client.close())
+    assert get(client, f"{fake.url}/health").ok
+    assert fake.num_connections == 2
+
+
+def test_a_client_that_is_forgotten_closes_its_connections(fake):
+    client = HttpClient()
+    get(client, f"{fake.url}/health")
+    session = client._session
+    del client
+    for _ in range(1000):
+        if session.closed:
+            break
+        time.sleep(0.05)
+    assert session.closed
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))]
+)
+def test_a_client_pickles_to_its_settings(fake, clone):
+    client = HttpClient("sesame")
+    get(client, f"{fake.url}/health")
+    other = clone(client)
+    assert get(other, f"{fake.url}/health").ok
+    assert fake.num_connections == 2
+    assert other._api_key == "sesame"
+    run_sync(client.close())
+    run_sync(other.close())
+
+
+FORK = """
+import os, sys
+from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.client.http import HttpClient
+
+client = HttpClient()
+def ask():
+    return run_sync(client.request("GET", sys.argv[1] + "/health", timeout=10)).status
+
+assert ask() == 200
+child = os.fork()
+if child == 0:
+    os._exit(0 if ask() == 200 else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+# The child has not touched this connection.
+assert ask() == 200
+print("both")
+"""
+
+
+def test_a_forked_child_opens_connections_of_its_own(fake):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FORK, fake.url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("both\n", "")
+    assert fake.num_connections == 2
+
+
+def test_the_key_is_sent_and_never_shown(tiny_model_path):
+    from helpers.fake_server import FakeServer
+
+    with FakeServer(tiny_model_path, api_key="sesame") as fake:
+        for key in (None, "wrong"):
+            with pytest.raises(ConfigurationError, match="api_key"):
+                AsyncSGLang.connect(fake.url, api_key=key)
+        with AsyncSGLang.connect(fake.url, api_key="sesame") as engine:
+            (answer,) = engine.generate(
+                input_ids=[5], sampling_params={"max_new_tokens": 1}
+            )
+            assert answer.token_ids == [5]
+            shown = [repr(engine), repr(engine._http), str(vars(engine))]
+        assert not any("sesame" in text for text in shown)
+
+
+def test_a_large_body_arrives_whole_and_typed(client):
+    """Weights by value make bodies over 1 MB; aiohttp warns when they are bytes."""
+
+    async def echo(request: web.Request) -> web.Response:
+        body = await request.read()
+        return web.json_response(
+            {
+                "type": request.content_type,
+                "length": request.content_length,
+                "same": orjson.loads(body) == payload,
+            }
+        )
+
+    async def post() -> Answer:
+        app = web.Application(client_max_size=8 * STREAMED_BODY_BYTES)
+        app.router.add_post("/", echo)
+        async with TestServer(app) as server:
+            url = str(server.make_url("/"))
+            return await client.request("POST", url, payload, timeout=60)
+
+    payload = {"weights": "x" * (4 * STREAMED_BODY_BYTES)}
+    assert run_sync(post()).json() == {
+        "type": "application/json",
+        "length": len(orjson.dumps(payload)),
+        "same": True,
+    }

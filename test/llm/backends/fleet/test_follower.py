@@ -1,0 +1,407 @@
+"""Servers of somebody else: each engine object follows what they say of themselves."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import time
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.fake_server import FakeServer
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.client.liveness import hangs
+from torchrl_sglang.backends.fleet.follower import Follower
+from torchrl_sglang.backends.fleet.membership import Fleet, Replica
+from torchrl_sglang.backends.fleet.supervisor import Supervisor
+from torchrl_sglang.backends.lora.registry import Adapters
+from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.errors import ServerUnavailableError, WeightSyncStateError
+
+SHORT = {"max_new_tokens": 4}
+
+
+@pytest.fixture
+def three(tiny_model_path):
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(FakeServer(tiny_model_path, enable_lora=True))
+            for _ in range(3)
+        ]
+        for server in servers:
+            server.weight_version = "5"
+        yield servers
+
+
+@pytest.fixture
+def engine(three):
+    with AsyncSGLang.connect(urls=[server.url for server in three]) as engine:
+        yield engine
+
+
+def states(engine) -> list[str]:
+    return states_of(engine._fleet)
+
+
+def states_of(fleet) -> list[str]:
+    return [replica.state for replica in fleet.replicas]
+
+
+def wait_for(condition, seconds=20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def versions(engine, count=12) -> set[str]:
+    answers = engine.generate(
+        input_ids=[[5 + i] for i in range(count)], sampling_params=SHORT
+    )
+    assert len(answers) == count
+    return {span.version for answer in answers for span in answer.versions}
+
+
+def test_one_that_was_stale_is_taken_back(three):
+    """At the time of connecting; somebody else sends it the weights later."""
+    three[0].restart()
+    with AsyncSGLang.connect(urls=[server.url for server in three]) as engine:
+        assert states(engine) == ["stale", "serving", "serving"]
+        assert versions(engine) == {"5"}
+        assert three[0].payloads() == []
+        three[0].weight_version = "5"
+        wait_for(lambda: states(engine) == ["serving"] * 3)
+        assert versions(engine) == {"5"}
+        assert three[0].payloads()
+
+
+def test_one_that_was_away_when_the_engine_was_made(three):
+    three[0].die()
+    urls = [server.url for server in three]
+    with AsyncSGLang.connect(urls=urls) as engine:
+        assert states(engine) == ["down", "serving", "serving"]
+        assert versions(engine) == {"5"}
+        three[0].restart()
+        three[0].weight_version = "5"
+        wait_for(lambda: states(engine) == ["serving"] * 3)
+    for server in three:
+        server.die()
+    with pytest.raises(ServerUnavailableError):
+        AsyncSGLang.connect(urls=urls)
+
+
+def test_one_that_was_started_again_costs_no_answer(engine, three):
+    """Its answers of older weights are asked for again; it waits for newer ones."""
+    assert versions(engine) == {"5"}
+    three[0].restart()
+    assert versions(engine, 30) == {"5"}
+    assert states(engine) == ["stale", "serving", "serving"]
+    assert "'default'" in engine.stats().servers[0].reason
+    # Another engine object sends newer ones to all.
+    for server in three:
+        server.weight_version = "6"
+    wait_for(lambda: states(engine) == ["serving"] * 3)
+    assert versions(engine) == {"6"}
+    assert engine.weight_version == "6"
+
+
+def test_one_that_is_away_comes_back(engine, three):
+    three[2].die()
+    assert versions(engine) == {"5"}
+    wait_for(lambda: states(engine) == ["serving", "serving", "down"])
+    # Weights go to those that are there.
+    with engine.weight_update() as update:
+        assert engine.control.urls == (three[0].url, three[1].url)
+        update.committed("6")
+    three[0].weight_version = three[1].weight_version = "6"
+    three[2].restart()
+    wait_for(lambda: states(engine) == ["serving", "serving", "stale"])
+    three[2].weight_version = "6"
+    wait_for(lambda: states(engine) == ["serving"] * 3)
+
+
+def test_one_that_comes_back_as_another(engine, three):
+    """It does not stand in for the others, and its reason says why."""
+    three[0].die()
+    assert versions(engine) == {"5"}
+    wait_for(lambda: states(engine)[0] == "down")
+    three[0].restart()
+    three[0]._context = 512
+    wait_for(lambda: "max_context" in engine.stats().servers[0].reason)
+    assert states(engine)[0] == "down"
+
+
+def test_a_copy_follows_too(engine, three):
+    three[0].die()
+    assert versions(engine) == {"5"}
+    wait_for(lambda: states(engine)[0] == "down")
+    copy = pickle.loads(pickle.dumps(engine))
+    assert states(copy) == ["stale", "serving", "serving"]
+    three[0].restart()
+    three[0].weight_version = "5"
+    assert versions(copy) == {"5"}
+    wait_for(lambda: states(copy) == ["serving"] * 3)
+    copy.shutdown()
+
+
+def test_the_only_one_is_started_again(three):
+    server, *_ = three
+    with AsyncSGLang.connect(server.url) as engine:
+        assert versions(engine) == {"5"}
+        server.restart()
+        with pytest.raises(WeightSyncStateError, match="send the weights"):
+            versions(engine)
+        server.weight_version = "6"
+        wait_for(lambda: states(engine) == ["serving"])
+        assert versions(engine) == {"6"}
+
+
+def test_all_of_them_are_away_for_a_while(engine, three):
+    for server in three:
+        server.die()
+    with pytest.raises(ServerUnavailableError, match="Check that the server is"):
+        versions(engine)
+    for server in three:
+        server.restart()
+        server.weight_version = "5"
+    wait_for(lambda: states(engine) == ["serving"] * 3)
+    assert versions(engine) == {"5"}
+
+
+def test_servers_that_work_are_not_asked(engine, three):
+    assert versions(engine) == {"5"}
+    assert engine._supervisor._task is None
+    three[0].die()
+    versions(engine)
+    wait_for(lambda: states(engine)[0] == "down")
+    three[0].restart()
+    three[0].weight_version = "5"
+    wait_for(lambda: states(engine) == ["serving"] * 3)
+    wait_for(engine._supervisor._task.done)
+
+
+def test_an_engine_that_watches_can_be_dropped(three):
+    three[0].restart()
+    engine = AsyncSGLang.connect(urls=[server.url for server in three])
+    assert versions(engine) == {"5"}
+    assert not engine._supervisor._task.done()
+    fleet = weakref.ref(engine._fleet)
+    del engine
+    wait_for(lambda: gc.collect() >= 0 and fleet() is None)
+
+
+def test_an_update_of_somebody_else_is_not_interfered_with(engine, three):
+    """Some have the newer weights already; the others follow."""
+    three[0].weight_version = "6"
+    engine._fleet.suspect_all()
+    wait_for(lambda: states(engine) == ["serving", "stale", "stale"])
+    three[1].weight_version = three[2].weight_version = "6"
+    wait_for(lambda: states(engine) == ["serving"] * 3)
+    assert engine.weight_version == "6"
+
+
+# --- adapters
+
+
+def adapter():
+    config = {"r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (1, 64), "B": (64, 1)}
+    return {
+        "tensors": {name.format(k): torch.ones(s) for k, s in shapes.items()},
+        "config": {**config, "peft_type": "LORA"},
+    }
+
+
+def names(server) -> list[str]:
+    return [name.partition("#")[0] for name in server.adapters]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_adapter_of_a_copy_survives_a_restart(three, count):
+    """Only the copy has it; the servers belong to somebody else."""
+    with ExitStack() as stack:
+        urls = [server.url for server in three[:count]]
+        engine = stack.enter_context(AsyncSGLang.connect(urls=urls))
+        copy = pickle.loads(pickle.dumps(engine))
+        stack.callback(copy.shutdown)
+        copy.load_adapter("style", **adapter())
+        copy.load_adapter("policy", version="6", default=True, **adapter())
+        (answer,) = engine.generate(input_ids=[[5]])
+        assert answer.adapter_version == "6"
+        three[0].restart()
+        three[0].weight_version = "5"
+        # Without them it would compute requests with the base model.
+        wait_for(lambda: sorted(names(three[0])) == ["policy@6", "style~"])
+        for each in (engine, copy):
+            wait_for(lambda each=each: states(each) == ["serving"] * count)
+            answers = each.generate(input_ids=[[5]] * 6, sampling_params=SHORT)
+            assert {answer.adapter_version for answer in answers} == {"6"}
+            answers = each.generate(input_ids=[[5]] * 6, adapter="style")
+            assert {answer.adapter for answer in answers} == {"style"}
+
+
+def test_an_owner_that_does_not_know_of_an_adapter_asks_the_other_servers(three):
+    """Before one that it has started again gets requests."""
+    with ExitStack() as stack:
+        urls = [server.url for server in three]
+        owner = stack.enter_context(AsyncSGLang.connect(urls=urls))
+        with AsyncSGLang.connect(urls=urls) as trainer:
+            trainer.load_adapter("policy", version="6", default=True, **adapter())
+        fleet, again = owner._fleet, three[0]
+        again.restart()
+        again.weight_version = "5"
+        fleet.was_restarted(fleet.replicas[0], "another start")
+        answers = owner.generate(input_ids=[[5]] * 6, sampling_params=SHORT)
+        assert {answer.adapter_version for answer in answers} == {"6"}
+        wait_for(lambda: "policy@6" in fleet.replicas[0].reason)
+        assert again.payloads() == []
+
+
+def test_requests_do_not_fall_back_to_the_base_model(three):
+    """An adapter that is lost is missed, and one that was dropped is not."""
+    server, *_ = three
+    with AsyncSGLang.connect(server.url) as engine:
+        with AsyncSGLang.connect(server.url) as trainer:
+            trainer.load_adapter("policy", version="6", default=True, **adapter())
+            (answer,) = engine.generate(input_ids=[[5]])
+            assert answer.adapter_version == "6"
+        server.restart()
+        server.weight_version = "5"
+        with pytest.raises(ServerUnavailableError, match="policy@6"):
+            engine.generate(input_ids=[[5]])
+        # A newer one takes its place.
+        with AsyncSGLang.connect(server.url) as trainer:
+            trainer.load_adapter("policy", version="7", default=True, **adapter())
+            wait_for(lambda: states(engine) == ["serving"])
+            (answer,) = engine.generate(input_ids=[[5]])
+            assert answer.adapter_version == "7"
+            trainer.unload_adapter("policy")
+        (answer,) = engine.generate(input_ids=[[5]])
+        assert answer.adapter is None
+
+
+def test_what_whole_weights_replaced_is_not_loaded_again(three):
+    server, *_ = three
+    with AsyncSGLang.connect(server.url) as publisher:
+        publisher.load_adapter("policy", default=True, **adapter())
+        with AsyncSGLang.connect(server.url) as trainer:
+            assert len(trainer.published_adapters(timeout=10)) == 1
+            trainer.withdraw_adapters(timeout=10)
+            server.weight_version = "6"
+        assert server.adapters == []
+        (answer,) = publisher.generate(input_ids=[[5]])
+        assert (answer.adapter, publisher.default_adapter) == (None, None)
+        server.restart()
+        server.weight_version = "6"
+        (answer,) = publisher.generate(input_ids=[[5]])
+        assert answer.adapter is None
+
+
+def test_an_adapter_of_another_object_is_followed_by_one_that_loads_its_own(three):
+    server, *_ = three
+    with (
+        AsyncSGLang.connect(server.url) as engine,
+        AsyncSGLang.connect(server.url) as trainer,
+    ):
+        engine.load_adapter("style", **adapter())
+        trainer.load_adapter("policy", version="6", default=True, **adapter())
+
+        def carried():
+            (answer,) = engine.generate(input_ids=[[5]])
+            return answer.adapter_version
+
+        wait_for(lambda: carried() == "6")
+
+
+# --- whether a server hangs
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["says so", "does not say"])
+def test_a_server_that_is_paused_does_not_hang(three, tells):
+    server, *_ = three
+    if not tells:
+        del server.routes["/ready"]
+    with ExitStack() as stack:
+        engine = stack.enter_context(AsyncSGLang.connect(server.url))
+        ask = lambda: run_sync(  # noqa: E731
+            hangs(engine._http, engine.capabilities, server.url, timeout=0.2)
+        )
+        assert engine.capabilities.tells_paused == tells
+        assert not ask()
+        stack.enter_context(server.misbehaving("hang", "/health_generate"))
+        assert ask()
+        # Somebody else pauses it: a request waits at the door.
+        server.paused = True
+        stack.enter_context(server.misbehaving("hang", "/generate"))
+        assert not ask()
+        # It answers nothing at all.
+        server.die()
+        assert ask()
+
+
+class Process:
+    """A server's process, as its owner holds it."""
+
+    pid, log_path, state = 0, Path("log"), "ready"
+
+    def log_tail(self, lines: int = 30) -> str:
+        return ""
+
+    def stop(self) -> None:
+        self.state = "stopped"
+
+
+def test_an_owner_leaves_a_server_alone_that_somebody_else_has_paused(three):
+    """However long that takes; one that hangs it ends."""
+    server, *_ = three
+    with AsyncSGLang.connect(server.url) as engine:
+        http, capabilities = engine._http, engine.capabilities
+        process = Process()
+        fleet = Fleet(
+            replicas=[Replica(url=server.url, process=process)], weight_version="5"
+        )
+        adapters = Adapters(
+            ControlPlane(http, fleet, capabilities), fleet, capabilities
+        )
+        server.paused = True
+        with server.misbehaving("error_500", "/health_generate"):
+            supervisor = Supervisor(
+                fleet,
+                http,
+                capabilities,
+                # One request is under way, and none ends.
+                progress=lambda: (1, 0),
+                may_probe=lambda fleet: True,
+                follower=Follower(http, capabilities, adapters, model=None),
+                max_restarts=0,
+                progress_seconds=0.1,
+            )
+            server.wait_for("/ready", 3)
+            assert (process.state, states_of(fleet)) == ("ready", ["serving"])
+            server.paused = False
+            wait_for(lambda: process.state == "stopped")
+        supervisor.stop()
+
+
+def test_a_real_server_that_is_paused_does_not_hang(session_engine):
+    engine = session_engine
+
+    def hanging() -> bool:
+        url = engine.server_url
+        return run_sync(hangs(engine._http, engine.capabilities, url))
+
+    assert engine.capabilities.tells_paused
+    assert not hanging()
+    with AsyncSGLang.connect(engine.server_url) as other:
+        for mode in ("retract", "in_place", "abort"):
+            run_sync(other.control.pause(mode))
+            assert not hanging()
+            run_sync(other.control.resume())
+    (answer,) = engine.generate(input_ids=[5, 6], sampling_params=SHORT)
+    assert len(answer.token_ids) == 4

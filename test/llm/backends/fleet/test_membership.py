@@ -1,0 +1,361 @@
+"""Which servers get requests, decided without any."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from torchrl_sglang.backends.fleet.membership import Fleet, RemoteRouter, Replica
+from torchrl_sglang.backends.generation.retries import RetryPolicy
+from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.errors import (
+    RequestRefusedError,
+    ServerDiedError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+    WeightSyncStateError,
+)
+
+URLS = ["http://a", "http://b", "http://c"]
+
+
+@dataclass
+class Process:
+    """A process that ends when it is told to."""
+
+    state: str = "ready"
+    pid: int = 0
+    log_path: Path = Path("log")
+
+    def log_tail(self, lines: int = 30) -> str:
+        return "its last words"
+
+    def stop(self) -> None:
+        self.state = "stopped"
+
+
+class Router:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.url, self.usable, self.keyed = "http://router", True, False
+        self.calls: list[tuple[str, str]] = []
+
+    async def add_worker(self, url: str) -> None:
+        self.calls.append(("add", url))
+
+    async def remove_worker(self, url: str) -> None:
+        self.calls.append(("remove", url))
+
+
+def make_fleet(count=3, router=None, owned=True) -> Fleet:
+    replicas = [Replica(url=url, process=Process() if owned else None) for url in URLS]
+    return Fleet(replicas=replicas[:count], weight_version="default", router=router)
+
+
+def picks(fleet, count=12, session=None, avoid=()):
+    return [fleet.pick(session, avoid) for _ in range(count)]
+
+
+def test_servers_take_turns():
+    found = picks(make_fleet())
+    assert {url: found.count(url) for url in URLS} == dict.fromkeys(URLS, 4)
+
+
+def test_a_session_stays_where_it_is():
+    fleet = make_fleet()
+    homes = {f"s{i}": fleet.pick(f"s{i}", ()) for i in range(60)}
+    assert all(fleet.pick(session, ()) == home for session, home in homes.items())
+    assert Counter(homes.values()) == dict.fromkeys(URLS, 20)
+    fleet.replicas[0].process.state = "dead"
+    for session, home in homes.items():
+        # Only those move whose server is gone.
+        assert (fleet.pick(session, ()) == home) == (home != URLS[0])
+
+
+def test_the_router_comes_first():
+    fleet = make_fleet(router=Router())
+    assert set(picks(fleet)) == {"http://router"}
+    assert set(picks(fleet, avoid=["http://router"])) == set(URLS)
+    assert set(picks(fleet, session="s")) < set(URLS)
+    fleet.router.keyed = True
+    assert set(picks(fleet, session="s")) == {"http://router"}
+    assert fleet.pick("s", (), direct=True) in URLS
+    fleet.router.usable = False
+    assert set(picks(fleet)) == set(URLS)
+
+
+def test_what_failed_is_tried_last():
+    fleet = make_fleet()
+    fleet.failed(URLS[0])
+    assert set(picks(fleet)) == set(URLS[1:])
+    assert set(picks(fleet, avoid=URLS[1:])) == {URLS[0]}
+    for url in URLS:
+        fleet.failed(url)
+    assert set(picks(fleet)) == set(URLS)
+
+
+def test_deaths_are_noticed_when_a_server_is_picked():
+    fleet = make_fleet()
+    woken = []
+    fleet.on_change = lambda: woken.append(1)
+    fleet.replicas[1].process.state = "dead"
+    assert set(picks(fleet)) == {URLS[0], URLS[2]}
+    assert woken
+    assert fleet.urls == (URLS[0], URLS[2])
+    for replica in fleet.replicas:
+        replica.process.state = "dead"
+    with pytest.raises(ServerDiedError, match="its last words"):
+        fleet.pick(None, ())
+
+
+def test_a_server_of_older_weights_waits_for_the_next_update():
+    fleet = make_fleet(2)
+    fleet.begin_update()
+    fleet.end_update("7")
+    first, second = fleet.replicas
+    first.process.state = "dead"
+    assert set(picks(fleet)) == {URLS[1]}
+    before = fleet.membership
+    fleet.joined(first, Process())
+    assert (first.state, fleet.membership) == ("stale", before + 1)
+    assert set(picks(fleet)) == {URLS[1]}
+    # Weights go to it all the same.
+    fleet.begin_update()
+    assert fleet.urls == (URLS[0], URLS[1])
+    fleet.end_update("8")
+    assert set(picks(fleet)) == {URLS[0], URLS[1]}
+    for replica in (first, second):
+        replica.process.state = "dead"
+    fleet.notice_deaths()
+    fleet.joined(first, Process())
+    with pytest.raises(WeightSyncStateError, match="send the weights"):
+        fleet.pick(None, ())
+
+
+def test_who_joins_in_the_middle_of_an_update_is_not_part_of_it():
+    fleet = make_fleet(2)
+    fleet.replicas[0].process.state = "dead"
+    fleet.notice_deaths()
+    fleet.begin_update()
+    assert fleet.urls == (URLS[1],)
+    fleet.weight_version = "1"
+    fleet.joined(fleet.replicas[0], Process())
+    assert fleet.urls == (URLS[1],)
+    fleet.end_update("1")
+    assert [replica.state for replica in fleet.replicas] == ["stale", "serving"]
+    assert fleet.urls == (URLS[0], URLS[1])
+
+
+def test_an_update_that_failed_changes_nothing():
+    fleet = make_fleet(2)
+    fleet.begin_update()
+    fleet.end_update(None)
+    assert fleet.weight_version == "default"
+
+
+def test_before_the_first_update_a_new_start_is_as_good():
+    fleet = make_fleet(1)
+    fleet.replicas[0].process.state = "dead"
+    with pytest.raises(ServerDiedError):
+        fleet.pick(None, ())
+    fleet.joined(fleet.replicas[0], Process())
+    assert fleet.replicas[0].state == "stale"
+    fleet.has_version(fleet.replicas[0], "default")
+    assert fleet.pick(None, ()) == URLS[0]
+
+
+def test_the_router_knows_who_serves():
+    router = Router()
+    fleet = make_fleet(2, router=router)
+    run_sync(fleet.update_router())
+    assert router.calls == []
+    fleet.replicas[0].process.state = "dead"
+    fleet.notice_deaths()
+    run_sync(fleet.update_router())
+    fleet.joined(fleet.replicas[0], Process())
+    fleet.has_version(fleet.replicas[0], "default")
+    run_sync(fleet.update_router())
+    assert router.calls == [("remove", URLS[0]), ("add", URLS[0])]
+
+
+def test_a_copy_owns_nothing():
+    fleet = make_fleet(2, router=Router())
+    fleet.replicas[0].state = "stale"
+    twin = pickle.loads(pickle.dumps(fleet))
+    assert [replica.process for replica in twin.replicas] == [None, None]
+    assert [replica.state for replica in twin.replicas] == ["stale", "serving"]
+    # The router is another's, and may not know who is out of rotation.
+    assert set(picks(twin)) == {URLS[1]}
+    twin.has_version(twin.replicas[0], "default")
+    assert set(picks(twin)) == {"http://router"}
+
+
+def test_only_one_server():
+    assert make_fleet(1).only == URLS[0]
+    assert make_fleet(1, router=Router()).only is None
+    assert make_fleet(2).only is None
+
+
+def test_after_the_shutdown():
+    fleet = make_fleet()
+    fleet.closed = True
+    with pytest.raises(ServerUnavailableError, match="shut down"):
+        fleet.pick(None, ())
+
+
+# --- when a request is sent again
+
+
+def unavailable(transient: bool) -> ServerUnavailableError:
+    error = ServerUnavailableError("no")
+    error.transient = transient
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (unavailable(transient=True), True),
+        (unavailable(transient=False), False),
+        (RequestRefusedError("no"), False),
+        (ServerTimeoutError("no"), False),
+        (ServerDiedError("no"), False),
+    ],
+)
+def test_what_is_sent_again(error, again):
+    assert (RetryPolicy().delay(error, 1) is not None) == again
+
+
+def test_waits_grow_up_to_a_limit():
+    policy = RetryPolicy(attempts=20, first_delay=0.1, longest_delay=2.0)
+    error = unavailable(transient=True)
+    waits = [policy.delay(error, attempt) for attempt in range(1, 20)]
+    for attempt, wait in enumerate(waits):
+        limit = min(0.1 * 2**attempt, 2.0)
+        assert limit / 2 <= wait <= limit
+    assert policy.delay(error, 20) is None
+    assert RetryPolicy(attempts=1).delay(error, 1) is None
+
+
+@pytest.mark.parametrize("joins", ["from before", "from within"])
+def test_a_server_started_again_in_the_middle_of_the_first_update(joins):
+    """It has the checkpoint's weights, whether it took part at the beginning or not."""
+    fleet = make_fleet(2)
+    again = fleet.replicas[0]
+    if joins == "from before":
+        again.process.state = "dead"
+        fleet.notice_deaths()
+    fleet.begin_update()
+    if joins == "from within":
+        again.process.state = "dead"
+        fleet.notice_deaths()
+    fleet.joined(again, Process())
+    fleet.end_update("1")
+    assert [replica.state for replica in fleet.replicas] == ["stale", "serving"]
+
+
+def test_an_update_that_failed_leaves_who_joined_meanwhile_useful():
+    fleet = make_fleet(2)
+    fleet.replicas[0].process.state = "dead"
+    fleet.notice_deaths()
+    fleet.begin_update()
+    fleet.joined(fleet.replicas[0], Process())
+    # What it says in the middle of an update counts for nothing.
+    fleet.has_version(fleet.replicas[0], "default")
+    assert fleet.replicas[0].state == "stale"
+    fleet.end_update(None)
+    fleet.has_version(fleet.replicas[0], "default")
+    assert [replica.state for replica in fleet.replicas] == ["serving", "serving"]
+
+
+def test_a_process_group_holds_for_one_set_of_servers():
+    fleet = make_fleet(2)
+    before = fleet.membership
+    fleet.replicas[0].process.state = "dead"
+    fleet.notice_deaths()
+    assert fleet.membership != before
+
+
+def test_a_server_that_is_ready_after_the_shutdown_is_ended():
+    fleet = make_fleet(1)
+    fleet.close()
+    late = Process()
+    fleet.joined(fleet.replicas[0], late)
+    assert late.state == "stopped"
+
+
+def test_a_server_that_somebody_else_has_sent_the_weights_to():
+    fleet = make_fleet(2)
+    fleet.begin_update()
+    fleet.end_update("3")
+    fleet.replicas[0].process.state = "dead"
+    fleet.notice_deaths()
+    fleet.joined(fleet.replicas[0], Process())
+    fleet.has_version(fleet.replicas[0], "2")
+    assert fleet.replicas[0].state == "stale"
+    fleet.has_version(fleet.replicas[0], "3")
+    assert fleet.replicas[0].state == "serving"
+
+
+def test_the_newest_weights_are_the_current_ones_whoever_sent_them():
+    fleet = make_fleet(3, owned=False)
+    first, second, third = fleet.replicas
+    fleet.has_version(first, "5")
+    assert fleet.weight_version == fleet.newest == "5"
+    # The others are asked before they are believed.
+    assert {replica.url for replica in fleet.unsettled} == {URLS[1], URLS[2]}
+    fleet.has_version(second, "default")
+    fleet.has_version(third, "5")
+    states = [replica.state for replica in fleet.replicas]
+    assert states == ["serving", "stale", "serving"]
+    assert "'default'" in second.reason
+    assert set(picks(fleet)) == {URLS[0], URLS[2]}
+    fleet.has_version(second, "6")
+    assert fleet.weight_version == "6"
+    assert second.state == "serving"
+
+
+def test_a_server_serves_with_every_adapter_that_requests_may_name():
+    fleet = make_fleet(2, owned=False)
+    first, second = fleet.replicas
+    for replica in fleet.replicas:
+        fleet.holds(replica, ["policy@1"], ())
+    assert fleet.require_adapters(frozenset({"policy@1"}), lambda: None)
+    fleet.was_restarted(first, "another start")
+    fleet.holds(first, [], ["policy@1"])
+    fleet.has_version(first, "default")
+    assert set(picks(fleet)) == {URLS[1]}
+    fleet.was_restarted(second, "another start")
+    fleet.holds(second, [], ["policy@1"])
+    fleet.has_version(second, "default")
+    with pytest.raises(ServerUnavailableError, match="policy@1"):
+        fleet.pick(None, ())
+    fleet.holds(first, ["policy@1"], [])
+    fleet.has_version(first, "default")
+    assert fleet.pick(None, ()) == URLS[0]
+
+
+def test_a_server_of_somebody_else_that_is_away_and_comes_back():
+    fleet = make_fleet(2, owned=False)
+    before = fleet.membership
+    fleet.mark_down(fleet.replicas[0], "No connection.")
+    assert fleet.urls == (URLS[1],)
+    assert fleet.unsettled == [fleet.replicas[0]]
+    fleet.is_back(fleet.replicas[0], "another start")
+    assert fleet.replicas[0].state == "stale"
+    assert fleet.membership == before + 2
+    fleet.has_version(fleet.replicas[0], "default")
+    assert fleet.unsettled == []
+
+
+def test_somebody_elses_router_gets_nothing_while_a_server_is_out():
+    """It does not know, and would send requests there."""
+    fleet = make_fleet(2, router=RemoteRouter(url="http://router"), owned=False)
+    assert set(picks(fleet)) == {"http://router"}
+    fleet.mark_down(fleet.replicas[0], "No connection.")
+    assert set(picks(fleet)) == {URLS[1]}

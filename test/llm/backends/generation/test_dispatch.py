@@ -1,0 +1,395 @@
+"""What becomes of a batch when the server does not answer it as it should."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from helpers.fake_server import FakeServer
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.generation.dispatch import LARGEST_BATCH, SINGLE_REQUESTS
+from torchrl_sglang.errors import (
+    GenerationAbortedError,
+    RequestRefusedError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+    UnsupportedByServerError,
+)
+from torchrl_sglang.types import Completion, VersionSpan
+
+PROMPTS = [[5], [6, 7], [8, 9, 10]]
+SHORT = {"max_new_tokens": 4}
+REFUSED = {"max_new_tokens": 4, "stop": [f"stop {i}" for i in range(33)]}
+"""Our checks let it through, and SGLang takes at most 32 stop texts."""
+
+
+def generate(engine, **options):
+    options = {"input_ids": PROMPTS, "sampling_params": SHORT, **options}
+    return engine.generate(**options)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("hang_up", ServerUnavailableError, "Disconnected"),
+        ("hang_up_mid_body", ServerUnavailableError, "Payload"),
+        ("malformed_json", ServerUnavailableError, "not JSON"),
+        ("error_500", ServerUnavailableError, "HTTP 500.*Internal Server Error"),
+        ("short_batch", ServerUnavailableError, "sent 1 prompts and answered 0"),
+        ("short_tokens", ServerUnavailableError, "sent 3 tokens .* counts 4"),
+        ("short_log_probs", ServerUnavailableError, "4 tokens and sent 3"),
+        ("short_top_log_probs", ServerUnavailableError, "2 likeliest tokens .* of 4"),
+        ("no_log_probs", ServerUnavailableError, "4 tokens and sent none"),
+        ("null_log_probs", ServerUnavailableError, "position 3 of .* unset"),
+        ("other_tokens", ServerUnavailableError, "other tokens"),
+        ("abort", GenerationAbortedError, "after 1 tokens"),
+        ("abort_400", RequestRefusedError, "HTTP 400.*cannot be served"),
+    ],
+)
+def test_faults(fake, fake_engine, fault, error, words):
+    with fake.misbehaving(fault), pytest.raises(error, match=words) as caught:
+        generate(fake_engine, return_logprobs=True, top_logprobs=2)
+    assert type(caught.value) is error
+    assert fake.url in str(caught.value)
+    assert len(generate(fake_engine, return_logprobs=True)) == 3
+
+
+@pytest.mark.parametrize("fault", ["abort", "abort_400"])
+def test_a_response_that_was_cut_off_tells_which(fake, fake_engine, fault):
+    with fake.misbehaving(fault):
+        outcomes = generate(fake_engine, return_exceptions=True)
+    assert [outcome.index for outcome in outcomes] == [0, 1, 2]
+
+
+def test_the_others_are_answered(fake, fake_engine):
+    with fake.misbehaving("abort_last"):
+        *good, bad = generate(fake_engine, return_exceptions=True)
+        assert [answer.token_ids for answer in good] == [[5, 5, 5, 5], [6, 7, 6, 7]]
+        assert isinstance(bad, GenerationAbortedError)
+        with pytest.raises(GenerationAbortedError) as caught:
+            generate(fake_engine)
+    assert caught.value.index == 2
+    assert caught.value.__notes__ == ["It is item 2 of 3."]
+
+
+def test_places_in_the_batch_where_not_all_of_it_is_sent(fake, fake_engine):
+    prompts = [[5], [], [6], [10**6], [7], [8]]
+    params = [SHORT] * 4 + [REFUSED, SHORT]
+    with fake.misbehaving("abort_last"):
+        outcomes = generate(
+            fake_engine,
+            input_ids=prompts,
+            sampling_params=params,
+            return_exceptions=True,
+        )
+    assert [type(outcome).__name__ for outcome in outcomes] == [
+        "GenerationAbortedError",  # each is the last one of its own request
+        "ConfigurationError",
+        "GenerationAbortedError",
+        "ConfigurationError",
+        "RequestRefusedError",
+        "GenerationAbortedError",
+    ]
+    places = [getattr(outcome, "index", None) for outcome in outcomes]
+    assert places == [0, None, 2, None, 4, 5]
+    sent = [payload["input_ids"] for payload in fake.payloads()]
+    assert sent[0] == [[5], [6], [7], [8]]
+    assert sorted(sent[1:]) == [[[5]], [[6]], [[7]], [[8]]]
+
+
+def test_cached_state_that_may_be_of_older_weights_is_not_used(fake, fake_engine):
+    """Somebody else has updated the weights since this engine looked."""
+    generate(fake_engine)
+    fake.weight_version = "3"
+    generate(fake_engine)
+    assert fake_engine.weight_version == "3"
+    assert len(fake.payloads()) == 2, "Nothing was cached, so the answers were right."
+    fake.weight_version, fake.cached_tokens = "4", 1
+    generate(fake_engine)
+    keys = [payload["extra_key"][0] for payload in fake.payloads()]
+    assert keys == ["default", "default", "3", "4", "4", "4"]
+
+
+def test_an_answer_that_a_weight_update_made_stale_is_asked_for_at_once(
+    fake, tiny_model_path
+):
+    """It does not wait for the others of its batch."""
+    with (
+        FakeServer(tiny_model_path) as slow,
+        AsyncSGLang.connect(urls=[fake.url, slow.url]) as engine,
+        slow.misbehaving("hang"),
+    ):
+        answers = engine.generate_iter(
+            input_ids=[[5], [6]], session_ids=["a", "b"], sampling_params=SHORT
+        )
+        fake.weight_version, fake.cached_tokens = "4", 1
+        _, answer = next(answers)
+        assert answer.versions[0].version == "4"
+        keys = [payload["extra_key"][0] for payload in fake.payloads()]
+        assert keys == ["default", "4"]
+        answers.close()
+
+
+def test_requests_carry_the_version_of_when_they_are_sent(fake):
+    """Not that of when their batch was begun."""
+    answer = fake.routes["/generate"]
+
+    def update(content):
+        fake.weight_version = str(len(fake.payloads()))
+        return answer(content)
+
+    fake.routes["/generate"] = update
+    with AsyncSGLang.connect(fake.url, max_in_flight=1) as engine:
+        engine.generate(input_ids=PROMPTS, sampling_params=SHORT, request_timeout=30.0)
+    keys = [payload["extra_key"][0] for payload in fake.payloads()]
+    assert keys == ["default", "1", "2"]
+
+
+POISON = 50
+"""A token; a request with a prompt that has it is answered with an error."""
+TWENTY = [[index] for index in range(19)] + [[POISON]]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_one_poisoned_prompt_costs_nobody_else(fake, tiny_model_path, servers):
+    with FakeServer(tiny_model_path) as other:
+        fake.poison = other.poison = {POISON}
+        urls = [fake.url, other.url][:servers]
+        with AsyncSGLang.connect(urls=urls, max_attempts=2) as engine:
+            *good, bad = generate(engine, input_ids=TWENTY, return_exceptions=True)
+            assert [answer.token_ids for answer in good] == [
+                [index] * 4 for index in range(19)
+            ]
+            assert type(bad) is ServerUnavailableError
+            assert "HTTP 500" in str(bad)
+            with pytest.raises(ServerUnavailableError, match="HTTP 500") as caught:
+                generate(engine, input_ids=TWENTY)
+    assert "It is item 19 of 20." in caught.value.__notes__
+    assert 19 not in caught.value.completions
+
+
+@pytest.mark.parametrize(
+    "fault", ["malformed_json", "error_500", "hang_up", "other_tokens"]
+)
+def test_every_error_is_in_its_place(fake, tiny_model_path, fault):
+    """None of them ends the batch where errors are to be returned."""
+    with (
+        AsyncSGLang.connect(fake.url, max_attempts=2) as engine,
+        fake.misbehaving(fault),
+    ):
+        outcomes = generate(engine, return_logprobs=True, return_exceptions=True)
+        assert [type(each) for each in outcomes] == [ServerUnavailableError] * 3
+
+
+@contextmanager
+def ending_in_the_middle(fake):
+    """Has a server answer the first half of a batch, and nothing after that."""
+    answer = fake.routes["/generate"]
+    with ExitStack() as faults:
+
+        def end(content):
+            with fake.misbehaving("hang_up_mid_batch"):
+                begun = answer(content)
+            faults.enter_context(fake.misbehaving("hang_up"))
+            return begun
+
+        fake.routes["/generate"] = end
+        yield
+    fake.routes["/generate"] = answer
+
+
+def test_what_was_finished_outlives_its_server(fake):
+    """A server that ends in the middle of a batch takes only the rest with it."""
+    prompts = [[index] for index in range(10)]
+    with AsyncSGLang.connect(fake.url, max_attempts=2) as engine:
+        with ending_in_the_middle(fake):
+            outcomes = generate(engine, input_ids=prompts, return_exceptions=True)
+        assert [answer.token_ids for answer in outcomes[:5]] == [
+            [index] * 4 for index in range(5)
+        ]
+        assert {type(error) for error in outcomes[5:]} == {ServerUnavailableError}
+        assert fake.payloads()[1]["input_ids"] == prompts[5:], "The rest"
+        with (
+            ending_in_the_middle(fake),
+            pytest.raises(ServerUnavailableError) as caught,
+        ):
+            generate(engine, input_ids=prompts)
+        finished = caught.value.completions
+        assert {index: answer.token_ids for index, answer in finished.items()} == {
+            index: [index] * 4 for index in range(5)
+        }
+
+
+def test_a_server_that_comes_back_answers_the_rest(fake, fake_engine):
+    answer = fake.routes["/generate"]
+
+    def break_once(content):
+        fake.routes["/generate"] = answer
+        with fake.misbehaving("hang_up_mid_batch"):
+            return answer(content)
+
+    fake.routes["/generate"] = break_once
+    prompts = [[index] for index in range(10)]
+    answers = generate(fake_engine, input_ids=prompts)
+    assert [answer.token_ids for answer in answers] == [[i] * 4 for i in range(10)]
+    assert [p["input_ids"] for p in fake.payloads()] == [prompts, prompts[5:]]
+
+
+def test_a_batch_larger_than_a_server_likes_is_several_requests(fake, fake_engine):
+    prompts = [[index % 90] for index in range(LARGEST_BATCH + 3)]
+    answers = generate(fake_engine, input_ids=prompts)
+    assert [answer.token_ids[0] for answer in answers] == [p[0] for p in prompts]
+    sizes = sorted(len(payload["input_ids"]) for payload in fake.payloads())
+    assert sizes == [3, LARGEST_BATCH]
+
+
+def test_a_server_that_streams_deltas_is_asked_one_by_one(fake):
+    tell = fake.routes["/server_info"]
+
+    def incremental(content):
+        told = tell(content)
+        body = told.body[:-1] + b', "incremental_streaming_output": true}'
+        return type(told)(body=body, content_type="application/json")
+
+    fake.routes["/server_info"] = incremental
+    with AsyncSGLang.connect(fake.url) as engine:
+        assert len(generate(engine)) == 3
+    assert [payload["stream"] for payload in fake.payloads()] == [False] * 3
+
+
+def test_versions_that_a_server_does_not_tell_apart(tiny_model_path):
+    """Of a response during whose generation the weights were updated."""
+    with (
+        FakeServer(tiny_model_path, version_spans=False) as fake,
+        AsyncSGLang.connect(fake.url) as engine,
+    ):
+        (before,) = generate(engine, input_ids=[5], return_logprobs=True)
+        assert before.versions == (VersionSpan(version="default", start=0, end=4),)
+        fake.weight_version = "3"
+        (during,) = generate(engine, input_ids=[5], return_logprobs=True)
+        assert during.versions == ()
+        assert during.weight_version == "3"
+        assert during.mixed_state
+        assert len(during.log_probs) == 4
+        (after,) = generate(engine, input_ids=[5], return_logprobs=True)
+        assert after.versions == (VersionSpan(version="3", start=0, end=4),)
+        assert not after.mixed_state
+
+
+def seeds(fake) -> list[int | None]:
+    return [
+        params.get("sampling_seed")
+        for payload in fake.payloads()
+        for params in payload["sampling_params"]
+    ]
+
+
+def test_each_request_gets_a_seed_of_its_own_where_servers_use_seeds(tiny_model_path):
+    """SGLang would take the same for all of them."""
+    with (
+        FakeServer(tiny_model_path, enable_deterministic_inference=True) as fake,
+        AsyncSGLang.connect(fake.url) as engine,
+    ):
+        generate(engine, input_ids=[[5]] * 40)
+        drawn = seeds(fake)
+        assert len(set(drawn)) == 40
+        assert None not in drawn
+        generate(engine, sampling_params={**SHORT, "sampling_seed": 7})
+        assert seeds(fake)[40:] == [7] * 3
+
+
+def test_a_seed_that_would_be_ignored_is_refused(fake, fake_engine):
+    with pytest.raises(UnsupportedByServerError, match="sampling_seed=7.*ignored"):
+        generate(fake_engine, sampling_params={**SHORT, "sampling_seed": 7})
+    greedy = {**SHORT, "sampling_seed": 7, "temperature": 0.0}
+    assert len(generate(fake_engine, sampling_params=greedy)) == 3
+    generate(fake_engine)
+    assert seeds(fake)[3:] == [None] * 3
+
+
+def test_a_budget_that_is_used_up(fake, fake_engine):
+    start = time.monotonic()
+    with (
+        fake.misbehaving("hang"),
+        pytest.raises(ServerTimeoutError, match=r"0\.[23]\d* s"),
+    ):
+        generate(fake_engine, timeout=0.3)
+    assert time.monotonic() - start < 60
+
+
+def test_a_refused_batch_is_sent_again_within_the_same_budget(fake, fake_engine):
+    """The batch is refused after most of its budget, and then nothing answers."""
+    answer = fake.routes["/generate"]
+    start = time.monotonic()
+    with ExitStack() as faults:
+
+        def slow_once(content):
+            time.sleep(2.5)
+            faults.enter_context(fake.misbehaving("hang"))
+            return answer(content)
+
+        fake.routes["/generate"] = slow_once
+        with pytest.raises(ServerTimeoutError):
+            generate(fake_engine, sampling_params=[SHORT, REFUSED, SHORT], timeout=3.0)
+    # A budget of its own would have ended 5.5 s after the beginning.
+    assert time.monotonic() - start < 5.5
+    assert len(fake.payloads()) > 1
+
+
+def test_a_large_batch_that_is_refused_does_not_open_as_many_connections(
+    fake, fake_engine
+):
+    count = 5 * SINGLE_REQUESTS
+    params = [SHORT] * (count - 1) + [REFUSED]
+    outcomes = generate(
+        fake_engine,
+        input_ids=[[index % 90] for index in range(count)],
+        sampling_params=params,
+        return_exceptions=True,
+    )
+    assert fake.most_connections <= SINGLE_REQUESTS + 1
+    assert isinstance(outcomes.pop(), RequestRefusedError)
+    found = [outcome.token_ids[0] for outcome in outcomes]
+    assert found == [index % 90 for index in range(count - 1)]
+
+
+def test_a_batch_is_one_request(fake, fake_engine):
+    generate(fake_engine, return_prompt_logprobs=True)
+    (payload,) = fake.payloads()
+    assert payload["input_ids"] == PROMPTS
+    assert payload["extra_key"] == ["default"] * 3
+    assert payload["logprob_start_len"] == [0, 0, 0]
+
+
+def test_an_empty_batch_is_no_request(fake, fake_engine):
+    assert fake_engine.generate(input_ids=[]) == []
+    assert fake_engine.generate([]) == []
+    assert fake.payloads() == []
+
+
+def test_shutting_down_ends_what_waits(fake, fake_engine):
+    errors = []
+
+    def wait() -> None:
+        try:
+            generate(fake_engine, timeout=60)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    with fake.misbehaving("hang"):
+        thread.start()
+        fake.wait_for("/generate")
+        fake_engine.shutdown()
+        thread.join(60)
+    assert [type(error) for error in errors] == [ServerUnavailableError]
+
+
+def test_completions_cross_rooms_frozen(fake_engine):
+    (answer, *_) = generate(fake_engine)
+    assert isinstance(answer, Completion)
+    with pytest.raises(AttributeError):
+        answer.token_ids = []

@@ -1,0 +1,622 @@
+"""The real router, before real servers, or before recorders where those cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from torchrl_sglang import make_sglang_server
+from torchrl_sglang.backends.client.http import Answer, HttpClient
+from torchrl_sglang.backends.generation.protocol import SAMPLING_PARAMETERS
+from torchrl_sglang.backends.launch import router as router_module
+from torchrl_sglang.backends.launch.process import ServerProcess
+from torchrl_sglang.backends.launch.router import (
+    LOST_SAMPLING_PARAMETERS,
+    ROUTER_ARGUMENTS,
+    ROUTING_KEY_HEADER,
+    UNUSABLE_ARGUMENTS,
+    RouterProcess,
+    lost_in_router,
+    make_sglang_router,
+    router_policies,
+)
+from torchrl_sglang.backends.launch.watchdog import descendants, is_alive
+from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    ServerStartError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+)
+
+SECONDS = 60.0
+"""For something to happen, on a loaded machine."""
+
+NOWHERE = "http://127.0.0.1:9"
+"""Where nothing listens: the port is reserved for the protocol "discard"."""
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = SECONDS) -> float:
+    """Waits until something holds, and returns how long it took."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + seconds
+        time.sleep(0.01)
+    return time.monotonic() - begin
+
+
+async def send(
+    url: str,
+    payload: dict[str, Any],
+    *,
+    key: str | None = None,
+    api_key: str | None = None,
+) -> Answer:
+    http = HttpClient(api_key)
+    headers = None if key is None else {ROUTING_KEY_HEADER: key}
+    try:
+        return await http.request(
+            "POST", f"{url}/generate", payload, timeout=120, headers=headers
+        )
+    finally:
+        await http.close()
+
+
+def send_all(url: str, payloads: Sequence[dict[str, Any]], **options) -> list[Answer]:
+    async def gather() -> list[Answer]:
+        return await asyncio.gather(*(send(url, p, **options) for p in payloads))
+
+    return run_sync(gather())
+
+
+def healthy(router: RouterProcess) -> list[str]:
+    return sorted(url for url, is_healthy in run_sync(router.workers()) if is_healthy)
+
+
+# --- a worker that tells what it was sent
+
+
+class Recorder(ThreadingHTTPServer):
+    """Answers like a server and keeps every generation request."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, api_key: str | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.api_key = api_key
+        self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.healthy = True
+        self.go = threading.Event()
+        self.go.set()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Recorder
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+    def answer(self, status: int, content: Any) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self.answer(200 if self.server.healthy else 503, {})
+        elif "info" in self.path:
+            self.answer(200, {"model_path": "/no/model", "tp_size": 1, "dp_size": 1})
+        else:
+            self.answer(404, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((dict(self.headers), body))
+        given = self.headers.get("Authorization")
+        if self.server.api_key not in (None, (given or "").removeprefix("Bearer ")):
+            self.answer(401, {"error": "Unauthorized"})
+            return
+        self.server.go.wait(SECONDS)
+        self.answer(200, {"text": "", "by": self.server.url})
+
+
+@contextmanager
+def recorders(number: int, api_key: str | None = None) -> Iterator[list[Recorder]]:
+    with ExitStack() as stack:
+        found = []
+        for _ in range(number):
+            recorder = stack.enter_context(Recorder(api_key))
+            threading.Thread(target=recorder.serve_forever, daemon=True).start()
+            stack.callback(recorder.shutdown)
+            stack.callback(recorder.go.set)
+            found.append(recorder)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[Recorder]]:
+    with recorders(2) as found:
+        yield found
+
+
+def urls(servers: Sequence[Any]) -> list[str]:
+    return [server.url for server in servers]
+
+
+# --- arguments
+
+
+def test_policies_are_those_of_the_installed_router():
+    assert router_policies() == (
+        "cache_aware",
+        "consistent_hashing",
+        "manual",
+        "power_of_two",
+        "random",
+        "round_robin",
+    )
+
+
+def test_every_default_is_an_argument_of_the_installed_router():
+    described = router_module._describe(router_module._find_python(None))
+    assert described["version"] == "0.3.2"
+    assert set(ROUTER_ARGUMENTS) | set(UNUSABLE_ARGUMENTS) <= set(
+        described["arguments"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"policy": "best"}, ["'best'", "0.3.2", "cache_aware", "round_robin"]),
+        ({"policy": "prefix_hash"}, ["'prefix_hash'", "503", "manual"]),
+        ({"policy": "bucket"}, ["prefill"]),
+        ({"policy": None}, ["policy=None"]),
+        ({"cache_treshold": 1}, ["'cache_treshold'", "mean 'cache_threshold'"]),
+        ({"zzz": 1}, ["'zzz'", "RouterArgs"]),
+        ({"mini_lb": True}, ["'mini_lb'", "worker list"]),
+        ({"worker_urls": "http://a"}, ["not 'http://a'"]),
+        ({"worker_urls": ["ftp://a"]}, ["'ftp://a'"]),
+        ({"worker_urls": ["http://a:1", "a:1/"]}, ["http://a:1 more than once"]),
+        ({"host": "0.0.0.0"}, ["host='0.0.0.0'", "api_key"]),
+        ({"port": 70000}, ["port=70000"]),
+        ({"prometheus_port": 70000}, ["prometheus_port=70000"]),
+        ({"python": sys.executable}, [sys.executable, "sglang_router", "python="]),
+        ({"python": "/no/such/python"}, ["/no/such/python", "python="]),
+    ],
+)
+def test_arguments_that_are_wrong(arguments, words):
+    arguments = {"worker_urls": [], **arguments}
+    with pytest.raises(ConfigurationError) as caught:
+        RouterProcess(**arguments)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port={port}"):
+            RouterProcess([], port=port)
+
+
+def test_a_value_that_the_router_refuses():
+    with pytest.raises(ServerStartError, match="cache_threshold"):
+        make_sglang_router([], cache_threshold="much")
+
+
+# --- the process
+
+
+def test_states():
+    router = RouterProcess([], policy="round_robin")
+    with router:
+        assert router.state == "starting"
+        assert not router.usable
+        router.wait_ready()
+        assert router.state == "ready"
+        assert router.usable
+        assert repr(router) == (
+            f"RouterProcess({router.url!r}, policy='round_robin', pid={router.pid}, "
+            f"state='ready')"
+        )
+        assert router.url.startswith("http://127.0.0.1:")
+        tree = [router.pid, *descendants(router.pid)]
+        assert len(tree) == 2
+        assert run_sync(router.workers()) == []
+        (answer,) = send_all(router.url, [{"input_ids": [1]}])
+        assert answer.status == 503
+        with pytest.raises(TypeError, match="pass its url"):
+            pickle.dumps(router)
+    assert router.state == "stopped"
+    assert not router.usable
+    assert not any(is_alive(pid) for pid in tree)
+    assert not router.log_path.exists()
+    router.stop()
+    for call in (router.workers(), router.add_worker("a"), router.remove_worker("a")):
+        with pytest.raises(ServerUnavailableError):
+            run_sync(call)
+
+
+def test_one_that_dies():
+    with make_sglang_router([]) as router:
+        os.kill(descendants(router.pid)[0], signal.SIGKILL)
+        wait_for(lambda: router.state == "dead")
+        assert not router.usable
+        with pytest.raises(ServerUnavailableError):
+            run_sync(router.workers())
+
+
+def test_one_that_hangs():
+    with make_sglang_router([]) as router:
+        (process,) = descendants(router.pid)
+        os.kill(process, signal.SIGSTOP)
+        try:
+            with pytest.raises(ServerTimeoutError, match=f"{router.url}/workers"):
+                run_sync(router.workers(timeout=0.2))
+        finally:
+            os.kill(process, signal.SIGCONT)
+        assert run_sync(router.workers()) == []
+
+
+def test_several_at_once():
+    """Each has a port for its metrics too."""
+    with ExitStack() as stack:
+        routers = [stack.enter_context(RouterProcess([])) for _ in range(3)]
+        for router in routers:
+            router.wait_ready()
+        assert len(set(urls(routers))) == 3
+
+
+def test_a_worker_that_does_not_run_when_it_starts():
+    with pytest.raises(ServerStartError) as caught:
+        make_sglang_router([NOWHERE], start_timeout=2)
+    message = str(caught.value)
+    assert f"It waits for {NOWHERE}" in message
+    assert "start_timeout=" in message
+    assert "health checks failed" in message
+    assert "\x1b" not in message
+
+
+# --- the worker list
+
+
+def test_workers_come_and_go(pair):
+    first, second = urls(pair)
+    with make_sglang_router([first], policy="round_robin") as router:
+        assert run_sync(router.workers()) == [(first, True)]
+        for _ in range(2):
+            run_sync(router.add_worker(f"{second}/"))
+            assert healthy(router) == sorted(urls(pair))
+        for _ in range(2):
+            run_sync(router.remove_worker(first))
+            assert run_sync(router.workers()) == [(second, True)]
+        run_sync(router.add_worker(first))
+        assert healthy(router) == sorted(urls(pair))
+        answers = send_all(router.url, [{"input_ids": [i]} for i in range(4)])
+        assert sorted(a.json()["by"] for a in answers) == sorted(urls(pair) * 2)
+
+
+def test_a_worker_that_cannot_be_added(pair):
+    with make_sglang_router(urls(pair), worker_startup_timeout_secs=1) as router:
+        with pytest.raises(ServerUnavailableError, match=f"not add {NOWHERE}.*health"):
+            run_sync(router.add_worker(NOWHERE))
+        with pytest.raises(ServerTimeoutError, match="adding http://127.0.0.1:1 in ti"):
+            run_sync(router.add_worker("127.0.0.1:1", timeout=0.1))
+        assert healthy(router) == sorted(urls(pair))
+
+
+def test_a_sick_worker_leaves_the_rotation_and_comes_back(pair):
+    first, second = pair
+    with make_sglang_router(urls(pair), policy="round_robin") as router:
+        first.healthy = False
+        try:
+            took = wait_for(lambda: (first.url, False) in run_sync(router.workers()))
+            assert took < 60
+            answers = send_all(router.url, [{"input_ids": [i]} for i in range(4)])
+            assert {a.json()["by"] for a in answers} == {second.url}
+        finally:
+            first.healthy = True
+        # One that is known is waited for.
+        run_sync(router.add_worker(first.url))
+        assert healthy(router) == sorted(urls(pair))
+
+
+def test_refused_requests_take_nobody_out_of_rotation(servers):
+    with make_sglang_router(urls(servers), policy="round_robin") as router:
+        bad = {"input_ids": [5] * 100_000, "sampling_params": {}}
+        for answer in send_all(router.url, [bad] * 30):
+            assert answer.status == 400
+        assert healthy(router) == sorted(urls(servers))
+        (answer,) = send_all(router.url, [GREEDY])
+        assert answer.ok
+
+
+# --- what reaches the servers
+
+
+def test_keys():
+    key = "sesame-7731"
+    with (
+        recorders(2, key) as both,
+        make_sglang_router(
+            [both[0].url], api_key=key, policy="round_robin", log_level="debug"
+        ) as router,
+    ):
+        assert key not in " ".join(router.command)
+        run_sync(router.add_worker(both[1].url))
+        for wrong in (None, "wrong"):
+            (answer,) = send_all(router.url, [{"input_ids": [1]}], api_key=wrong)
+            assert answer.status == 401
+        assert not both[0].requests
+        answers = send_all(router.url, [{"input_ids": [1]}] * 4, api_key=key)
+        assert {a.json()["by"] for a in answers} == set(urls(both))
+        assert key not in router.log_tail(10**6)
+        assert key not in str(vars(router)["command"]) + repr(router)
+
+
+def test_sampling_parameters_that_are_lost(pair):
+    """If this fails, the router has learnt one: take it from the list."""
+    values: dict[tuple[type, ...], Any] = {
+        (str,): "x",
+        (int, float): 0.5,
+        (bool,): False,
+        (dict,): {"5": 1.0},
+        (int,): 3,
+        (str, list, tuple): ["x"],
+        (list, tuple, set, frozenset): [3],
+    }
+    given = {name: values[row[0]] for name, row in SAMPLING_PARAMETERS.items()}
+    given |= {"custom_params": {"a": 1}, "stream_interval": 2}
+    for recorder in pair:
+        recorder.requests.clear()
+    with make_sglang_router(urls(pair)) as router:
+        (answer,) = send_all(
+            router.url, [{"input_ids": [1, 2], "sampling_params": given}]
+        )
+    assert answer.ok
+    ((_, got),) = pair[0].requests + pair[1].requests
+    assert got["input_ids"] == [1, 2]
+    kept = got["sampling_params"]
+    assert set(given) - set(kept) == LOST_SAMPLING_PARAMETERS
+    assert kept == {name: given[name] for name in kept}
+    assert lost_in_router(given) == sorted(LOST_SAMPLING_PARAMETERS)
+    assert lost_in_router({"temperature": 0.7}) == []
+
+
+def test_fields_that_the_engine_sends(pair):
+    payload = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"temperature": 0.7},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "logprob_start_len": -1,
+        "extra_key": "7",
+        "rid": "one",
+        "stream": False,
+    }
+    for recorder in pair:
+        recorder.requests.clear()
+    with make_sglang_router(urls(pair)) as router:
+        (answer,) = send_all(router.url, [payload], key="session")
+        lists = {**payload, "sampling_params": [payload["sampling_params"]]}
+        (refused,) = send_all(router.url, [lists])
+    assert answer.ok
+    ((headers, got),) = pair[0].requests + pair[1].requests
+    assert {name: got.get(name) for name in payload} == payload
+    assert {k.lower(): v for k, v in headers.items()}[
+        ROUTING_KEY_HEADER.lower()
+    ] == "session"
+    # A request is one prompt; only its prompts may be a list.
+    assert refused.status == 422
+
+
+# --- who gets which request
+
+
+def spread(
+    pair: list[Recorder], prompts: Sequence[list[int]], keys: Sequence[str], **options
+) -> list[str]:
+    """Sends requests, all of which are under way at last; returns who got each."""
+    for recorder in pair:
+        recorder.requests.clear()
+        recorder.go.clear()
+
+    async def gather(url: str) -> list[Answer]:
+        tasks: list[asyncio.Task[Answer]] = []
+        for prompt, key in zip(prompts, keys, strict=True):
+            tasks.append(asyncio.create_task(send(url, {"input_ids": prompt}, key=key)))
+            # The router decides about several at once without looking at each other.
+            while sum(len(recorder.requests) for recorder in pair) < len(tasks):
+                assert not any(task.done() for task in tasks)
+                await asyncio.sleep(0.001)
+        for recorder in pair:
+            recorder.go.set()
+        return await asyncio.gather(*tasks)
+
+    try:
+        with make_sglang_router(urls(pair), **options) as router:
+            return [answer.json()["by"] for answer in run_sync(gather(router.url))]
+    finally:
+        for recorder in pair:
+            recorder.go.set()
+
+
+def groups(number: int, size: int, system: int) -> list[list[int]]:
+    """Prompts of 100 tokens, in groups of the same one, all with one beginning."""
+    chance = random.Random(0)
+    prompts = [
+        [chance.randrange(10_000, 90_000) for _ in range(100)] for _ in "x" * number
+    ]
+    begin = list(range(10_000, 10_000 + system))
+    return [begin + prompt for prompt in prompts for _ in range(size)]
+
+
+@pytest.mark.parametrize("system", [0, 100])
+def test_cache_aware_keeps_groups_of_token_ids_together_and_the_load_even(pair, system):
+    prompts = groups(8, 8, system)
+    by = spread(pair, prompts, [str(i) for i in range(64)], policy="cache_aware")
+    split = sum(len(set(by[i : i + 8])) > 1 for i in range(0, 64, 8))
+    assert split == 0
+    assert by.count(pair[0].url) == 32
+
+
+@pytest.mark.parametrize("policy", ["manual", "consistent_hashing"])
+def test_a_routing_key_keeps_requests_together(pair, policy):
+    prompts = groups(64, 1, 0)
+    keys = [str(i % 16) for i in range(64)]
+    by = spread(pair, prompts, keys, policy=policy)
+    assert all(len({by[i] for i in range(key, 64, 16)}) == 1 for key in range(16))
+    assert len(set(by)) == 2
+    if policy == "manual":
+        assert by.count(pair[0].url) == 32
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two"])
+def test_policies_that_look_at_no_request(pair, policy):
+    by = spread(pair, groups(1, 32, 0), ["one"] * 32, policy=policy)
+    assert len(set(by)) == 2
+    if policy == "round_robin":
+        assert by.count(pair[0].url) == 16
+
+
+# --- SGLang
+
+GREEDY = {
+    "input_ids": [5, 6, 7],
+    "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
+    "return_logprob": True,
+}
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model_path) -> Iterator[list[ServerProcess]]:
+    """Two servers, each of which says its name in every answer."""
+    with ExitStack() as stack:
+        found = []
+        for name in ("first", "second"):
+            server = make_sglang_server(
+                tiny_model_path,
+                device="cpu",
+                weight_version=name,
+                # Two servers on the same cores wait for each other otherwise.
+                environment={"OMP_NUM_THREADS": "1"},
+            )
+            stack.callback(server.stop)
+            found.append(server)
+        yield found
+
+
+def version(answer: Answer) -> str:
+    return answer.raise_for_status().json()["meta_info"]["weight_version"]
+
+
+def test_answers_are_those_of_the_servers(servers):
+    with make_sglang_router(urls(servers), policy="round_robin") as router:
+        (direct,) = send_all(servers[0].url, [GREEDY])
+        answers = send_all(router.url, [GREEDY] * 4)
+        assert {version(answer) for answer in answers} == {"first", "second"}
+        for answer in answers:
+            got = answer.json()
+            assert got["output_ids"] == direct.json()["output_ids"]
+            meta = got["meta_info"]
+            assert [e[1] for e in meta["output_token_logprobs"]] == got["output_ids"]
+        wrong = {"input_ids": [5], "sampling_params": {"temperature": -1.0}}
+        (refused,) = send_all(servers[0].url, [wrong])
+        (routed,) = send_all(router.url, [wrong])
+        assert (routed.status, routed.body) == (400, refused.body)
+
+
+def running(server: ServerProcess) -> int:
+    async def ask() -> Any:
+        http = HttpClient()
+        url = f"{server.url}/v1/loads?include=core"
+        try:
+            return (await http.request("GET", url, timeout=SECONDS)).json()
+        finally:
+            await http.close()
+
+    loads = run_sync(ask())["loads"]
+    return sum(load["num_running_reqs"] for load in loads)
+
+
+def in_background(
+    url: str, payloads: Sequence[dict[str, Any]]
+) -> tuple[threading.Thread, list[Answer]]:
+    answers: list[Answer] = []
+    thread = threading.Thread(
+        target=lambda: answers.extend(send_all(url, payloads)), daemon=True
+    )
+    thread.start()
+    return thread, answers
+
+
+def long(tokens: int) -> list[dict[str, Any]]:
+    params = {"max_new_tokens": tokens, "ignore_eos": True}
+    return [{"input_ids": [5, i], "sampling_params": params} for i in range(3, 11)]
+
+
+def test_removing_a_server_cuts_nothing_off(servers):
+    first, second = servers
+    with make_sglang_router(urls(servers), policy="round_robin") as router:
+        thread, answers = in_background(router.url, long(400))
+        wait_for(lambda: running(first) == running(second) == 4)
+        run_sync(router.remove_worker(first.url))
+        assert running(first) == 4
+        assert {version(a) for a in send_all(router.url, [GREEDY] * 4)} == {"second"}
+        thread.join(SECONDS)
+        assert [a.json()["meta_info"]["completion_tokens"] for a in answers] == [
+            400
+        ] * 8
+        assert sorted(map(version, answers)) == ["first"] * 4 + ["second"] * 4
+        run_sync(router.add_worker(first.url))
+        assert {version(a) for a in send_all(router.url, [GREEDY] * 4)} == {
+            "first",
+            "second",
+        }
+
+
+def test_servers_that_die_while_they_generate(servers):
+    """Last in this file: nobody is left afterwards."""
+    first, second = servers
+    with make_sglang_router(urls(servers), policy="round_robin") as router:
+        thread, answers = in_background(router.url, long(1500))
+        wait_for(lambda: running(first) == running(second) == 4)
+        os.kill(descendants(first.pid)[0], signal.SIGKILL)
+        took = wait_for(lambda: (first.url, False) in run_sync(router.workers()))
+        assert took < 60
+        assert {version(a) for a in send_all(router.url, [GREEDY] * 4)} == {"second"}
+        thread.join(2 * SECONDS)
+        # The error names the server; nothing was sent again behind our back.
+        failed = [answer for answer in answers if not answer.ok]
+        assert len(failed) == 4
+        for answer in failed:
+            assert answer.status == 500
+            assert first.url in answer.error_text()
+        assert {version(a) for a in answers if a.ok} == {"second"}
+        second.stop()
+        wait_for(lambda: healthy(router) == [])
+        (nobody,) = send_all(router.url, [GREEDY])
+        assert nobody.status == 503
+        assert "No available workers" in nobody.error_text()
+        # A dead one is removed like any other.
+        run_sync(router.remove_worker(first.url))
+        assert run_sync(router.workers()) == [(second.url, False)]

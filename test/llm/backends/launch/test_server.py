@@ -1,0 +1,794 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from helpers.forked_starts import processes_below, true_interpreter
+
+from torchrl_sglang import AsyncSGLang, make_sglang_server
+from torchrl_sglang.backends.launch import cpu, watchdog
+from torchrl_sglang.backends.launch.plan import ServerPlan, plan_server
+from torchrl_sglang.backends.launch.ports import lease_port
+from torchrl_sglang.backends.launch.process import LOG_TAIL_LINES
+from torchrl_sglang.backends.launch.server import (
+    ServerProcess,
+    find_free_port,
+    start_servers,
+    starts_at_once,
+    stop_servers,
+)
+from torchrl_sglang.backends.launch.watchdog import descendants, is_alive
+from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    ServerDiedError,
+    ServerError,
+    ServerStartError,
+)
+
+SECONDS = 60.0
+"""For a tree to be gone, on a loaded machine."""
+
+
+def living(pids: list[int], seconds: float = SECONDS) -> list[int]:
+    """Which of these processes are left when all had time to end."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if is_alive(pid)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    return left
+
+
+def tree_of(server: ServerProcess) -> list[int]:
+    return [server.pid, *processes_below(server.pid)]
+
+
+# --- any command
+
+
+def run(code: str, **options) -> ServerProcess:
+    options = {"url": "http://127.0.0.1:1", "environment": dict(os.environ), **options}
+    return ServerProcess([sys.executable, "-S", "-c", code], **options)
+
+
+FOREVER = "import time; time.sleep(1000)"
+
+
+def wait_for_log(server: ServerProcess, text: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while text not in server.log_tail():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_states():
+    server = run("print('begun', flush=True); " + FOREVER)
+    try:
+        assert server.state == "starting"
+        wait_for_log(server, "begun")
+        tree = tree_of(server)
+        assert len(tree) == 2
+        # A Ctrl-C in the terminal is the trainer's to handle.
+        assert {os.getsid(pid) for pid in tree} == {server.pid}
+        assert f"pid={server.pid}, state='starting'" in repr(server)
+    finally:
+        server.stop()
+    assert server.state == "stopped"
+    assert living(tree) == []
+    assert not server.log_path.parent.exists()
+    assert server.log_tail() == "(the log is gone)"
+    server.stop()
+
+
+def test_ready_when_it_answers(tmp_path):
+    port = find_free_port()
+    (tmp_path / "health").write_text("ok")
+    code = (
+        f"import http.server, os; os.chdir({str(tmp_path)!r}); "
+        f"http.server.HTTPServer(('127.0.0.1', {port}), "
+        f"http.server.SimpleHTTPRequestHandler).serve_forever()"
+    )
+    server = run(code, url=f"http://127.0.0.1:{port}")
+    try:
+        server.wait_ready(SECONDS)
+        assert server.state == "ready"
+        os.kill(descendants(server.pid)[0], signal.SIGKILL)
+        assert living([server.pid]) == []
+        assert server.state == "dead"
+    finally:
+        server.stop()
+
+
+def test_a_start_that_fails_shows_the_end_of_the_log():
+    lines = "".join(f"line {i}\\n" for i in range(100))
+    code = f"import sys; print('{lines}' 'why', end=''); sys.exit(7)"
+    server = run(code, name="test server")
+    start = time.monotonic()
+    with pytest.raises(
+        ServerStartError, match="test server ended with status 7"
+    ) as got:
+        server.wait_ready(60)
+    assert time.monotonic() - start < SECONDS
+    tail = str(got.value).partition("its log:\n")[2].splitlines()
+    assert tail[-2:] == ["line 99", "why"]
+    assert len(tail) == LOG_TAIL_LINES
+    assert server.state == "stopped"
+    # All of it is left to be read, and nothing else is.
+    assert str(server.log_path) in str(got.value)
+    assert os.listdir(server.log_path.parent) == ["server.log"]
+    assert server.log_path.read_text().startswith("line 0\n")
+    shutil.rmtree(server.log_path.parent)
+
+
+def test_the_log_of_a_server_that_died_is_kept_without_keys():
+    code = "print('key=sesame\\nwhy', flush=True); import os; os.abort()"
+    server = run(code, hidden=["sesame"])
+    assert living([server.pid]) == []
+    assert server.state == "dead"
+    server.stop()
+    assert server.log_path.read_text().startswith("key=***\nwhy\n")
+    assert "why" in server.log_tail()
+    shutil.rmtree(server.log_path.parent)
+
+
+def test_a_file_for_what_others_must_not_see():
+    code = (
+        "import sys, os, stat; "
+        "print(stat.filemode(os.stat(sys.argv[-1]).st_mode), "
+        "open(sys.argv[-1]).read(), sys.argv[-2], flush=True); "
+    )
+    server = run(code + FOREVER, config={"api_key": "sesame"})
+    try:
+        shown = '-rw------- {"api-key": "sesame"} --config'
+        wait_for_log(server, shown)
+        assert "sesame" not in " ".join(server.command)
+        assert server.log_path.parent.stat().st_mode & 0o077 == 0
+    finally:
+        server.stop()
+    assert not server.log_path.parent.exists()
+
+
+def test_temporary_files_go_with_the_server():
+    code = (
+        "import tempfile; file = tempfile.NamedTemporaryFile(delete=False); "
+        "print(file.name, flush=True); "
+    )
+    server = run(code + FOREVER)
+    wait_for_log(server, "/")
+    name = server.log_tail()
+    assert os.path.exists(name)
+    server.stop()
+    assert not os.path.exists(name)
+
+
+def test_a_server_may_have_as_many_files_open_as_the_machine_allows():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(limits[1], watchdog.OPEN_FILES)
+    code = (
+        "import resource; "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True); "
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, limits[1]))
+    try:
+        server = run(code + FOREVER)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    wait_for_log(server, str(most))
+    server.stop()
+
+
+def test_its_ports_are_held_until_its_end():
+    lease = lease_port()
+    server = run(FOREVER, leases=[lease])
+    with pytest.raises(ConfigurationError):
+        lease_port(port=lease.port)
+    server.stop()
+    lease_port(port=lease.port).release()
+
+
+def test_several_end_at_once():
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    servers = [
+        run(stubborn + "print('begun', flush=True); " + FOREVER) for _ in range(12)
+    ]
+    for server in servers:
+        wait_for_log(server, "begun")
+    start = time.monotonic()
+    stop_servers(servers)
+    # The grace of a tree that ignores what it is told, once and not twelve times.
+    assert time.monotonic() - start < len(servers) * watchdog.TERM_GRACE_SECONDS
+    assert {server.state for server in servers} == {"stopped"}
+    stop_servers(servers)
+
+
+def test_the_last_reference_can_go_on_the_background_loop():
+    """A process that ignores what it is told ends later, and the loop does not wait."""
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    servers = [run(stubborn + "print('begun', flush=True); " + FOREVER)]
+    wait_for_log(servers[0], "begun")
+    tree = tree_of(servers[0])
+
+    async def drop() -> bool:
+        servers.clear()
+        return is_alive(tree[1])
+
+    assert run_sync(drop())
+    assert living(tree) == []
+
+
+def test_a_start_that_takes_too_long():
+    server = run("print('loading', flush=True); " + FOREVER)
+    wait_for_log(server, "loading")
+    tree = tree_of(server)
+    with pytest.raises(ServerStartError, match=r"0.2 s.*start_timeout=.*\n.*loading"):
+        server.wait_ready(0.2)
+    assert living(tree) == []
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_start_leaves_nothing_behind():
+    server = run("print('loading', flush=True); " + FOREVER)
+    wait_for_log(server, "loading")
+    tree = tree_of(server)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        server.wait_ready(SECONDS)
+    timer.join()
+    assert living(tree) == []
+
+
+def test_the_log_without_progress_bars_and_keys():
+    shown = r"print('a\rload 1%| 5.00it/s]\rload 2%| 5.00it/s]\n\nkey=sesame'); "
+    server = run(shown + "print('end', flush=True); " + FOREVER, hidden=["sesame"])
+    try:
+        wait_for_log(server, "end")
+        assert server.log_tail() == "a\nkey=***\nend"
+        assert server.log_tail(1) == "end"
+    finally:
+        server.stop()
+
+
+def test_only_the_end_of_a_log_is_read():
+    code = "print('x\\n' * 10**6); print('end', flush=True); " + FOREVER
+    server = run(code)
+    try:
+        wait_for_log(server, "end")
+        assert len(server.log_tail(lines=10**7)) <= 100_000
+    finally:
+        server.stop()
+
+
+def test_a_program_that_does_not_exist():
+    with pytest.raises(ServerStartError, match="no program '/no/such/python'.*python="):
+        ServerProcess(["/no/such/python"], url="http://127.0.0.1:1", environment={})
+
+
+def test_it_does_not_pickle():
+    server = run(FOREVER)
+    try:
+        with pytest.raises(TypeError, match="pass its url"):
+            pickle.dumps(server)
+    finally:
+        server.stop()
+
+
+def test_the_last_reference_ends_it():
+    server = run("print('begun', flush=True); " + FOREVER)
+    wait_for_log(server, "begun")
+    tree = tree_of(server)
+    del server
+    assert living(tree) == []
+
+
+def _stop(server: ServerProcess) -> None:
+    server.stop()
+    assert server.state != "stopped"
+
+
+@pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
+def test_a_fork_does_not_end_it():
+    server = run("print('begun', flush=True); " + FOREVER)
+    try:
+        wait_for_log(server, "begun")
+        child = multiprocessing.get_context("fork").Process(
+            target=_stop, args=(server,)
+        )
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        assert server.state == "starting"
+        assert server.log_path.exists()
+    finally:
+        server.stop()
+
+
+# --- the arguments of a server
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": "/no/such/model"}, ["'/no/such/model'", "config.json"]),
+        ({"model": "./no-such-model"}, ["'./no-such-model'"]),
+        ({"model": "~/no-such-model"}, ["'~/no-such-model'"]),
+        ({"device": "tpu"}, ["device='tpu'", "'cuda' or 'cpu'"]),
+        ({"model_path": "other"}, ["given twice", "'other'"]),
+        (
+            {"tp_size": 1, "tensor_parallel_size": 2},
+            ["tp_size", "tensor_parallel_size"],
+        ),
+        ({"tp-size": 1}, ["'tp-size'"]),
+        ({"sglang_version": "0.1"}, ["0.1", "0.5.23"]),
+        ({"port": 70000}, ["port=70000"]),
+        ({"port": "http"}, ["port='http'"]),
+        ({"port": 0}, ["port=0"]),
+        ({"nccl_port": 0}, ["nccl_port=0"]),
+        ({"mem_frac": 0.1}, ["'mem_frac'", "'mem_fraction_static'"]),
+        ({"no_such_flag": 3}, ["'no_such_flag'"]),
+        ({"gpu_memory_utilisation": 0.1}, ["'gpu_memory_utilization'"]),
+        ({"host": "0.0.0.0"}, ["host='0.0.0.0'", "api_key"]),
+        ({"host": "node-3"}, ["host='node-3'", "api_key"]),
+        ({"api_key": "-x"}, ["api_key is not a key"]),
+        ({"api_key": "two words"}, ["api_key is not a key"]),
+        ({"admin_api_key": ""}, ["admin_api_key is not a key"]),
+        ({"cuda_devices": [0]}, ["device='cuda'"]),
+        ({"nnodes": 2}, ["dist_init_addr"]),
+        ({"nnodes": 2, "node_rank": 2}, ["node_rank=2", "nnodes=2"]),
+        ({"data_parallel_size": 2}, ["num_replicas=N"]),
+    ],
+)
+def test_arguments_that_are_wrong(tiny_model_path, arguments, words):
+    arguments = {"model": tiny_model_path, "device": "cpu", **arguments}
+    with pytest.raises(ConfigurationError) as caught:
+        make_sglang_server(**arguments)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "Give the model: a folder"),
+        ({"model": "a", "model_name": "b"}, "Give model once"),
+        ({"model": "/no/such/model"}, "'/no/such/model'"),
+        ({"model": "a", "num_replicas": 0}, "num_replicas must be .* got 0"),
+    ],
+)
+def test_arguments_of_from_pretrained_that_are_wrong(arguments, words):
+    with pytest.raises(ConfigurationError, match=words):
+        AsyncSGLang.from_pretrained(device="cpu", **arguments)
+
+
+def test_a_port_that_is_taken(tiny_model_path):
+    """Whoever listens there would be taken for the new server."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port={port}.*another process"):
+            make_sglang_server(tiny_model_path, device="cpu", port=port)
+
+
+def test_an_interpreter_that_does_not_exist(tiny_model_path):
+    with pytest.raises(ServerStartError, match="'/no/such/python'"):
+        make_sglang_server(tiny_model_path, device="cpu", python="/no/such/python")
+
+
+def test_an_interpreter_without_sglang(tiny_model_path):
+    with pytest.raises(ServerStartError, match="No module named"):
+        make_sglang_server(tiny_model_path, device="cpu", python=sys.executable)
+
+
+# --- plans
+
+
+@pytest.fixture
+def plan(tiny_model_path):
+    """Makes plans, and gives their ports back."""
+    with ExitStack() as stack:
+
+        def make(**arguments) -> ServerPlan:
+            made = plan_server(tiny_model_path, **{"device": "cpu", **arguments})
+            stack.callback(made.release)
+            return made
+
+        yield make
+
+
+def value_of(plan: ServerPlan, flag: str) -> str:
+    return plan.command[plan.command.index(flag) + 1]
+
+
+def test_plans_of_the_same_time_share_no_port(plan):
+    plans = [plan() for _ in range(4)]
+    ports = [value_of(one, flag) for one in plans for flag in ("--port", "--nccl-port")]
+    assert len(set(ports)) == 8
+    assert [one.url for one in plans] == [
+        f"http://127.0.0.1:{value_of(one, '--port')}" for one in plans
+    ]
+    for name in ("port", "nccl_port"):
+        with pytest.raises(ConfigurationError, match=f"{name}='{ports[0]}' is not"):
+            plan(**{name: ports[0]})
+    # What is refused gives back what it held.
+    plan(port=find_free_port())
+
+
+def test_a_plan_that_is_refused_holds_nothing(plan):
+    port = find_free_port()
+    with pytest.raises(ConfigurationError, match="no form"):
+        plan(port=port, dtype=object())
+    plan(port=port)
+
+
+def test_a_plan_with_secrets(plan):
+    made = plan(api_key="sesame", admin_api_key="open", host="0.0.0.0")
+    assert made.secrets == {"api_key": "sesame", "admin_api_key": "open"}
+    assert "sesame" not in repr(made) + " ".join(made.command)
+    assert made.url.startswith("http://127.0.0.1:")
+    assert plan(api_key="sesame", host="::").url.startswith("http://[::1]:")
+
+
+def test_a_plan_for_gpus(plan, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    made = plan(device="cuda", tp_size=2, cuda_devices=["GPU-a", "3"])
+    assert made.cuda_devices == ("GPU-a", "3")
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "GPU-a,3"
+    assert made.environment["NCCL_CUMEM_ENABLE"] == "0"
+    assert made.command[:3] == (sys.executable, "-m", "sglang.launch_server")
+    assert plan(device="cuda").environment["CUDA_VISIBLE_DEVICES"] == ""
+    for arguments in ({"cuda_devices": [0]}, {"cuda_devices": ["1"], "tp_size": 2}):
+        with pytest.raises(ConfigurationError, match="cuda"):
+            plan(device="cuda", **arguments)
+    with pytest.raises(ConfigurationError, match="base_gpu_id"):
+        plan(device="cuda", cuda_devices=["1"], base_gpu_id=1)
+
+
+def test_a_plan_of_one_node_of_several(plan):
+    made = plan(tp_size=2, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:5000")
+    assert value_of(made, "--dist-init-addr") == "10.0.0.1:5000"
+    assert value_of(made, "--node-rank") == "1"
+    # All nodes meet at that address instead.
+    assert "--nccl-port" not in made.command
+
+
+@pytest.mark.parametrize(
+    ("parallel", "count", "cores", "on_cpu", "at_once"),
+    [
+        (None, 4, 2, True, 1),
+        (None, 4, 8, True, 4),
+        (None, 4, 2, False, 4),
+        (True, 4, 2, True, 4),
+        (False, 4, 64, False, 1),
+        ("staggered", 8, 8, False, 4),
+        ("staggered", 8, 1, False, 1),
+        (True, 0, 1, False, 1),
+    ],
+)
+def test_starts_at_once(parallel, count, cores, on_cpu, at_once):
+    assert starts_at_once(parallel, count=count, cores=cores, on_cpu=on_cpu) == at_once
+
+
+# --- SGLang
+
+
+def test_no_servers():
+    assert start_servers([]) == []
+
+
+def test_a_group_with_a_wrong_argument_is_not_started(tiny_model_path):
+    spec = {"model": tiny_model_path, "device": "cpu"}
+    told = []
+    with pytest.raises(ConfigurationError, match="'tp_sizes'") as caught:
+        start_servers([spec, {**spec, "tp_sizes": 1}], progress=told.append)
+    assert caught.value.__notes__ == ["It is server 2 of 2."]
+    assert told == []
+    with pytest.raises(ConfigurationError, match="parallel='yes'"):
+        start_servers([spec], parallel="yes")
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_group_is_interrupted(tiny_model_path, parallel):
+    spec = {"model": tiny_model_path, "device": "cpu"}
+    before = set(descendants(os.getpid()))
+    trees = []
+
+    def progress(line: str) -> None:
+        if not parallel or "2 of 2" in line:
+            trees.extend(set(descendants(os.getpid())) - before)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start_servers([spec] * 2, parallel=parallel, progress=progress)
+    assert trees
+    assert living(trees) == []
+
+
+def test_a_group_starts_whole_or_not_at_all(tiny_model_path, tmp_path):
+    """The second fails while the first one loads."""
+    broken = tmp_path / "model"
+    shutil.copytree(tiny_model_path, broken)
+    (broken / "config.json").unlink()
+    spec = {"model": tiny_model_path, "device": "cpu"}
+    before = set(descendants(os.getpid()))
+    trees = set()
+
+    def progress(line: str) -> None:
+        trees.update(set(descendants(os.getpid())) - before)
+
+    with pytest.raises(ServerStartError, match=r"server 2 of 2 ended.*kept") as caught:
+        start_servers(
+            [spec, {**spec, "model": broken}], parallel=True, progress=progress
+        )
+    message = str(caught.value)
+    assert "config" in message.partition("The end of its log:\n")[2]
+    assert len(trees) >= 2
+    assert living(list(trees), 1) == []
+    shutil.rmtree(Path(message.partition("kept as ")[2].partition(". ")[0]).parent)
+
+
+def test_a_group_of_two_versions(tiny_model_path):
+    """Both with a key, starting at once: one node each, and no port in common."""
+    specs = [
+        {
+            "model": tiny_model_path,
+            "device": "cpu",
+            "sglang_version": version,
+            "api_key": f"sesame-{version}",
+        }
+        for version in cpu.VERSIONS
+    ]
+    told = []
+    servers = start_servers(specs, parallel=True, progress=told.append)
+    try:
+        assert [server.state for server in servers] == ["ready", "ready"]
+        assert [line for line in told if "is starting at" in line] == told[:2]
+        assert sum("is ready after" in line for line in told) == 2
+        for server, spec in zip(servers, specs, strict=True):
+            with AsyncSGLang.connect(server.url, api_key=spec["api_key"]) as engine:
+                assert engine.capabilities.version == spec["sglang_version"]
+            assert not server.log_path.with_name("config.yaml").exists()
+        trees = [pid for server in servers for pid in tree_of(server)]
+        start = time.monotonic()
+    finally:
+        stop_servers(servers)
+    assert time.monotonic() - start < 60
+    assert living(trees) == []
+
+
+def test_starts_that_fail(tiny_model_path, tmp_path):
+    """A value that SGLang does not take, and a model without a configuration."""
+    empty = tmp_path / "model"
+    shutil.copytree(tiny_model_path, empty)
+    (empty / "config.json").unlink()
+    starts = {
+        "'float99'": (tiny_model_path, {"dtype": "float99"}),
+        "config": (str(empty), {}),
+    }
+    errors: dict[str, BaseException] = {}
+
+    def start(word: str) -> None:
+        model, arguments = starts[word]
+        try:
+            make_sglang_server(model, device="cpu", **arguments)
+        except ServerError as error:
+            errors[word] = error
+
+    threads = [threading.Thread(target=start, args=(word,)) for word in starts]
+    begin = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - begin < 90
+    for word in starts:
+        assert isinstance(errors[word], ServerStartError)
+        message, _, tail = str(errors[word]).partition("The end of its log:\n")
+        assert "ended with status" in message
+        shutil.rmtree(Path(message.partition("kept as ")[2].partition(". ")[0]).parent)
+        assert word in tail
+
+
+def test_a_server_on_two_nodes(tiny_model_path):
+    """Both on this machine; that of rank 1 has no API, but is waited for and ends."""
+    spec = {
+        "model": tiny_model_path,
+        "device": "cpu",
+        "tp_size": 2,
+        "nnodes": 2,
+        "dist_init_addr": f"127.0.0.1:{find_free_port()}",
+    }
+    specs = [
+        {
+            **spec,
+            "node_rank": rank,
+            "environment": {"SGLANG_CPU_OMP_THREADS_BIND": rank},
+        }
+        for rank in ("0", "1")
+    ]
+    servers = start_servers(specs, parallel=True)
+    try:
+        with AsyncSGLang.connect(servers[0].url) as engine:
+            (answer,) = engine.generate(
+                input_ids=[5], sampling_params={"max_new_tokens": 2, "ignore_eos": True}
+            )
+        assert len(answer.token_ids) == 2
+        assert servers[1].check_ready()
+        trees = [pid for server in servers for pid in tree_of(server)]
+    finally:
+        stop_servers(servers)
+    assert living(trees) == []
+
+
+SCRIPT = """
+import json, sys
+from torchrl_sglang import AsyncSGLang
+from helpers.forked_starts import processes_below
+
+ending, model = sys.argv[1:]
+engine = AsyncSGLang.from_pretrained(model, device="cpu")
+(answer,) = engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 2})
+assert answer.token_ids
+pid = engine.servers[0].pid
+print(json.dumps([pid, *processes_below(pid)]), flush=True)
+input()
+if ending == "exception":
+    try:
+        with engine:
+            raise ValueError("the caller's own")
+    except ValueError:
+        # The interpreter goes on.
+        print("caught", flush=True)
+        input()
+"""
+
+ENDINGS = ("exception", "exit", "kill")
+
+
+@pytest.fixture(scope="module")
+def trainers(
+    tiny_model_path, forking_python
+) -> Iterator[dict[str, tuple[subprocess.Popen, list[int]]]]:
+    """Three trainers with a server each, and the servers' trees.
+
+    The server of the one that is killed was started as a user's is.
+    """
+    found = {}
+    pythons = dict.fromkeys(ENDINGS, forking_python)
+    pythons["kill"] = true_interpreter(forking_python)
+    with ExitStack() as stack:
+        processes = {
+            ending: stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", SCRIPT, ending, tiny_model_path],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env={**os.environ, cpu.PYTHON_VARIABLE: str(pythons[ending])},
+                    text=True,
+                )
+            )
+            for ending in ENDINGS
+        }
+        try:
+            for ending, process in processes.items():
+                found[ending] = (process, json.loads(process.stdout.readline()))
+            yield found
+        finally:
+            for process in processes.values():
+                process.kill()
+
+
+def alive(tree: list[int]) -> bool:
+    """A watchdog, a launcher, a scheduler and a detokenizer, at the least."""
+    return len(tree) >= 4 and all(is_alive(pid) for pid in tree)
+
+
+def test_gone_after_an_exception_in_the_caller(trainers):
+    process, tree = trainers["exception"]
+    assert alive(tree)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "caught\n"
+    assert living(tree) == []
+    assert process.poll() is None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.wait(SECONDS) == 0
+
+
+def test_gone_after_the_interpreter_exits(trainers):
+    process, tree = trainers["exit"]
+    assert alive(tree)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.wait(2 * SECONDS) == 0
+    assert living(tree) == []
+
+
+def test_gone_after_the_trainer_is_killed(trainers):
+    process, tree = trainers["kill"]
+    assert alive(tree)
+    variables = Path(f"/proc/{tree[0]}/environ").read_bytes().split(b"\0")
+    named = dict(line.partition(b"=")[::2] for line in variables)
+    folder = Path(os.fsdecode(named[watchdog.FOLDER_VARIABLE.encode()]))
+    assert (folder / "server.log").exists()
+    process.kill()
+    assert living(tree) == []
+    assert not folder.exists()
+
+
+def test_a_server_with_a_key_that_is_killed_while_it_generates(
+    tiny_model_path, true_starts
+):
+    key = "sesame-7731"
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path, device="cpu", api_key=key
+    ) as engine:
+        for wrong in (None, "wrong"):
+            with pytest.raises(ConfigurationError, match="asks for a key.*api_key"):
+                AsyncSGLang.connect(engine.server_url, api_key=wrong)
+        with AsyncSGLang.connect(engine.server_url, api_key=key) as other:
+            assert other.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})
+        assert engine.health()
+        tree = tree_of(engine.servers[0])
+        for pid in tree:
+            for name in ("cmdline", "environ"):
+                assert key.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+        folder = engine.servers[0].log_path.parent
+        assert not list(folder.glob("*.yaml")), "It has been read."
+        # SGLang does write it.
+        assert key in engine.servers[0].log_path.read_text()
+        shown = [
+            repr(engine),
+            repr(engine.servers[0]),
+            engine.servers[0].log_tail(10**6),
+        ]
+        shown += [str(vars(engine)), str(dict(engine.capabilities.server_args))]
+
+        errors = []
+
+        def generate() -> None:
+            try:
+                engine.generate(
+                    input_ids=[[5]] * 8,
+                    sampling_params={"max_new_tokens": 2000, "ignore_eos": True},
+                )
+            except ServerError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        while not run_sync(engine.control.running_requests()):
+            assert thread.is_alive()
+        launcher = descendants(engine.servers[0].pid)[0]
+        start = time.monotonic()
+        os.kill(launcher, signal.SIGKILL)
+        thread.join(60)
+        assert time.monotonic() - start < 60
+        (error,) = errors
+        assert isinstance(error, ServerDiedError)
+        assert "The end of its log:\n" in str(error)
+        assert " batch, #" in str(error), "What the server did last."
+        assert living(tree) == []
+        shown.append(str(error))
+    # The log of a server that died is kept, and the key in it is not.
+    shown.append((folder / "server.log").read_text())
+    assert os.listdir(folder) == ["server.log"]
+    shutil.rmtree(folder)
+    assert [text for text in shown if key in text] == []

@@ -1,0 +1,148 @@
+"""A process tree leaves nothing behind, however it comes to an end.
+
+The trees are small Python programs, as unwilling to end as a scheduler can be. What
+becomes of SGLang's own tree is in ``test_server.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from torchrl_sglang.backends.launch import watchdog
+from torchrl_sglang.backends.launch.watchdog import (
+    descendants,
+    is_alive,
+    processes_by_parent,
+)
+
+SECONDS = 60.0
+"""For a tree to be gone: the grace that it is given, and a loaded machine."""
+
+STUBBORN = """
+import json, os, signal, subprocess, sys, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(1000)"]
+child = subprocess.Popen(sleep, start_new_session=True)
+# An orphan: its parent has ended when this is printed.
+code = f"import subprocess; print(subprocess.Popen({sleep!r}, stdout=-3).pid)"
+orphan = int(subprocess.check_output([sys.executable, "-S", "-c", code]))
+print(json.dumps([os.getpid(), child.pid, orphan]), flush=True)
+time.sleep(1000)
+"""
+
+OWNER = f"""
+import os, subprocess, sys
+subprocess.Popen(
+    [sys.executable, "-S", {watchdog.__file__!r}, str(os.getpid()), *sys.argv[1:]]
+).wait()
+"""
+
+TREE = [sys.executable, "-S", "-c", STUBBORN]
+
+
+def living(pids: list[int], seconds: float = SECONDS) -> list[int]:
+    """Which of these processes are left when all had time to end."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if is_alive(pid)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    return left
+
+
+def watch(command: list[str], owner: int | None = None) -> list[str]:
+    owner = os.getpid() if owner is None else owner
+    return [sys.executable, "-S", watchdog.__file__, str(owner), *command]
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[tuple[subprocess.Popen, list[int]]]:
+    """A running command, and the tree that it says it has become."""
+    tree: list[int] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            tree += json.loads(process.stdout.readline())
+            assert all(is_alive(pid) for pid in tree)
+            yield process, tree
+        finally:
+            for pid in [process.pid, *tree]:
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_it_ends_the_tree_when_it_is_told_to(number):
+    with started(watch(TREE)) as (process, tree):
+        process.send_signal(number)
+        assert process.wait(SECONDS) == 128 + number
+        assert living(tree) == []
+
+
+def test_it_ends_the_tree_when_the_server_ends():
+    with started(watch(TREE)) as (process, tree):
+        os.kill(tree[0], signal.SIGKILL)
+        assert process.wait(SECONDS) == 128 + signal.SIGKILL
+        assert living(tree) == []
+
+
+def test_it_ends_the_tree_when_the_trainer_is_killed():
+    owner = [sys.executable, "-S", "-c", OWNER, *TREE]
+    with started(owner) as (process, tree):
+        process.kill()
+        process.wait()
+        assert living(tree) == []
+
+
+def test_the_server_ends_when_the_watchdog_is_killed():
+    with started(watch(TREE)) as (process, (server, *_)):
+        process.kill()
+        process.wait()
+        assert living([server]) == []
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_status_of_the_server(status):
+    command = [sys.executable, "-S", "-c", f"raise SystemExit({status})"]
+    assert subprocess.run(watch(command), timeout=SECONDS).returncode == status
+
+
+def test_nothing_is_started_for_a_trainer_that_is_gone(tmp_path):
+    """It was killed between the start of the watchdog and that of the server."""
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as gone:
+        gone.wait()
+    mark = tmp_path / "started"
+    command = [sys.executable, "-S", "-c", f"open({str(mark)!r}, 'w')"]
+    done = subprocess.run(watch(command, owner=gone.pid), timeout=SECONDS)
+    assert done.returncode == 1
+    assert not mark.exists()
+
+
+def test_zombies_are_not_alive():
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    try:
+        assert living([process.pid]) == []
+        assert process.pid not in descendants(os.getpid())
+        assert os.path.exists(f"/proc/{process.pid}"), "Nobody has waited for it."
+    finally:
+        process.wait()
+    assert not is_alive(process.pid)
+
+
+def test_descendants_in_order():
+    with started(watch(TREE)) as (process, (server, child, orphan)):
+        below = descendants(process.pid)
+        assert set(below) == {server, child, orphan}
+        assert below.index(server) < below.index(child)
+        # It has adopted the orphan.
+        assert orphan in dict(processes_by_parent()[process.pid])
+        assert descendants(child) == []

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from torchrl_sglang.backends.support.event_loop import get_loop, run_sync, submit
+
+
+async def add(a: int, b: int) -> int:
+    await asyncio.sleep(0)
+    return a + b
+
+
+async def where() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()
+
+
+async def fail() -> None:
+    raise ValueError("as raised")
+
+
+def test_results_and_errors_come_back():
+    assert run_sync(add(1, 2)) == 3
+    with pytest.raises(ValueError, match="as raised"):
+        run_sync(fail())
+    assert submit(add(1, 2)).result(60) == 3
+
+
+def test_one_loop_for_all_threads_which_does_not_hold_the_process_up():
+    loops = []
+    threads = [
+        threading.Thread(target=lambda: loops.append(run_sync(where())))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(loops) == {get_loop()}
+    assert len(loops) == 8
+    (thread,) = [t for t in threading.enumerate() if t.name == "torchrl_sglang-loop"]
+    assert thread.daemon
+
+
+def test_it_works_inside_another_loop():
+    async def outer() -> tuple[int, bool]:
+        return run_sync(add(1, 2)), await where() is get_loop()
+
+    assert asyncio.run(outer()) == (3, False)
+
+
+def test_run_sync_on_its_own_loop_is_refused():
+    async def inner() -> int:
+        return run_sync(add(1, 2))
+
+    with pytest.raises(RuntimeError, match="own event loop.*await"):
+        run_sync(inner())
+    assert run_sync(add(1, 2)) == 3
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_cancels_what_was_waited_for():
+    started, cancelled = threading.Event(), threading.Event()
+
+    async def wait_for_ever() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def interrupt() -> None:
+        main = threading.main_thread().ident
+        started.wait(60)
+        while sys._current_frames()[main].f_code.co_name != "wait":
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_sync(wait_for_ever())
+    thread.join()
+    assert cancelled.wait(60)
+
+
+FORK = """
+import os, sys, asyncio, threading
+from torchrl_sglang.backends.support import event_loop
+from torchrl_sglang.backends.support.event_loop import run_sync, get_loop, submit
+
+async def pid():
+    return os.getpid()
+
+parent_loop = get_loop()
+never = submit(asyncio.Event().wait())
+# Somebody holds the lock at the moment of the fork.
+event_loop._lock.acquire()
+child = os.fork()
+if child == 0:
+    good = run_sync(pid()) == os.getpid() and get_loop() is not parent_loop
+    os._exit(0 if good else 1)
+event_loop._lock.release()
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+assert run_sync(pid()) == os.getpid() and get_loop() is parent_loop
+print("both")
+"""
+
+
+def test_a_forked_child_gets_a_loop_of_its_own():
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "both\n", done.stderr

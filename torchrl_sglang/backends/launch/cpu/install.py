@@ -1,0 +1,252 @@
+"""Builds the environment in which SGLang runs on a CPU-only machine.
+
+Run once, from the trainer's Python::
+
+    python -m torchrl_sglang.backends.launch.cpu.install [--prefix DIR]
+
+SGLang's full requirements are accelerator packages that a CPU does not need, and its
+``torchvision`` would break the trainer's transformers. So it gets a virtual environment
+of its own, with the pinned packages of ``requirements.txt``, and is itself installed
+without dependencies. A further version of SGLang shares these packages: it is put in a
+folder beside them, which goes first on its server's ``PYTHONPATH``.
+
+``torch`` is shared with the trainer, by hard links, if the trainer has the version that
+this SGLang needs; see :mod:`.links`. Otherwise it is installed, from pip's configured
+index or, where that has only accelerator builds, from the wheel index whose URL is in
+``TORCHRL_SGLANG_TORCH_INDEX``; that one is used for ``torch`` alone. A build for an
+accelerator runs on a CPU, too; it is only several gigabytes larger.
+
+Each part that is complete is stamped with a digest of everything that went into it; a
+second run compares stamps and returns, and an interrupted part is made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import time
+import venv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torchrl_sglang.backends.launch.cpu import DEFAULT_VERSION, VERSIONS
+from torchrl_sglang.backends.launch.cpu.links import (
+    installed_closure,
+    link_distributions,
+)
+from torchrl_sglang.backends.launch.cpu.packages import install_packages
+from torchrl_sglang.errors import ConfigurationError
+
+SGLANG = f"sglang=={DEFAULT_VERSION}"
+TORCH_VERSION = "2.13.0"
+TORCHVISION = "torchvision==0.28.0"
+TRITON = "triton==3.7.1"
+"""Required by this torch's builds for CUDA, and not brought by its builds for CPU."""
+
+TORCH_INDEX_VARIABLE = "TORCHRL_SGLANG_TORCH_INDEX"
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+
+PACKAGES_STAMP = ".torchrl-sglang-packages"
+TORCH_STAMP = ".torchrl-sglang-torch"
+OVERLAY_STAMP = ".torchrl-sglang-complete"
+"""The files whose presence, with the right digest, says that a part is complete."""
+
+
+def install(
+    prefix: Path, versions: Sequence[str] = (), *, with_torch: bool = True
+) -> bool:
+    """Make the engine environment complete, and say whether there was work to do.
+
+    Args:
+        prefix (Path): the folder of the environment.
+        versions (sequence of str, optional): versions of SGLang to install beside
+            the default one, each one of ``cpu.VERSIONS``.
+
+    Keyword Args:
+        with_torch (bool, optional): ``False`` leaves torch to a later call, when the
+            trainer may have one to share. Defaults to ``True``.
+
+    Raises:
+        ConfigurationError: if a version is unknown, or the folder is something else.
+        RuntimeError: if packages cannot be installed.
+    """
+    for version in versions:
+        if version not in VERSIONS:
+            raise ConfigurationError(
+                f"SGLang {version} is not known to run on CPU; choose one of "
+                f"{', '.join(VERSIONS)}."
+            )
+    overlays = {
+        prefix / f"sglang-{version}": f"sglang=={version}"
+        for version in dict.fromkeys(versions)
+        if version != DEFAULT_VERSION
+    }
+    with _locked(prefix):
+        changed = False
+        packages = _digest(REQUIREMENTS.read_text(), SGLANG, TORCHVISION, sys.version)
+        if not _is_complete(prefix / PACKAGES_STAMP, packages):
+            _install_packages(prefix)
+            _mark_complete(prefix / PACKAGES_STAMP, packages)
+            changed = True
+        torch = _digest(
+            packages, TORCH_VERSION, TRITON, os.environ.get(TORCH_INDEX_VARIABLE, "")
+        )
+        if with_torch and not _is_complete(prefix / TORCH_STAMP, torch):
+            _install_torch(prefix)
+            _mark_complete(prefix / TORCH_STAMP, torch)
+            changed = True
+        for folder, requirement in overlays.items():
+            if not _is_complete(folder / OVERLAY_STAMP, requirement):
+                _install_overlay(prefix, folder, requirement)
+                _mark_complete(folder / OVERLAY_STAMP, requirement)
+                changed = True
+    return changed
+
+
+def _install_packages(prefix: Path) -> None:
+    in_use = prefix.is_dir() and any(prefix.iterdir())
+    if in_use and not (prefix / "pyvenv.cfg").is_file():
+        raise ConfigurationError(
+            f"{prefix} holds something other than a virtual environment. Name an "
+            "empty or absent folder with --prefix."
+        )
+    with _step(f"{SGLANG} and what it imports"):
+        venv.EnvBuilder(clear=True, symlinks=True).create(prefix)
+        # The list is complete, and what SGLang itself requires is not wanted.
+        arguments = ("--no-deps", "-r", REQUIREMENTS, SGLANG, TORCHVISION)
+        install_packages(_python(prefix), arguments)
+
+
+def _install_torch(prefix: Path) -> None:
+    torch = f"torch=={TORCH_VERSION}"
+    with _step(f"{torch} for SGLang"):
+        if not _share_torch(prefix):
+            index = os.environ.get(TORCH_INDEX_VARIABLE)
+            # A named index may hold torch alone; its dependencies are among the pins.
+            source = ("--no-deps", "--index-url", index) if index else ()
+            constraints = ("--constraint", REQUIREMENTS)
+            install_packages(_python(prefix), (*source, *constraints, torch))
+        if not any(_site_packages(prefix).glob("triton-*.dist-info")):
+            install_packages(_python(prefix), ("--no-deps", TRITON))
+
+
+def _share_torch(prefix: Path) -> bool:
+    """Link this Python's torch into the environment, if it is the right version."""
+    pinned = re.findall(r"^([\w.-]+)==", REQUIREMENTS.read_text(), re.MULTILINE)
+    distributions = installed_closure("torch", without=pinned)
+    if distributions is None:
+        return False
+    torch = next(d for d in distributions if d.name == "torch")
+    # A build that is used from its sources has no files of its own here.
+    files = map(str, torch.files or ())
+    if _public(torch.version) != TORCH_VERSION or "torch/__init__.py" not in files:
+        return False
+    return link_distributions(distributions, _site_packages(prefix))
+
+
+def _public(version: str) -> str:
+    """Return a version without the label of its build, such as ``+cpu``."""
+    return version.partition("+")[0]
+
+
+def _install_overlay(prefix: Path, folder: Path, requirement: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with _step(f"{requirement} beside it"):
+        arguments = ("--no-deps", "--target", folder, requirement)
+        install_packages(_python(prefix), arguments)
+
+
+def _python(prefix: Path) -> Path:
+    return prefix / "bin" / "python"
+
+
+def _site_packages(prefix: Path) -> Path:
+    folders = {"base": str(prefix), "platbase": str(prefix)}
+    return Path(sysconfig.get_path("purelib", "venv", folders))
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _is_complete(stamp: Path, digest: str) -> bool:
+    try:
+        return stamp.read_text() == digest
+    except FileNotFoundError:
+        return False
+
+
+def _mark_complete(stamp: Path, digest: str) -> None:
+    stamp.write_text(digest)
+
+
+@contextlib.contextmanager
+def _step(what: str) -> Iterator[None]:
+    """Report one step on one line, with the time that it took."""
+    print(f"{what} ... ", end="", flush=True)
+    start = time.monotonic()
+    try:
+        yield
+    except BaseException:
+        print("failed")
+        raise
+    print(f"{time.monotonic() - start:.0f} s")
+
+
+@contextlib.contextmanager
+def _locked(prefix: Path) -> Iterator[None]:
+    """Let one installation at a time work on a folder; the others then find it done."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with prefix.with_name(f".{prefix.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_sglang.backends.launch.cpu.install",
+        description="Create the environment in which SGLang runs on CPU.",
+    )
+    parser.add_argument(
+        "--version",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=VERSIONS,
+        help=f"versions of SGLang to install beside {DEFAULT_VERSION}",
+    )
+    parser.add_argument(
+        "--prefix",
+        type=Path,
+        default=Path(sys.prefix) / "sglang-cpu",
+        help="folder of the environment (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--without-torch",
+        action="store_true",
+        help="leave torch to a later run, when the trainer may have one to share",
+    )
+    options = parser.parse_args(arguments)
+    prefix = options.prefix.absolute()
+    with_torch = not options.without_torch
+    try:
+        changed = install(prefix, options.version, with_torch=with_torch)
+    except (ConfigurationError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if with_torch:
+        state = "Ready" if changed else "Already complete"
+        print(f"{state}: {_python(prefix)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Installing packages into an environment, with uv where there is one, else with pip.
+
+Both take the same arguments, those of ``pip install``. This command installs into the
+environment of the Python that runs it::
+
+    python -m torchrl_sglang.backends.launch.cpu.packages --requirement requirements.txt
+
+or, with ``--python PATH`` before them, into another one's.
+
+uv is several times as fast, but ignores pip's configuration, which may name the indexes
+and folders that a machine takes its packages from. So these settings are passed on to
+uv. Where uv fails all the same, pip tries, and its result counts.
+
+This module needs the standard library only: it installs everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchrl_sglang.errors import ConfigurationError
+
+__all__ = ["install_packages", "uv_settings"]
+
+ERROR_TAIL_LINES = 20
+"""How much of an installer's output an error repeats: its end says what is wrong."""
+
+PIP_SECTIONS = (":env:", "install", "global")
+"""The sections of pip's configuration that ``pip install`` reads, strongest first."""
+
+
+def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
+    """Install packages into the environment of an interpreter, quietly.
+
+    Args:
+        python (Path): the interpreter of the environment. It needs no pip of its own.
+        arguments (sequence of str): the arguments of ``pip install``.
+
+    Raises:
+        ConfigurationError: if there is neither uv nor pip.
+        RuntimeError: if the packages cannot be installed.
+    """
+    words = list(map(str, arguments))
+    # An installer must see the environment that it changes and nothing of this one.
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    uv, pip = _find_uv(), [sys.executable, "-m", "pip"]
+    has_pip, pip_configuration = _run([*pip, "config", "list"], variables)
+    if uv is not None:
+        settings = uv_settings(pip_configuration, _default_index())
+        done, output = _run(
+            [uv, "pip", "install", "--quiet", "--python", str(python), *words],
+            # The user's own settings for uv count more than those for pip.
+            {**settings, **variables},
+        )
+        if done:
+            return
+        if not has_pip:
+            raise RuntimeError(_failure("uv", python, words, output))
+        print(f"{uv} failed, so pip is used: {_tail(output, 1)}", file=sys.stderr)
+    if not has_pip:
+        raise ConfigurationError(
+            f"{sys.executable} has neither uv nor pip to install packages with. Run "
+            f"`{sys.executable} -m ensurepip`, or install uv."
+        )
+    quiet = ["--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]
+    done, output = _run(
+        # Nothing is compiled ahead of its first import, which few of torch's modules
+        # ever see.
+        [*pip, "--python", str(python), "install", *quiet, "--no-compile", *words],
+        variables,
+    )
+    if not done:
+        raise RuntimeError(_failure("pip", python, words, output))
+
+
+def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
+    """Return the environment variables that let uv find packages where pip finds them.
+
+    Args:
+        pip_configuration (str): the output of ``pip config list``.
+        default_index (str): the URL of the index that pip takes if none is configured.
+
+    Returns:
+        dict of str: variables and their values; empty if pip has its default sources.
+
+    Examples:
+        >>> uv_settings("global.find-links='/opt/wheels'", "")["UV_FIND_LINKS"]
+        '/opt/wheels'
+        >>> uv_settings("global.timeout='60'", "")
+        {}
+    """
+    lines = (line.partition("=") for line in pip_configuration.splitlines())
+    values = {key: value for key, _, value in lines}
+
+    def words(option: str) -> list[str]:
+        keys = (f"{section}.{option}" for section in PIP_SECTIONS)
+        value = next((values[key] for key in keys if key in values), "''")
+        return str(ast.literal_eval(value)).split()
+
+    settings: dict[str, str] = {}
+    *first, last = [
+        *(words("index-url") or [default_index]),
+        *words("extra-index-url"),
+    ]
+    if last != default_index:
+        # pip takes the best version that any index has, and among equals the first
+        # index's; uv's default index comes last.
+        settings["UV_INDEX"] = " ".join(first)
+        settings["UV_DEFAULT_INDEX"] = last
+        settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    if words("find-links"):
+        settings["UV_FIND_LINKS"] = ",".join(words("find-links"))
+    if words("no-index"):
+        settings["UV_NO_INDEX"] = words("no-index")[0]
+    return settings
+
+
+def _default_index() -> str:
+    """Return the URL of pip's default index, which pip's commands do not tell."""
+    try:
+        from pip._internal.models.index import PyPI
+    except ImportError:
+        return ""
+    return str(PyPI.simple_url)
+
+
+def _find_uv() -> str | None:
+    """Return the path of uv in this Python's environment or on the search path."""
+    folders = [str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")]
+    return shutil.which("uv", path=os.pathsep.join(folders))
+
+
+def _run(command: Sequence[str], variables: dict[str, str]) -> tuple[bool, str]:
+    """Run a command and return whether it succeeded, and its output."""
+    done = subprocess.run(
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode == 0, done.stdout
+
+
+def _failure(tool: str, python: Path, words: Sequence[str], output: str) -> str:
+    return (
+        f"{tool} could not install `{' '.join(words)}` for {python}. Run this again "
+        f"once the cause is removed. {tool}'s last lines were:\n{_tail(output)}"
+    )
+
+
+def _tail(output: str, lines: int = ERROR_TAIL_LINES) -> str:
+    return "\n".join(output.strip().splitlines()[-lines:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_sglang.backends.launch.cpu.packages",
+        description="Install packages with uv or pip; takes `pip install`'s arguments.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=sys.executable,
+        help="interpreter of the environment (default: %(default)s)",
+    )
+    options, words = parser.parse_known_args(arguments)
+    try:
+        install_packages(options.python, words)
+    except (ConfigurationError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

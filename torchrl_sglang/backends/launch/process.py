@@ -1,0 +1,358 @@
+"""One server that was started here: its process tree, its log, its end.
+
+A :class:`ServerProcess` is owned by the process that created it. Between it and the
+server sits ``watchdog.py``, which ends the whole tree when the owner asks, and also
+when the owner is gone and cannot ask.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.backends.launch.ports import PortLease
+from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
+from torchrl_sglang.backends.support.event_loop import on_background_loop
+from torchrl_sglang.errors import ServerStartError
+
+__all__ = ["START_TIMEOUT_SECONDS", "ServerProcess", "stop_servers"]
+
+START_TIMEOUT_SECONDS = 600.0
+"""Default budget for a start: a large model loads for minutes."""
+
+READY_POLL_SECONDS = 0.1
+"""How often a starting server is asked whether it is ready."""
+
+HEALTH_TIMEOUT_SECONDS = 2.0
+"""A server that takes longer to say that it is ready is asked again."""
+
+STOP_TIMEOUT_SECONDS = 15.0
+"""Budget for a tree to be gone; its watchdog needs 2 s at the most when it is asked."""
+
+LOG_TAIL_LINES = 30
+"""How many lines of the log an error carries."""
+
+LOG_LINE_CHARACTERS = 500
+"""How much of a line it carries: a server lists all its arguments in one."""
+
+LOG_TAIL_BYTES = 100_000
+"""How much of a log is read for that: it grows for as long as its server runs."""
+
+MAX_FOLDER_BYTES = 80
+"""A socket's path has at most 107, some 20 of them for its own name."""
+
+_WATCHDOG = Path(__file__).with_name("watchdog.py")
+
+_LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    stop_servers(list(_LIVING))
+
+
+def stop_unreachable() -> None:
+    """Ends the servers that nobody holds any more, but objects that hold one another.
+
+    Python frees these some time later; until then their servers keep their GPUs.
+    """
+    if _LIVING:
+        gc.collect()
+
+
+def stop_starting(url: str) -> None:
+    """Ends the servers that are being started at an address."""
+    for server in list(_LIVING):
+        if server.url == url and server.state == "starting":
+            server.stop()
+
+
+def stop_servers(servers: Iterable[ServerProcess]) -> None:
+    """Ends several servers at once; see :meth:`ServerProcess.stop`."""
+    every = list(servers)
+    for server in every:
+        server.ask_to_end()
+    for server in every:
+        server.stop()
+
+
+class ServerProcess:
+    """A running command that serves HTTP, with everything below it.
+
+    States: *starting* from construction, *ready* after :meth:`wait_ready`, *dead* when
+    its process has ended, *stopped* after :meth:`stop`.
+
+    Args:
+        command: the server's command line.
+        url: where it will answer.
+        environment: its whole environment.
+        name: what messages call it.
+        hidden: texts that no message may show, such as keys.
+        config: arguments that other users must not see on the command line. They go
+            through a file that only the owner can read, until the server is ready.
+        leases: ports that the server listens on; released at its end.
+
+    Raises:
+        ServerStartError: if the command cannot be run at all.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        url: str,
+        environment: Mapping[str, str],
+        name: str = "SGLang server",
+        hidden: Sequence[str] = (),
+        config: Mapping[str, str] | None = None,
+        leases: Sequence[PortLease] = (),
+    ) -> None:
+        self.url = url
+        self._hidden = tuple(hidden)
+        self.name = name
+        self._leases = tuple(leases)
+        self._owner_pid = os.getpid()
+        self._ready = False
+        self._stopped = False
+        self._asked = False
+        self._failed = False
+        self._begun = time.monotonic()
+        if shutil.which(command[0]) is None:
+            self._release()
+            raise ServerStartError(
+                f"The {name} cannot be started: there is no program {command[0]!r}. "
+                f"Give the interpreter that has sglang as python=..."
+            )
+        # Only the owner can look into it.
+        self._folder = Path(tempfile.mkdtemp(prefix="torchrl_sglang_"))
+        self.log_path = self._folder / "server.log"
+        self._config = self._folder / "config.yaml"
+        if config:
+            self._config.touch(mode=0o600)
+            # A JSON object is a YAML mapping too. SGLang takes names with dashes there.
+            flags = {name.replace("_", "-"): text for name, text in config.items()}
+            self._config.write_text(json.dumps(flags))
+            command = [*command, "--config", str(self._config)]
+        self.command = tuple(command)
+        with open(self.log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                # -P: its folder holds an http.py, which is not the library's.
+                [sys.executable, "-SP", str(_WATCHDOG), str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**environment, **self._folders(environment)},
+                start_new_session=True,
+            )
+        _LIVING.add(self)
+        torchrl_logger.debug(f"{name} starting: {self._hide(' '.join(command))}")
+
+    def _folders(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Returns variables that let the tree's temporary files end with it."""
+        variables = {FOLDER_VARIABLE: str(self._folder)}
+        # SGLang's sockets go there, and the path of a socket must be short.
+        if len(os.fsencode(self._folder)) <= MAX_FOLDER_BYTES:
+            variables["TMPDIR"] = str(self._folder)
+            # What later servers can use again stays where it would have been.
+            cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+            name = "TORCHINDUCTOR_CACHE_DIR"
+            variables[name] = environment.get(name, str(cache))
+        return variables
+
+    @property
+    def pid(self) -> int:
+        """Process id of the tree's root."""
+        return self._process.pid
+
+    @property
+    def state(self) -> str:
+        """One of ``"starting"``, ``"ready"``, ``"dead"`` and ``"stopped"``."""
+        if self._stopped:
+            return "stopped"
+        # A fork cannot wait for its parent's child, and would take it for ended.
+        if os.getpid() == self._owner_pid and self._process.poll() is not None:
+            return "dead"
+        return "ready" if self._ready else "starting"
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was started."""
+        return time.monotonic() - self._begun
+
+    def wait_ready(self, timeout: float = START_TIMEOUT_SECONDS) -> None:
+        """Waits until the server answers; stops it if it does not.
+
+        Args:
+            timeout: budget, in seconds.
+
+        Raises:
+            ServerStartError: if its process ends or the budget is used up. The message
+                carries the end of the log, and where all of it is.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            while not self.check_ready():
+                if time.monotonic() > deadline:
+                    raise self.too_slow(timeout)
+                time.sleep(READY_POLL_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
+
+    def check_ready(self) -> bool:
+        """Returns whether the server answers by now, and does not wait for it.
+
+        Raises:
+            ServerStartError: if its process has ended. The server is left to be
+                stopped.
+        """
+        if self._ready:
+            return True
+        if self._answers():
+            self._ready = True
+            self._config.unlink(missing_ok=True)
+        elif self._process.poll() is not None:
+            raise self._start_error(
+                f"ended with status {self._process.returncode} before it was ready."
+            )
+        return self._ready
+
+    def too_slow(self, timeout: float) -> ServerStartError:
+        """Returns the error of a start that has used up its budget."""
+        return self._start_error(
+            f"was not ready after {timeout:g} s; give it more with start_timeout=..."
+        )
+
+    def _start_error(self, what: str) -> ServerStartError:
+        self._failed = True
+        return ServerStartError(
+            f"The {self.name} {what} Its log is kept as {self.log_path}. The end of "
+            f"its log:\n{self.log_tail()}"
+        )
+
+    def _answers(self) -> bool:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(
+                f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS
+            ) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """Returns the last lines of the server's log, without progress bars."""
+        try:
+            with open(self.log_path, "rb") as log:
+                log.seek(max(0, os.path.getsize(self.log_path) - LOG_TAIL_BYTES))
+                text = log.read().decode(errors="replace")
+        except OSError:
+            return "(the log is gone)"
+        kept = [
+            # Hidden first: what is left of a key would not be found.
+            self._hide(line)[:LOG_LINE_CHARACTERS]
+            for line in re.split(r"[\r\n]+", text)
+            if line and "it/s]" not in line
+        ]
+        return "\n".join(kept[-lines:]) or "(the log is empty)"
+
+    def _hide(self, text: str) -> str:
+        for secret in self._hidden:
+            text = text.replace(secret, "***")
+        return text
+
+    def ask_to_end(self) -> None:
+        """Begins to end the process tree, for :meth:`stop` to wait for."""
+        if self._asked or os.getpid() != self._owner_pid:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+        else:
+            # Nobody asked it to: its log tells why.
+            self._failed = True
+        self._asked = True
+
+    def stop(self) -> None:
+        """Ends the process tree. Safe to call twice.
+
+        Its log goes too, but for that of a server that failed: it is kept, without
+        keys. Does nothing in a process that did not start the server, such as a fork.
+        """
+        if self._stopped or os.getpid() != self._owner_pid:
+            return
+        self.ask_to_end()
+        try:
+            self._process.wait(STOP_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            # Its own session, so the group holds the tree and nothing else.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(STOP_TIMEOUT_SECONDS)
+        # Only now, so that a stop that was interrupted can be done again.
+        self._stopped = True
+        _LIVING.discard(self)
+        self._release()
+        self._clean_up()
+
+    def _release(self) -> None:
+        for lease in self._leases:
+            lease.release()
+
+    def _clean_up(self) -> None:
+        if not self._failed:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            return
+        for path in self._folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != self.log_path:
+                path.unlink(missing_ok=True)
+        if self._hidden and self.log_path.exists():
+            clean = self.log_path.with_suffix(".clean")
+            with open(self.log_path, errors="replace") as log, open(clean, "w") as out:
+                out.writelines(map(self._hide, log))
+            clean.replace(self.log_path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def __getstate__(self) -> None:
+        raise TypeError(
+            "A ServerProcess belongs to the process that started it and does not "
+            "pickle; pass its url and connect to that."
+        )
+
+    def __del__(self) -> None:
+        # Construction may have failed before there was anything to stop.
+        if not hasattr(self, "_process"):
+            return
+        if on_background_loop():
+            # The last reference can go there, and other engines use that loop.
+            threading.Thread(target=self.stop, name="torchrl_sglang-stop").start()
+        else:
+            self.stop()
+
+    def __repr__(self) -> str:
+        return f"ServerProcess({self.url!r}, pid={self.pid}, state={self.state!r})"

@@ -1,0 +1,1 @@
+"""LoRA adapters: ``payload`` reads and checks one, ``registry`` loads it everywhere."""

@@ -1,0 +1,257 @@
+"""A model with adapters of PEFT, merged layer by layer while it is sent.
+
+Merging is PEFT's own, on a copy of one layer, so that no adapter changes and no second
+model exists. What is sent is what the model computes with now: a layer whose adapters
+are disabled is sent without them, and one that is merged already as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.weight_update.sources.tensors import (
+    Source,
+    Wanted,
+    describe,
+    make_whole,
+    module_tensors,
+    read_tensors,
+    shrink,
+)
+
+__all__ = ["has_adapters", "merge_while_reading"]
+
+_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""What of a module must not be copied with it: hooks can hold anything."""
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Returns whether PEFT has changed a module or a part of it."""
+    # Whoever has such a module has imported PEFT.
+    if "peft" not in sys.modules:
+        return False
+    return any(isinstance(part, _adapted_types()) for part in module.modules())
+
+
+def _adapted_types() -> tuple[Any, ...]:
+    from peft import PeftMixedModel, PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return PeftModel, PeftMixedModel, BaseTunerLayer, AuxiliaryTrainingWrapper
+
+
+def merge_while_reading(module: nn.Module) -> Source:
+    """Returns the tensors of a model with its adapters merged, under its own names.
+
+    Raises:
+        ConfigurationError: if PEFT cannot merge them.
+    """
+    _refuse_what_has_no_weights(module)
+    layers = dict(_adapted_layers(module))
+    models = [name for name, part in module.named_modules() if _is_peft_model(part)]
+    tensors = {
+        name: value
+        for name, value in module_tensors(module).items()
+        # A model of PEFT holds what its layers share, beside the model inside.
+        if not any(_is_beside(name, outer) for outer in models)
+        if _prefixes(name).isdisjoint(layers)
+    }
+    found = {name: describe(value) for name, value in tensors.items()}
+    rehearsed: set[Hashable] = set()
+    for name, layer in layers.items():
+        changes = _changes(layer)
+        if changes and (kind := _kind(layer)) not in rehearsed:
+            rehearsed.add(kind)
+            _rehearse(name, layer)
+        for inner, value in module_tensors(_outcome(layer)).items():
+            known = describe(value)
+            if changes:
+                known = replace(known, identity=("merged", id(layer), inner))
+            found[f"{name}.{inner}"] = known
+
+    def read(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from read_tensors(tensors, wanted)
+        for name, layer in layers.items():
+            yield from _read_layer(name, layer, wanted)
+
+    return Source(found=found, read=read, stable=False)
+
+
+def _is_peft_model(module: nn.Module) -> bool:
+    return isinstance(module, _adapted_types()[:2])
+
+
+def _is_beside(name: str, outer: str) -> bool:
+    own = f"{outer}.".removeprefix(".")
+    return name.startswith(own) and not name.startswith(f"{own}base_model.model.")
+
+
+def _prefixes(name: str) -> set[str]:
+    parts = name.split(".")
+    return {".".join(parts[:end]) for end in range(1, len(parts))}
+
+
+def _refuse_what_has_no_weights(module: nn.Module) -> None:
+    part: Any
+    for part in module.modules():
+        if not _is_peft_model(part):
+            continue
+        for name in part.active_adapters:
+            config = part.peft_config[name]
+            kind = str(getattr(config.peft_type, "value", config.peft_type))
+            if config.is_prompt_learning or kind in ("ADAPTION_PROMPT", "XLORA"):
+                raise ConfigurationError(
+                    f"The adapter {name!r} of type {kind} is no change of weights, so "
+                    f"it cannot be merged into what is sent; train one that is, such "
+                    f"as LoRA."
+                )
+
+
+def _adapted_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the outermost layers that PEFT has put in the place of others."""
+    above: set[str] = set()
+    for name, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, _adapted_types()[2:]) and not above & _prefixes(name):
+            above.add(name)
+            yield name, part
+
+
+def _is_wrapper(layer: nn.Module) -> bool:
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(layer, AuxiliaryTrainingWrapper)
+
+
+def _changes(layer: Any) -> bool:
+    """Returns whether a layer computes with other weights than it holds."""
+    if _is_wrapper(layer):
+        adapter = getattr(layer, "token_adapter", None)
+        return adapter is not None and _changes(adapter)
+    return bool(layer.disable_adapters) == bool(layer.merged)
+
+
+def _outcome(layer: Any) -> nn.Module:
+    """Returns the module whose names, types and shapes the merged layer has."""
+    if hasattr(layer, "modules_to_save"):
+        active = [
+            name for name in layer.active_adapters if name in layer.modules_to_save
+        ]
+        if layer.disable_adapters or not active:
+            module: nn.Module = layer.original_module
+        else:
+            module = layer.modules_to_save[active[0]]
+        return module
+    if _is_wrapper(layer):
+        layer = layer.token_adapter
+    base: nn.Module = layer.get_base_layer()
+    return base
+
+
+def _kind(layer: Any) -> Hashable:
+    variants = getattr(layer, "lora_variant", {})
+    return (
+        type(layer),
+        type(_outcome(layer)),
+        tuple(value.dtype for value in layer.parameters()),
+        tuple((name, type(value)) for name, value in variants.items()),
+    )
+
+
+def _rehearse(name: str, layer: nn.Module) -> None:
+    """Merges a layer of each kind without its values: PEFT refuses some kinds."""
+    blank = {
+        id(value): nn.Parameter(
+            torch.zeros(value.shape, dtype=value.dtype, device=value.device),
+            requires_grad=False,
+        )
+        for value in layer.parameters()
+    }
+    try:
+        _merge(layer, blank)
+    except Exception as error:
+        raise ConfigurationError(
+            f"PEFT cannot merge the adapters of layer {name} into its weights, which "
+            f"is what is sent ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _read_layer(
+    name: str, layer: nn.Module, wanted: Wanted
+) -> Iterator[tuple[str, torch.Tensor]]:
+    dtypes = {
+        inner: wanted[f"{name}.{inner}"]
+        for inner in module_tensors(_outcome(layer))
+        if f"{name}.{inner}" in wanted
+    }
+    if not dtypes:
+        return
+    if not _changes(layer):
+        held = module_tensors(_outcome(layer))
+        for inner, value in read_tensors(held, dtypes):
+            yield f"{name}.{inner}", value
+            del value
+        return
+    merged = _merge_whole(layer)
+    for inner, dtype in dtypes.items():
+        # Taken out, so that a merged tensor is held by whom it is given to.
+        yield f"{name}.{inner}", shrink(merged.pop(inner), dtype)
+
+
+def _merge_whole(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the merged tensors of a layer; all ranks that hold it call this."""
+    copies = {}
+    for value in layer.parameters():
+        whole = make_whole(value, value.dtype)
+        # PEFT merges in place, and gathering does not copy what is whole already.
+        if describe(whole).identity == describe(value).identity:
+            whole = whole.clone()
+        copies[id(value)] = nn.Parameter(whole, requires_grad=False)
+    module = _merge(layer, copies)
+    return {name: value.detach() for name, value in module_tensors(module).items()}
+
+
+@torch.no_grad()
+def _merge(layer: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:
+    """Merges a copy of a layer with other parameters, given by the old ones' ids."""
+    memo: dict[int, Any] = dict(parameters)
+    memo.update({id(value): value for value in layer.buffers()})
+    for part in layer.modules():
+        for hooks in _HOOKS:
+            memo[id(getattr(part, hooks))] = OrderedDict()
+    layer_copy: Any = copy.deepcopy(layer, memo)
+    for part in layer_copy.modules():
+        if hasattr(part, "merged_adapters"):
+            # Some kinds of layers have one list for all of them.
+            part.merged_adapters = list(part.merged_adapters)
+    if _is_wrapper(layer_copy):
+        layer_copy = layer_copy.token_adapter
+    merged: nn.Module
+    if layer_copy.disable_adapters:
+        layer_copy.unmerge()
+        merged = layer_copy.get_base_layer()
+    elif hasattr(layer_copy, "unload_and_optionally_merge_module"):
+        merged = layer_copy.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=None
+        )
+    else:
+        layer_copy.merge()
+        merged = layer_copy.get_base_layer()
+    return merged
