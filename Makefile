@@ -26,7 +26,7 @@ DOCS := $(VENV)/.docs-complete
 ENGINE := $(VENV)/.engine-complete
 ENGINE_PACKAGES := $(VENV)/.engine-packages-complete
 OLD_ENGINE := $(VENV)/.old-engine-complete
-CPU := torchrl_sglang/backends/cpu
+CPU := torchrl_sglang/backends/launch/cpu
 
 # A second generation of SGLang, from before update sessions, for the tests.
 OLD_VERSION := 0.5.20

@@ -32,8 +32,8 @@ _HOME = {
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
     "attach": "collectors",
-    "get_model_metadata": "weight_update.source",
-    "make_sglang_server": "backends.server",
+    "get_model_metadata": "weight_update.sources.source",
+    "make_sglang_server": "backends.launch.server",
 }
 """Public name -> module that defines it."""
 

@@ -53,8 +53,8 @@ PUBLIC = {
     "SGLangWrapper": "policies.sglang_wrapper",
     "__version__": None,
     "attach": "collectors",
-    "get_model_metadata": "weight_update.source",
-    "make_sglang_server": "backends.server",
+    "get_model_metadata": "weight_update.sources.source",
+    "make_sglang_server": "backends.launch.server",
 }
 """Public name -> where it is defined."""
 
