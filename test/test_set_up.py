@@ -152,6 +152,11 @@ def test_new_pins_are_installed(checkout: Path) -> None:
     assert "-m venv" not in commands
 
 
+def test_new_pins_of_the_engine_are_installed(checkout: Path) -> None:
+    os.utime(checkout / ENGINE)
+    assert ".cpu.install --without-torch" in plan(checkout, "install")
+
+
 def test_another_python_gets_its_own_environment(
     checkout: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
