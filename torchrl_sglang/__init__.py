@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.backends.base import RLSGLangEngine
     from torchrl_sglang.backends.launch.server import make_sglang_server
-    from torchrl_sglang.collectors import SGLangLLMCollector, attach
+    from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
+    from torchrl_sglang.collectors.weight_sync import attach, attach_weight_sync
     from torchrl_sglang.policies.info import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
@@ -26,12 +27,13 @@ _HOME = {
     "AsyncSGLang": "backends.async_sglang",
     "GenerationInfo": "policies.info",
     "RLSGLangEngine": "backends.base",
-    "SGLangLLMCollector": "collectors",
+    "SGLangLLMCollector": "collectors.llm_collector",
     "SGLangWeightReceiver": "weight_update.receiver",
     "SGLangWeightSender": "weight_update.sender",
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
-    "attach": "collectors",
+    "attach": "collectors.weight_sync",
+    "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.source",
     "make_sglang_server": "backends.launch.server",
 }
@@ -48,6 +50,7 @@ __all__ = [
     "SGLangWrapper",
     "__version__",
     "attach",
+    "attach_weight_sync",
     "get_model_metadata",
     "make_sglang_server",
 ]

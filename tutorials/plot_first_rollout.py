@@ -149,7 +149,7 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import InitTracker
 from torchrl.envs.llm import ChatEnv
 
-from torchrl_sglang import attach
+from torchrl_sglang import attach_weight_sync
 
 questions = [{"query": "Hi"}, {"query": "2 + 2 ="}]
 env = ChatEnv.from_dataloader(
@@ -161,7 +161,7 @@ env.append_transform(InitTracker())
 collector = LLMCollector(
     env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=4
 )
-attach(collector, scheme)
+attach_weight_sync(collector, scheme)
 
 for batch in collector:
     collector.update_policy_weights_()

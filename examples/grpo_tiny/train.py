@@ -38,7 +38,7 @@ from torchrl_sglang import (
     AsyncSGLang,
     SGLangWeightSyncScheme,
     SGLangWrapper,
-    attach,
+    attach_weight_sync,
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from warmup import warm_up
@@ -177,7 +177,7 @@ def grpo(
     )
     scheme = SGLangWeightSyncScheme(engine)
     scheme.create_sender().register_model(model)
-    attach(collector, scheme)
+    attach_weight_sync(collector, scheme)
 
     # The trainer scores the very tokens that SGLang generated.
     actor = TransformersWrapper(

@@ -19,7 +19,7 @@ from torchrl_sglang import (
     SGLangLLMCollector,
     SGLangWeightSyncScheme,
     SGLangWrapper,
-    attach,
+    attach_weight_sync,
 )
 from torchrl_sglang.errors import ConfigurationError, WeightSyncStateError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
@@ -164,7 +164,7 @@ def test_the_collector_takes_schemes(
 def test_arguments_that_mean_nothing_here(
     scheme, restored_engine, tokenizer, arguments, message
 ):
-    collector = attach(make_collector(restored_engine, tokenizer), scheme)
+    collector = attach_weight_sync(make_collector(restored_engine, tokenizer), scheme)
     before = newest_version(restored_engine)
     with pytest.raises(ConfigurationError, match=message):
         collector.update_policy_weights_(**arguments)
@@ -181,15 +181,18 @@ def test_schemes_for_something_else(engine, tokenizer):
                 engine, tokenizer, SGLangLLMCollector, weight_sync_schemes=schemes
             )
     for other in (engine, SGLangWeightSyncScheme, None, "http://127.0.0.1:30000"):
-        with pytest.raises(ConfigurationError, match="attached to a scheme, got"):
-            attach(object(), other)
+        with pytest.raises(
+            ConfigurationError, match="takes an SGLangWeightSyncScheme, got"
+        ):
+            attach_weight_sync(object(), other)
 
 
 def test_every_way_of_calling_counts_once(scheme, restored_engine, tokenizer):
     """Two collectors share a scheme, and one of them is known in two ways."""
     sender = scheme.create_sender()
     first, second = (
-        attach(make_collector(restored_engine, tokenizer), scheme) for _ in range(2)
+        attach_weight_sync(make_collector(restored_engine, tokenizer), scheme)
+        for _ in range(2)
     )
     sender.register_collector(first)
     ways = [
@@ -234,7 +237,7 @@ def test_a_scheme_set_up_as_torchrl_does_counts_once(
 
 
 def test_an_update_that_fails_counts_nothing(scheme, restored_engine, tokenizer):
-    collector = attach(make_collector(restored_engine, tokenizer), scheme)
+    collector = attach_weight_sync(make_collector(restored_engine, tokenizer), scheme)
     before = newest_version(restored_engine)
     with pytest.raises(ValueError, match="do not fit"):
         collector.update_policy_weights_({"nope": torch.zeros(2)})
@@ -247,7 +250,7 @@ def test_an_update_that_fails_counts_nothing(scheme, restored_engine, tokenizer)
 def test_versions_of_engine_collector_and_tokens_agree(
     scheme, restored_engine, tokenizer
 ):
-    collector = attach(make_collector(restored_engine, tokenizer), scheme)
+    collector = attach_weight_sync(make_collector(restored_engine, tokenizer), scheme)
     start = newest_version(restored_engine) + 50
     collector.policy_version_tracker.version = start
     batches = iter(collector)
@@ -270,7 +273,7 @@ def test_versions_of_engine_collector_and_tokens_agree(
 
 def test_versions_that_are_no_numbers(scheme, restored_engine, tokenizer):
     tracker = PolicyVersion(version_type="uuid")
-    collector = attach(
+    collector = attach_weight_sync(
         make_collector(restored_engine, tokenizer, track_policy_version=tracker),
         scheme,
     )
@@ -294,7 +297,7 @@ class Gone:
 def test_a_collector_that_cannot_count_is_told(scheme, restored_engine, tokenizer):
     sender = scheme.create_sender()
     sender.register_collector(Gone())
-    collector = attach(make_collector(restored_engine, tokenizer), scheme)
+    collector = attach_weight_sync(make_collector(restored_engine, tokenizer), scheme)
     with pytest.raises(WeightSyncStateError, match="Gone: the actor is gone"):
         sender.update_weights()
     assert collector.policy_version == 1
@@ -309,7 +312,7 @@ def test_without_a_registered_model_nothing_is_counted(restored_engine, tokenize
     collector._setup_weight_sync(None, {"policy": scheme})
     with pytest.raises(WeightSyncStateError, match="register the model"):
         collector.update_policy_weights_()
-    attach(collector, scheme)
+    attach_weight_sync(collector, scheme)
     with pytest.raises(WeightSyncStateError, match="register the model"):
         collector.update_policy_weights_()
     assert collector.policy_version == 0
@@ -397,7 +400,7 @@ def test_a_collector_on_ray(
     start = newest_version(restored_engine)
     assert response_error(collector.next().reshape(-1), hf_model) < TOLERANCE
     sender = scheme.create_sender()
-    attach(collector, scheme)
+    attach_weight_sync(collector, scheme)
     sender.register_collector(collector)
     for count, update in enumerate(
         [sender.update_weights, collector.update_policy_weights_], start=1
