@@ -15,7 +15,14 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.client.checkpoint_mark import MARK, write_mark
+from torchrl_sglang.backends.client.control import (
+    CONTROL_TIMEOUT_SECONDS,
+    ControlPlane,
+)
+from torchrl_sglang.backends.launch.gpus import visible_devices
+from torchrl_sglang.backends.lora.payload import read_folder, why_not
+from torchrl_sglang.backends.lora.registry import check_name, parse_served_name
 from torchrl_sglang.backends.support.checks import (
     check_count,
     check_port,
@@ -39,7 +46,20 @@ from torchrl_sglang.types import (
     ServerPlacement,
 )
 
-__all__ = ["RLSGLangEngine"]
+__all__ = [
+    "CONTROL_TIMEOUT_SECONDS",
+    "MARK",
+    "ControlPlane",
+    "RLSGLangEngine",
+    "WeightUpdate",
+    "check_name",
+    "connect",
+    "parse_served_name",
+    "read_folder",
+    "visible_devices",
+    "why_not",
+    "write_mark",
+]
 
 JOIN_TIMEOUT_SECONDS = 60.0
 """Default budget for servers to join a process group."""
@@ -436,6 +456,13 @@ def _chosen(numbers: list[Number], actor_index: int | None) -> Number | list[Num
             f"count from 0."
         )
     return numbers[actor_index]
+
+
+def connect(url: str) -> RLSGLangEngine:
+    """Connects to a server that runs already; see :meth:`.AsyncSGLang.connect`."""
+    from torchrl_sglang.backends.async_sglang import AsyncSGLang
+
+    return AsyncSGLang.connect(url)
 
 
 class WeightUpdate(abc.ABC):

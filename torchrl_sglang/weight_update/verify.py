@@ -23,8 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
+from torchrl_sglang.backends.base import CONTROL_TIMEOUT_SECONDS, RLSGLangEngine
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     RequestRefusedError,
