@@ -1,32 +1,32 @@
-"""The exceptions that this package raises: the bottom of the import order.
+"""The exceptions of this package; the bottom of the import order.
 
-Every error that leaves the package on purpose is one of these, and each is also the
-built-in exception that a caller would expect, so ``except ValueError`` keeps working::
+Each is also the built-in exception that a caller would expect, so ``except ValueError``
+keeps working::
 
     SGLangError
-    ├── ConfigurationError(ValueError)            a value given here is wrong
+    ├── ConfigurationError(ValueError)            an argument or a setting is wrong
     ├── ServerError(RuntimeError)                 a server did not do what was asked
     │   ├── ServerStartError                      it never became ready
     │   ├── ServerDiedError                       its process ended
     │   ├── RequestRefusedError                   it answered 4xx: the request is wrong
-    │   ├── ServerUnavailableError(ConnectionError)   no connection, or it answers 5xx
-    │   └── ServerTimeoutError(TimeoutError)      no answer within the time budget
+    │   ├── ServerUnavailableError(ConnectionError)   no connection, or a 5xx answer
+    │   └── ServerTimeoutError(TimeoutError)      no answer before the timeout
     ├── UnsupportedByServerError(NotImplementedError)   its version or flags lack this
-    ├── WeightSyncError(RuntimeError)             new weights did not arrive whole
-    │   ├── WeightSyncStateError                  called in the wrong order
+    ├── WeightSyncError(RuntimeError)             a weight update failed
+    │   ├── WeightSyncStateError                  calls in the wrong order
     │   ├── WeightTransferError                   the transfer broke
     │   └── WeightMismatchError(ValueError)       names, shapes or dtypes do not fit
-    └── GenerationAbortedError(RuntimeError)      a response was cut off by an abort
+    └── GenerationAbortedError(RuntimeError)      an abort cut a response off
 
 A message is a full sentence: what failed, which value, which server, what to do next.
-All of them pickle: their constructor takes the message, and everything else that they
-carry lives in ``__dict__``, which :meth:`BaseException.__reduce__` preserves.
+Errors take their attributes as keywords, are not changed afterwards
+(:meth:`SGLangError.replace` makes a copy) and pickle.
 """
 
 from __future__ import annotations
 
-import types
-from collections import abc
+from collections.abc import Mapping
+from typing import Any, Self
 
 __all__ = [
     "ConfigurationError",
@@ -52,12 +52,44 @@ class SGLangError(Exception):
     Attributes:
         partly (bool): a call to several servers failed on this one and succeeded on
             another.
-        completions (Mapping[int, Completion]): where it ended the generation of a
-            batch, the responses that were finished by then, by their position.
+        completions (Mapping[int, Completion]): the finished responses of the batch
+            whose generation this error ended, by their position.
     """
 
-    partly: bool = False
-    completions: abc.Mapping[int, object] = types.MappingProxyType({})
+    def __init__(
+        self,
+        *message: object,
+        partly: bool = False,
+        completions: Mapping[int, object] | None = None,
+    ) -> None:
+        super().__init__(*message)
+        self.partly = partly
+        # A mapping proxy does not pickle.
+        self.completions: Mapping[int, object] = dict(completions or {})
+
+    def replace(
+        self,
+        *,
+        note: str | None = None,
+        cause: BaseException | None = None,
+        **attributes: Any,
+    ) -> Self:
+        """Returns a copy with other attributes, one more note or another cause.
+
+        Examples:
+            >>> RequestRefusedError("The prompt is too long.").replace(index=3).index
+            3
+        """
+        notes = [*getattr(self, "__notes__", ()), *([note] if note else ())]
+        error = type(self)(*self.args, **attributes)
+        vars(error).update({**vars(self), **attributes})
+        if notes:
+            error.__notes__ = notes
+        error.__cause__, error.__context__ = self.__cause__, self.__context__
+        error.__suppress_context__ = self.__suppress_context__
+        if cause is not None:
+            error.__cause__ = cause
+        return error.with_traceback(self.__traceback__)
 
 
 class ConfigurationError(SGLangError, ValueError):
@@ -69,11 +101,11 @@ class ServerError(SGLangError, RuntimeError):
 
 
 class ServerStartError(ServerError):
-    """A server that was started here did not become ready; carries its log's end."""
+    """A server did not become ready; the message carries the end of its log."""
 
 
 class ServerDiedError(ServerError):
-    """The process of a server that was started here ended; carries its log's end."""
+    """The process of a server ended; the message carries the end of its log."""
 
 
 class RequestRefusedError(ServerError):
@@ -81,51 +113,71 @@ class RequestRefusedError(ServerError):
 
     Attributes:
         status (int | None): the HTTP status.
-        index (int | None): position in the batch of the item that was refused.
+        index (int | None): position in the batch of the refused request.
     """
 
-    status: int | None = None
-    index: int | None = None
+    def __init__(
+        self,
+        *message: object,
+        status: int | None = None,
+        index: int | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(*message, **shared)
+        self.status = status
+        self.index = index
 
 
 class ServerUnavailableError(ServerError, ConnectionError):
     """A server cannot be reached, or failed with a server error (5xx).
 
     Attributes:
-        transient (bool): the connection broke or the server answered 5xx, so that
-            another try, or another server, may succeed. An answer that makes no sense
-            is not transient.
+        transient (bool): the connection broke or the server answered 5xx, so that a
+            retry, or another server, may succeed. A malformed answer is not transient.
         status (int | None): the HTTP status, if the server had begun to answer.
     """
 
-    transient: bool = False
-    status: int | None = None
+    def __init__(
+        self,
+        *message: object,
+        transient: bool = False,
+        status: int | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(*message, **shared)
+        self.transient = transient
+        self.status = status
 
 
 class ServerTimeoutError(ServerError, TimeoutError):
-    """A server did not answer within the time budget of the call."""
+    """A server did not answer before the timeout of the call."""
 
 
 class UnsupportedByServerError(SGLangError, NotImplementedError):
-    """The server's version or its flags lack what was asked for."""
+    """The server's version or its flags lack a capability."""
 
 
 class WeightSyncError(SGLangError, RuntimeError):
-    """The servers did not receive new weights whole."""
+    """A weight update failed."""
 
 
 class WeightSyncStateError(WeightSyncError):
-    """A weight-update call came in the wrong order, or the weights are in doubt."""
+    """A weight-update call came in the wrong order, or the weights are inconsistent."""
 
 
 class WeightTransferError(WeightSyncError):
     """A weight transfer broke before it finished.
 
     Attributes:
-        untouched (bool): the servers refused before they received anything.
+        untouched (bool): the servers refused before they received anything, so they
+            still hold the old weights.
     """
 
-    untouched: bool = False
+    def __init__(
+        self, *message: object, untouched: bool = False, **shared: Any
+    ) -> None:
+        super().__init__(*message, **shared)
+        self.untouched = untouched
 
 
 class WeightMismatchError(WeightSyncError, ValueError):
@@ -133,12 +185,20 @@ class WeightMismatchError(WeightSyncError, ValueError):
 
 
 class GenerationAbortedError(SGLangError, RuntimeError):
-    """A response was cut off by an abort, so it is not a finished one.
+    """An abort cut a response off before it was finished.
 
     Attributes:
         index (int | None): position of the response in the batch.
-        requested (bool): the engine that sent the request had it aborted.
+        requested (bool): this engine aborted its own request.
     """
 
-    index: int | None = None
-    requested: bool = False
+    def __init__(
+        self,
+        *message: object,
+        index: int | None = None,
+        requested: bool = False,
+        **shared: Any,
+    ) -> None:
+        super().__init__(*message, **shared)
+        self.index = index
+        self.requested = requested

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 import re
 
@@ -10,7 +9,7 @@ import pytest
 from torchrl_sglang import errors
 from torchrl_sglang.errors import SGLangError
 
-ALL = [value for value in vars(errors).values() if inspect.isclass(value)]
+ALL = [getattr(errors, name) for name in errors.__all__]
 CARRIED = {
     "SGLangError": {"partly": True, "completions": {0: "a response"}},
     "RequestRefusedError": {"status": 400, "index": 3},
@@ -54,24 +53,43 @@ def test_the_tree_is_the_one_that_is_drawn():
     assert sorted(real) == errors.__all__
 
 
+def carried(error: type[SGLangError]) -> dict[str, object]:
+    return {
+        name: value
+        for base in reversed(error.__mro__)
+        for name, value in CARRIED.get(base.__name__, {}).items()
+    }
+
+
 @pytest.mark.parametrize("error", ALL)
-@pytest.mark.parametrize("clone", [copy.copy, lambda e: pickle.loads(pickle.dumps(e))])
+@pytest.mark.parametrize(
+    "clone",
+    [copy.copy, lambda e: pickle.loads(pickle.dumps(e)), lambda e: e.replace()],
+    ids=["copy", "pickle", "replace"],
+)
 def test_errors_pickle(error, clone):
-    original = error("What failed, and what to do next.")
-    for name, value in CARRIED.get(error.__name__, {}).items():
-        assert hasattr(error, name), "The default"
-        setattr(original, name, value)
+    original = error("The prompt is too long.", **carried(error))
     original.add_note("It is item 3 of 5.")
     found = clone(original)
     assert type(found) is error
-    assert str(found) == "What failed, and what to do next."
-    assert vars(found) == vars(original)
+    assert str(found) == "The prompt is too long."
+    assert vars(found) == vars(original) == {**vars(found), **carried(error)}
 
 
-def test_everything_that_errors_carry_is_listed():
-    carried = {error.__name__: list(error.__annotations__) for error in ALL}
-    found = {name: names for name, names in carried.items() if names}
-    assert found == {name: list(values) for name, values in CARRIED.items()}
+@pytest.mark.parametrize("error", ALL)
+def test_a_replaced_error_leaves_the_original_as_it_is(error):
+    default = error("The prompt is too long.")
+    assert vars(default).keys() == carried(error).keys(), "Everything is listed above"
+    default.__cause__ = ValueError()
+    changed = default.replace(note="It is item 3 of 5.", **carried(error))
+    assert vars(changed) == {**carried(error), "__notes__": ["It is item 3 of 5."]}
+    assert changed.__cause__ is default.__cause__
+    assert changed.replace(note="Again.").__notes__ == ["It is item 3 of 5.", "Again."]
+    assert changed.__notes__ == ["It is item 3 of 5."]
+    assert changed.replace(cause=default).__cause__ is default
+    assert not vars(default).keys() & {"__notes__"}
+    with pytest.raises(TypeError, match="statsu"):
+        default.replace(statsu=400)
 
 
 @pytest.mark.parametrize("error", ALL)

@@ -180,12 +180,10 @@ def _generate_in_stages(
             outcomes[index] = join(begun, rest)
             continue
         # Not all of the batch was sent again, so its place is another one there.
-        if hasattr(rest, "index"):
-            rest.index = index
+        error = rest.replace(index=index) if hasattr(rest, "index") else rest
         if not return_exceptions:
-            rest.add_note(f"It is item {index} of {len(prompts)}.")
-            raise rest
-        outcomes[index] = rest
+            raise error.replace(note=f"It is item {index} of {len(prompts)}.")
+        outcomes[index] = error
     return outcomes
 
 

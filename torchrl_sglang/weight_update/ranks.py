@@ -181,11 +181,10 @@ def _portable(error: BaseException) -> BaseException:
     """Returns the error as other ranks raise it."""
     if isinstance(error, SGLangError):
         return error
-    failure = WeightTransferError(
-        f"The rank that sends the weights failed: {type(error).__name__}: {error}"
+    return WeightTransferError(
+        f"The rank that sends the weights failed: {type(error).__name__}: {error}",
+        untouched=bool(getattr(error, "untouched", False)),
     )
-    failure.untouched = bool(getattr(error, "untouched", False))
-    return failure
 
 
 class _Gathering:

@@ -426,12 +426,11 @@ class SGLangWeightSender:
                 served = {name for each in held for name in each}
                 current += [parse_served_name(name).version or "" for name in served]
         except ServerError as error:
-            failure = WeightTransferError(
+            raise WeightTransferError(
                 f"The servers could not be asked which weights they hold, so nothing "
-                f"was sent; the update can be tried again. {error}"
-            )
-            failure.untouched = True
-            raise failure from error
+                f"was sent; the update can be tried again. {error}",
+                untouched=True,
+            ) from error
         adapters = [each.version or "" for each in engine.adapters.values()]
         known = [*current, engine.weight_version, engine.newest_version, *adapters]
         newest = max(int(v) if v.isdigit() else 0 for v in known)

@@ -445,11 +445,11 @@ def _clean_up(
         update.in_doubt(doubt)
         # Other users of the servers know nothing of this engine's doubt.
         _stay_paused(control)
+    message = f"{error} {outcome}"
     kind = type(error) if isinstance(error, WeightSyncError) else WeightTransferError
-    failure = kind(f"{error} {outcome}")
-    if isinstance(failure, WeightTransferError):
-        failure.untouched = not state.touched
-    return failure
+    if issubclass(kind, WeightTransferError):
+        return kind(message, untouched=not state.touched)
+    return kind(message)
 
 
 def _stay_paused(control: ControlPlane) -> None:

@@ -114,9 +114,11 @@ class ControlPlane:
             # A refusal says that nothing was done; it must not hide a failure after
             # which that is not known.
             failures.sort(key=lambda each: isinstance(each, RequestRefusedError))
-            if isinstance(failures[0], SGLangError):
-                failures[0].partly = len(failures) < len(outcomes)
-            raise failures[0]
+            failure = failures[0]
+            if isinstance(failure, SGLangError):
+                partly = len(failures) < len(outcomes)
+                raise failure.replace(partly=partly) from failure.__cause__
+            raise failure
         return outcomes
 
     async def healthy(self, *, timeout: float = 10.0) -> bool:

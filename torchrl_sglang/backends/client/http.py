@@ -93,12 +93,11 @@ class Answer:
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError:
-            error = ServerUnavailableError(
+            raise ServerUnavailableError(
                 f"{self.url} answered {self.status} with a body that is not JSON: "
-                f"{self.body[:200]!r}. Is it an SGLang server?"
-            )
-            error.status = self.status
-            raise error from None
+                f"{self.body[:200]!r}. Is it an SGLang server?",
+                status=self.status,
+            ) from None
 
     def error_text(self) -> str:
         """Returns the message of an error answer, in whichever form it came."""
@@ -127,12 +126,11 @@ class Answer:
         if self.ok:
             return self
         if 400 <= self.status < 500:
-            refused = RequestRefusedError(
+            raise RequestRefusedError(
                 f"{self.url} refused the request (HTTP {self.status}): "
-                f"{self.error_text()}"
+                f"{self.error_text()}",
+                status=self.status,
             )
-            refused.status = self.status
-            raise refused
         raise _transient(
             f"{self.url} failed (HTTP {self.status}): {self.error_text()}", self.status
         )
@@ -143,9 +141,7 @@ class _NoFileError(Exception):
 
 
 def _transient(message: str, status: int | None = None) -> ServerUnavailableError:
-    error = ServerUnavailableError(message)
-    error.transient, error.status = True, status
-    return error
+    return ServerUnavailableError(message, transient=True, status=status)
 
 
 class HttpClient:

@@ -247,9 +247,7 @@ class Memory:
     ) -> SGLangError:
         self._fleet.notice_deaths()
         reasons = " ".join(str(failure) for failure in failures)
-        error = type(failures[0])(f"{reasons} {outcome}")
-        error.partly = partly
-        return error
+        return type(failures[0])(f"{reasons} {outcome}", partly=partly)
 
 
 def _pauses(control: ControlPlane) -> Sequence[PauseMode]:

@@ -109,12 +109,12 @@ class Generation:
         async with contextlib.aclosing(stream):
             async for index, outcome in stream:
                 if isinstance(outcome, SGLangError) and not call.return_exceptions:
-                    outcome.completions = {
+                    finished = {
                         place: answer
                         for place, answer in outcomes.items()
                         if isinstance(answer, Completion)
                     }
-                    raise _with_note(outcome, index, call)
+                    raise _with_note(outcome.replace(completions=finished), index, call)
                 outcomes[index] = outcome
         return [outcomes[index] for index in sorted(outcomes)]  # type: ignore[misc]
 
@@ -223,7 +223,7 @@ class Generation:
         if isinstance(outcome, SGLangError):
             # Not all of the batch was sent, so its place is another one there.
             if isinstance(outcome, (GenerationAbortedError, RequestRefusedError)):
-                outcome.index = index
+                return outcome.replace(index=index)
             return outcome
         kept = self._fleet.in_place_versions
         if kept and outcome.versions:
@@ -254,16 +254,14 @@ class Generation:
             if not fleet.serving:
                 better = fleet.why_nobody_serves()
                 if type(better) is not type(error):
-                    better.__cause__ = error
-                    return better
+                    return better.replace(cause=error)
                 return error
             await asyncio.sleep(DEATH_GRACE_SECONDS / 20 if patient else 0)
         return error
 
 
 def _with_note(error: SGLangError, index: int, call: Call) -> SGLangError:
-    error.add_note(f"It is item {index} of {len(call.prompts)}.")
-    return error
+    return error.replace(note=f"It is item {index} of {len(call.prompts)}.")
 
 
 class WeightState:

@@ -471,7 +471,7 @@ class DataPlane:
             job.give(place, None)
             return
         if isinstance(outcome, GenerationAbortedError):
-            outcome.requested = rid in self._aborted
+            outcome = outcome.replace(requested=rid in self._aborted)
         job.hold(rid, self._adapters, answer.adapter)
         job.give(place, replace(answer, outcome=outcome))
 
@@ -1026,9 +1026,9 @@ def _position(reply: Mapping[str, Any], size: int, url: str) -> int:
 
 
 def _malformed(event: Any, url: str) -> ServerUnavailableError:
-    error = ServerUnavailableError(f"{url} sent a malformed reply: {event!r:.300}")
-    error.status = 200
-    return error
+    return ServerUnavailableError(
+        f"{url} sent a malformed reply: {event!r:.300}", status=200
+    )
 
 
 Prefix = tuple[tuple[int, ...], str | None]
@@ -1063,10 +1063,10 @@ def shared_prompts(
     return found
 
 
-def _aborted_here(index: int | None = None) -> GenerationAbortedError:
-    error = GenerationAbortedError("The request was aborted before a server had it.")
-    error.requested, error.index = True, index
-    return error
+def _aborted_here() -> GenerationAbortedError:
+    return GenerationAbortedError(
+        "The request was aborted before a server had it.", requested=True
+    )
 
 
 def _outcome(task: asyncio.Task[Outcome], index: int) -> Outcome:
@@ -1081,5 +1081,5 @@ def _outcome(task: asyncio.Task[Outcome], index: int) -> Outcome:
         except SGLangError as error:
             outcome = error
     if isinstance(outcome, (GenerationAbortedError, RequestRefusedError)):
-        outcome.index = index
+        return outcome.replace(index=index)
     return outcome

@@ -201,8 +201,8 @@ def _plan_all(specs: Sequence[Mapping[str, Any]]) -> list[ServerPlan]:
             try:
                 plans.append(plan_server(**spec))
             except ConfigurationError as error:
-                error.add_note(f"It is server {number} of {len(specs)}.")
-                raise
+                note = f"It is server {number} of {len(specs)}."
+                raise error.replace(note=note) from error.__cause__
     except BaseException:
         for plan in plans:
             plan.release()

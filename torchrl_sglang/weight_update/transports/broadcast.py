@@ -240,13 +240,12 @@ class BroadcastTransport:
         try:
             return open_store(self._address, self._port, world_size, budget)
         except (OSError, RuntimeError) as error:
-            failure = WeightTransferError(
+            raise WeightTransferError(
                 f"No meeting point for the servers can be opened at "
                 f"{self._address}:{self._port}: {error}. Give another master_address "
-                f"or master_port."
-            )
-            failure.untouched = True
-            raise failure from error
+                f"or master_port.",
+                untouched=True,
+            ) from error
 
     def send(self, weights: Weights, *, version: str) -> int:
         """Broadcasts bucket after bucket; see :class:`.WeightTransport`.
@@ -401,9 +400,9 @@ class BroadcastTransport:
         if not isinstance(error, Exception):
             raise error
         hint = f" {nccl.advice()}" if "invalid argument" in str(error) else ""
-        failure = WeightTransferError(f"{what}: {error}{hint}{advice}")
-        failure.untouched = untouched
-        raise failure from error
+        raise WeightTransferError(
+            f"{what}: {error}{hint}{advice}", untouched=untouched
+        ) from error
 
     def _give_up(self) -> None:
         """Frees both sides of a group that failed, without waiting for them."""

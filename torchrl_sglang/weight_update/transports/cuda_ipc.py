@@ -221,14 +221,15 @@ class CudaIpcTransport:
         if isinstance(error, WeightTransferError):
             outcomes.append(error)
         answered = count - len(outcomes)
+        untouched = answered <= 0 and all(
+            isinstance(each, WeightTransferError) and each.untouched
+            for each in outcomes
+        )
         failure = WeightTransferError(
             str(error)
             if isinstance(error, WeightTransferError)
-            else f"The weights did not arrive: {error}"
-        )
-        failure.untouched = answered <= 0 and all(
-            isinstance(each, WeightTransferError) and each.untouched
-            for each in outcomes
+            else f"The weights did not arrive: {error}",
+            untouched=untouched,
         )
         self._membership = -1
         if self._device.type == "cuda":
@@ -257,8 +258,7 @@ class CudaIpcTransport:
             try:
                 await self._post_once(nothing, None, None)
             except WeightTransferError as error:
-                error.untouched = False
-                raise
+                raise error.replace(untouched=False) from error.__cause__
 
     async def _post_once(
         self, entries: Sequence[str], load_format: LoadFormat, version: str | None
@@ -280,11 +280,10 @@ class CudaIpcTransport:
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
-                failure = WeightTransferError(
-                    f"A server did not take the weights: {outcome}"
-                )
-                failure.untouched = all(map(_nothing_loaded, outcomes))
-                raise failure from outcome
+                raise WeightTransferError(
+                    f"A server did not take the weights: {outcome}",
+                    untouched=all(map(_nothing_loaded, outcomes)),
+                ) from outcome
 
 
 class _Content:

@@ -196,12 +196,11 @@ class DiskTransport:
         outcomes = run_sync(load())
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
-                failure = WeightTransferError(
+                raise WeightTransferError(
                     f"A server did not load {folder}: {outcome} Does every server see "
-                    f"that path?"
-                )
-                failure.untouched = all(map(_nothing_loaded, outcomes))
-                raise failure from outcome
+                    f"that path?",
+                    untouched=all(map(_nothing_loaded, outcomes)),
+                ) from outcome
 
     def _remove_old(self) -> None:
         """Removes what this package has written here, but for the latest."""
@@ -236,23 +235,21 @@ class DiskTransport:
         try:
             yield
         except WeightTransferError as error:
-            error.untouched = True
-            raise
+            raise error.replace(untouched=True) from error.__cause__
         except OSError as error:
             room = ""
             with suppress(OSError):
                 free = shutil.disk_usage(self._directory).free
                 room = f" There are {free / 1e9:.3g} GB left."
-            failure = WeightTransferError(
+            raise WeightTransferError(
                 f"Weights cannot be written to {self._directory}: {error}.{room} Make "
-                f"room, or give another directory."
-            )
-            failure.untouched = True
-            raise failure from error
+                f"room, or give another directory.",
+                untouched=True,
+            ) from error
         except Exception as error:
-            failure = WeightTransferError(f"No checkpoint could be written: {error}")
-            failure.untouched = True
-            raise failure from error
+            raise WeightTransferError(
+                f"No checkpoint could be written: {error}", untouched=True
+            ) from error
 
 
 def _nothing_loaded(outcome: BaseException | None) -> bool:

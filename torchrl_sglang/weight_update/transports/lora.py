@@ -84,9 +84,8 @@ class LoraTransport:
                 timeout=self._timeout,
             )
         except SGLangError as error:
-            failure = WeightTransferError(
+            raise WeightTransferError(
                 f"The LoRA adapter was not published as version {version!r}: {error} "
-                f"The servers still use the weights from before."
-            )
-            failure.untouched = True
-            raise failure from error
+                f"The servers still use the weights from before.",
+                untouched=True,
+            ) from error

@@ -211,17 +211,11 @@ def test_after_the_shutdown():
 # --- when a request is sent again
 
 
-def unavailable(transient: bool) -> ServerUnavailableError:
-    error = ServerUnavailableError("no")
-    error.transient = transient
-    return error
-
-
 @pytest.mark.parametrize(
     ("error", "again"),
     [
-        (unavailable(transient=True), True),
-        (unavailable(transient=False), False),
+        (ServerUnavailableError("no", transient=True), True),
+        (ServerUnavailableError("no", transient=False), False),
         (RequestRefusedError("no"), False),
         (ServerTimeoutError("no"), False),
         (ServerDiedError("no"), False),
@@ -233,7 +227,7 @@ def test_what_is_sent_again(error, again):
 
 def test_waits_grow_up_to_a_limit():
     policy = RetryPolicy(attempts=20, first_delay=0.1, longest_delay=2.0)
-    error = unavailable(transient=True)
+    error = ServerUnavailableError("no", transient=True)
     waits = [policy.delay(error, attempt) for attempt in range(1, 20)]
     for attempt, wait in enumerate(waits):
         limit = min(0.1 * 2**attempt, 2.0)
