@@ -16,6 +16,9 @@ SEED ?= 0
 OUTPUT ?= runs/grpo_tiny
 PYTEST_ARGS ?=
 
+# Two files at a time: much of a test is waiting for a server.
+PYTEST := .venv/bin/python -m pytest --numprocesses=2 --dist=loadfile
+
 VENV := .venv
 BIN := $(VENV)/bin
 CREATED := $(VENV)/.created
@@ -86,15 +89,15 @@ demo: install  ## Train a tiny model with GRPO against a real SGLang server
 
 .PHONY: test
 test: install $(TEST) $(OLD_ENGINE)  ## Run the CPU test suite, with real SGLang servers
-	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 .PHONY: test-slow
 test-slow: install $(TEST) $(OLD_ENGINE)
-	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: install $(TEST) $(OLD_ENGINE)  ## Run the further cases of its long matrices, too
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(LINT)  ## Check style, formatting, types and spelling

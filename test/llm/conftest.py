@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.forked_starts import forked_starts, true_interpreter
+from helpers.fake_server import FakeServer
+from helpers.forked_starts import true_interpreter
 from tensordict import set_list_to_stack
 
 from torchrl_sglang import AsyncSGLang
@@ -29,17 +30,14 @@ LOG_PROB_TOLERANCE = 1e-4
 Score = Callable[[Sequence[int]], torch.Tensor]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def forking_python() -> Iterator[Path | None]:
+@pytest.fixture(scope="session")
+def forking_python() -> Path | None:
     """The interpreter that all servers on CPU are forked by; see ``true_starts``."""
     try:
-        engine_python()
+        return engine_python()
     except ConfigurationError:
         # A machine for the tests that need a GPU.
-        yield None
-        return
-    with forked_starts() as interpreter:
-        yield interpreter
+        return None
 
 
 @pytest.fixture
@@ -71,6 +69,19 @@ def session_engine(tiny_model_path: str) -> Iterator[AsyncSGLang]:
 def engine(session_engine: AsyncSGLang) -> AsyncSGLang:
     """A running engine. Tests that change its weights use ``restored_engine``."""
     return session_engine
+
+
+@pytest.fixture
+def fake(tiny_model_path: str) -> Iterator[FakeServer]:
+    """A server for error paths that a healthy engine cannot produce."""
+    with FakeServer(tiny_model_path) as server:
+        yield server
+
+
+@pytest.fixture
+def fake_engine(fake: FakeServer) -> Iterator[AsyncSGLang]:
+    with AsyncSGLang.connect(fake.url) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

@@ -6,23 +6,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from helpers.fake_server import FakeServer
 
-from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.types import ServerCapabilities
-
-
-@pytest.fixture
-def fake(tiny_model_path: str) -> Iterator[FakeServer]:
-    """A server for error paths that a healthy engine cannot produce."""
-    with FakeServer(tiny_model_path) as server:
-        yield server
-
-
-@pytest.fixture
-def fake_engine(fake: FakeServer) -> Iterator[AsyncSGLang]:
-    with AsyncSGLang.connect(fake.url) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -41,10 +41,16 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
     """
     deadline = time.monotonic() + timeout
     fleet.notice_deaths()
+    asked = {replica.url: replica.process for replica in fleet.replicas}
     outcomes = await control.schedulers_answer(timeout=ANSWER_SECONDS)
     for replica in fleet.replicas:
         error = outcomes.get(replica.url)
-        if error is None or not replica.runs:
+        # The supervisor may have started it again meanwhile.
+        if (
+            error is None
+            or not replica.runs
+            or replica.process is not asked[replica.url]
+        ):
             continue
         if replica.process is None:
             raise type(error)(
