@@ -20,7 +20,7 @@ from typing import Any, Literal, Self, TypeAlias
 import orjson
 from aiohttp import web
 
-from torchrl_sglang.backends.generation.protocol import SAMPLING_PARAMETERS
+from torchrl_sglang.backends.generation.sampling import SAMPLING_PARAMETERS
 
 __all__ = ["FakeServer", "Fault"]
 
@@ -722,11 +722,11 @@ def _check_parameter(name: str, value: Any) -> None:
     if name not in SAMPLING_PARAMETERS:
         expected = ", ".join(f"`{known}`" for known in SAMPLING_PARAMETERS)
         raise _RefusedError(f"unknown field `{name}`, expected one of {expected}")
-    types, least, greatest = SAMPLING_PARAMETERS[name]
+    row = SAMPLING_PARAMETERS[name]
     if value is None:
         return
     is_bool = isinstance(value, bool)
-    fits = isinstance(value, types) and (bool in types or not is_bool)
+    fits = isinstance(value, row.types) and (bool in row.types or not is_bool)
     if not fits:
         raise _RefusedError(f"invalid type: {value!r}")
     if name == "logit_bias" and not all(
@@ -742,9 +742,9 @@ def _check_parameter(name: str, value: Any) -> None:
                 f"at most {MOST_STOPS} stop strings are allowed, got {len(texts)}"
             )
     number = isinstance(value, (int, float)) and not is_bool and name != "top_k"
-    if number and not least <= value <= greatest:
+    if number and not row.least <= value <= row.greatest:
         raise _RefusedError(
-            f"{name} must be in [{least:g}, {greatest:g}], got {value}."
+            f"{name} must be in [{row.least:g}, {row.greatest:g}], got {value}."
         )
 
 

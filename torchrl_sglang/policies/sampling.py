@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchrl_sglang.backends.generation.protocol import (
+from torchrl_sglang.backends.generation.sampling import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
     hint,

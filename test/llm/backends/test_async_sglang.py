@@ -20,7 +20,7 @@ import torch
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.generation.protocol import SAMPLING_PARAMETERS
+from torchrl_sglang.backends.generation.sampling import SAMPLING_PARAMETERS
 from torchrl_sglang.backends.support.event_loop import run_sync, submit
 from torchrl_sglang.errors import (
     ConfigurationError,

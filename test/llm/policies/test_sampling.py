@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_sglang import SGLangWrapper
-from torchrl_sglang.backends.generation.protocol import SAMPLING_PARAMETERS
+from torchrl_sglang.backends.generation.sampling import SAMPLING_PARAMETERS
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.sampling import translate
 

@@ -47,12 +47,13 @@ from torchrl_sglang.backends.client.http import Answer, HttpClient
 from torchrl_sglang.backends.generation.log_probs import to_scoring_request, with_scores
 from torchrl_sglang.backends.generation.metrics import Counters
 from torchrl_sglang.backends.generation.protocol import (
+    ROUTING_KEY_HEADER,
     GenerateRequest,
     parse_completion,
     to_payload,
 )
 from torchrl_sglang.backends.generation.retries import RetryPolicy
-from torchrl_sglang.backends.launch.router import ROUTING_KEY_HEADER, lost_in_router
+from torchrl_sglang.backends.generation.sampling import dropped_by_router
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
@@ -556,7 +557,7 @@ class DataPlane:
                     own,
                     [rid],
                     # The router would drop these without a word.
-                    direct=bool(lost_in_router(request.sampling_params)),
+                    direct=dropped_by_router(request.sampling_params),
                     prefer=None if like is None else like.url,
                 )
             except (ServerTimeoutError, ServerUnavailableError) as error:

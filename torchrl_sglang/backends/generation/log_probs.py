@@ -22,10 +22,10 @@ from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.generation.protocol import (
     GenerateRequest,
     response_room,
-    temperature_of,
     wants_log_probs,
 )
 from torchrl_sglang.backends.generation.request import Batch
+from torchrl_sglang.backends.generation.sampling import changes_logits, temperature_of
 from torchrl_sglang.errors import (
     ConfigurationError,
     SGLangError,
@@ -34,7 +34,6 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.types import Completion, ServerCapabilities
 
 __all__ = [
-    "changes_logits",
     "depends_on_server",
     "ignores_temperature",
     "plan_scoring",
@@ -55,32 +54,6 @@ the logits were not divided."""
 
 PROBE_SECONDS = 30.0
 """Budget for a probe."""
-
-_CHANGES_LOGITS: dict[str, Any] = {
-    # name: the value with which it changes nothing, beside None
-    "ebnf": "",
-    "frequency_penalty": 0,
-    "json_schema": "",
-    "logit_bias": {},
-    "min_new_tokens": 0,
-    "presence_penalty": 0,
-    "regex": "",
-    "repetition_penalty": 1,
-    "structural_tag": "",
-}
-"""Parameters that SGLang applies to the logits before it takes any log-probability."""
-
-
-def changes_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
-    """Returns whether SGLang changes the logits for these parameters. Pure.
-
-    Temperature is not meant: it is applied later. Top-p, top-k and min-p choose among
-    the tokens and change no log-probability.
-    """
-    given = {**capabilities.default_sampling_params, **params}
-    return any(
-        given.get(name) not in (None, inert) for name, inert in _CHANGES_LOGITS.items()
-    )
 
 
 def scales_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:

@@ -10,20 +10,17 @@ Format: SGLang's native ``/generate`` (``sglang/srt/managers/io_struct.py``,
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.backends.support.checks import to_python
+from torchrl_sglang.backends.generation.sampling import check_token_ids
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
     RequestRefusedError,
     ServerUnavailableError,
-    UnsupportedByServerError,
 )
 from torchrl_sglang.types import (
     Completion,
@@ -33,70 +30,23 @@ from torchrl_sglang.types import (
 )
 
 __all__ = [
-    "SAMPLING_ALIASES",
-    "SAMPLING_PARAMETERS",
+    "ROUTING_KEY_HEADER",
     "GenerateRequest",
     "check_prompt",
-    "check_sampling_params",
     "check_top_log_probs",
-    "hint",
     "parse_completion",
     "to_payload",
 ]
 
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+"""A router with a keyed policy sends requests with equal values of this header to one
+server."""
+
 STREAM_INTERVAL = 2**30
 """Tokens between two events of a response: only its first one and its end are sent."""
 
-_NUMBER = (int, float)
-_TEXTS = (str, list, tuple)
-
-SAMPLING_PARAMETERS: dict[str, tuple[tuple[type, ...], float, float]] = {
-    # name: (types, least value, greatest value); the limits are SGLang's own.
-    "ebnf": ((str,), 0, 0),
-    "frequency_penalty": (_NUMBER, -2.0, 2.0),
-    "ignore_eos": ((bool,), 0, 1),
-    "json_schema": ((str,), 0, 0),
-    "logit_bias": ((dict,), 0, 0),
-    "max_new_tokens": ((int,), 0, math.inf),
-    "min_new_tokens": ((int,), 0, math.inf),
-    "min_p": (_NUMBER, 0.0, 1.0),
-    "no_stop_trim": ((bool,), 0, 1),
-    "presence_penalty": (_NUMBER, -2.0, 2.0),
-    "regex": ((str,), 0, 0),
-    "repetition_penalty": (_NUMBER, 0.0, 2.0),
-    "sampling_seed": ((int,), -(2**63), 2**63 - 1),
-    "skip_special_tokens": ((bool,), 0, 1),
-    "spaces_between_special_tokens": ((bool,), 0, 1),
-    "stop": (_TEXTS, 0, 0),
-    "stop_regex": (_TEXTS, 0, 0),
-    "stop_token_ids": ((list, tuple, set, frozenset), 0, 0),
-    "structural_tag": ((str,), 0, 0),
-    "temperature": (_NUMBER, 0.0, math.inf),
-    # SGLang's own value for the whole vocabulary; from 2**31 on a server dies.
-    "top_k": ((int,), -1, 2**30),
-    "top_p": (_NUMBER, 0.0, 1.0),
-}
-"""Every sampling parameter that is sent, with its types and limits."""
-
-SAMPLING_ALIASES = {
-    "grammar": "ebnf",
-    "guided_grammar": "ebnf",
-    "guided_regex": "regex",
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-    "stop_sequences": "stop",
-}
-"""A name of TorchRL's or vLLM's -> SGLang's name for the same value."""
-
-LARGEST_BIAS = 3e38
-"""Beyond it a bias is infinite in the float32 of the logits."""
-
 _NAN = "NaN happened"
 """The stop text that SGLang claims to have matched where a sampled id is none."""
-
-_GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
-_NEEDS_TOKENIZER = ("stop", "stop_regex")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,197 +78,6 @@ class GenerateRequest:
     adapter: str | None = None
     """LoRA adapter to compute it with: a name, ``""`` for none, or ``None`` for the
     engine's default when it is sent."""
-
-
-def check_sampling_params(
-    params: Mapping[str, Any], capabilities: ServerCapabilities
-) -> dict[str, Any]:
-    """Returns ``params`` as the server takes them, without unset ones.
-
-    Raises:
-        ConfigurationError: for an unknown name, a wrong type or a value out of range;
-            the message names the value and the nearest valid name.
-        UnsupportedByServerError: for one that this server cannot honour.
-    """
-    checked: dict[str, Any] = {}
-    for name, given in params.items():
-        value = to_python(given)
-        if name == "n":
-            raise ConfigurationError(
-                f"n={value!r} is not sent to the engine; give the prompt that many "
-                f"times (SGLangWrapper does it for num_samples)."
-            )
-        target = SAMPLING_ALIASES.get(name, name)
-        if target not in SAMPLING_PARAMETERS:
-            raise ConfigurationError(
-                f"{name!r} is not a sampling parameter of SGLang.{hint(str(name))}"
-            )
-        if value is None:
-            continue
-        if target in checked:
-            raise ConfigurationError(
-                f"The sampling parameter {target!r} is given twice, once as {name!r}; "
-                f"give one."
-            )
-        types, least, greatest = SAMPLING_PARAMETERS[target]
-        is_bool = isinstance(value, bool)
-        if not isinstance(value, types) or (is_bool and bool not in types):
-            wanted = " or ".join(kind.__name__ for kind in types)
-            raise ConfigurationError(
-                f"The sampling parameter {name}={value!r} is a "
-                f"{type(value).__name__}; it must be {wanted}."
-            )
-        if isinstance(value, _NUMBER) and not (
-            least <= value <= greatest and value != math.inf
-        ):
-            end = ")" if greatest == math.inf else "]"
-            raise ConfigurationError(
-                f"The sampling parameter {name}={value!r} is out of range; it must lie "
-                f"in [{least:g}, {greatest:g}{end}."
-            )
-        if target in _GRAMMARS and not capabilities.has_grammar:
-            raise UnsupportedByServerError(
-                f"{name!r} needs a grammar backend, and the server was started with "
-                f"none; start it with grammar_backend='xgrammar'."
-            )
-        if target in _NEEDS_TOKENIZER and not capabilities.has_tokenizer:
-            raise UnsupportedByServerError(
-                f"{name!r} is matched on text, and the server was started with "
-                f"skip_tokenizer_init=True; give 'stop_token_ids'."
-            )
-        checked[target] = value
-    _check_values(checked, capabilities)
-    return checked
-
-
-def _check_seed(params: Mapping[str, Any], capabilities: ServerCapabilities) -> None:
-    # Greedy sampling draws nothing.
-    honoured = capabilities.uses_seeds or temperature_of(params, capabilities) == 0
-    if "sampling_seed" in params and not honoured:
-        raise UnsupportedByServerError(
-            f"sampling_seed={params['sampling_seed']!r} would be ignored: the server "
-            f"was started without enable_deterministic_inference=True. Start it with "
-            f"that, leave the seed out, or sample with temperature=0."
-        )
-
-
-def temperature_of(
-    params: Mapping[str, Any], capabilities: ServerCapabilities
-) -> float | None:
-    """Returns the temperature that a request is sampled with, where it is known."""
-    value = params.get("temperature")
-    if value is None:
-        value = capabilities.default_sampling_params.get("temperature")
-    if value is None:
-        return 1.0
-    return value if isinstance(value, _NUMBER) else None
-
-
-def _check_values(params: dict[str, Any], capabilities: ServerCapabilities) -> None:
-    _check_seed(params, capabilities)
-    if params.get("top_k") == 0:
-        raise ConfigurationError(
-            "The sampling parameter top_k=0 keeps no token; give -1 for no limit, or "
-            "at least 1."
-        )
-    for name in ("top_p", "repetition_penalty"):
-        if params.get(name) == 0:
-            raise ConfigurationError(
-                f"The sampling parameter {name}=0 is out of range; it must be greater "
-                f"than 0."
-            )
-    least, most = params.get("min_new_tokens", 0), params.get("max_new_tokens")
-    if most is not None and least > most:
-        raise ConfigurationError(
-            f"min_new_tokens={least} is more than max_new_tokens={most}."
-        )
-    if params.get("ignore_eos") and params.get("stop_token_ids"):
-        raise ConfigurationError(
-            f"With ignore_eos=True SGLang ignores stop_token_ids="
-            f"{list(params['stop_token_ids'])} as well; give only one of the two."
-        )
-    for name in _NEEDS_TOKENIZER:
-        if name in params:
-            params[name] = _check_texts(name, params[name])
-    if "stop_token_ids" in params:
-        stops = list(params["stop_token_ids"])
-        check_token_ids(stops, capabilities, "stop_token_ids")
-        params["stop_token_ids"] = sorted(set(stops))
-    if "logit_bias" in params:
-        params["logit_bias"] = _check_bias(params["logit_bias"], capabilities)
-
-
-def _check_texts(name: str, value: Any) -> list[str]:
-    """Returns ``stop`` or ``stop_regex`` as a list of texts that can match."""
-    texts = [value] if isinstance(value, str) else list(value)
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise ConfigurationError(
-                f"{name} holds {text!r}; it takes texts that are not empty (an empty "
-                f"one ends every response at its first token)."
-            )
-        if name == "stop_regex":
-            try:
-                re.compile(text)
-            except re.error as error:
-                raise ConfigurationError(
-                    f"{name} holds {text!r}, which is not a regular expression: "
-                    f"{error}."
-                ) from None
-    return texts
-
-
-def _check_bias(
-    bias: Mapping[Any, Any], capabilities: ServerCapabilities
-) -> dict[str, float]:
-    """Returns ``logit_bias`` as JSON has it: with text keys, and finite values."""
-    checked: dict[str, float] = {}
-    for token, value in bias.items():
-        try:
-            token_id = int(token)
-        except (TypeError, ValueError):
-            token_id = token
-        check_token_ids([token_id], capabilities, "logit_bias")
-        if not isinstance(value, _NUMBER) or not abs(value) <= LARGEST_BIAS:
-            raise ConfigurationError(
-                f"logit_bias gives the token {token} the value {value!r}; it must be "
-                f"a number in [{-LARGEST_BIAS:g}, {LARGEST_BIAS:g}] (write -1e9 for a "
-                f"token that shall never come)."
-            )
-        checked[str(token_id)] = float(value)
-    return checked
-
-
-def hint(name: str, others: Sequence[str] = ()) -> str:
-    """Returns the end of a message about an unknown name: the nearest valid one."""
-    valid = sorted({*SAMPLING_PARAMETERS, *others})
-    near = difflib.get_close_matches(name, valid, n=1)
-    if near:
-        return f" Did you mean {near[0]!r}?"
-    return f" The valid ones are {', '.join(valid)}."
-
-
-def check_token_ids(
-    token_ids: Sequence[int], capabilities: ServerCapabilities, what: str
-) -> None:
-    """Raises :class:`ConfigurationError` unless all ids lie in the vocabulary."""
-    if not token_ids:
-        return
-    integers = set(map(type, token_ids)) == {int}
-    if integers and min(token_ids) >= 0 and max(token_ids) < capabilities.vocab_size:
-        return
-    for token in token_ids:
-        if type(token) is not int:
-            raise ConfigurationError(
-                f"{what} holds {token!r}, a {type(token).__name__}; token ids are "
-                f"Python integers (tolist() turns a tensor or an array into them)."
-            )
-        if not 0 <= token < capabilities.vocab_size:
-            raise ConfigurationError(
-                f"{what} holds the token id {token}, which is outside the vocabulary "
-                f"of {capabilities.model_path!r}: ids lie in "
-                f"[0, {capabilities.vocab_size}). Is this the served model's tokenizer?"
-            )
 
 
 def check_prompt(

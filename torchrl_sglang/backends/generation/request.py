@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from torchrl_sglang.backends.generation.protocol import (
-    SAMPLING_ALIASES,
-    SAMPLING_PARAMETERS,
     GenerateRequest,
     check_prompt,
-    check_sampling_params,
     check_top_log_probs,
+)
+from torchrl_sglang.backends.generation.sampling import (
+    SAMPLING_ALIASES,
+    SAMPLING_PARAMETERS,
+    check_sampling_params,
     hint,
 )
 from torchrl_sglang.backends.support.checks import check_flag, check_mapping

@@ -49,12 +49,10 @@ from torchrl_sglang.errors import (
 )
 
 __all__ = [
-    "ROUTING_KEY_HEADER",
     "RouterProcess",
     "RouterWorker",
     "ask_router",
     "check_router",
-    "lost_in_router",
     "make_sglang_router",
     "router_policies",
 ]
@@ -76,9 +74,6 @@ POLL_SECONDS = 0.05
 
 READY_TIMEOUT_SECONDS = 2.0
 """A starting router that takes longer to list its workers is asked again."""
-
-ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-"""Requests with one value of this header stay together, with a policy that reads it."""
 
 ROUTER_ARGUMENTS: Mapping[str, Any] = {
     # The data plane sends a failed request again; here, errors are to be seen.
@@ -129,18 +124,6 @@ UNUSABLE_ARGUMENTS: Mapping[str, str] = {
 }
 """Arguments that the router has and that cannot be given by name here."""
 
-LOST_SAMPLING_PARAMETERS = frozenset(
-    {
-        "custom_params",
-        "logit_bias",
-        "spaces_between_special_tokens",
-        "stop_regex",
-        "stream_interval",
-        "structural_tag",
-    }
-)
-"""What router 0.3.2 leaves out of a request, without a word, before it passes it on."""
-
 _LAUNCHER = Path(__file__).with_name("router_launch.py")
 
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
@@ -155,19 +138,6 @@ class RouterWorker(NamedTuple):
     """Its address."""
     healthy: bool
     """Whether it is in rotation."""
-
-
-def lost_in_router(sampling_params: Mapping[str, Any]) -> list[str]:
-    """Returns the sampling parameters that a router would drop from a request.
-
-    The router reads a request into fields that it knows and writes these out again.
-    A request with a parameter that it does not know has to go to a server directly.
-
-    Examples:
-        >>> lost_in_router({"temperature": 0.7, "logit_bias": {"5": 1.0}})
-        ['logit_bias']
-    """
-    return sorted(LOST_SAMPLING_PARAMETERS & sampling_params.keys())
 
 
 def router_policies(python: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
@@ -194,7 +164,7 @@ class RouterProcess(ServerProcess):
         policy: how a server is chosen for a request, one of :func:`router_policies`:
             ``"cache_aware"`` sends prompts that begin alike to one server as long as
             the load is even; ``"manual"`` and ``"consistent_hashing"`` keep requests of
-            one routing key together (:data:`ROUTING_KEY_HEADER`); ``"round_robin"``,
+            one routing key together (header ``X-SMG-Routing-Key``); ``"round_robin"``,
             ``"random"`` and ``"power_of_two"`` look at no request.
         host: address to listen on.
         port: by default, one that is free.

@@ -14,11 +14,11 @@ from helpers.fake_server import (
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.generation.log_probs import (
-    changes_logits,
     is_unscaled,
     scales_logits,
     with_scores,
 )
+from torchrl_sglang.backends.generation.sampling import changes_logits
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,

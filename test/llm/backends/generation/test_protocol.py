@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from torchrl_sglang.backends.generation.protocol import (
-    SAMPLING_PARAMETERS,
     GenerateRequest,
     check_prompt,
-    check_sampling_params,
     parse_completion,
     to_payload,
+)
+from torchrl_sglang.backends.generation.sampling import (
+    SAMPLING_PARAMETERS,
+    check_sampling_params,
 )
 from torchrl_sglang.errors import (
     ConfigurationError,

@@ -21,16 +21,17 @@ import pytest
 
 from torchrl_sglang import make_sglang_server
 from torchrl_sglang.backends.client.http import Answer, HttpClient
-from torchrl_sglang.backends.generation.protocol import SAMPLING_PARAMETERS
+from torchrl_sglang.backends.generation.protocol import ROUTING_KEY_HEADER
+from torchrl_sglang.backends.generation.sampling import (
+    SAMPLING_PARAMETERS,
+    dropped_by_router,
+)
 from torchrl_sglang.backends.launch import router as router_module
 from torchrl_sglang.backends.launch.process import ServerProcess
 from torchrl_sglang.backends.launch.router import (
-    LOST_SAMPLING_PARAMETERS,
     ROUTER_ARGUMENTS,
-    ROUTING_KEY_HEADER,
     UNUSABLE_ARGUMENTS,
     RouterProcess,
-    lost_in_router,
     make_sglang_router,
     router_policies,
 )
@@ -374,7 +375,7 @@ def test_keys():
 
 
 def test_sampling_parameters_that_are_lost(pair):
-    """If this fails, the router has learnt one: take it from the list."""
+    """If this fails, the router has learnt one: change its row in the table."""
     values: dict[tuple[type, ...], Any] = {
         (str,): "x",
         (int, float): 0.5,
@@ -384,7 +385,7 @@ def test_sampling_parameters_that_are_lost(pair):
         (str, list, tuple): ["x"],
         (list, tuple, set, frozenset): [3],
     }
-    given = {name: values[row[0]] for name, row in SAMPLING_PARAMETERS.items()}
+    given = {name: values[row.types] for name, row in SAMPLING_PARAMETERS.items()}
     given |= {"custom_params": {"a": 1}, "stream_interval": 2}
     for recorder in pair:
         recorder.requests.clear()
@@ -396,10 +397,11 @@ def test_sampling_parameters_that_are_lost(pair):
     ((_, got),) = pair[0].requests + pair[1].requests
     assert got["input_ids"] == [1, 2]
     kept = got["sampling_params"]
-    assert set(given) - set(kept) == LOST_SAMPLING_PARAMETERS
+    dropped = {n for n, row in SAMPLING_PARAMETERS.items() if row.dropped_by_router}
+    assert set(given) - set(kept) == {"custom_params", "stream_interval", *dropped}
     assert kept == {name: given[name] for name in kept}
-    assert lost_in_router(given) == sorted(LOST_SAMPLING_PARAMETERS)
-    assert lost_in_router({"temperature": 0.7}) == []
+    assert dropped_by_router({"temperature": 0.7, "stop_regex": ["a"]})
+    assert not dropped_by_router({"temperature": 0.7})
 
 
 def test_fields_that_the_engine_sends(pair):

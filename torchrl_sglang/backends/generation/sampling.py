@@ -1,0 +1,349 @@
+"""THE table of sampling parameters, and the checks that read it. Pure.
+
+To add a sampling parameter, add a row to :data:`SAMPLING_PARAMETERS`; everything else
+(aliases, checks, routing, scoring of log-probs) is derived from it.
+
+Source: ``sglang/srt/sampling/sampling_params.py``, whose limits these are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_sglang.backends.support.checks import to_python
+from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.types import ServerCapabilities
+
+__all__ = [
+    "SAMPLING_ALIASES",
+    "SAMPLING_PARAMETERS",
+    "SamplingParameter",
+    "changes_logits",
+    "check_sampling_params",
+    "check_token_ids",
+    "dropped_by_router",
+    "hint",
+    "temperature_of",
+]
+
+LARGEST_BIAS = 3e38
+"""A larger logit bias is infinite in float32."""
+
+_NUMBER = (int, float)
+_TEXTS = (str, list, tuple)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParameter:
+    """One sampling parameter of SGLang."""
+
+    types: tuple[type, ...]
+    """Types of its values; ``bool`` does not count as a number."""
+    least: float = -math.inf
+    """Smallest number."""
+    greatest: float = math.inf
+    """Largest number; never infinity itself."""
+    excludes_least: bool = False
+    """Numbers must be greater than ``least``."""
+    aliases: tuple[str, ...] = ()
+    """Names that TorchRL and vLLM have for the same value."""
+    neutral: tuple[Any, ...] = ()
+    """Values beside ``None`` that leave the logits as they are, of a parameter that
+    SGLang applies to the logits before it takes log-probs; empty for all others."""
+    needs_grammar: bool = False
+    """The server must have a grammar backend."""
+    needs_tokenizer: bool = False
+    """The server must have a tokenizer."""
+    dropped_by_router: bool = False
+    """sglang-router 0.3.2 silently removes it from requests."""
+
+
+SAMPLING_PARAMETERS: dict[str, SamplingParameter] = {
+    "ebnf": SamplingParameter(
+        types=(str,),
+        aliases=("grammar", "guided_grammar"),
+        neutral=("",),
+        needs_grammar=True,
+    ),
+    "frequency_penalty": SamplingParameter(
+        types=_NUMBER, least=-2.0, greatest=2.0, neutral=(0,)
+    ),
+    "ignore_eos": SamplingParameter(types=(bool,)),
+    "json_schema": SamplingParameter(types=(str,), neutral=("",), needs_grammar=True),
+    "logit_bias": SamplingParameter(
+        types=(dict,), neutral=({},), dropped_by_router=True
+    ),
+    "max_new_tokens": SamplingParameter(types=(int,), least=0, aliases=("max_tokens",)),
+    "min_new_tokens": SamplingParameter(
+        types=(int,), least=0, aliases=("min_tokens",), neutral=(0,)
+    ),
+    "min_p": SamplingParameter(types=_NUMBER, least=0.0, greatest=1.0),
+    "no_stop_trim": SamplingParameter(types=(bool,)),
+    "presence_penalty": SamplingParameter(
+        types=_NUMBER, least=-2.0, greatest=2.0, neutral=(0,)
+    ),
+    "regex": SamplingParameter(
+        types=(str,), aliases=("guided_regex",), neutral=("",), needs_grammar=True
+    ),
+    "repetition_penalty": SamplingParameter(
+        types=_NUMBER, least=0.0, greatest=2.0, excludes_least=True, neutral=(1,)
+    ),
+    "sampling_seed": SamplingParameter(
+        types=(int,), least=-(2**63), greatest=2**63 - 1, aliases=("seed",)
+    ),
+    "skip_special_tokens": SamplingParameter(types=(bool,)),
+    "spaces_between_special_tokens": SamplingParameter(
+        types=(bool,), dropped_by_router=True
+    ),
+    "stop": SamplingParameter(
+        types=_TEXTS, aliases=("stop_sequences",), needs_tokenizer=True
+    ),
+    "stop_regex": SamplingParameter(
+        types=_TEXTS, needs_tokenizer=True, dropped_by_router=True
+    ),
+    "stop_token_ids": SamplingParameter(types=(list, tuple, set, frozenset)),
+    "structural_tag": SamplingParameter(
+        types=(str,), neutral=("",), needs_grammar=True, dropped_by_router=True
+    ),
+    "temperature": SamplingParameter(types=_NUMBER, least=0.0),
+    # 2**30 is SGLang's own value for the whole vocabulary; 2**31 kills a server.
+    "top_k": SamplingParameter(types=(int,), least=-1, greatest=2**30),
+    "top_p": SamplingParameter(
+        types=_NUMBER, least=0.0, greatest=1.0, excludes_least=True
+    ),
+}
+"""SGLang's name -> parameter. Any other name is refused."""
+
+SAMPLING_ALIASES = {
+    alias: name for name, row in SAMPLING_PARAMETERS.items() for alias in row.aliases
+}
+"""TorchRL's or vLLM's name -> SGLang's name."""
+
+
+def dropped_by_router(params: Mapping[str, Any]) -> bool:
+    """Returns whether sglang-router would drop one of these parameters.
+
+    Examples:
+        >>> dropped_by_router({"temperature": 0.7, "logit_bias": {"5": 1.0}})
+        True
+    """
+    return any(SAMPLING_PARAMETERS[name].dropped_by_router for name in params)
+
+
+def changes_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
+    """Returns whether these parameters change the logits before log-probs are taken.
+
+    Temperature, top-p, top-k and min-p are applied later.
+    """
+    given = {**capabilities.default_sampling_params, **params}
+    return any(
+        row.neutral and given.get(name) not in (None, *row.neutral)
+        for name, row in SAMPLING_PARAMETERS.items()
+    )
+
+
+def temperature_of(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> float | None:
+    """Returns the temperature that SGLang samples with; ``None`` if it is unknown."""
+    value = params.get("temperature")
+    if value is None:
+        value = capabilities.default_sampling_params.get("temperature")
+    if value is None:
+        return 1.0
+    return value if isinstance(value, _NUMBER) else None
+
+
+def check_sampling_params(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> dict[str, Any]:
+    """Returns parameters under SGLang's names, without those that are ``None``.
+
+    Raises:
+        ConfigurationError: for an unknown name, a wrong type or a value out of range.
+        UnsupportedByServerError: for a parameter that this server would ignore.
+    """
+    checked: dict[str, Any] = {}
+    for given_name, given in params.items():
+        value = to_python(given)
+        name = _resolve(given_name, value)
+        if value is None:
+            continue
+        if name in checked:
+            raise ConfigurationError(
+                f"The sampling parameter {name!r} is given twice, once as "
+                f"{given_name!r}; give one."
+            )
+        row = SAMPLING_PARAMETERS[name]
+        _check_value(given_name, value, row)
+        _check_supported(given_name, row, capabilities)
+        checked[name] = value
+    _check_seed(checked, capabilities)
+    _check_limits_together(checked)
+    for name in ("stop", "stop_regex"):
+        if name in checked:
+            checked[name] = _check_texts(name, checked[name])
+    if "stop_token_ids" in checked:
+        stops = list(checked["stop_token_ids"])
+        check_token_ids(stops, capabilities, "stop_token_ids")
+        checked["stop_token_ids"] = sorted(set(stops))
+    if "logit_bias" in checked:
+        checked["logit_bias"] = _check_bias(checked["logit_bias"], capabilities)
+    return checked
+
+
+def _resolve(name: Any, value: Any) -> str:
+    """Returns SGLang's name of a parameter."""
+    if name == "n":
+        raise ConfigurationError(
+            f"n={value!r} is not sent to the engine; repeat the prompt instead "
+            f"(SGLangWrapper does so for num_samples)."
+        )
+    resolved = SAMPLING_ALIASES.get(name, name)
+    if resolved not in SAMPLING_PARAMETERS:
+        raise ConfigurationError(
+            f"{name!r} is not a sampling parameter of SGLang.{hint(str(name))}"
+        )
+    return resolved
+
+
+def _check_value(name: str, value: Any, row: SamplingParameter) -> None:
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, row.types) or (is_bool and bool not in row.types):
+        wanted = " or ".join(kind.__name__ for kind in row.types)
+        raise ConfigurationError(
+            f"The sampling parameter {name}={value!r} is a {type(value).__name__}; it "
+            f"must be {wanted}."
+        )
+    if is_bool or not isinstance(value, _NUMBER):
+        return
+    above = value > row.least if row.excludes_least else value >= row.least
+    if not (above and value <= row.greatest and value != math.inf):
+        begin = "(" if row.excludes_least else "["
+        end = ")" if row.greatest == math.inf else "]"
+        raise ConfigurationError(
+            f"The sampling parameter {name}={value!r} is out of range; it must lie in "
+            f"{begin}{row.least:g}, {row.greatest:g}{end}."
+        )
+
+
+def _check_supported(
+    name: str, row: SamplingParameter, capabilities: ServerCapabilities
+) -> None:
+    if row.needs_grammar and not capabilities.has_grammar:
+        raise UnsupportedByServerError(
+            f"{name!r} needs a grammar backend, and the server was started without "
+            f"one; start it with grammar_backend='xgrammar'."
+        )
+    if row.needs_tokenizer and not capabilities.has_tokenizer:
+        raise UnsupportedByServerError(
+            f"{name!r} is matched on text, and the server was started with "
+            f"skip_tokenizer_init=True; give 'stop_token_ids'."
+        )
+
+
+def _check_seed(params: Mapping[str, Any], capabilities: ServerCapabilities) -> None:
+    # Greedy sampling draws nothing.
+    honoured = capabilities.uses_seeds or temperature_of(params, capabilities) == 0
+    if "sampling_seed" in params and not honoured:
+        raise UnsupportedByServerError(
+            f"sampling_seed={params['sampling_seed']!r} would be ignored: the server "
+            f"was started without enable_deterministic_inference=True. Start it with "
+            f"that, leave the seed out, or sample with temperature=0."
+        )
+
+
+def _check_limits_together(params: Mapping[str, Any]) -> None:
+    if params.get("top_k") == 0:
+        raise ConfigurationError(
+            "The sampling parameter top_k=0 keeps no token; give -1 for no limit, or "
+            "at least 1."
+        )
+    least, most = params.get("min_new_tokens", 0), params.get("max_new_tokens")
+    if most is not None and least > most:
+        raise ConfigurationError(
+            f"min_new_tokens={least} is more than max_new_tokens={most}."
+        )
+    if params.get("ignore_eos") and params.get("stop_token_ids"):
+        raise ConfigurationError(
+            f"With ignore_eos=True SGLang ignores stop_token_ids="
+            f"{list(params['stop_token_ids'])} as well; give only one of the two."
+        )
+
+
+def _check_texts(name: str, value: Any) -> list[str]:
+    """Returns ``stop`` or ``stop_regex`` as a list of texts that can match."""
+    texts = [value] if isinstance(value, str) else list(value)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ConfigurationError(
+                f"{name} holds {text!r}; it takes texts that are not empty (an empty "
+                f"one ends every response at its first token)."
+            )
+        if name == "stop_regex":
+            try:
+                re.compile(text)
+            except re.error as error:
+                raise ConfigurationError(
+                    f"{name} holds {text!r}, which is not a regular expression: "
+                    f"{error}."
+                ) from None
+    return texts
+
+
+def _check_bias(
+    bias: Mapping[Any, Any], capabilities: ServerCapabilities
+) -> dict[str, float]:
+    """Returns ``logit_bias`` with JSON's text keys and finite values."""
+    checked: dict[str, float] = {}
+    for token, value in bias.items():
+        try:
+            token_id = int(token)
+        except (TypeError, ValueError):
+            token_id = token
+        check_token_ids([token_id], capabilities, "logit_bias")
+        if not isinstance(value, _NUMBER) or not abs(value) <= LARGEST_BIAS:
+            raise ConfigurationError(
+                f"logit_bias gives the token {token} the value {value!r}; it must be "
+                f"a number in [{-LARGEST_BIAS:g}, {LARGEST_BIAS:g}] (give -1e9 to "
+                f"forbid a token)."
+            )
+        checked[str(token_id)] = float(value)
+    return checked
+
+
+def hint(name: str, others: Sequence[str] = ()) -> str:
+    """Returns the end of a message about an unknown name: the nearest valid one."""
+    valid = sorted({*SAMPLING_PARAMETERS, *others})
+    near = difflib.get_close_matches(name, valid, n=1)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    return f" The valid ones are {', '.join(valid)}."
+
+
+def check_token_ids(
+    token_ids: Sequence[int], capabilities: ServerCapabilities, name: str
+) -> None:
+    """Raises :class:`ConfigurationError` unless all ids are in the vocabulary."""
+    if not token_ids:
+        return
+    integers = set(map(type, token_ids)) == {int}
+    if integers and min(token_ids) >= 0 and max(token_ids) < capabilities.vocab_size:
+        return
+    for token in token_ids:
+        if type(token) is not int:
+            raise ConfigurationError(
+                f"{name} holds {token!r}, a {type(token).__name__}; token ids are "
+                f"Python integers (tolist() turns a tensor or an array into them)."
+            )
+        if not 0 <= token < capabilities.vocab_size:
+            raise ConfigurationError(
+                f"{name} holds the token id {token}, which is outside the vocabulary "
+                f"of {capabilities.model_path!r}: ids lie in "
+                f"[0, {capabilities.vocab_size}). Is this the served model's tokenizer?"
+            )
