@@ -28,7 +28,6 @@ from typing import Any, Literal, Protocol
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.launch.process import ServerProcess, stop_servers
 from torchrl_sglang.errors import (
     ServerDiedError,
     ServerUnavailableError,
@@ -51,6 +50,10 @@ class OwnedProcess(Protocol):
     """What a fleet needs to know of a process that this engine started."""
 
     @property
+    def host(self) -> str:
+        """Name or address of its machine."""
+
+    @property
     def pid(self) -> int:
         """Process id of the tree's root."""
 
@@ -65,8 +68,23 @@ class OwnedProcess(Protocol):
     def log_tail(self, lines: int = 30) -> str:
         """Returns the last lines of its log."""
 
+    def wait_ready(self) -> None:
+        """Waits until it serves; raises ServerStartError and stops it otherwise."""
+
+    def request_stop(self) -> None:
+        """Begins to stop it; does not wait."""
+
     def stop(self) -> None:
-        """Ends it."""
+        """Stops it and waits until it has ended."""
+
+
+def stop_all(handles: Iterable[OwnedProcess | None]) -> None:
+    """Stops several servers at the same time."""
+    owned = [handle for handle in handles if handle is not None]
+    for handle in owned:
+        handle.request_stop()
+    for handle in owned:
+        handle.stop()
 
 
 class RouterLike(Protocol):
@@ -83,6 +101,9 @@ class RouterLike(Protocol):
     @property
     def keyed(self) -> bool:
         """Whether it keeps requests with one routing key together."""
+
+    def wait_ready(self) -> None:
+        """Waits until its servers are in rotation, if this engine started it."""
 
     def stop(self) -> None:
         """Ends it, if it is ours."""
@@ -104,7 +125,7 @@ class Replica:
     """The process, where this engine started it."""
     # Not shown: the arguments hold the key.
     restart: Callable[[], OwnedProcess] | None = field(default=None, repr=False)
-    """Starts it again and waits until it is ready; blocks."""
+    """Begins to start it again at its address."""
     gpus: tuple[str, ...] | None = None
     """The GPUs of its ranks, where this engine started it."""
     visible_gpus: tuple[str, ...] | None = None
@@ -152,7 +173,7 @@ class Fleet:
     start_router: Callable[[Sequence[str]], RouterLike] | None = field(
         default=None, repr=False
     )
-    """Starts the router again for these servers; blocks."""
+    """Begins to start the router again for these servers."""
     doubt: str | None = None
     """Why the servers may hold a mix of weights; they are paused until an update."""
     asleep: frozenset[str] = frozenset()
@@ -464,11 +485,7 @@ class Fleet:
             if self.router is not None:
                 self.router.stop()
         finally:
-            self._stop_servers()
-
-    def _stop_servers(self) -> None:
-        owned = (replica.process for replica in self.replicas)
-        stop_servers([each for each in owned if isinstance(each, ServerProcess)])
+            stop_all(replica.process for replica in self.replicas)
 
     @property
     def serving(self) -> list[str]:
@@ -690,6 +707,9 @@ class RemoteRouter:
     """Nothing is known to the contrary; a request that fails there goes direct."""
     keyed: bool = True
     """Its policy is its owner's; one that reads no key ignores it."""
+
+    def wait_ready(self) -> None:
+        """Does nothing: it runs."""
 
     def stop(self) -> None:
         """Does nothing: its owner does that."""

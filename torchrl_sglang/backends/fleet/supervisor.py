@@ -31,7 +31,6 @@ from torchrl_sglang.backends.fleet.membership import (
     Replica,
     RouterLike,
 )
-from torchrl_sglang.backends.launch.process import stop_starting
 from torchrl_sglang.backends.support.event_loop import get_loop
 from torchrl_sglang.errors import ServerUnavailableError, SGLangError
 from torchrl_sglang.types import ServerCapabilities
@@ -111,8 +110,8 @@ class Supervisor:
     def _begin_in_this_process(self) -> None:
         self._pid = os.getpid()
         self._wake = asyncio.Event()
-        # Addresses of what is being started; only added to on the background loop.
-        self._starting: set[str] = set()
+        # Address -> handle of a server or router that starts; None before its start.
+        self._starting: dict[str, OwnedProcess | RouterLike | None] = {}
         self._router_failures = 0
         self._routing: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
@@ -156,8 +155,13 @@ class Supervisor:
         # A start is seen a moment after it began.
         while self._starting and time.monotonic() < deadline:
             for url in list(self._starting):
-                stop_starting(url)
+                self._stop_start(url)
             time.sleep(STOP_POLL_SECONDS)
+
+    def _stop_start(self, url: str) -> None:
+        starting = self._starting.get(url)
+        if starting is not None:
+            starting.stop()
 
     async def _watch(self) -> None:
         while not self._stopped.is_set():
@@ -206,7 +210,7 @@ class Supervisor:
                 continue
             if fleet.asleep:
                 # Others use the memory that it would take.
-                await asyncio.to_thread(stop_starting, replica.url)
+                await asyncio.to_thread(self._stop_start, replica.url)
             elif replica.url not in self._starting:
                 self._start_again(fleet, replica)
         self._look_after_router(fleet)
@@ -283,7 +287,7 @@ class Supervisor:
         known, start = fleet.serving, fleet.start_router
         assert start is not None
 
-        def run() -> RouterLike:
+        def begin() -> RouterLike:
             router.stop()
             self._wait(self._router_failures)
             return start(known)
@@ -296,7 +300,7 @@ class Supervisor:
             self._router_failures += 1
             torchrl_logger.warning(f"The router did not start: {error}")
 
-        self._in_thread(router.url, run, done, failed)
+        self._in_thread(router.url, begin, done, failed)
 
     def _start_again(self, fleet: Fleet, replica: Replica) -> None:
         restart = replica.restart
@@ -315,7 +319,7 @@ class Supervisor:
             f"{self._max_restarts}). {_first_line(replica)}"
         )
 
-        def run() -> OwnedProcess:
+        def begin() -> OwnedProcess:
             if replica.process is not None:
                 # Its log and what is left of its tree; the new one takes the same port.
                 replica.process.stop()
@@ -330,7 +334,7 @@ class Supervisor:
             replica.failures += 1
             replica.reason = f"The server at {replica.url} did not start: {error}"
 
-        self._in_thread(replica.url, run, done, failed)
+        self._in_thread(replica.url, begin, done, failed)
 
     def _wait(self, failures: int) -> None:
         """Waits before a start: what was killed needs a moment to let its port go."""
@@ -341,17 +345,19 @@ class Supervisor:
     def _in_thread(
         self,
         url: str,
-        run: Callable[[], P],
+        begin: Callable[[], P],
         done: Callable[[Fleet, P], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """Starts something in a thread that the interpreter's end does not wait for."""
-        self._starting.add(url)
+        self._starting[url] = None
         reference = self._fleet
 
         def work() -> None:
             try:
-                found = run()
+                found = begin()
+                self._starting[url] = found
+                found.wait_ready()
                 fleet = reference()
                 if fleet is None or self._stopped.is_set():
                     found.stop()
@@ -361,7 +367,7 @@ class Supervisor:
                 failed(error)
             finally:
                 # Last of all: until then nobody starts it a second time.
-                self._starting.discard(url)
+                del self._starting[url]
             if not sys.is_finalizing():
                 self.wake()
 

@@ -5,23 +5,26 @@ All of it, or nothing: what was started is ended again if the rest fails.
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.fleet.membership import Replica, RouterLike
+from torchrl_sglang.backends.fleet.membership import Replica, RouterLike, stop_all
+from torchrl_sglang.backends.launch.plan import plan_server
 from torchrl_sglang.backends.launch.process import stop_unreachable
 from torchrl_sglang.backends.launch.replicas import find_gpus, replica_specs
-from torchrl_sglang.backends.launch.router import check_router, make_sglang_router
+from torchrl_sglang.backends.launch.router import (
+    RouterProcess,
+    check_router,
+    make_sglang_router,
+)
 from torchrl_sglang.backends.launch.server import (
     ServerProcess,
-    make_sglang_server,
+    begin_start,
     start_servers,
-    stop_servers,
 )
 from torchrl_sglang.errors import ConfigurationError
 
@@ -66,8 +69,7 @@ class Launched:
         """Ends all of it."""
         if self.router is not None:
             self.router.stop()
-        owned = (replica.process for replica in self.replicas)
-        stop_servers([each for each in owned if isinstance(each, ServerProcess)])
+        stop_all(replica.process for replica in self.replicas)
 
 
 def launch(what: Launch) -> Launched:
@@ -125,19 +127,19 @@ def launch(what: Launch) -> Launched:
         arguments["port"] = _port(router.url)
 
         def start_router(urls: Sequence[str]) -> RouterLike:
-            return make_sglang_router(urls, **arguments)
+            return RouterProcess(urls, **arguments)
     except BaseException:
-        stop_servers(servers)
+        stop_all(servers)
         raise
     return Launched(replicas=replicas, router=router, start_router=start_router)
 
 
 def _restarter(
     spec: Mapping[str, Any], server: ServerProcess, start_timeout: float
-) -> functools.partial[ServerProcess]:
+) -> Callable[[], ServerProcess]:
     # On the same port, so that all who know its address find it again.
-    again = {**spec, "port": _port(server.url), "start_timeout": start_timeout}
-    return functools.partial(make_sglang_server, **again)
+    again = {**spec, "port": _port(server.url)}
+    return lambda: begin_start(plan_server(**again), start_timeout)
 
 
 def _port(url: str) -> int:

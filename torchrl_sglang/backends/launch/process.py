@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,18 +24,19 @@ import time
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.fleet.membership import stop_all
 from torchrl_sglang.backends.launch.ports import PortLease
 from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.backends.support.event_loop import on_background_loop
 from torchrl_sglang.errors import ServerStartError
 
-__all__ = ["START_TIMEOUT_SECONDS", "ServerProcess", "stop_servers"]
+__all__ = ["START_TIMEOUT_SECONDS", "ServerProcess"]
 
 START_TIMEOUT_SECONDS = 600.0
 """Default budget for a start: a large model loads for minutes."""
@@ -67,7 +69,7 @@ _LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    stop_servers(list(_LIVING))
+    stop_all(list(_LIVING))
 
 
 def stop_unreachable() -> None:
@@ -77,22 +79,6 @@ def stop_unreachable() -> None:
     """
     if _LIVING:
         gc.collect()
-
-
-def stop_starting(url: str) -> None:
-    """Ends the servers that are being started at an address."""
-    for server in list(_LIVING):
-        if server.url == url and server.state == "starting":
-            server.stop()
-
-
-def stop_servers(servers: Iterable[ServerProcess]) -> None:
-    """Ends several servers at once; see :meth:`ServerProcess.stop`."""
-    every = list(servers)
-    for server in every:
-        server.ask_to_end()
-    for server in every:
-        server.stop()
 
 
 class ServerProcess:
@@ -110,6 +96,7 @@ class ServerProcess:
         config: arguments that other users must not see on the command line. They go
             through a file that only the owner can read, until the server is ready.
         leases: ports that the server listens on; released at its end.
+        start_timeout: timeout for its start, in seconds.
 
     Raises:
         ServerStartError: if the command cannot be run at all.
@@ -125,11 +112,14 @@ class ServerProcess:
         hidden: Sequence[str] = (),
         config: Mapping[str, str] | None = None,
         leases: Sequence[PortLease] = (),
+        start_timeout: float = START_TIMEOUT_SECONDS,
     ) -> None:
         self.url = url
         self._hidden = tuple(hidden)
         self.name = name
+        self.host = socket.gethostname()
         self._leases = tuple(leases)
+        self._start_timeout = start_timeout
         self._owner_pid = os.getpid()
         self._ready = False
         self._stopped = False
@@ -198,32 +188,25 @@ class ServerProcess:
         """Seconds since it was started."""
         return time.monotonic() - self._begun
 
-    def wait_ready(self, timeout: float = START_TIMEOUT_SECONDS) -> None:
+    def wait_ready(self) -> None:
         """Waits until the server answers; stops it if it does not.
 
-        Args:
-            timeout: budget, in seconds.
-
         Raises:
-            ServerStartError: if its process ends or the budget is used up. The message
-                carries the end of the log, and where all of it is.
+            ServerStartError: as :meth:`check_ready` does, or if it is stopped.
         """
-        deadline = time.monotonic() + timeout
         try:
             while not self.check_ready():
-                if time.monotonic() > deadline:
-                    raise self.too_slow(timeout)
                 time.sleep(READY_POLL_SECONDS)
         except BaseException:
             self.stop()
             raise
 
     def check_ready(self) -> bool:
-        """Returns whether the server answers by now, and does not wait for it.
+        """Returns whether the server answers; does not wait.
 
         Raises:
-            ServerStartError: if its process has ended. The server is left to be
-                stopped.
+            ServerStartError: if its process has ended or did not answer within the
+                timeout. The message has the end of the log, and the log's path.
         """
         if self._ready:
             return True
@@ -234,18 +217,17 @@ class ServerProcess:
             raise self._start_error(
                 f"ended with status {self._process.returncode} before it was ready."
             )
+        elif self.age > self._start_timeout:
+            raise self._start_error(
+                f"was not ready after {self._start_timeout:g} s; give it more with "
+                f"start_timeout=..."
+            )
         return self._ready
 
-    def too_slow(self, timeout: float) -> ServerStartError:
-        """Returns the error of a start that has used up its budget."""
-        return self._start_error(
-            f"was not ready after {timeout:g} s; give it more with start_timeout=..."
-        )
-
-    def _start_error(self, what: str) -> ServerStartError:
+    def _start_error(self, reason: str) -> ServerStartError:
         self._failed = True
         return ServerStartError(
-            f"The {self.name} {what} Its log is kept as {self.log_path}. The end of "
+            f"The {self.name} {reason} Its log is kept as {self.log_path}. The end of "
             f"its log:\n{self.log_tail()}"
         )
 
@@ -280,7 +262,7 @@ class ServerProcess:
             text = text.replace(secret, "***")
         return text
 
-    def ask_to_end(self) -> None:
+    def request_stop(self) -> None:
         """Begins to end the process tree, for :meth:`stop` to wait for."""
         if self._asked or os.getpid() != self._owner_pid:
             return
@@ -299,7 +281,7 @@ class ServerProcess:
         """
         if self._stopped or os.getpid() != self._owner_pid:
             return
-        self.ask_to_end()
+        self.request_stop()
         try:
             self._process.wait(STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:

@@ -173,6 +173,7 @@ class RouterProcess(ServerProcess):
         python: interpreter that has sglang-router: by default this one if it has, and
             else that of the CPU engine.
         environment: variables to add to the router's environment; as for a server.
+        start_timeout: timeout for its start, in seconds.
         **router_args: arguments of sglang-router under its own names, such as
             ``balance_abs_threshold``.
 
@@ -190,6 +191,7 @@ class RouterProcess(ServerProcess):
         api_key: str | None = None,
         python: str | os.PathLike[str] | None = None,
         environment: Mapping[str, str] | None = None,
+        start_timeout: float = START_TIMEOUT_SECONDS,
         **router_args: Any,
     ) -> None:
         interpreter = _find_python(python)
@@ -231,6 +233,7 @@ class RouterProcess(ServerProcess):
             hidden=[] if api_key is None else [api_key],
             config={"arguments": json.dumps(arguments)},
             leases=[lease, metrics],
+            start_timeout=start_timeout,
         )
 
     @property
@@ -242,18 +245,6 @@ class RouterProcess(ServerProcess):
     def keyed(self) -> bool:
         """Whether it keeps requests with one routing key together."""
         return self.policy in KEYED_POLICIES
-
-    def wait_ready(self, timeout: float = START_TIMEOUT_SECONDS) -> None:
-        """Waits until every worker is in rotation; stops the router if one is not.
-
-        Args:
-            timeout: budget, in seconds.
-
-        Raises:
-            ServerStartError: if its process ends or the budget is used up. The message
-                carries the end of the log.
-        """
-        super().wait_ready(timeout)
 
     def _answers(self) -> bool:
         return self._missing() == []
@@ -272,10 +263,9 @@ class RouterProcess(ServerProcess):
         healthy = {entry["url"] for entry in entries if entry["is_healthy"]}
         return [url for url in self._worker_urls if url not in healthy]
 
-    def too_slow(self, timeout: float) -> ServerStartError:
-        """Returns the error of a start that has used up its budget."""
+    def _start_error(self, reason: str) -> ServerStartError:
+        error = super()._start_error(reason)
         missing = self._missing()
-        error = super().too_slow(timeout)
         if not missing:
             return error
         return ServerStartError(
@@ -416,15 +406,12 @@ class RouterProcess(ServerProcess):
 
 def make_sglang_router(
     worker_urls: Sequence[str],
-    *,
-    start_timeout: float = START_TIMEOUT_SECONDS,
     **arguments: Any,
 ) -> RouterProcess:
     """Starts a router and waits until all its workers are in rotation.
 
     Args:
         worker_urls: addresses of the servers, which run.
-        start_timeout: budget for the start, in seconds.
         **arguments: those of :class:`RouterProcess`.
 
     Returns:
@@ -441,7 +428,7 @@ def make_sglang_router(
         'ready'
     """
     router = RouterProcess(worker_urls, **arguments)
-    router.wait_ready(start_timeout)
+    router.wait_ready()
     return router
 
 

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.fleet.membership import stop_all
 from torchrl_sglang.backends.launch.plan import ServerPlan, plan_server
 from torchrl_sglang.backends.launch.ports import PORTS, find_free_port
 from torchrl_sglang.backends.launch.process import (
     READY_POLL_SECONDS,
     START_TIMEOUT_SECONDS,
     ServerProcess,
-    stop_servers,
 )
 from torchrl_sglang.backends.support.checks import check_seconds
 from torchrl_sglang.errors import ConfigurationError
@@ -32,7 +32,6 @@ __all__ = [
     "find_free_port",
     "make_sglang_server",
     "start_servers",
-    "stop_servers",
 ]
 
 CORES_PER_START = 2
@@ -98,18 +97,17 @@ def make_sglang_server(
         >>> server.stop()
     """
     check_seconds("start_timeout", start_timeout)
-    server = _launch(
-        plan_server(
-            model,
-            device=device,
-            python=python,
-            environment=environment,
-            sglang_version=sglang_version,
-            cuda_devices=cuda_devices,
-            **server_args,
-        )
+    plan = plan_server(
+        model,
+        device=device,
+        python=python,
+        environment=environment,
+        sglang_version=sglang_version,
+        cuda_devices=cuda_devices,
+        **server_args,
     )
-    server.wait_ready(start_timeout)
+    server = begin_start(plan, start_timeout)
+    server.wait_ready()
     return server
 
 
@@ -145,7 +143,8 @@ def start_servers(
         >>> servers = start_servers([spec, spec], progress=lambda line: None)
         >>> [server.state for server in servers]
         ['ready', 'ready']
-        >>> stop_servers(servers)
+        >>> for server in servers:
+        ...     server.stop()
     """
     check_seconds("start_timeout", start_timeout)
     if not (parallel is None or isinstance(parallel, bool) or parallel == "staggered"):
@@ -164,7 +163,7 @@ def start_servers(
     try:
         _start_all(plans, servers, at_once, start_timeout, tell)
     except BaseException:
-        stop_servers(servers)
+        stop_all(servers)
         raise
     finally:
         for plan in plans[len(servers) :]:
@@ -210,7 +209,10 @@ def _plan_all(specs: Sequence[Mapping[str, Any]]) -> list[ServerPlan]:
     return plans
 
 
-def _launch(plan: ServerPlan, name: str = "SGLang server") -> ServerProcess:
+def begin_start(
+    plan: ServerPlan, start_timeout: float, name: str = "SGLang server"
+) -> ServerProcess:
+    """Begins to start a server; does not wait until it is ready."""
     return ServerProcess(
         plan.command,
         url=plan.url,
@@ -220,6 +222,7 @@ def _launch(plan: ServerPlan, name: str = "SGLang server") -> ServerProcess:
         hidden=tuple(plan.secrets.values()),
         config=plan.secrets,
         leases=plan.leases,
+        start_timeout=start_timeout,
     )
 
 
@@ -237,7 +240,8 @@ def _start_all(
     while waiting or starting:
         while waiting and len(starting) < at_once:
             number, plan = waiting.popleft()
-            server = _launch(plan, f"SGLang server {number} of {len(plans)}")
+            name = f"SGLang server {number} of {len(plans)}"
+            server = begin_start(plan, start_timeout, name)
             servers.append(server)
             starting.append(server)
             gpus = f" on GPU {','.join(plan.cuda_devices)}" if plan.cuda_devices else ""
@@ -246,8 +250,6 @@ def _start_all(
             if server.check_ready():
                 starting.remove(server)
                 tell(f"{server.name} is ready after {server.age:.0f} s.")
-            elif server.age > start_timeout:
-                raise server.too_slow(start_timeout)
         if starting and time.monotonic() - last_told > STILL_STARTING_SECONDS:
             last_told = time.monotonic()
             for server in starting:

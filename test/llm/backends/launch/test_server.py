@@ -20,6 +20,7 @@ import pytest
 from helpers.forked_starts import processes_below, true_interpreter
 
 from torchrl_sglang import AsyncSGLang, make_sglang_server
+from torchrl_sglang.backends.fleet.membership import stop_all
 from torchrl_sglang.backends.launch import cpu, watchdog
 from torchrl_sglang.backends.launch.plan import ServerPlan, plan_server
 from torchrl_sglang.backends.launch.ports import lease_port
@@ -29,7 +30,6 @@ from torchrl_sglang.backends.launch.server import (
     find_free_port,
     start_servers,
     starts_at_once,
-    stop_servers,
 )
 from torchrl_sglang.backends.launch.watchdog import descendants, is_alive
 from torchrl_sglang.backends.support.event_loop import run_sync
@@ -105,7 +105,7 @@ def test_ready_when_it_answers(tmp_path):
     )
     server = run(code, url=f"http://127.0.0.1:{port}")
     try:
-        server.wait_ready(SECONDS)
+        server.wait_ready()
         assert server.state == "ready"
         os.kill(descendants(server.pid)[0], signal.SIGKILL)
         assert living([server.pid]) == []
@@ -122,7 +122,7 @@ def test_a_start_that_fails_shows_the_end_of_the_log():
     with pytest.raises(
         ServerStartError, match="test server ended with status 7"
     ) as got:
-        server.wait_ready(60)
+        server.wait_ready()
     assert time.monotonic() - start < SECONDS
     tail = str(got.value).partition("its log:\n")[2].splitlines()
     assert tail[-2:] == ["line 99", "why"]
@@ -209,11 +209,11 @@ def test_several_end_at_once():
     for server in servers:
         wait_for_log(server, "begun")
     start = time.monotonic()
-    stop_servers(servers)
+    stop_all(servers)
     # The grace of a tree that ignores what it is told, once and not twelve times.
     assert time.monotonic() - start < len(servers) * watchdog.TERM_GRACE_SECONDS
     assert {server.state for server in servers} == {"stopped"}
-    stop_servers(servers)
+    stop_all(servers)
 
 
 def test_the_last_reference_can_go_on_the_background_loop():
@@ -232,11 +232,11 @@ def test_the_last_reference_can_go_on_the_background_loop():
 
 
 def test_a_start_that_takes_too_long():
-    server = run("print('loading', flush=True); " + FOREVER)
+    server = run("print('loading', flush=True); " + FOREVER, start_timeout=2)
     wait_for_log(server, "loading")
     tree = tree_of(server)
-    with pytest.raises(ServerStartError, match=r"0.2 s.*start_timeout=.*\n.*loading"):
-        server.wait_ready(0.2)
+    with pytest.raises(ServerStartError, match=r"2 s.*start_timeout=.*\n.*loading"):
+        server.wait_ready()
     assert living(tree) == []
 
 
@@ -249,7 +249,7 @@ def test_an_interrupted_start_leaves_nothing_behind():
     timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        server.wait_ready(SECONDS)
+        server.wait_ready()
     timer.join()
     assert living(tree) == []
 
@@ -567,7 +567,7 @@ def test_a_group_of_two_versions(tiny_model_path):
         trees = [pid for server in servers for pid in tree_of(server)]
         start = time.monotonic()
     finally:
-        stop_servers(servers)
+        stop_all(servers)
     assert time.monotonic() - start < 60
     assert living(trees) == []
 
@@ -632,7 +632,7 @@ def test_a_server_on_two_nodes(tiny_model_path):
         assert servers[1].check_ready()
         trees = [pid for server in servers for pid in tree_of(server)]
     finally:
-        stop_servers(servers)
+        stop_all(servers)
     assert living(trees) == []
 
 
