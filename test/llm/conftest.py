@@ -7,13 +7,16 @@ compared with what ``transformers`` computes from the same files in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import log_probs
 from helpers.fake_server import FakeServer
 from helpers.forked_starts import true_interpreter
+from helpers.log_probs import response_difference
 from tensordict import set_list_to_stack
 
 from torchrl_sglang import AsyncSGLang
@@ -23,9 +26,6 @@ from torchrl_sglang.testing.tiny_model import save_tiny_model
 
 set_list_to_stack(True).set()
 torch.set_num_threads(1)
-
-LOG_PROB_TOLERANCE = 1e-4
-"""Greatest difference between the engine's log-probs and Hugging Face's in float32."""
 
 Score = Callable[[Sequence[int]], torch.Tensor]
 
@@ -129,6 +129,26 @@ def lora_engine(session_lora_engine: AsyncSGLang) -> Iterator[AsyncSGLang]:
         SGLangWeightSyncScheme(session_lora_engine).create_sender().recover()
 
 
+@pytest.fixture
+def ray_here(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A Ray cluster in this process, without network and dashboard."""
+    import ray
+    from ray import cloudpickle
+
+    # An actor cannot import the test's module.
+    cloudpickle.register_pickle_by_value(request.module)
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        _node_ip_address="127.0.0.1",
+    )
+    yield ray
+    ray.shutdown()
+    cloudpickle.unregister_pickle_by_value(request.module)
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model_path: str) -> Any:
     """The tokenizer of the tiny model."""
@@ -186,11 +206,9 @@ class PeftModels:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
                 parameter.mul_(0.2)
 
-    @torch.no_grad()
     def difference(self, answer: Any, prompt: Sequence[int], model: Any) -> float:
         """Greatest difference of an answer's log-probs from a model's."""
-        expected = scorer(model)([*prompt, *answer.token_ids])[len(prompt) :]
-        return float((expected - torch.tensor(answer.log_probs)).abs().max())
+        return response_difference(answer, prompt, model)
 
 
 @pytest.fixture(scope="session")
@@ -202,7 +220,7 @@ def peft_models(tiny_model_path: str) -> PeftModels:
 @pytest.fixture
 def score(hf_model: torch.nn.Module) -> Score:
     """Log-probability of each token given those before it; 0.0 for the first."""
-    return scorer(hf_model)
+    return partial(log_probs.score, hf_model)
 
 
 def load_hf_model(path: str | Path) -> torch.nn.Module:
@@ -213,16 +231,3 @@ def load_hf_model(path: str | Path) -> torch.nn.Module:
         path, dtype=torch.float32
     )
     return model.eval()
-
-
-def scorer(model: torch.nn.Module) -> Score:
-    """Returns a function from token ids to their log-probabilities under ``model``."""
-
-    @torch.no_grad()
-    def score(token_ids: Sequence[int]) -> torch.Tensor:
-        ids = torch.as_tensor(token_ids)
-        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        picked = log_probs.gather(-1, ids[1:, None])[:, 0]
-        return torch.cat([torch.zeros(1), picked])
-
-    return score

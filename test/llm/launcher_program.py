@@ -17,34 +17,22 @@ import torch.distributed as dist
 
 def train(model_path: str) -> dict[str, Any]:
     """Generates, sends other weights, and generates again."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from helpers.log_probs import difference
     from transformers import AutoModelForCausalLM
 
     from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    ids = [5, 6, 7, 8]
-
-    def difference(engine: AsyncSGLang) -> float:
-        (answer,) = engine.generate(
-            input_ids=ids,
-            sampling_params={"max_new_tokens": 8, "ignore_eos": True},
-            return_logprobs=True,
-        )
-        full = torch.tensor(ids + answer.token_ids)
-        with torch.no_grad():
-            log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
-        log_probs = log_probs.gather(-1, full[1:, None])[len(ids) - 1 :, 0]
-        return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
-
     with AsyncSGLang.from_pretrained(model_path, device="cpu") as engine:
-        before = difference(engine)
+        before = difference(engine, model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
-        stale = difference(engine)
+        stale = difference(engine, model)
         sender = SGLangWeightSyncScheme(engine).create_sender()
         report = sender.update_weights(model)
-        after = difference(engine)
+        after = difference(engine, model)
         sender.shutdown()
     return {
         "before": before,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import pytest
 import torch
+from helpers.log_probs import TOLERANCE, score
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector, RayLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -24,7 +24,6 @@ from torchrl_sglang import (
 from torchrl_sglang.errors import ConfigurationError, WeightSyncStateError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
-TOLERANCE = 1e-4
 QUERIES = ["hi", "what is 2+2?"]
 
 
@@ -66,9 +65,7 @@ def response_error(data, model) -> float:
         data.get(("log_probs", "response"), as_list=True),
         strict=True,
     ):
-        with torch.no_grad():
-            logits = model(full[None]).logits[0, -len(response) - 1 : -1]
-        reference = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        reference = score(model, full)[-len(response) :]
         worst = max(worst, float((log_probs - reference).abs().max()))
     return worst
 
@@ -351,26 +348,6 @@ def test_collected_data_trains(engine, hf_model, tokenizer):
         if "layers" in name
     )
     collector.shutdown()
-
-
-@pytest.fixture
-def ray_here():
-    """A Ray cluster of this process, which no network or dashboard is part of."""
-    import ray
-    from ray import cloudpickle
-
-    # An actor cannot import this file.
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        _node_ip_address="127.0.0.1",
-    )
-    yield ray
-    ray.shutdown()
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def make_ray_collector(engine, tokenizer, **kwargs) -> RayLLMCollector:

@@ -8,15 +8,14 @@ Left out are what needs a GPU (mixed precision, device maps), a data set or a ne
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers.log_probs import TOLERANCE, difference
 from tensordict import TensorDict, set_list_to_stack
 from torchrl.collectors.llm import RayLLMCollector
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement, Unbounded
@@ -221,28 +220,8 @@ def synchronously(replay_buffer, cfg, collectors, sender, learn) -> None:
             return
 
 
-@pytest.fixture
-def ray_here() -> Iterator[Any]:
-    """A Ray cluster of this process, without a dashboard."""
-    import ray
-    from ray import cloudpickle
-
-    # An actor cannot import this file.
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        _node_ip_address="127.0.0.1",
-    )
-    yield ray
-    ray.shutdown()
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-
-
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
-def test_the_recipe(restored_engine, tiny_model_path, ray_here, sync):
+def test_the_recipe(restored_engine, hf_model, tiny_model_path, ray_here, sync):
     engine, ray = restored_engine, ray_here
     cfg = Config(model=tiny_model_path, sync=sync)
     policy = make_policy(cfg, engine)
@@ -282,20 +261,6 @@ def test_the_recipe(restored_engine, tiny_model_path, ray_here, sync):
     assert len(set(seen["policy_versions"])) == 1
     assert seen["policy_versions"][0] >= cfg.steps // cfg.gradient_accumulation_steps
     assert max(seen["versions"]) <= seen["policy_versions"][0]
-    assert_served(engine, seen["state_dict"], tiny_model_path)
-
-
-def assert_served(engine, state_dict, path) -> None:
-    """The engine generates with what the trainer had in the end."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model.load_state_dict(state_dict)
-    (answer,) = engine.generate(
-        input_ids=[5, 6, 7],
-        sampling_params={"max_new_tokens": 6, "ignore_eos": True},
-        return_logprobs=True,
-    )
-    full = torch.tensor([5, 6, 7, *answer.token_ids])
-    with torch.no_grad():
-        log_probs = model(full[None]).logits[0, 2:-1].log_softmax(-1)
-    log_probs = log_probs.gather(-1, full[3:, None])[:, 0]
-    assert (log_probs - torch.tensor(answer.log_probs)).abs().max() < 1e-4
+    # The engine serves the trainer's last weights.
+    hf_model.load_state_dict(seen["state_dict"])
+    assert difference(engine, hf_model) < TOLERANCE

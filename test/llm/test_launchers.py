@@ -265,29 +265,15 @@ class Trainer:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_ray_actor_has_an_engine_until_it_is_killed(tiny_model_path, python):
-    import ray
-    from ray import cloudpickle
-
-    # An actor cannot import this file.
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        _node_ip_address="127.0.0.1",
-    )
-    try:
-        actor = ray.remote(Trainer).remote(tiny_model_path, python)
-        found = ray.get(actor.found.remote(), timeout=250)
-        assert found["tokens"] == [5, 6, 7, 5]
-        left = {"RAY_JOB_ID", "RAY_RAYLET_PID", "OMP_NUM_THREADS"}
-        assert left <= set(found["own"])
-        assert not left & set(found["server"])
-        assert is_alive(found["pid"])
-        ray.kill(actor)
-        assert ended(found["pid"])
-    finally:
-        ray.shutdown()
-        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+def test_a_ray_actor_has_an_engine_until_it_is_killed(
+    tiny_model_path, python, ray_here
+):
+    actor = ray_here.remote(Trainer).remote(tiny_model_path, python)
+    found = ray_here.get(actor.found.remote(), timeout=250)
+    assert found["tokens"] == [5, 6, 7, 5]
+    left = {"RAY_JOB_ID", "RAY_RAYLET_PID", "OMP_NUM_THREADS"}
+    assert left <= set(found["own"])
+    assert not left & set(found["server"])
+    assert is_alive(found["pid"])
+    ray_here.kill(actor)
+    assert ended(found["pid"])

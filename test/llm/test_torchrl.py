@@ -13,6 +13,7 @@ import threading
 import cloudpickle
 import pytest
 import torch
+from helpers.log_probs import TOLERANCE
 from tensordict import TensorDict, lazy_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, Unbounded
@@ -40,7 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:size_average and reduce args"),
 ]
 
-TOLERANCE = 1e-4
 QUERIES = ["a 1", "bbb 3", "cc 2", "d 1", "eeee 2"]
 TIMEOUT = 60.0
 ENDINGS = {"max_new_tokens": 12, "stop_token_ids": list(range(3, 50, 2))}

@@ -1,7 +1,4 @@
-"""Weights that a server reads from the trainer's memory, on the GPU that they share.
-
-Run with ``pytest -m gpu`` where a Python with CUDA has both sglang and this package.
-"""
+"""Weights that a server reads from the trainer's memory, on the GPU that they share."""
 
 from __future__ import annotations
 
@@ -9,63 +6,24 @@ import gc
 
 import pytest
 import torch
+from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, difference, new_model, start
+from helpers.log_probs import PROMPT
 
-from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang import SGLangWeightSyncScheme
 from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
     WeightTransferError,
-)
-from torchrl_sglang.testing.gpu import server_arguments
-from torchrl_sglang.testing.tiny_model import (
-    make_tiny_model,
-    make_tiny_tokenizer,
-    save_tiny_model,
 )
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.buckets import TensorSpec
 from torchrl_sglang.weight_update.sources.weights import Weights
 from torchrl_sglang.weight_update.transports import make_transport
 
-GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(500),
-    pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
-# SGLang's CUDA kernels take half precision only, whose rounding the tolerance allows
-# for: two models of these shapes differ by about 1.
-MODEL = {
-    "hidden_size": 128,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "initializer_range": 0.05,
-    "dtype": torch.bfloat16,
-}
-TOLERANCE = 0.05
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 SMALL = 100_000
 """Size of a bucket, so that the tiny model needs several."""
-
-
-@pytest.fixture(scope="module")
-def gpu_model_path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gpu_ipc") / "model"
-    return str(save_tiny_model(folder, **MODEL))
-
-
-def start(path, **arguments):
-    return AsyncSGLang.from_pretrained(
-        path,
-        device="cuda",
-        dtype=torch.bfloat16,
-        gpu_memory_utilization=0.2,
-        enforce_eager=True,
-        start_timeout=300,
-        **arguments,
-        **server_arguments(),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -73,25 +31,6 @@ def same_gpu(gpu_model_path):
     """A server on the first GPU, which the trainer uses, too."""
     with start(gpu_model_path, cuda_devices=[0]) as engine:
         yield engine
-
-
-def new_model(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    model = make_tiny_model(make_tiny_tokenizer(), seed=seed, **MODEL)
-    return model.to("cuda:0", dtype)
-
-
-def difference(engine, model) -> float:
-    """Greatest difference of the engine's log-probs from a model's."""
-    (answer,) = engine.generate(
-        input_ids=PROMPT,
-        sampling_params={"max_new_tokens": 16, "ignore_eos": True},
-        return_logprobs=True,
-    )
-    ids = torch.tensor(PROMPT + answer.token_ids, device="cuda:0")
-    with torch.no_grad():
-        log_probs = model(ids[None]).logits[0, :-1].float().log_softmax(-1)
-    log_probs = log_probs.gather(-1, ids[1:, None])[len(PROMPT) - 1 :, 0].cpu()
-    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
 
 
 def test_auto_shares_the_memory(same_gpu):

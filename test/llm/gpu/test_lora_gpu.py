@@ -1,7 +1,4 @@
-"""LoRA adapters on a GPU: loaded, replaced under load, and held to PEFT's answers.
-
-Run with ``pytest -m gpu`` where a Python with CUDA has sglang, peft and this package.
-"""
+"""LoRA adapters on a GPU: loaded, replaced under load, and held to PEFT's answers."""
 
 from __future__ import annotations
 
@@ -9,53 +6,25 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, start
+from helpers.log_probs import response_difference
 
-from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.testing.gpu import server_arguments
-from torchrl_sglang.testing.tiny_model import save_tiny_model
 from torchrl_sglang.weight_update.sources.lora import adapter_from_model
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
 
-GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(500),
-    pytest.mark.skipif(GPUS == 0, reason="there is no CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
-# Half precision, whose rounding the tolerance allows for: the adapters change
-# log-probs by more than ten times as much.
-MODEL = {
-    "hidden_size": 128,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "initializer_range": 0.05,
-    "dtype": torch.bfloat16,
-}
-TOLERANCE = 0.05
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 2
 
 
 @pytest.fixture(scope="module")
-def gpu_model_path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gpu_lora") / "model"
-    return str(save_tiny_model(folder, **MODEL))
-
-
-@pytest.fixture(scope="module")
 def gpu_lora_engine(gpu_model_path):
-    with AsyncSGLang.from_pretrained(
+    with start(
         gpu_model_path,
-        device="cuda",
         base_gpu_id=GPUS - 1,
-        dtype=torch.bfloat16,
-        gpu_memory_utilization=0.2,
-        enforce_eager=True,
         enable_lora=True,
         max_lora_rank=16,
         lora_target_modules=["all"],
-        start_timeout=300,
-        **server_arguments(),
     ) as engine:
         yield engine
 
@@ -90,12 +59,8 @@ def ask(engine, adapter=None, count=1, **settings):
     )
 
 
-@torch.no_grad()
 def difference(answer, model) -> float:
-    full = torch.tensor(PROMPT + answer.token_ids[:64], device="cuda:0")
-    log_probs = model(full[None]).logits[0, :-1].float().log_softmax(-1)
-    log_probs = log_probs.gather(-1, full[1:, None])[len(PROMPT) - 1 :, 0].cpu()
-    return float((log_probs - torch.tensor(answer.log_probs[:64])).abs().max())
+    return response_difference(answer, PROMPT, model, end=64)
 
 
 def test_adapters_from_memory_and_from_a_folder(

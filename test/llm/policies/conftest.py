@@ -11,12 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from helpers import log_probs
 from torchrl.modules.llm.policies import vllm_wrapper
 
 Score = Callable[[Sequence[int]], torch.Tensor]
@@ -50,14 +51,7 @@ def reference(tiny_model_path: str, tokenizer: Any) -> Reference:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-    model.eval()
-
-    @torch.no_grad()
-    def score(token_ids: Sequence[int]) -> torch.Tensor:
-        ids = torch.tensor(token_ids)
-        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        picked = log_probs.gather(-1, ids[1:, None])[:, 0]
-        return torch.cat([torch.zeros(1), picked])
+    score = partial(log_probs.score, model.eval())
 
     @cache
     def greedy(prompt: tuple[int, ...], max_tokens: int) -> Answer:

@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from helpers.log_probs import difference as log_prob_difference
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
 from torchrl_sglang.backends.client.model_info import (
@@ -82,23 +86,12 @@ def whole_copy(model: Any) -> Any:
     return other
 
 
-@torch.no_grad()
 def difference(model: Any) -> float | None:
     """Greatest difference of the engine's log-probs from a model's."""
     if RANK != 0:
         return None
-    engine = AsyncSGLang.connect(SERVER)
-    ids = TOKENIZER.encode("some prompt")
-    (answer,) = engine.generate(
-        input_ids=ids,
-        sampling_params={"max_new_tokens": 8, "ignore_eos": True},
-        return_logprobs=True,
-    )
-    engine.shutdown()
-    full = torch.tensor(ids + answer.token_ids)
-    log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
-    log_probs = log_probs.gather(-1, full[1:, None])[len(ids) - 1 :, 0]
-    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
+    with AsyncSGLang.connect(SERVER) as engine:
+        return log_prob_difference(engine, model)
 
 
 def told(report: Any) -> dict[str, Any]:

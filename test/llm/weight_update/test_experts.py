@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+from helpers.log_probs import difference
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
@@ -47,23 +49,9 @@ def experts_engine(tokenizer, tmp_path_factory):
 
 
 @pytest.fixture
-def compare(experts_engine, tokenizer):
+def compare(experts_engine):
     """Greatest difference of the engine's log-probs from a model's."""
-
-    def difference(model) -> float:
-        ids = tokenizer.encode("some prompt")
-        (answer,) = experts_engine.generate(
-            input_ids=ids,
-            sampling_params={"max_new_tokens": 8, "ignore_eos": True},
-            return_logprobs=True,
-        )
-        full = torch.tensor(ids + answer.token_ids)
-        with torch.no_grad():
-            log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
-        log_probs = log_probs.gather(-1, full[1:, None])[len(ids) - 1 :, 0]
-        return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
-
-    return difference
+    return partial(difference, experts_engine)
 
 
 def test_experts_reach_the_engine(experts_engine, tokenizer, compare):

@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 
 import pytest
 import requests
 import torch
 import torch.distributed as dist
+from helpers import log_probs
+from helpers.log_probs import PROMPT, TOLERANCE
 from torch.distributed import distributed_c10d
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,8 +30,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
-TOLERANCE = 1e-4
-PROMPT = [5, 6, 7, 8, 9, 10, 11]
+difference = partial(log_probs.difference, timeout=30)
 BUDGET = 3.0
 """Seconds that a call may take here; a flush takes up to half of one on CPU."""
 SOON = 60.0
@@ -48,21 +50,6 @@ DISK = "/update_weights_from_disk"
 TENSOR = "/update_weights_from_tensor"
 
 FAULTS = ("refuse", "fail", "stall", "late", "cut", "lose")
-
-
-def difference(engine, model) -> float:
-    """Greatest difference of the engine's log-probs from a model's."""
-    (answer,) = engine.generate(
-        input_ids=PROMPT,
-        sampling_params={"max_new_tokens": 8, "ignore_eos": True},
-        return_logprobs=True,
-        timeout=30,
-    )
-    full = torch.tensor(PROMPT + answer.token_ids)
-    with torch.no_grad():
-        log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
-    log_probs = log_probs.gather(-1, full[1:, None])[len(PROMPT) - 1 :, 0]
-    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
 
 
 def is_silent(url: str) -> bool:

@@ -11,18 +11,19 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import requests
-import torch
+from helpers import log_probs
+from helpers.log_probs import TOLERANCE
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import SGLangError, WeightSyncError, WeightSyncStateError
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
-TOLERANCE = 1e-4
-PROMPT = [5, 6, 7, 8, 9, 10, 11]
+difference = partial(log_probs.difference, timeout=30)
 RESTART_SECONDS = 300.0
 SOON = 60.0
 
@@ -42,21 +43,6 @@ STEPS = [
     )
 ]
 """Before, in the middle of, and after what changes a server's weights."""
-
-
-def difference(engine, model) -> float:
-    """Greatest difference of the engine's log-probs from a model's."""
-    (answer,) = engine.generate(
-        input_ids=PROMPT,
-        sampling_params={"max_new_tokens": 8, "ignore_eos": True},
-        return_logprobs=True,
-        timeout=30,
-    )
-    full = torch.tensor(PROMPT + answer.token_ids)
-    with torch.no_grad():
-        log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
-    log_probs = log_probs.gather(-1, full[1:, None])[len(PROMPT) - 1 :, 0]
-    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
 
 
 @pytest.fixture(scope="module")

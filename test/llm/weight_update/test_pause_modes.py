@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import pytest
 import requests
 import torch
+from helpers.log_probs import TOLERANCE
+from helpers.log_probs import response_difference as difference
 from tensordict import TensorDict
 from torchrl.modules.llm.policies import Tokens
 
@@ -23,7 +25,6 @@ from torchrl_sglang.errors import GenerationAbortedError, WeightSyncStateError
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
-TOLERANCE = 1e-4
 PROMPTS = [list(range(5, 65)), list(range(5, 45)), list(range(50, 90))]
 LENGTH = 900
 """Tokens of a response: it takes seconds, an update less than one."""
@@ -50,15 +51,6 @@ def generate(engine, prompts=PROMPTS, length=LENGTH, **arguments):
         timeout=120,
         **arguments,
     )
-
-
-def difference(answer, prompt, model, start=0, end=None) -> float:
-    """Greatest difference from a model's log-probs, of some response tokens."""
-    ids = torch.tensor(prompt + answer.token_ids)
-    with torch.no_grad():
-        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-    log_probs = log_probs.gather(-1, ids[1:, None])[len(prompt) - 1 :, 0]
-    return float((log_probs - torch.tensor(answer.log_probs))[start:end].abs().max())
 
 
 class InFlight:

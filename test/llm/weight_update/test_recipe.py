@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.log_probs import TOLERANCE, difference
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -21,8 +22,6 @@ from torchrl_sglang import SGLangWeightSyncScheme, SGLangWrapper, get_model_meta
 from torchrl_sglang.errors import ConfigurationError, WeightSyncStateError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
-TOLERANCE = 1e-4
-
 
 @pytest.fixture
 def policy_training(tokenizer):
@@ -30,20 +29,6 @@ def policy_training(tokenizer):
     return TransformersWrapper(
         model, tokenizer=tokenizer, input_mode="tokens", generate=False
     )
-
-
-def difference(engine, model) -> float:
-    """Greatest difference of the engine's log-probs from a model's."""
-    (answer,) = engine.generate(
-        input_ids=[5, 6, 7],
-        sampling_params={"max_new_tokens": 6, "ignore_eos": True},
-        return_logprobs=True,
-    )
-    full = torch.tensor([5, 6, 7, *answer.token_ids])
-    with torch.no_grad():
-        log_probs = model(full[None]).logits[0, 2:-1].log_softmax(-1)
-    log_probs = log_probs.gather(-1, full[3:, None])[:, 0]
-    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
 
 
 def vllm_scheme(engine) -> SGLangWeightSyncScheme:

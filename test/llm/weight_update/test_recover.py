@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 import torch
+from helpers import log_probs
 from helpers.forked_starts import processes_below
+from helpers.log_probs import TOLERANCE
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import (
@@ -25,28 +28,12 @@ from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.sources.source import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 
-TOLERANCE = 1e-4
-PROMPT = [5, 6, 7, 8, 9, 10, 11]
+difference = partial(log_probs.difference, timeout=30)
 
 
 @pytest.fixture
 def new_model(tokenizer):
     return make_tiny_model(tokenizer, seed=31)
-
-
-def difference(engine, model) -> float:
-    """Greatest difference of the engine's log-probs from a model's."""
-    (answer,) = engine.generate(
-        input_ids=PROMPT,
-        sampling_params={"max_new_tokens": 8, "ignore_eos": True},
-        return_logprobs=True,
-        timeout=30,
-    )
-    full = torch.tensor(PROMPT + answer.token_ids)
-    with torch.no_grad():
-        log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
-    log_probs = log_probs.gather(-1, full[1:, None])[len(PROMPT) - 1 :, 0]
-    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
 
 
 def update_half(engine, model) -> None:

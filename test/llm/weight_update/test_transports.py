@@ -20,8 +20,10 @@ import pytest
 import requests
 import torch
 from aiohttp import web
+from helpers import log_probs
 from helpers.fake_server import FakeServer
 from helpers.forked_starts import processes_below
+from helpers.log_probs import TOLERANCE
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,7 +42,6 @@ from torchrl_sglang.weight_update.buckets import TensorSpec
 from torchrl_sglang.weight_update.sources.weights import Weights
 from torchrl_sglang.weight_update.transports import make_transport
 
-TOLERANCE = 1e-4
 PROMPT = "the prefix of this prompt is cached"
 NAMES = ["broadcast", "cuda_ipc", "disk"]
 SMALL = 20_000
@@ -116,17 +117,7 @@ def update(engine, transport, weights):
 
 def difference(engine, model, tokenizer) -> float:
     """Greatest difference of the engine's log-probs from a model's, prefix cached."""
-    ids = tokenizer.encode(PROMPT)
-    (answer,) = engine.generate(
-        input_ids=ids,
-        sampling_params={"max_new_tokens": 8, "ignore_eos": True},
-        return_logprobs=True,
-    )
-    full = torch.tensor(ids + answer.token_ids)
-    with torch.no_grad():
-        log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
-    log_probs = log_probs.gather(-1, full[1:, None])[len(ids) - 1 :, 0]
-    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
+    return log_probs.difference(engine, model, tokenizer.encode(PROMPT))
 
 
 def reported_version(engine) -> str:

@@ -14,6 +14,8 @@ import pytest
 import requests
 import torch
 import torch.distributed as dist
+from helpers import log_probs
+from helpers.log_probs import TOLERANCE
 from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_sglang import (
@@ -32,7 +34,6 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
-TOLERANCE = 1e-4
 PROMPT = "the prefix of this prompt is cached"
 
 
@@ -50,17 +51,7 @@ def sender(restored_engine):
 
 def difference(engine, model, tokenizer) -> float:
     """Greatest difference of the engine's log-probs from a model's, prefix cached."""
-    ids = tokenizer.encode(PROMPT)
-    (answer,) = engine.generate(
-        input_ids=ids,
-        sampling_params={"max_new_tokens": 8, "ignore_eos": True},
-        return_logprobs=True,
-    )
-    full = torch.tensor(ids + answer.token_ids)
-    with torch.no_grad():
-        log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
-    log_probs = log_probs.gather(-1, full[1:, None])[len(ids) - 1 :, 0]
-    return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
+    return log_probs.difference(engine, model, tokenizer.encode(PROMPT))
 
 
 def test_weights_change_and_no_prefix_is_stale(any_engine, new_model, tokenizer):

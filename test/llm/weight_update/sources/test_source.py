@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.log_probs import difference
 from tensordict import TensorDict
 from tensordict.nn import TensorDictParams
 from torch import nn
@@ -353,20 +355,6 @@ def test_an_exporter_reaches_the_engine(restored_engine, new_model, compare):
 
 
 @pytest.fixture
-def compare(engine, tokenizer):
+def compare(engine):
     """Greatest difference of the engine's log-probs from a model's."""
-
-    def difference(model) -> float:
-        ids = tokenizer.encode("some prompt")
-        (answer,) = engine.generate(
-            input_ids=ids,
-            sampling_params={"max_new_tokens": 8, "ignore_eos": True},
-            return_logprobs=True,
-        )
-        full = torch.tensor(ids + answer.token_ids)
-        with torch.no_grad():
-            log_probs = model(full[None]).logits[0, :-1].log_softmax(-1)
-        log_probs = log_probs.gather(-1, full[1:, None])[len(ids) - 1 :, 0]
-        return float((log_probs - torch.tensor(answer.log_probs)).abs().max())
-
-    return difference
+    return partial(difference, engine)
