@@ -7,91 +7,70 @@ from typing import Any
 
 import pytest
 
-from torchrl_sglang.cli.doctor import judge, to_lines
-from torchrl_sglang.cli.doctor.facts import (
-    EngineFacts,
-    Facts,
-    GpuFacts,
-    ModelFacts,
-    ProcessFacts,
-    SystemFacts,
-    TrainerFacts,
+from torchrl_sglang.cli.doctor import to_lines
+from torchrl_sglang.cli.doctor.facts import Facts, ModelFacts, ServerProcess
+from torchrl_sglang.cli.doctor.findings import GIB, Finding, in_range, judge
+
+MODEL = ModelFacts(
+    name="m",
+    folder="/m",
+    model_type="qwen2",
+    dtype="bfloat16",
+    has_tokenizer=True,
+    has_chat_template=True,
+    weight_bytes=GIB,
 )
-from torchrl_sglang.cli.doctor.findings import GIB, Finding
-from torchrl_sglang.cli.doctor.versions import in_range, release
 
 HEALTHY = Facts(
-    trainer=TrainerFacts(
-        python="3.11.7",
-        requires_python=">=3.11,<3.13",
-        packages={"torch": "2.13.0+cpu", "torchrl": "0.14.1"},
-        requirements={"torch": ">=2.11,<3", "torchrl": ">=0.14.1,<0.15"},
-    ),
-    engine=EngineFacts(
-        device="cpu",
-        python="/engine/bin/python",
-        packages={"sglang": "0.5.23", "sglang-router": "0.3.2"},
-        required=">=0.5.15,<0.6",
-        generations=("0.5.20",),
-    ),
-    gpus=GpuFacts(visible=0),
-    system=SystemFacts(
-        environment={},
-        interfaces=("lo", "eth0"),
-        ports=range(20_000, 32_000),
-        ports_tried=200,
-        ports_free=198,
-        ephemeral_from=32_768,
-        ephemeral_to=60_999,
-        shm_free=8 * GIB,
-        open_files=65_536,
-        sockets_wanted=2048,
-        temp_folder="/tmp",
-        temp_free=50 * GIB,
-        memory_free=16 * GIB,
-        cores=2,
-    ),
-    model=ModelFacts(
-        name="m",
-        folder="/m",
-        model_type="qwen2",
-        dtype="bfloat16",
-        has_tokenizer=True,
-        has_chat_template=True,
-        weight_bytes=GIB,
-    ),
+    python="3.11.7",
+    requires_python=">=3.11,<3.13",
+    packages={"torch": "2.13.0+cpu", "torchrl": "0.14.1"},
+    requirements={"torch": ">=2.11,<3", "torchrl": ">=0.14.1,<0.15"},
+    device="cpu",
+    engine_python="/engine/bin/python",
+    engine_packages={"sglang": "0.5.23", "sglang-router": "0.3.2"},
+    engine_required=">=0.5.15,<0.6",
+    engine_generations=("0.5.20",),
+    environment={},
+    interfaces=("lo", "eth0"),
+    ports=range(20_000, 32_000),
+    ports_tried=200,
+    ports_free=198,
+    ephemeral=(32_768, 60_999),
+    shm_free=8 * GIB,
+    open_files=65_536,
+    sockets_wanted=2048,
+    temp_folder="/tmp",
+    temp_free=50 * GIB,
+    memory_free=16 * GIB,
+    cores=2,
+    model=MODEL,
 )
 
-TWO_GPUS = GpuFacts(
-    visible=2,
-    cuda="13.0",
-    driver="580.1",
-    names=("H200", "H200"),
-    total_mib=(143_000, 143_000),
-    free_mib=(142_000, 142_000),
-    peers=True,
-)
+TWO_GPUS = {
+    "visible_gpus": 2,
+    "cuda": "13.0",
+    "driver": "580.1",
+    "gpus": (("H200", 142_000, 143_000), ("H200", 142_000, 143_000)),
+    "peers": True,
+}
 
 
-def change(**rooms: dict[str, Any] | Any) -> Facts:
-    """Returns the healthy facts with some fields of some rooms changed."""
-    new = {
-        room: dataclasses.replace(getattr(HEALTHY, room), **value)
-        if isinstance(value, dict)
-        else value
-        for room, value in rooms.items()
-    }
-    return dataclasses.replace(HEALTHY, **new)
+def change(**fields: Any) -> Facts:
+    """Returns the healthy facts with some fields changed."""
+    return dataclasses.replace(HEALTHY, **fields)
 
 
 def on_gpus(**fields: Any) -> Facts:
-    return change(
-        gpus=dataclasses.replace(TWO_GPUS, **fields), engine={"device": "cuda"}
-    )
+    return change(**{**TWO_GPUS, "device": "cuda", **fields})
 
 
 def environment(**variables: str) -> Facts:
-    return change(system={"environment": variables})
+    return change(environment=variables)
+
+
+def model(**fields: Any) -> Facts:
+    return change(model=dataclasses.replace(MODEL, **fields))
 
 
 def not_ok(facts: Facts) -> list[Finding]:
@@ -104,8 +83,8 @@ def not_ok(facts: Facts) -> list[Finding]:
         HEALTHY,
         change(model=None),
         on_gpus(),
-        on_gpus(free_mib=(), total_mib=(), names=(), driver=None),
-        on_gpus(visible=1, peers=None),
+        on_gpus(gpus=(), driver=None),
+        on_gpus(visible_gpus=1, peers=None),
         environment(NCCL_CUMEM_ENABLE="0", NCCL_P2P_DISABLE="0", NCCL_DEBUG="INFO"),
         environment(NCCL_SOCKET_IFNAME="eth", GLOO_SOCKET_IFNAME="lo"),
         environment(NCCL_SOCKET_IFNAME="^docker"),
@@ -113,16 +92,14 @@ def not_ok(facts: Facts) -> list[Finding]:
         environment(http_proxy="http://p:1", no_proxy="x, localhost,127.0.0.1"),
         environment(http_proxy="http://p:1", NO_PROXY="*"),
         environment(https_proxy="http://p:1"),
-        change(system={"ephemeral_from": None, "ephemeral_to": None}),
-        change(system={"open_files": -1}),
-        change(system={"memory_free": None}),
+        change(ephemeral=None),
+        change(open_files=-1),
+        change(memory_free=None),
         change(
-            system={
-                "processes": (
-                    ProcessFacts(pid=7, parent=0, kind="watchdog"),
-                    ProcessFacts(pid=8, parent=7, kind="server"),
-                )
-            }
+            processes=(
+                ServerProcess(7, 0, "watchdog"),
+                ServerProcess(8, 7, "server"),
+            )
         ),
     ],
 )
@@ -135,55 +112,55 @@ def test_what_is_as_it_should_be(facts):
     ("facts", "level", "check", "message", "remedy"),
     [
         (
-            change(trainer={"python": "3.13.1"}),
+            change(python="3.13.1"),
             *("problem", "python", "3.13.1 is not in >=3.11,<3.13", "Make"),
         ),
         (
-            change(trainer={"packages": {"torch": "2.13"}}),
+            change(packages={"torch": "2.13"}),
             *("problem", "torchrl", "not installed", '"torchrl>=0.14.1,<0.15"'),
         ),
         (
-            change(trainer={"packages": {"torch": "2.10.1", "torchrl": "0.14.2"}}),
+            change(packages={"torch": "2.10.1", "torchrl": "0.14.2"}),
             *("problem", "torch", "2.10.1 is not in >=2.11,<3", "pip install"),
         ),
         (
-            change(trainer={"broken": {"torch": "OSError: no libcuda"}}),
+            change(broken={"torch": "OSError: no libcuda"}),
             *("problem", "torch", "OSError: no libcuda", "Install it again"),
         ),
         (
-            change(engine={"error": "There is no x.", "python": None}),
+            change(engine_error="There is no x.", engine_python=None),
             *("problem", "engine", "There is no x.", "launch.cpu.install"),
         ),
         (
-            change(engine={"python": None}),
+            change(engine_python=None),
             *("problem", "engine", "no interpreter", "--python"),
         ),
         (
-            change(engine={"packages": {}}),
+            change(engine_packages={}),
             *("problem", "engine", "/engine/bin/python has no sglang", "install"),
         ),
         (
-            change(engine={"packages": {"sglang": "0.5.9", "sglang-router": "1"}}),
+            change(engine_packages={"sglang": "0.5.9", "sglang-router": "1"}),
             *("warning", "engine", "0.5.9 in", "Install a version"),
         ),
         (
-            change(engine={"packages": {"sglang": "0.5.23"}}),
+            change(engine_packages={"sglang": "0.5.23"}),
             *("warning", "router", "no sglang-router", "one server"),
         ),
         (
-            change(gpus=dataclasses.replace(TWO_GPUS, visible=0, cuda=None)),
+            change(**{**TWO_GPUS, "visible_gpus": 0, "cuda": None}),
             *("warning", "gpu", "PyTorch is a build for CPU", "CUDA build"),
         ),
         (
-            change(gpus=dataclasses.replace(TWO_GPUS, visible=0)),
+            change(**{**TWO_GPUS, "visible_gpus": 0}),
             *("warning", "gpu", "finds none", "CUDA_VISIBLE_DEVICES"),
         ),
         (
-            change(engine={"device": "cuda"}),
+            change(device="cuda"),
             *("problem", "gpu", "no GPU", "--device cpu"),
         ),
         (
-            on_gpus(free_mib=(142_000, 9_000)),
+            on_gpus(gpus=(("H200", 142_000, 143_000), ("H200", 9_000, 143_000))),
             *("warning", "gpu memory", "GPU 1 is", "--cuda-devices"),
         ),
         (
@@ -195,9 +172,7 @@ def test_what_is_as_it_should_be(facts):
             *("warning", "nccl", "NCCL_CUMEM_ENABLE=1", "NCCL_CUMEM_ENABLE=0"),
         ),
         (
-            dataclasses.replace(
-                on_gpus(), system=environment(NCCL_CUMEM_ENABLE="1").system
-            ),
+            on_gpus(environment={"NCCL_CUMEM_ENABLE": "1"}),
             *("problem", "nccl", "NCCL_CUMEM_ENABLE=1", "NCCL_CUMEM_ENABLE=0"),
         ),
         (
@@ -210,7 +185,7 @@ def test_what_is_as_it_should_be(facts):
         ),
         (
             environment(NCCL_NVLS_ENABLE="2"),
-            *("warning", "nccl", "NCCL_NVLS_ENABLE=2", "Unset it"),
+            *("warning", "nccl", "NCCL_NVLS_ENABLE=2", "Unset NCCL_NVLS_ENABLE"),
         ),
         (
             environment(NCCL_SOCKET_IFNAME="ib0,eth0"),
@@ -221,15 +196,15 @@ def test_what_is_as_it_should_be(facts):
             *("problem", "gloo", "GLOO_SOCKET_IFNAME names ib0", "Unset it"),
         ),
         (
-            change(system={"ports_free": 0}),
+            change(ports_free=0),
             *("problem", "ports", "None of 200", "--port"),
         ),
         (
-            change(system={"ports_free": 60}),
+            change(ports_free=60),
             *("warning", "ports", "60 of 200", "servers that nobody needs"),
         ),
         (
-            change(system={"ephemeral_from": 1024}),
+            change(ephemeral=(1024, 60_999)),
             *("warning", "ports", "from 1024 to 60999", "begin at 32000"),
         ),
         (
@@ -241,48 +216,46 @@ def test_what_is_as_it_should_be(facts):
             *("warning", "proxy", "all_proxy is set", "no_proxy=127.0.0.1,localhost."),
         ),
         (
-            change(system={"shm_free": None}),
+            change(shm_free=None),
             *("warning", "/dev/shm", "no /dev/shm", "--shm-size"),
         ),
         (
-            change(system={"shm_free": 64 << 20}),
+            change(shm_free=64 << 20),
             *("warning", "/dev/shm", "0.06 GiB", "--shm-size"),
         ),
         (
-            change(system={"open_files": 1024}),
+            change(open_files=1024),
             *("warning", "open files", "limit is 1024", "ulimit -n 4096"),
         ),
         (
-            change(system={"open_files": 128}),
+            change(open_files=128),
             *("problem", "open files", "limit is 128", "ulimit -n 4096"),
         ),
         (
-            change(system={"temp_free": None}),
+            change(temp_free=None),
             *("problem", "temp", "Nothing can be written to /tmp", "TMPDIR"),
         ),
         (
-            change(system={"temp_free": 1 << 20}),
+            change(temp_free=1 << 20),
             *("warning", "temp", "0.00 GiB are free in /tmp", "TMPDIR"),
         ),
         (
-            change(system={"temp_folder": "/" + "x" * 90}),
+            change(temp_folder="/" + "x" * 90),
             *("warning", "temp", "too long for sockets", "56 characters"),
         ),
         (
-            change(system={"memory_free": GIB + (GIB >> 1)}),
+            change(memory_free=GIB + (GIB >> 1)),
             *("warning", "memory", "1.5 GiB", "2 GiB"),
         ),
         (
             change(
-                system={
-                    "processes": (
-                        ProcessFacts(pid=9, parent=0, kind="server"),
-                        ProcessFacts(pid=10, parent=9, kind="server"),
-                        ProcessFacts(pid=5, parent=0, kind="server"),
-                        ProcessFacts(pid=7, parent=0, kind="watchdog"),
-                        ProcessFacts(pid=8, parent=7, kind="server"),
-                    )
-                }
+                processes=(
+                    ServerProcess(9, 0, "server"),
+                    ServerProcess(10, 9, "server"),
+                    ServerProcess(5, 0, "server"),
+                    ServerProcess(7, 0, "watchdog"),
+                    ServerProcess(8, 7, "server"),
+                )
             ),
             *("warning", "servers", "not look after: 5, 9.", "`kill 5 9`"),
         ),
@@ -295,33 +268,31 @@ def test_what_is_as_it_should_be(facts):
             *("problem", "model", "no usable config.json: no file", "Give"),
         ),
         (
-            change(model={"weight_bytes": 0}),
+            model(weight_bytes=0),
             *("problem", "weights", "missing: *.safetensors", "load_format=dummy"),
         ),
         (
-            change(model={"missing_files": tuple("abcd")}),
+            model(missing_files=tuple("abcd")),
             *("problem", "weights", "missing: a, b, c.", "Complete the download"),
         ),
         (
-            change(model={"pointer_files": ("a.safetensors",)}),
+            model(pointer_files=("a.safetensors",)),
             *("problem", "weights", "a.safetensors is a reference", "git lfs pull"),
         ),
         (
-            change(model={"has_tokenizer": False}),
+            model(has_tokenizer=False),
             *("warning", "tokenizer", "no tokenizer", "skip_tokenizer_init"),
         ),
         (
-            change(model={"has_chat_template": False}),
+            model(has_chat_template=False),
             *("warning", "chat template", "no chat template", "Conversations"),
         ),
         (
-            change(model={"weight_bytes": 20 * GIB}),
+            model(weight_bytes=20 * GIB),
             *("warning", "model size", "20.0 GiB, and 16.0 GiB", "tp_size"),
         ),
         (
-            dataclasses.replace(
-                on_gpus(), model=change(model={"weight_bytes": 300 * GIB}).model
-            ),
+            on_gpus(model=dataclasses.replace(MODEL, weight_bytes=300 * GIB)),
             *("warning", "model size", "300.0 GiB, and 138.7 GiB", "tp_size"),
         ),
     ],
@@ -336,19 +307,18 @@ def test_what_is_not(facts, level, check, message, remedy):
     assert finding.remedy.endswith(".")
 
 
-def test_without_an_engine_on_gpus():
-    facts = on_gpus()
-    for engine in ({"packages": {}}, {"error": "No.", "python": None}):
-        found = dataclasses.replace(
-            facts, engine=dataclasses.replace(facts.engine, **engine)
-        )
-        (finding,) = not_ok(found)
-        assert finding.level == "problem"
-        assert "cpu.install" not in finding.remedy
+@pytest.mark.parametrize(
+    "engine",
+    [{"engine_packages": {}}, {"engine_error": "No.", "engine_python": None}],
+)
+def test_without_an_engine_on_gpus(engine):
+    (finding,) = not_ok(on_gpus(**engine))
+    assert finding.level == "problem"
+    assert "cpu.install" not in finding.remedy
 
 
 def test_one_line_each():
-    facts = change(engine={"error": "One\nline.", "python": None})
+    facts = change(engine_error="One\nline.", engine_python=None)
     lines = to_lines(judge(facts))
     assert len(lines) == len(judge(facts))
     assert not any("\n" in line or line.endswith(" ") for line in lines)
@@ -375,8 +345,3 @@ def test_one_line_each():
 )
 def test_versions(version, specifier, expected):
     assert in_range(version, specifier) is expected
-
-
-def test_release():
-    assert release("1.0.0") == (1,)
-    assert release("x") == ()
