@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_sglang.cli.parser import Parser, nearest
+from torchrl_sglang.backends.support.checks import nearest
+from torchrl_sglang.cli.parser import Parser
 from torchrl_sglang.errors import ConfigurationError
 
 __all__ = [

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "nearest", "positive_int"]
+from torchrl_sglang.backends.support.checks import nearest
 
-
-def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the name that was probably meant, or ``None``. Pure.
-
-    Examples:
-        >>> nearest("sevre", ["serve", "doctor", "bench"])
-        'serve'
-    """
-    known = list(names)
-    found = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    # A beginning is meant as such, however little it is of the whole.
-    found = [name for name in known if word and name.startswith(word)][:1] or found
-    return found[0] if found else None
+__all__ = ["Parser", "positive_int"]
 
 
 def positive_int(text: str) -> int:

@@ -10,6 +10,7 @@ import pytest
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.server_flags import find_flags
 from torchrl_sglang.backends.launch.vllm_arguments import ARGUMENTS
+from torchrl_sglang.backends.support.checks import nearest
 from torchrl_sglang.cli import main, make_parser
 from torchrl_sglang.cli.options import (
     KEY_VARIABLE,
@@ -18,7 +19,6 @@ from torchrl_sglang.cli.options import (
     split,
     start_arguments,
 )
-from torchrl_sglang.cli.parser import nearest
 from torchrl_sglang.errors import ConfigurationError
 
 OWN = {"--json": False, "--port": True, "--num-replicas": True, "-h": False}

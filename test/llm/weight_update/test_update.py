@@ -353,7 +353,7 @@ def test_a_wrapper_is_read_through(sender, restored_engine, new_model, tokenizer
         ({"control_timeout": float("nan")}, "control_timeout .*got nan"),
         ({"control_timeout": float("inf")}, "control_timeout .*finite .*got inf"),
         *(({"master_port": n}, "master_port .*65535") for n in (0, -3, 70000, "80")),
-        ({"verify": "yes"}, "verify must be a boolean, got 'yes'.*True or False"),
+        ({"verify": "yes"}, "verify must be a bool, got 'yes'.*True or False"),
         ({"flush_cache": 1}, "flush_cache .*got 1"),
         ({"pin_adapter": None}, "pin_adapter .*got None"),
         *(({"directory": d}, "directory=.*folder") for d in ("", " ", 5, b"x")),

@@ -14,7 +14,6 @@ against the server that refused it, so is its circuit breaker.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib.util
 import json
 import os
@@ -34,6 +33,7 @@ from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.ports import lease_port
 from torchrl_sglang.backends.launch.process import LOG_TAIL_LINES, ServerProcess
+from torchrl_sglang.backends.support.checks import nearest
 from torchrl_sglang.backends.support.urls import (
     hide_passwords,
     is_loopback,
@@ -540,8 +540,8 @@ def _check_arguments(
                 f"{UNUSABLE_ARGUMENTS[name]}."
             )
         if name not in described["arguments"]:
-            near = difflib.get_close_matches(name, described["arguments"], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see its RouterArgs."
+            meant = nearest(name, described["arguments"])
+            hint = f"did you mean {meant!r}?" if meant else "see its RouterArgs."
             raise ConfigurationError(
                 f"{name!r} is not an argument of sglang-router "
                 f"{described['version']}; {hint}"

@@ -7,7 +7,6 @@ Arguments go through under SGLang's own names (``mem_fraction_static=0.8`` becom
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from torchrl_sglang.backends.launch.vllm_arguments import (
     Refused,
     Renamed,
 )
-from torchrl_sglang.backends.support.checks import to_python
+from torchrl_sglang.backends.support.checks import nearest, to_python
 from torchrl_sglang.errors import ConfigurationError
 
 __all__ = [
@@ -109,10 +108,8 @@ def check_names(
         # A switch that is off asks for nothing, whether this version has it or not.
         if flags is None or name in flags or to_python(value) is False:
             continue
-        near = difflib.get_close_matches(name, [*flags, *ARGUMENTS], n=1)
-        # argparse would take the beginning of a name for the name.
-        near = [other for other in flags if other.startswith(name)][:1] or near
-        hint = f"did you mean {near[0]!r}?" if near else "see SGLang's own list."
+        meant = nearest(name, [*flags, *ARGUMENTS])
+        hint = f"did you mean {meant!r}?" if meant else "see SGLang's own list."
         raise ConfigurationError(
             f"{name!r} is not an argument of this SGLang's server; {hint}"
         )

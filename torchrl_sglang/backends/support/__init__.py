@@ -1,4 +1,5 @@
-"""What all of the engine uses: argument checks, URLs, the event loop, open files.
+"""Helpers that every part of the engine uses; they import only the package's errors.
 
-It imports nothing else of the package but its errors.
+``checks`` validates arguments, ``urls`` handles addresses, ``event_loop`` runs the
+coroutines behind synchronous calls, ``open_files`` limits connections.
 """

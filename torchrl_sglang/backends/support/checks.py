@@ -1,14 +1,15 @@
-"""Argument validation that all layers share. Pure.
+"""Argument validation for all layers. Pure.
 
-Each check returns the value as Python's own type, so that NumPy's scalars are accepted
-wherever Python's are, and raises :class:`~torchrl_sglang.errors.ConfigurationError`
-with a sentence that names the argument, the value and what is accepted.
+Each check returns the value as a Python type, so that NumPy scalars are accepted, and
+raises :class:`~torchrl_sglang.errors.ConfigurationError` naming the argument, the value
+and what is accepted.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,15 @@ __all__ = [
     "check_mapping",
     "check_port",
     "check_seconds",
+    "nearest",
     "to_python",
 ]
 
 HIGHEST_PORT = 65535
-"""The greatest port of TCP."""
 
 
 def to_python(value: Any) -> Any:
-    """Returns a NumPy scalar as Python's own, and anything else as it is.
+    """Converts a NumPy scalar to a Python one; returns anything else unchanged.
 
     Examples:
         >>> to_python(np.bool_(True)), to_python(np.float32(0.5)), to_python("3")
@@ -41,16 +42,7 @@ def to_python(value: Any) -> Any:
 def check_seconds(
     name: str, value: Any, *, zero: bool = False, endless: bool = False
 ) -> float:
-    """Returns a duration in seconds.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-        zero: accept 0.
-        endless: accept infinity.
-
-    Raises:
-        ConfigurationError: if it is not a positive, finite number.
+    """Returns a duration in seconds; ``zero`` and ``endless`` accept 0 and infinity.
 
     Examples:
         >>> check_seconds("timeout", 3)
@@ -61,29 +53,24 @@ def check_seconds(
         torchrl_sglang.errors.ConfigurationError: timeout must be a positive, finite...
     """
     seconds = to_python(value)
-    if not _is_number(seconds) or not (
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not (
         0 < seconds < math.inf
         or (zero and seconds == 0)
         or (endless and seconds == math.inf)
     ):
         sign = "non-negative" if zero else "positive"
-        kind = f"{sign} number of seconds, or math.inf for no limit"
-        if not endless:
-            kind = f"{sign}, finite number of seconds"
+        kind = (
+            f"{sign} number of seconds, or math.inf for no limit"
+            if endless
+            else f"{sign}, finite number of seconds"
+        )
         raise ConfigurationError(f"{name} must be a {kind}, got {value!r}.")
     return float(seconds)
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Returns a whole number of something.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-        least: smallest number that is accepted.
-
-    Raises:
-        ConfigurationError: if it is not an integer, or smaller.
+    """Returns an integer that is not below ``least``.
 
     Examples:
         >>> check_count("n", 2.0)
@@ -100,25 +87,17 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Returns what is either True or False.
-
-    Raises:
-        ConfigurationError: if it is neither.
-    """
+    """Returns a bool; no other type is taken for one."""
     flag = to_python(value)
     if not isinstance(flag, bool):
         raise ConfigurationError(
-            f"{name} must be a boolean, got {value!r}; give True or False."
+            f"{name} must be a bool, got {value!r}; give True or False."
         )
     return flag
 
 
 def check_port(name: str, value: Any) -> int:
-    """Returns a TCP port to listen on.
-
-    Raises:
-        ConfigurationError: if it is none.
-    """
+    """Returns a TCP port to listen on."""
     port = to_python(value)
     whole = isinstance(port, int) and not isinstance(port, bool)
     if not whole or not 0 < port <= HIGHEST_PORT:
@@ -130,11 +109,7 @@ def check_port(name: str, value: Any) -> int:
 
 
 def check_mapping(name: str, value: Any) -> Mapping[str, Any]:
-    """Returns a mapping of names to values.
-
-    Raises:
-        ConfigurationError: if it is none.
-    """
+    """Returns a mapping of names to values."""
     if not isinstance(value, Mapping):
         raise ConfigurationError(
             f"{name} must be a mapping of names to values, got {value!r}, a "
@@ -143,5 +118,15 @@ def check_mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the name that was probably meant, for a "did you mean"; or ``None``.
+
+    Examples:
+        >>> nearest("sevre", ["serve", "doctor", "bench"])
+        'serve'
+    """
+    known = list(names)
+    # A prefix is a match, however little it is of the whole.
+    found = [name for name in known if word and name.startswith(word)]
+    found += difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return found[0] if found else None

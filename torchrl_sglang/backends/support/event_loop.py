@@ -1,8 +1,7 @@
-"""The process's one background event loop, on which everything asynchronous runs.
+"""The background event loop of this process, on which all coroutines run.
 
-The engine is written once, as coroutines; its synchronous face hands them to this loop
-and waits. One loop a process means that connections are pooled across threads and that
-a wait can be given up. After a fork the child starts a loop of its own.
+The engine is written once, as coroutines; synchronous methods submit them here and
+wait. A forked child starts a loop of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def get_loop() -> asyncio.AbstractEventLoop:
-    """Returns this process's background loop, started at the first call."""
+    """Returns the background loop of this process; starts it at the first call."""
     global _loop, _owner_pid
     with _lock:
         if _loop is None or _owner_pid != os.getpid():
@@ -47,7 +46,7 @@ def get_loop() -> asyncio.AbstractEventLoop:
 
 
 def on_background_loop() -> bool:
-    """Returns whether the current thread is the one that runs the background loop."""
+    """Returns whether the current thread runs the background loop."""
     try:
         return asyncio.get_running_loop() is _loop
     except RuntimeError:
@@ -60,15 +59,7 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine on the background loop and waits for its result.
-
-    Time budgets belong to the coroutine. An interrupt of the waiting thread (Ctrl-C)
-    cancels it.
-
-    Raises:
-        RuntimeError: if called on the background loop's own thread, which would wait
-            for itself.
-    """
+    """Runs a coroutine on the background loop and waits; Ctrl-C cancels it."""
     if on_background_loop():
         coroutine.close()
         raise RuntimeError(
@@ -76,9 +67,9 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
             "loop, where it would wait for itself; await the asynchronous one."
         )
     if sys.is_finalizing():
-        # The loop's thread is gone, and would be waited for without end.
+        # The loop's thread is gone, so waiting for it would never end.
         coroutine.close()
-        raise RuntimeError("The interpreter is going down; the engine is out of use.")
+        raise RuntimeError("The interpreter is exiting; the engine cannot be used.")
     future = submit(coroutine)
     try:
         return future.result()

@@ -1,8 +1,7 @@
-"""How many connections this process can have: each takes one of its open files.
+"""How many connections this process can have: each needs an open file.
 
-Where the limit on open files is the usual 1,024, it is raised as far as the machine
-allows. Where that is too little, fewer requests are in flight. What needs a file all
-the same, and finds none, waits: that is this process's own fault, and no server's.
+The usual limit of 1,024 is raised as far as the machine allows; if that is too little,
+fewer requests are in flight. A request that finds no free file waits.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from torchrl._utils import logger as torchrl_logger
 __all__ = ["lacks_open_files", "limit_in_flight", "open_files_limit"]
 
 OTHER_FILES = 256
-"""Open files that are left for everything but generation requests: control calls,
-aborts, libraries, checkpoints, and idle connections."""
+"""Open files for everything but generation requests: control calls, aborts, libraries,
+checkpoints, idle connections."""
 
 FEWEST_IN_FLIGHT = 16
-"""So many requests are in flight in any case; with fewer, nothing would be left."""
+"""At least this many requests are in flight, however low the limit is."""
 
 
 def open_files_limit() -> int:
@@ -30,11 +29,7 @@ def open_files_limit() -> int:
 
 
 def limit_in_flight(wanted: int) -> int:
-    """Returns how many requests can be in flight, and raises the limit if it must.
-
-    Args:
-        wanted: how many there shall be at the most.
-    """
+    """Returns how many requests can be in flight; raises the limit if necessary."""
     in_use = _count_open_files()
     needed = in_use + wanted + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -54,12 +49,7 @@ def limit_in_flight(wanted: int) -> int:
 
 
 def in_flight_within(limit: int, in_use: int, wanted: int) -> int:
-    """Returns how many requests fit into a limit on open files. Pure.
-
-    Args:
-        limit: open files that there may be.
-        in_use: those that there are.
-        wanted: requests that there shall be at the most.
+    """Returns how many of the wanted requests fit into a limit on open files.
 
     Examples:
         >>> in_flight_within(65_536, 40, 2048), in_flight_within(1024, 40, 2048)
@@ -69,13 +59,13 @@ def in_flight_within(limit: int, in_use: int, wanted: int) -> int:
 
 
 def lacks_open_files(error: BaseException) -> bool:
-    """Returns whether something failed because no more files can be opened."""
+    """Returns whether a call failed because no more files can be opened."""
     number = getattr(error, "errno", None)
     return number in (errno.EMFILE, errno.ENFILE) or not _can_open()
 
 
 def _can_open() -> bool:
-    # Looking up a name fails without a number that would tell.
+    # Resolving a host name fails without an errno.
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

@@ -104,7 +104,7 @@ def test_code_is_not_run_unless_it_is_trusted_and_the_advice_works(own_model):
 
 @pytest.mark.parametrize("start", ["connect", "from_pretrained"])
 def test_the_argument_is_a_bool(start, tiny_model_path):
-    with pytest.raises(ConfigurationError, match="must be a boolean, got 'yes'"):
+    with pytest.raises(ConfigurationError, match="must be a bool, got 'yes'"):
         getattr(AsyncSGLang, start)(tiny_model_path, trust_remote_code="yes")
 
 

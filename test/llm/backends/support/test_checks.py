@@ -55,7 +55,7 @@ def test_flags():
     for value in (True, np.True_):
         assert check_flag("f", value) is True
     for value in (1, 0.0, "yes", None, np.int64(1)):
-        with pytest.raises(ConfigurationError, match="f must be a boolean, got"):
+        with pytest.raises(ConfigurationError, match="f must be a bool, got"):
             check_flag("f", value)
 
 

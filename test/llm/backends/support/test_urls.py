@@ -71,7 +71,7 @@ def test_a_server_elsewhere_meets_it_at_the_address_that_leads_there(own_address
 
 def test_a_server_that_cannot_be_found():
     with pytest.raises(
-        ConfigurationError, match="no way to http://xxx.*master_address"
+        ConfigurationError, match="no route to http://xxx.*master_address"
     ):
         address_facing([f"http://{NO_NAME}:1"])
 
