@@ -23,7 +23,8 @@ from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 from transformers import AutoTokenizer
 
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
-from torchrl_sglang.backends.fleet.membership import Fleet, Replica
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 from torchrl_sglang.types import Completion, ServerCapabilities
 

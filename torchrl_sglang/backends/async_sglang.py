@@ -37,20 +37,14 @@ from torchrl_sglang.backends.client.model_info import (
     fused_from_config,
     metadata_from_config,
 )
-from torchrl_sglang.backends.fleet.follower import Follower
-from torchrl_sglang.backends.fleet.membership import (
-    Fleet,
-    OwnedProcess,
-    RemoteRouter,
-    Replica,
-    RouterLike,
-    in_order,
-    version_order,
-)
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.poller import ServerPoller
+from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle, format_tags
 from torchrl_sglang.backends.fleet.revive import revive
+from torchrl_sglang.backends.fleet.routing import RemoteRouter, RouterHandle
 from torchrl_sglang.backends.fleet.sleep import (
     DRAIN_TIMEOUT_SECONDS,
-    Memory,
+    SleepControl,
     check_can_sleep,
     check_tags,
     check_weights_awake,
@@ -94,6 +88,7 @@ from torchrl_sglang.backends.support.urls import (
     hide_passwords,
     split_credentials,
 )
+from torchrl_sglang.backends.support.versions import version_order
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerError,
@@ -213,10 +208,10 @@ class AsyncSGLang(RLSGLangEngine):
             self._data, self._http, self._fleet, self._capabilities, self._adapters
         )
         data, counters = self._data, self._counters
-        self._memory = Memory(
+        self._sleep_control = SleepControl(
             self._fleet,
             self._control,
-            under_way=lambda: data.queued + counters.in_flight,
+            in_flight=lambda: data.queued + counters.in_flight,
             abort=lambda: data.abort(None),
         )
         lock, pausing = self._update_lock, self._control.pausing
@@ -232,10 +227,10 @@ class AsyncSGLang(RLSGLangEngine):
                     lock.locked()
                     or pausing.paused
                     or fleet.asleep
-                    or fleet.doubt is not None
+                    or fleet.weights.inconsistent is not None
                 )
             ),
-            follower=Follower(
+            poller=ServerPoller(
                 self._http,
                 self._capabilities,
                 self._adapters,
@@ -406,7 +401,7 @@ class AsyncSGLang(RLSGLangEngine):
             trust_remote_code=trust_remote_code,
         )
         url = _given_once("url", url, "server_url", server_url)
-        router: RouterLike | None = None
+        router: RouterHandle | None = None
         credentials: dict[str, str] = {}
         if router_url is not None:
             place, credentials = _without_credentials([router_url])
@@ -446,8 +441,8 @@ class AsyncSGLang(RLSGLangEngine):
         cls,
         replicas: list[Replica],
         *,
-        router: RouterLike | None = None,
-        start_router: Callable[[Sequence[str]], RouterLike] | None = None,
+        router: RouterHandle | None = None,
+        start_router: Callable[[Sequence[str]], RouterHandle] | None = None,
         model: str | None = None,
         http: HttpClient,
         settings: Settings,
@@ -472,7 +467,7 @@ class AsyncSGLang(RLSGLangEngine):
         found: dict[Replica, ServerCapabilities] = {}
         away: dict[Replica, ServerError] = {}
         for replica, answer in zip(replicas, run_sync(ask()), strict=True):
-            if isinstance(answer, ServerError) and replica.process is None:
+            if isinstance(answer, ServerError) and replica.handle is None:
                 away[replica] = answer
             elif isinstance(answer, BaseException):
                 raise answer
@@ -493,7 +488,7 @@ class AsyncSGLang(RLSGLangEngine):
         for replica, capabilities in found.items():
             replica.start_id = capabilities.start_id
             replica.version = capabilities.weight_version
-            replica.adapters = set(capabilities.adapters)
+            replica.held_adapters = set(capabilities.adapters)
             if capabilities.weight_version != newest:
                 replica.state = "stale"
                 replica.reason = (
@@ -515,10 +510,10 @@ class AsyncSGLang(RLSGLangEngine):
         return self._fleet.replicas[0].url if router is None else router.url
 
     @property
-    def servers(self) -> tuple[OwnedProcess, ...]:
+    def servers(self) -> tuple[ServerHandle, ...]:
         """The server processes that this engine started, one for each replica."""
-        found = (replica.process for replica in self._fleet.replicas)
-        return tuple(process for process in found if process is not None)
+        found = (replica.handle for replica in self._fleet.replicas)
+        return tuple(handle for handle in found if handle is not None)
 
     @property
     def capabilities(self) -> ServerCapabilities:
@@ -557,12 +552,12 @@ class AsyncSGLang(RLSGLangEngine):
         adapter = self.adapters.get(self.default_adapter or "")
         if adapter is not None and adapter.version is not None:
             return adapter.version
-        return self._fleet.weight_version
+        return self._fleet.weights.version
 
     @property
     def newest_version(self) -> str:
         """Newest version that weights or an adapter of these servers have had."""
-        return self._fleet.newest
+        return self._fleet.weights.newest
 
     @property
     def base_problem(self) -> str | None:
@@ -653,7 +648,7 @@ class AsyncSGLang(RLSGLangEngine):
             ServerTimeoutError: if a budget is used up.
             UnsupportedByServerError: for a seed, a grammar or log-probabilities that
                 the servers cannot give.
-            WeightSyncStateError: if a failed update left the weights in doubt.
+            WeightSyncStateError: if a failed update left the weights inconsistent.
         """
         call = self._to_call(
             prompts,
@@ -868,7 +863,7 @@ class AsyncSGLang(RLSGLangEngine):
             )
         )
         if version is not None:
-            self._fleet.note_version(version)
+            self._fleet.weights_state.reserve(version)
         # A server of somebody else may be started again, and needs it then.
         self._supervisor.begin()
         return loaded
@@ -907,7 +902,7 @@ class AsyncSGLang(RLSGLangEngine):
         """
         self._check_open()
         self._fleet.suspect_all()
-        run_sync(self._supervisor.look_now())
+        run_sync(self._supervisor.poll_now())
 
     def published_adapters(self, *, timeout: float) -> frozenset[str]:
         """Returns the LoRA adapters that requests carry unless they select another one.
@@ -1032,7 +1027,7 @@ class AsyncSGLang(RLSGLangEngine):
                 # The version when it is sent, which may be later than now.
                 lambda: {
                     "model": "default",
-                    "extra_key": fleet.weight_version,
+                    "extra_key": fleet.weights.version,
                     **content,
                 },
                 session=session,
@@ -1094,7 +1089,7 @@ class AsyncSGLang(RLSGLangEngine):
             prompt_tokens=counters.prompt_tokens,
             response_tokens=counters.response_tokens,
             cache_hit_rate=counters.cache_hit_rate,
-            weight_version=fleet.weight_version,
+            weight_version=fleet.weights.version,
             servers=tuple(servers),
         )
 
@@ -1119,15 +1114,15 @@ class AsyncSGLang(RLSGLangEngine):
             raise ServerUnavailableError(
                 f"The engine at {self.server_url} was shut down; make a new one."
             )
-        if self._fleet.unsettled:
+        if self._fleet.to_poll:
             self._supervisor.begin()
 
     def _check_usable(self) -> None:
         self._check_open()
         self._fleet.check_awake()
-        if self._fleet.doubt is not None:
+        if (reason := self._fleet.weights.inconsistent) is not None:
             raise WeightSyncStateError(
-                f"The weights on {self.server_url} are in doubt: {self._fleet.doubt} "
+                f"The weights on {self.server_url} are inconsistent: {reason} "
                 f"Generation stays paused until a weight update succeeds; send the "
                 f"weights again."
             )
@@ -1205,12 +1200,8 @@ class AsyncSGLang(RLSGLangEngine):
         self._check_open()
         with self._alone():
             check_weights_awake(self._fleet.asleep)
-            outcome = _Outcome(self)
-            self._fleet.begin_update()
-            try:
-                yield outcome
-            finally:
-                self._fleet.end_update(outcome.version)
+            with self._fleet.weight_update() as update:
+                yield update
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -1276,7 +1267,7 @@ class AsyncSGLang(RLSGLangEngine):
         drain_timeout = check_seconds("drain_timeout", drain_timeout, zero=True)
         with self._alone():
             run_sync(
-                self._memory.sleep(
+                self._sleep_control.sleep(
                     wanted, abort_first=abort_first, drain_timeout=drain_timeout
                 )
             )
@@ -1304,7 +1295,7 @@ class AsyncSGLang(RLSGLangEngine):
         self._check_open()
         wanted = self._fleet.asleep if tags is None else check_tags(tags)
         with self._alone():
-            run_sync(self._memory.wake_up(wanted))
+            run_sync(self._sleep_control.wake_up(wanted))
 
     def revive(self, *, timeout: float = START_TIMEOUT_SECONDS) -> None:
         """Starts servers again that do not answer, and waits for all that are started.
@@ -1364,7 +1355,7 @@ class AsyncSGLang(RLSGLangEngine):
             "_control",
             "_counters",
             "_generation",
-            "_memory",
+            "_sleep_control",
             "_update_lock",
             "_supervisor",
         ):
@@ -1384,16 +1375,16 @@ class AsyncSGLang(RLSGLangEngine):
         if self._closed:
             status = "closed"
         elif fleet.asleep:
-            status = f"asleep: {in_order(fleet.asleep)}"
-        elif self._fleet.doubt is not None:
-            status = "weights in doubt"
+            status = f"asleep: {format_tags(fleet.asleep)}"
+        elif fleet.weights.inconsistent is not None:
+            status = "weights inconsistent"
         else:
             status = ", ".join(replica.state for replica in fleet.replicas)
-        owned = any(replica.process is not None for replica in fleet.replicas)
+        owned = any(replica.handle is not None for replica in fleet.replicas)
         return (
             f"AsyncSGLang({self.server_url!r}, "
             f"model={self._capabilities.model_path!r}, "
-            f"weight_version={fleet.weight_version!r}, owned={owned}, "
+            f"weight_version={fleet.weights.version!r}, owned={owned}, "
             f"status={status!r})"
         )
 
@@ -1438,45 +1429,3 @@ class _Steps(Generic[T]):
     async def close(self) -> None:
         async with self._turn:
             await self._stream.aclose()
-
-
-class _Outcome(WeightUpdate):
-    def __init__(self, engine: AsyncSGLang) -> None:
-        self._engine = engine
-        self._doubt_before = engine._fleet.doubt
-        self._keeps_state = False
-        self._flushed = False
-        self.version: str | None = None
-
-    @property
-    def already_in_doubt(self) -> bool:
-        return self._doubt_before is not None
-
-    def committed(self, version: str, *, checkpoint: bool = False) -> None:
-        self.version = version
-        fleet = self._engine._fleet
-        # Before generation goes on, so that no request carries the older key.
-        fleet.weight_version = version
-        fleet.note_version(version)
-        if checkpoint:
-            fleet.checkpoint_version = version
-        if self._keeps_state:
-            fleet.in_place_versions |= {version}
-        if self._flushed:
-            fleet.clean_versions |= {version}
-        fleet.doubt = None
-
-    def in_doubt(self, reason: str) -> None:
-        self._engine._fleet.doubt = reason
-
-    def interrupts(self) -> None:
-        self._engine._fleet.interruptions += 1
-
-    def keeps_state(self) -> None:
-        self._keeps_state = True
-
-    def flushed(self) -> None:
-        self._flushed = True
-
-    def untouched(self) -> None:
-        self._engine._fleet.doubt = self._doubt_before

@@ -11,7 +11,7 @@ import abc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from torchrl_sglang.backends.support.checks import (
 )
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.backends.support.urls import is_this_machine
+from torchrl_sglang.backends.support.versions import next_version
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -384,11 +385,11 @@ class RLSGLangEngine(abc.ABC):
         with self.weight_update() as update:
             current = run_sync(self.control.weight_versions())
             known = [*current, self.weight_version, self.newest_version]
-            version = str(1 + max(int(v) if v.isdigit() else 0 for v in known))
+            version = next_version(known)
             # The engine refuses to generate from here on, and nothing may be running.
-            update.in_doubt(f"The parameter {name!r} is being received.")
+            update.mark_inconsistent(f"The parameter {name!r} is being received.")
             if any(map(sum, run_sync(self.control.loads()))):
-                update.untouched()
+                update.abort()
                 raise WeightSyncStateError(
                     f"{name!r} cannot be received while the servers compute requests; "
                     f"wait for them, or write SGLangWeightSyncScheme(engine)"
@@ -403,7 +404,7 @@ class RLSGLangEngine(abc.ABC):
                     timeout=timeout,
                 )
             )
-            update.committed(version)
+            update.commit(version)
         return version
 
     async def _join(self, *, group_name: str, **where: Any) -> None:
@@ -465,39 +466,32 @@ def connect(url: str) -> RLSGLangEngine:
     return AsyncSGLang.connect(url)
 
 
-class WeightUpdate(abc.ABC):
-    """How a weight update tells the engine what became of it."""
+class WeightUpdate(Protocol):
+    """Reports to the engine what a weight update does and how it ended."""
 
     @property
-    @abc.abstractmethod
-    def already_in_doubt(self) -> bool:
+    def was_inconsistent(self) -> bool:
         """Whether an earlier update left a mix of old and new weights."""
 
-    @abc.abstractmethod
-    def committed(self, version: str, *, checkpoint: bool = False) -> None:
-        """The servers hold these weights, whole.
+    def commit(self, version: str, *, checkpoint: bool = False) -> None:
+        """Every server holds this version; call it before generation resumes.
 
         Args:
             version: of the weights.
-            checkpoint: they are those that the servers were started with.
+            checkpoint: they are the weights that the servers were started with.
         """
 
-    @abc.abstractmethod
-    def in_doubt(self, reason: str) -> None:
+    def abort(self) -> None:
+        """The servers hold what they held when the update began."""
+
+    def mark_inconsistent(self, reason: str) -> None:
         """The servers may hold a mix of old and new weights: refuse to generate."""
 
-    @abc.abstractmethod
-    def interrupts(self) -> None:
-        """What is under way will be aborted: send it again, and raise no error."""
+    def aborts_requests(self) -> None:
+        """In-flight requests are about to be aborted: send them again."""
 
-    @abc.abstractmethod
-    def keeps_state(self) -> None:
-        """What is under way will go on with attention state of the old weights."""
+    def keeps_requests(self) -> None:
+        """In-flight requests continue with the new weights on a stale KV cache."""
 
-    @abc.abstractmethod
     def flushed(self) -> None:
-        """Nothing is left of the KV cache that the old weights computed."""
-
-    @abc.abstractmethod
-    def untouched(self) -> None:
-        """The servers hold what they held before; so does the engine's opinion."""
+        """The KV cache of the old weights is gone."""

@@ -50,7 +50,7 @@ def recover(
 
     Raises:
         UnsupportedByServerError: if the servers were started without a checkpoint.
-        WeightTransferError: if they cannot load it; their weights stay in doubt.
+        WeightTransferError: if they cannot load it; their weights stay inconsistent.
         WeightSyncStateError: if an update is under way, or weights are asleep.
     """
     path = checkpoint_path(engine)

@@ -11,6 +11,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
 from torchrl_sglang.backends.lora.registry import parse_served_name
 from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.support.versions import next_version
 from torchrl_sglang.errors import (
     ServerError,
     WeightSyncStateError,
@@ -263,7 +264,7 @@ class SGLangWeightSender:
                 try:
                     check(engine.adapters[self._scheme.adapter].served_as)
                 except BaseException as error:
-                    update.in_doubt(str(error) or type(error).__name__)
+                    update.mark_inconsistent(str(error) or type(error).__name__)
                     raise
         return SyncReport(
             version=version,
@@ -290,7 +291,7 @@ class SGLangWeightSender:
         problem = self._scheme.engine.base_problem
         if problem is None:
             return
-        if update.already_in_doubt:
+        if update.was_inconsistent:
             raise WeightSyncStateError(
                 f"A LoRA adapter alone does not help: {problem} Bring the base weights "
                 f"back with sender.recover(), or send whole weights with another "
@@ -348,7 +349,7 @@ class SGLangWeightSender:
 
         Raises:
             UnsupportedByServerError: if the servers were started with
-                ``load_format="dummy"``; their weights stay in doubt.
+                ``load_format="dummy"``; their weights stay inconsistent.
             WeightTransferError: if a server cannot load its checkpoint; likewise.
             ServerTimeoutError: if a server that this engine does not own does not
                 answer.
@@ -433,9 +434,8 @@ class SGLangWeightSender:
             ) from error
         adapters = [each.version or "" for each in engine.adapters.values()]
         known = [*current, engine.weight_version, engine.newest_version, *adapters]
-        newest = max(int(v) if v.isdigit() else 0 for v in known)
         counted = [self._policy_version(each) for each in self._all_collectors()]
-        return str(1 + max([newest, *counted]))
+        return next_version([*known, *map(str, counted)])
 
     @staticmethod
     def _policy_version(collector: Any) -> int:

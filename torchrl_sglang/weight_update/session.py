@@ -135,7 +135,7 @@ def update_weights(
             with phase("connect"):
                 transport.connect()
         # What an earlier update left half done is not made whole by sending nothing.
-        state = _State(touched=update.already_in_doubt or not whole)
+        state = _State(touched=update.was_inconsistent or not whole)
         try:
             with phase("pause"):
                 _pause(update, control, pause_mode, control_timeout)
@@ -159,7 +159,7 @@ def update_weights(
             if control.capabilities.has_lora:
                 with phase("withdraw"):
                     engine.withdraw_adapters(timeout=control_timeout)
-            update.committed(version, checkpoint=checkpoint)
+            update.commit(version, checkpoint=checkpoint)
             state.committed = True
             # An update that failed, or memory that was given back, left them paused.
             if pause_mode != "none" or control.pausing.paused:
@@ -207,7 +207,7 @@ def _flush(
     """
     flushed = run_sync(control.flush_cache(timeout=timeout))
     if not flushed and mode == "retract":
-        update.interrupts()
+        update.aborts_requests()
         run_sync(control.abort_all(timeout=timeout))
         flushed = run_sync(control.flush_cache(timeout=timeout))
     if flushed:
@@ -261,12 +261,12 @@ def _pause(
 ) -> None:
     if mode != "none":
         if mode == "in_place":
-            update.keeps_state()
+            update.keeps_requests()
         run_sync(control.pause(mode, timeout=timeout))
         return
     # The engine refuses to generate from here on, and nothing may be running.
-    if not update.already_in_doubt:
-        update.in_doubt("An update of the weights without a pause is under way.")
+    if not update.was_inconsistent:
+        update.mark_inconsistent("A weight update without a pause is in progress.")
     running = run_sync(control.running_requests(timeout=timeout))
     if running:
         raise WeightSyncStateError(
@@ -281,7 +281,7 @@ def _verify(
     try:
         verify()
     except BaseException as error:
-        update.in_doubt(_told(error))
+        update.mark_inconsistent(_told(error))
         _stay_paused(control)
         raise
 
@@ -397,7 +397,7 @@ def _select(
         # A server that is paused in place ends nothing that runs.
         run_sync(engine.control.pause("retract", timeout=timeout))
     # They are sent again, and what they carry is looked up when they are.
-    update.interrupts()
+    update.aborts_requests()
     run_sync(engine.control.abort_all(timeout=timeout))
 
 
@@ -407,14 +407,14 @@ def _clean_up(
     """Leaves the servers safe after a failure, and returns the error that tells."""
     control = engine.control
     if state.touched:
-        update.in_doubt(_told(error))
+        update.mark_inconsistent(_told(error))
     _close_session(control, state)
     if not state.touched and _others_update(control, state):
         # Generation is theirs to resume, and what they have sent is not known.
         state.touched = True
     safe, doubt = not state.touched, _told(error)
     if safe:
-        update.untouched()
+        update.abort()
         outcome = (
             "The servers still hold the old weights and generate with them; the update "
             "can be tried again."
@@ -442,7 +442,7 @@ def _clean_up(
             "weights again."
         )
     if not safe:
-        update.in_doubt(doubt)
+        update.mark_inconsistent(doubt)
         # Other users of the servers know nothing of this engine's doubt.
         _stay_paused(control)
     message = f"{error} {outcome}"

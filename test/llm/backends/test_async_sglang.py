@@ -484,8 +484,8 @@ def test_repr(engine, fake_engine, fake, tiny_model_path):
     assert f"weight_version={engine.weight_version!r}" in text
     assert "owned=False, status='serving'" in repr(fake_engine)
     with fake_engine.weight_update() as update:
-        update.in_doubt("half of them came.")
-    assert "status='weights in doubt'" in repr(fake_engine)
+        update.mark_inconsistent("half of them came.")
+    assert "status='weights inconsistent'" in repr(fake_engine)
     fake_engine.shutdown()
     assert "status='closed'" in repr(fake_engine)
 
@@ -563,13 +563,13 @@ def test_one_weight_update_at_a_time(fake_engine):
     ):
         pass
     with fake_engine.weight_update() as update:
-        update.committed("7")
+        update.commit("7")
     assert fake_engine.weight_version == "7"
 
 
-def test_weights_in_doubt_are_not_used(fake, fake_engine):
+def test_inconsistent_weights_are_not_used(fake, fake_engine):
     with fake_engine.weight_update() as update:
-        update.in_doubt("Half of them came.")
+        update.mark_inconsistent("Half of them came.")
     with pytest.raises(
         WeightSyncStateError, match="Half of them came.*send the weights"
     ):
@@ -578,7 +578,7 @@ def test_weights_in_doubt_are_not_used(fake, fake_engine):
         copy.deepcopy(fake_engine).generate(input_ids=[5])
     assert fake.payloads() == []
     with fake_engine.weight_update() as update:
-        update.committed("8")
+        update.commit("8")
     fake.weight_version = "8"
     fake_engine.generate(input_ids=[5])
     assert fake.payloads()[-1]["extra_key"] == ["8"]
@@ -587,7 +587,7 @@ def test_weights_in_doubt_are_not_used(fake, fake_engine):
 def test_older_weights_than_the_current_ones_are_an_error(fake, fake_engine):
     """A server that somebody else started again has the checkpoint's weights."""
     with fake_engine.weight_update() as update:
-        update.committed("8")
+        update.commit("8")
     with pytest.raises(
         WeightSyncStateError, match="'default'.*'8'.*(?i:send the weights)"
     ):

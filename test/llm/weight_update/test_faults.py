@@ -167,7 +167,7 @@ def check_untouched(trainer) -> None:
     assert not is_silent(trainer.server.server_url)
 
 
-def check_in_doubt(trainer) -> None:
+def check_inconsistent(trainer) -> None:
     start = time.monotonic()
     with pytest.raises(WeightSyncStateError, match="send the weights again"):
         difference(trainer.engine, trainer.model)
@@ -226,7 +226,7 @@ def test_before_the_first_byte(trainer, path, number, fault):
     error = fails(trainer, sender, trainer.new_model(), fault_at)
     if path == BEGIN and fault in ("late", "lose"):
         # A session is open, and nobody knows whose it was.
-        check_in_doubt(trainer)
+        check_inconsistent(trainer)
     else:
         assert error.untouched
         check_untouched(trainer)
@@ -256,7 +256,7 @@ def test_after_the_first_byte(trainer, path, number, fault):
         assert (path, number, fault) == (SEND, 1, "refuse")
         check_untouched(trainer)
     else:
-        check_in_doubt(trainer)
+        check_inconsistent(trainer)
     check_heals(trainer, sender)
 
 
@@ -271,7 +271,7 @@ def test_resuming(trainer, fault):
     check_untouched(trainer)
     fault_at = trainer.proxy.inject(RESUME, fault, times=2)
     fails(trainer, sender, trainer.new_model(), fault_at)
-    check_in_doubt(trainer)
+    check_inconsistent(trainer)
     check_heals(trainer, sender)
 
 
@@ -286,7 +286,7 @@ def test_resuming_after_an_update_that_sent_nothing(trainer, fault):
     begin = trainer.proxy.inject(BEGIN, "cut")
     resume = trainer.proxy.inject(RESUME, fault, times=2)
     fails(trainer, sender, trainer.new_model(), begin, resume)
-    check_in_doubt(trainer)
+    check_inconsistent(trainer)
     check_heals(trainer, sender)
 
 
@@ -301,7 +301,7 @@ def test_other_transports(trainer, transport, path, fault):
         assert fault not in ("late", "lose")
         check_untouched(trainer)
     else:
-        check_in_doubt(trainer)
+        check_inconsistent(trainer)
     check_heals(trainer, sender)
 
 
@@ -311,7 +311,7 @@ def test_nobody_generates_from_a_mix_without_a_pause_either(trainer, path):
     sender = trainer.sender("broadcast", pause_mode="none")
     fault_at = trainer.proxy.inject(path, "lose", first=2 if path == SEND else 1)
     fails(trainer, sender, trainer.new_model(), fault_at)
-    check_in_doubt(trainer)
+    check_inconsistent(trainer)
     check_heals(trainer, sender)
     sender.shutdown()
 
@@ -330,5 +330,5 @@ def test_what_another_trainer_left_is_not_trusted(trainer, path, fault):
     fault_at = trainer.proxy.inject(path, fault)
     sender = trainer.sender("broadcast")
     fails(trainer, sender, trainer.new_model(), fault_at)
-    check_in_doubt(trainer)
+    check_inconsistent(trainer)
     check_heals(trainer, sender)

@@ -388,7 +388,7 @@ def test_an_adapter_does_not_heal(lora_engine, peft_models):
     model = peft_models.make(4, target_modules=["v_proj"])
     sender = SGLangWeightSyncScheme(lora_engine, transport="lora").create_sender()
     with lora_engine.weight_update() as update:
-        update.in_doubt("Half of the weights are new.")
+        update.mark_inconsistent("Half of the weights are new.")
     with pytest.raises(WeightSyncStateError, match=r"recover\(\)"):
         sender.update_weights(model)
     sender.recover()

@@ -67,7 +67,7 @@ def test_a_trainer_that_gives_up(any_engine, hf_model, new_model):
     sender = scheme.create_sender()
     first = sender.update_weights(new_model)
     update_half(any_engine, hf_model)
-    with pytest.raises(WeightSyncStateError, match="in doubt"):
+    with pytest.raises(WeightSyncStateError, match="inconsistent"):
         difference(any_engine, hf_model)
     report = sender.recover()
     assert report.transport == "checkpoint"
@@ -186,7 +186,7 @@ def test_an_open_session_is_no_reason_to_trust(restored_engine, new_model):
                 control_timeout=3.0,
             )
         transport.close()
-        assert "in doubt" in repr(engine)
+        assert "inconsistent" in repr(engine)
         SGLangWeightSyncScheme(engine).create_sender().recover()
 
 
@@ -201,27 +201,27 @@ def copy_with(engine, **server_args):
     return copy
 
 
-def test_servers_without_a_checkpoint_stay_in_doubt(restored_engine, new_model):
+def test_servers_without_a_checkpoint_stay_inconsistent(restored_engine, new_model):
     engine = copy_with(restored_engine, load_format="dummy")
     scheme = SGLangWeightSyncScheme(engine)
     sender = scheme.create_sender()
     update_half(engine, new_model)
     with pytest.raises(UnsupportedByServerError, match="send them weights"):
         sender.recover()
-    assert "in doubt" in repr(engine)
+    assert "inconsistent" in repr(engine)
     sender.update_weights(new_model)
     assert difference(engine, new_model) < TOLERANCE
     scheme.shutdown()
 
 
-def test_a_checkpoint_that_is_gone_leaves_doubt(restored_engine, new_model):
+def test_a_checkpoint_that_is_gone_leaves_inconsistency(restored_engine, new_model):
     engine = copy_with(restored_engine, model_path="/nowhere/at/all")
     scheme = SGLangWeightSyncScheme(engine)
     sender = scheme.create_sender()
     # Nothing is known to be broken, and nothing is known to be whole.
     with pytest.raises(WeightTransferError, match="/nowhere/at/all"):
         sender.recover()
-    assert "in doubt" in repr(engine)
+    assert "inconsistent" in repr(engine)
     sender.update_weights(new_model)
     assert difference(engine, new_model) < TOLERANCE
     scheme.shutdown()

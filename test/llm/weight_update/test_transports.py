@@ -237,7 +237,7 @@ def test_a_source_that_fails_in_the_middle(
         assert difference(engine, hf_model, tokenizer) < TOLERANCE
         assert os.listdir(tmp_path / "weights") == []
     else:
-        assert "in doubt" in repr(engine)
+        assert "inconsistent" in repr(engine)
         with pytest.raises(WeightSyncStateError, match="send the weights again"):
             engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})
     update(engine, transport, weights_of(new_model, engine))
@@ -261,7 +261,7 @@ def test_a_server_that_refuses_in_the_middle(
         with pytest.raises(WeightTransferError, match="must run between") as caught:
             update(engine, transport, broken)
         assert not caught.value.untouched
-        assert "in doubt" in repr(engine)
+        assert "inconsistent" in repr(engine)
     update(engine, transport, weights_of(new_model, engine))
     assert difference(engine, new_model, tokenizer) < TOLERANCE
 
@@ -284,7 +284,7 @@ def test_a_server_that_does_not_answer(
     finally:
         send_signal(processes, signal.SIGCONT)
     assert not caught.value.untouched
-    assert "in doubt" in repr(engine)
+    assert "inconsistent" in repr(engine)
     transport.close()
     transport = transport_of(engine, bucket_bytes=SMALL, **arguments)
     update(engine, transport, weights_of(new_model, engine))
@@ -372,7 +372,7 @@ def test_a_request_that_is_never_answered(tiny_model_path, hf_model, name, tmp_p
                 update(engine, transport, weights_of(hf_model, engine))
             assert 0.4 < time.monotonic() - start < 5
         assert not caught.value.untouched
-        assert "in doubt" in repr(engine)
+        assert "inconsistent" in repr(engine)
         fake.recover()
         transport.close()
 
@@ -414,7 +414,7 @@ def test_one_of_two_servers_refuses(
             with pytest.raises(WeightTransferError) as caught:
                 update(engine, transport, weights_of(hf_model, engine))
             assert caught.value.untouched == untouched
-            assert ("in doubt" in repr(engine)) == (not untouched)
+            assert ("inconsistent" in repr(engine)) == (not untouched)
             transport.close()
 
 
@@ -746,7 +746,7 @@ def test_a_refusal_that_comes_late(
             scheme.create_sender().update_weights(new_model)
         assert caught.value.untouched is untouched
         # One that is not known to hold whole weights does not generate.
-        assert ("in doubt" in repr(engine)) is not untouched
+        assert ("inconsistent" in repr(engine)) is not untouched
         scheme.create_sender().update_weights(new_model)
         assert difference(engine, new_model, tokenizer) < TOLERANCE
         scheme.shutdown()

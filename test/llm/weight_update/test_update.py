@@ -94,7 +94,7 @@ def test_stale_prefixes_are_out_of_reach_without_a_flush(
     )
     assert reply.ok
     with engine.weight_update() as update:
-        update.committed(version)
+        update.commit(version)
     (other,) = engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 1})
     assert other.cached_tokens == 0
 
@@ -238,7 +238,7 @@ def test_half_an_update_stops_generation_until_it_is_healed(
         sender.update_weights(cut_off)
     assert time.monotonic() - start < 60
     assert not caught.value.untouched
-    assert "in doubt" in repr(engine)
+    assert "inconsistent" in repr(engine)
     with pytest.raises(WeightSyncStateError, match="send the weights again"):
         engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})
 
@@ -247,7 +247,7 @@ def test_half_an_update_stops_generation_until_it_is_healed(
         other = SGLangWeightSyncScheme(engine, master_port=taken.getsockname()[1])
         with pytest.raises(WeightTransferError, match="master_port"):
             other.create_sender().update_weights(new_model)
-    assert "in doubt" in repr(engine)
+    assert "inconsistent" in repr(engine)
 
     sender.update_weights()
     assert difference(engine, new_model, tokenizer) < TOLERANCE

@@ -35,7 +35,7 @@ class Servers(Protocol):
         """Servers that run, in the order of their ranks."""
 
     @property
-    def membership(self) -> int:
+    def membership_epoch(self) -> int:
         """Grows whenever a server joins."""
 
     @property
@@ -73,9 +73,9 @@ class ControlPlane:
         return self._servers.urls
 
     @property
-    def membership(self) -> int:
+    def membership_epoch(self) -> int:
         """Grows whenever a server joins; a process group holds for one value."""
-        return self._servers.membership
+        return self._servers.membership_epoch
 
     async def _all(
         self,

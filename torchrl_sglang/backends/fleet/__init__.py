@@ -1,5 +1,7 @@
-"""The servers of one engine: who they are, which of them generate, with which weights.
+"""The servers of one engine, and the version of their weights.
 
-``membership`` holds the state; ``follower`` and ``supervisor`` keep it true; ``sleep``
-and ``revive`` change it on request.
+``membership.Fleet`` holds the ``replica``s and decides which of them serve; ``routing``
+chooses where a request goes; ``weights_state`` alone changes weight versions and
+consistency. ``poller`` asks servers for their state, ``supervisor`` restarts those that
+end, ``revive`` those that hang, and ``sleep`` releases their GPU memory.
 """

@@ -1,15 +1,13 @@
-"""Sleep and wake-up: GPU memory that servers give back for a while.
+"""Sleep and wake-up: servers release GPU memory for a trainer on the same GPU.
 
-It stands between :class:`~torchrl_sglang.AsyncSGLang` and the control plane. A server
-ends when it is asked to release memory while a request is in it, to release what it has
-released, or to resume what it has not; so nothing is sent that it does not survive::
+A server ends when it is asked to release memory while a request runs, to release memory
+twice, or to resume memory that it has not released. So the order of the calls is::
 
-    sleep:    no new calls → drain or abort → pause → release
-    wake_up:  resume memory → let generation go on
+    sleep:    refuse new requests -> drain or abort -> pause -> release
+    wake_up:  resume memory -> continue generation
 
-What each server has released is known by :class:`.fleet.Replica`. Servers are paused
-for as long as any of them sleeps. Released weights are weights in doubt, which the next
-update heals, as it does after an update that failed.
+:attr:`.Replica.released` is what each server has released. Servers stay paused while
+any of them sleeps. Released weights are lost, so inconsistent until the next update.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ from typing import Any, TypeVar
 
 from torchrl_sglang.backends.client.capabilities import what_keeps_awake
 from torchrl_sglang.backends.client.control import ControlPlane
-from torchrl_sglang.backends.fleet.membership import Fleet, Replica, in_order
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.replica import Replica, format_tags
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerTimeoutError,
@@ -31,32 +30,27 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.types import PauseMode, ServerCapabilities
 
-__all__ = ["Memory"]
+__all__ = ["SleepControl", "check_can_sleep", "check_tags", "check_weights_awake"]
 
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 """The kinds of memory that SGLang can release."""
 
 DRAIN_TIMEOUT_SECONDS = 60.0
-"""Default budget for requests to end before a server is put to sleep."""
+"""Default timeout for requests to end before a server is put to sleep."""
 
 DRAIN_POLL_SECONDS = 0.05
-"""How often it is looked whether they have."""
+"""Interval between checks whether they have ended."""
 
 MEMORY_TIMEOUT_SECONDS = 120.0
-"""Budget for a server to release or resume memory; backed up weights are copied."""
+"""Timeout to release or resume memory; weights with a CPU backup are copied."""
 
 T = TypeVar("T")
 
 
 def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
-    """Returns kinds of memory as a set.
-
-    Raises:
-        ConfigurationError: if one is unknown, or there is none.
-    """
+    """Returns kinds of memory as a set."""
     wanted = frozenset([tags] if isinstance(tags, str) else tags)
-    unknown = wanted.difference(MEMORY_TAGS)
-    if unknown or not wanted:
+    if not wanted or wanted.difference(MEMORY_TAGS):
         raise ConfigurationError(
             f"tags={tags!r} names no memory that can sleep; give one or more of "
             f"{', '.join(map(repr, MEMORY_TAGS))}."
@@ -65,11 +59,7 @@ def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
 
 
 def check_can_sleep(capabilities: ServerCapabilities, url: str) -> None:
-    """Checks that memory of the servers can be released.
-
-    Raises:
-        UnsupportedByServerError: if they were not started for it.
-    """
+    """Checks that the servers were started with what sleep needs."""
     if not capabilities.can_sleep:
         name, value, needed = next(what_keeps_awake(capabilities.server_args))
         raise UnsupportedByServerError(
@@ -79,11 +69,7 @@ def check_can_sleep(capabilities: ServerCapabilities, url: str) -> None:
 
 
 def check_weights_awake(asleep: frozenset[str]) -> None:
-    """Checks that there is memory that an update of the weights can be written to.
-
-    Raises:
-        WeightSyncStateError: if the weights are asleep.
-    """
+    """Checks that there is memory for new weights."""
     if "weights" in asleep:
         raise WeightSyncStateError(
             "The weights are asleep, and an update would have no memory to go to; call "
@@ -91,14 +77,11 @@ def check_weights_awake(asleep: frozenset[str]) -> None:
         )
 
 
-class Memory:
-    """Puts the servers of an engine to sleep. Used from the background loop only.
+class SleepControl:
+    """Puts the servers of an engine to sleep and wakes them up.
 
-    Args:
-        fleet: the servers, and what of their memory is released.
-        control: control calls to them.
-        under_way: returns how many requests of this engine have no answer yet.
-        abort: ends every request on the servers.
+    Used from the background loop only. ``in_flight`` returns how many requests of this
+    engine have no response yet; ``abort`` ends every request on the servers.
     """
 
     def __init__(
@@ -106,73 +89,63 @@ class Memory:
         fleet: Fleet,
         control: ControlPlane,
         *,
-        under_way: Callable[[], int],
+        in_flight: Callable[[], int],
         abort: Callable[[], Awaitable[Any]],
     ) -> None:
         self._fleet = fleet
         self._control = control
-        self._under_way = under_way
+        self._in_flight = in_flight
         self._abort = abort
-        # Who was interrupted may still be at it.
-        self._turn = asyncio.Lock()
+        # A call that was interrupted may still run.
+        self._lock = asyncio.Lock()
 
     async def sleep(
         self, tags: frozenset[str], *, abort_first: bool, drain_timeout: float
     ) -> None:
         """Releases memory of every server; see :meth:`.AsyncSGLang.sleep`."""
-        async with self._turn:
-            fleet = self._fleet
-            if fleet.asleep:
-                replicas = fleet.fall_asleep(tags)
+        async with self._lock:
+            if self._fleet.asleep:
+                replicas = self._fleet.fall_asleep(tags)
             else:
                 replicas = await self._drain(tags, abort_first, drain_timeout)
-            lacking = [each for each in replicas if tags - each.released]
-            if lacking:
-                await _to_the_end(self._release(lacking, tags))
+            awake = [replica for replica in replicas if tags - replica.released]
+            if awake:
+                await _uncancelled(self._release(awake, tags))
 
     async def _drain(
-        self, tags: frozenset[str], abort_first: bool, budget: float
+        self, tags: frozenset[str], abort_first: bool, timeout: float
     ) -> list[Replica]:
-        """Waits until nothing runs; from then on the fleet takes no more requests."""
-        fleet, deadline = self._fleet, time.monotonic() + budget
-        fleet.draining = True
-        try:
+        """Waits until no request runs, and refuses requests from then on."""
+        deadline = time.monotonic() + timeout
+        with self._fleet.drain():
             if abort_first:
                 await self._abort()
             while True:
                 others = 0
                 if not abort_first:
-                    loads = await self._control.loads()
-                    others = sum(running + queued for running, queued in loads)
-                # Asked last, so that nothing begins before the fleet falls asleep.
-                own = self._under_way()
+                    others = sum(map(sum, await self._control.loads()))
+                # Read last, so that no request begins before the fleet falls asleep.
+                own = self._in_flight()
                 if not own and not others:
-                    return fleet.fall_asleep(tags)
+                    return self._fleet.fall_asleep(tags)
                 if time.monotonic() >= deadline:
                     raise ServerTimeoutError(
-                        f"After {budget:g} s, {own} request(s) of this engine are "
-                        f"under way and the servers have {others} of all users. "
-                        f"Nothing was released, and generation goes on. Give a longer "
+                        f"After {timeout:g} s, {own} request(s) of this engine are in "
+                        f"flight and the servers have {others} of all users. Nothing "
+                        f"was released, and generation goes on. Give a longer "
                         f"drain_timeout, or abort_first=True."
                     )
                 await asyncio.sleep(DRAIN_POLL_SECONDS)
-        finally:
-            fleet.draining = False
 
     async def _release(self, replicas: Sequence[Replica], tags: frozenset[str]) -> None:
         fleet, control = self._fleet, self._control
 
-        async def one(replica: Replica) -> None:
-            missing = tags - replica.released
-            try:
-                await control.release_memory_occupation(
-                    missing, urls=[replica.url], timeout=MEMORY_TIMEOUT_SECONDS
-                )
-            except ServerTimeoutError:
-                # It has the call, and will come to it before any later one.
-                replica.released |= missing
-                raise
-            replica.released |= missing
+        async def release(replica: Replica) -> None:
+            await control.release_memory_occupation(
+                tags - replica.released,
+                urls=[replica.url],
+                timeout=MEMORY_TIMEOUT_SECONDS,
+            )
 
         try:
             for mode in _pauses(control):
@@ -180,57 +153,55 @@ class Memory:
         except SGLangError as error:
             failures = [error]
         else:
-            failures = await _each(one, replicas)
+            failures = await self._each(release, replicas, lambda held: held | tags)
         lost = not control.capabilities.keeps_weights
         if lost and any("weights" in replica.released for replica in replicas):
-            fleet.doubt = "Their memory was released by sleep(), so they hold nothing."
+            fleet.weights_state.set_inconsistent(
+                "Their memory was released by sleep(), so they hold nothing."
+            )
         if failures:
             asleep = [replica for replica in replicas if tags <= replica.released]
             raise self._failure(
                 failures,
                 f"{len(asleep)} of {len(replicas)} servers released "
-                f"{in_order(tags)}, and the engine does not generate. Call sleep() "
+                f"{format_tags(tags)}, and the engine does not generate. Call sleep() "
                 f"again to complete it, or wake_up() to undo it.",
                 partly=bool(asleep),
             )
 
     async def wake_up(self, tags: frozenset[str]) -> None:
         """Resumes memory of every server; see :meth:`.AsyncSGLang.wake_up`."""
-        async with self._turn:
+        async with self._lock:
             if self._fleet.asleep & tags:
-                await _to_the_end(self._resume(tags))
+                await _uncancelled(self._resume(tags))
 
     async def _resume(self, tags: frozenset[str]) -> None:
         fleet, control = self._fleet, self._control
-        replicas = [r for r in fleet.replicas if r.runs and r.released & tags]
+        replicas = [replica for replica in fleet.running if replica.released & tags]
 
-        async def one(replica: Replica) -> None:
-            missing = replica.released & tags
-            try:
-                await control.resume_memory_occupation(
-                    missing, urls=[replica.url], timeout=MEMORY_TIMEOUT_SECONDS
-                )
-            except ServerTimeoutError:
-                replica.released -= missing
-                raise
-            replica.released -= missing
+        async def resume(replica: Replica) -> None:
+            await control.resume_memory_occupation(
+                replica.released & tags,
+                urls=[replica.url],
+                timeout=MEMORY_TIMEOUT_SECONDS,
+            )
 
-        failures = await _each(one, replicas)
+        failures = await self._each(resume, replicas, lambda held: held - tags)
         before = fleet.asleep
         fleet.wake_up(tags)
         if failures:
             awake = [replica for replica in replicas if not replica.released & tags]
             raise self._failure(
                 failures,
-                f"{len(awake)} of {len(replicas)} servers have {in_order(tags)} "
+                f"{len(awake)} of {len(replicas)} servers have {format_tags(tags)} "
                 f"again. Call wake_up() again.",
                 partly=bool(awake),
             )
         if not control.urls:
-            # Those that are started again are not paused.
+            # Servers that are started again are not paused.
             control.pausing.paused = False
-        # Weights in doubt are not generated with: their update lets generation go on.
-        elif not fleet.asleep and fleet.doubt is None:
+        elif not fleet.asleep and fleet.weights.inconsistent is None:
+            # A weight update continues generation where weights are inconsistent.
             try:
                 await control.resume()
             except SGLangError as error:
@@ -242,6 +213,28 @@ class Memory:
                     partly=error.partly,
                 ) from error
 
+    async def _each(
+        self,
+        call: Callable[[Replica], Coroutine[Any, Any, None]],
+        replicas: Sequence[Replica],
+        changed: Callable[[frozenset[str]], frozenset[str]],
+    ) -> list[SGLangError]:
+        """Calls every server, records what it has released then; returns the errors."""
+
+        async def one(replica: Replica) -> SGLangError | None:
+            failure = None
+            try:
+                await call(replica)
+            except SGLangError as error:
+                failure = error
+            if failure is None or isinstance(failure, ServerTimeoutError):
+                # After a timeout it has the call, and serves it before any later one.
+                self._fleet.set_released(replica, changed(replica.released))
+            return failure
+
+        outcomes = await asyncio.gather(*map(one, replicas))
+        return [failure for failure in outcomes if failure is not None]
+
     def _failure(
         self, failures: Sequence[SGLangError], outcome: str, *, partly: bool
     ) -> SGLangError:
@@ -251,34 +244,18 @@ class Memory:
 
 
 def _pauses(control: ControlPlane) -> Sequence[PauseMode]:
-    """Returns the pauses after which nothing is in a scheduler, or comes to it.
+    """Returns the pauses after which a scheduler has no request and gets none.
 
-    The first one closes the door and ends what is inside. The second has a scheduler
-    let go of its last step. The third ends what had no one waiting for it, as a health
-    check. A scheduler that is paused already ends only what has been retracted.
+    The first ends what runs and holds new requests back. The second makes a scheduler
+    let go of its last step. The third ends requests that no client waits for, such as a
+    health check. A paused scheduler only ends requests that have been retracted.
     """
     pauses: tuple[PauseMode, ...] = ("abort", "retract", "abort")
     return ("retract", *pauses) if control.pausing.paused else pauses
 
 
-async def _each(
-    call: Callable[[Replica], Coroutine[Any, Any, None]], replicas: Sequence[Replica]
-) -> list[SGLangError]:
-    """Calls every server, and returns what failed."""
-    outcomes = await asyncio.gather(
-        *(call(replica) for replica in replicas), return_exceptions=True
-    )
-    failures = []
-    for outcome in outcomes:
-        if isinstance(outcome, SGLangError):
-            failures.append(outcome)
-        elif outcome is not None:
-            raise outcome
-    return failures
-
-
-async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Waits for what must not be cut off half-way, also if the waiting is cancelled."""
+async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Waits until the work has ended, also if the waiting is cancelled."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -1,11 +1,8 @@
-"""Keeps a fleet alive: notices what has ended or hangs, and starts it again.
+"""Keeps the servers of an engine running: restarts those that end or hang.
 
-It runs on the background loop for as long as somebody holds the fleet. What it may do
-is limited: a replica that keeps ending is given up, and one that holds other weights
-than its siblings gets no traffic until a weight update has reached it.
-
-An engine that owns no server starts none: its watch only runs while one of the servers
-is out of rotation, and takes it back when it has what the others have.
+It runs on the background loop while somebody holds the fleet. A server that keeps
+ending is given up. An engine that owns no server restarts none: its supervisor only
+runs while a server is out of rotation, and polls it.
 """
 
 from __future__ import annotations
@@ -24,61 +21,52 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.client.liveness import hangs
-from torchrl_sglang.backends.fleet.follower import Follower
-from torchrl_sglang.backends.fleet.membership import (
-    Fleet,
-    OwnedProcess,
-    Replica,
-    RouterLike,
-)
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.poller import ServerPoller
+from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle
+from torchrl_sglang.backends.fleet.routing import RouterHandle
 from torchrl_sglang.backends.support.event_loop import get_loop
 from torchrl_sglang.errors import ServerUnavailableError, SGLangError
 from torchrl_sglang.types import ServerCapabilities
 
 __all__ = ["Supervisor"]
 
-P = TypeVar("P", OwnedProcess, RouterLike)
+H = TypeVar("H", ServerHandle, RouterHandle)
 
-LOOK_SECONDS = 0.5
-"""How often processes are looked at."""
+CHECK_SECONDS = 0.5
+"""Interval between checks of the processes."""
 
 PROGRESS_SECONDS = 120.0
-"""Default for how long no request may end, of those under way, before servers are asked
-to generate: long responses are no fault."""
+"""Default time without a completed request, while some are in flight, after which
+servers are asked to generate: long responses are normal."""
 
-KEEP_SECONDS = 2.0
-"""How often an engine looks whether servers that it does not own still have the LoRA
-adapters that it has loaded: whoever starts such a server again does not have them."""
+ADAPTER_CHECK_SECONDS = 2.0
+"""Interval between checks that servers of another owner still hold the LoRA adapters
+that this engine loaded: after a restart they do not."""
 
 FIRST_RESTART_SECONDS = 0.5
-"""Wait before a server is started again; it doubles with each start that fails."""
+"""Wait before a restart; it doubles with each start that fails."""
 
-LONGEST_SECONDS = 60.0
-"""Longest wait before a server is started again."""
+LONGEST_RESTART_SECONDS = 60.0
+"""Longest wait before a restart."""
 
 STOP_SECONDS = 10.0
-"""Budget for starts that are under way to be given up."""
+"""Timeout for pending starts to be cancelled."""
 
 STOP_POLL_SECONDS = 0.02
-"""How often they are looked for."""
+"""Interval between looks for them."""
 
-PROBE_BUDGET_SECONDS = 20.0
-"""Budget for the router to answer."""
+ROUTER_TIMEOUT_SECONDS = 20.0
+"""Timeout for the router to answer."""
 
 
 class Supervisor:
-    """Watches one fleet.
+    """Watches one fleet, which it holds weakly.
 
     Args:
-        fleet: the servers; held weakly.
-        http: connections.
-        capabilities: what the servers can do.
-        progress: returns (requests under way, requests completed).
+        progress: returns (requests in flight, requests completed).
         may_probe: returns whether the servers of a fleet are expected to generate:
             not while generation is paused. It must not hold the fleet.
-        follower: asks servers what they have.
-        max_restarts: how often a replica is started again before it is given up.
-        progress_seconds: see :data:`PROGRESS_SECONDS`.
     """
 
     def __init__(
@@ -89,7 +77,7 @@ class Supervisor:
         *,
         progress: Callable[[], tuple[int, int]],
         may_probe: Callable[[Fleet], bool],
-        follower: Follower,
+        poller: ServerPoller,
         max_restarts: int,
         progress_seconds: float = PROGRESS_SECONDS,
     ) -> None:
@@ -98,67 +86,67 @@ class Supervisor:
         self._capabilities = capabilities
         self._progress = progress
         self._may_probe = may_probe
+        self._poller = poller
         self._max_restarts = max_restarts
-        self._follower = follower
         self._progress_seconds = progress_seconds
         self._stopped = threading.Event()
         self._begin_in_this_process()
-        fleet.on_change, fleet.look = self.wake, self.look_now
-        if any(fleet.owns(replica) for replica in fleet.replicas):
+        fleet.on_change, fleet.poll = self.wake, self.poll_now
+        if fleet.owns_any:
             self.begin()
 
     def _begin_in_this_process(self) -> None:
         self._pid = os.getpid()
         self._wake = asyncio.Event()
         # Address -> handle of a server or router that starts; None before its start.
-        self._starting: dict[str, OwnedProcess | RouterLike | None] = {}
+        self._starting: dict[str, ServerHandle | RouterHandle | None] = {}
         self._router_failures = 0
         self._routing: asyncio.Task[None] | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._last_progress = (time.monotonic(), 0)
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Begins to watch, unless it does so. Can be called from any thread."""
+        """Begins to watch, from any thread; does nothing if it watches already."""
         if not self._stopped.is_set() and not sys.is_finalizing():
             get_loop().call_soon_threadsafe(self._begin)
 
     def wake(self) -> None:
-        """Has the fleet looked at now. Can be called from any thread."""
+        """Checks the fleet now, from any thread."""
         if not self._stopped.is_set() and not sys.is_finalizing():
             get_loop().call_soon_threadsafe(self._begin, True)
 
     def _begin(self, at_once: bool = False) -> None:
         if self._pid != os.getpid():
-            # A fork watches by itself, and owns nothing.
+            # A forked process watches by itself, and owns nothing.
             self._begin_in_this_process()
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._watch())
         if at_once:
             self._wake.set()
 
-    async def look_now(self) -> None:
-        """Looks at the servers that are out of rotation or suspected."""
+    async def poll_now(self) -> None:
+        """Polls the servers that are out of rotation or suspected."""
         fleet = self._fleet()
         if fleet is not None and self._may_probe(fleet):
-            await self._follower.look(fleet)
+            await self._poller.poll(fleet)
 
     def stop(self) -> None:
-        """Ends the watch, and what it is starting."""
+        """Ends the watch and cancels pending starts."""
         self._stopped.set()
         if self._pid != os.getpid():
             return
-        for task in (self._task, self._following):
+        for task in (self._task, self._polling):
             if task is not None:
                 get_loop().call_soon_threadsafe(task.cancel)
         deadline = time.monotonic() + STOP_SECONDS
-        # A start is seen a moment after it began.
+        # A server can be found a moment after its start began.
         while self._starting and time.monotonic() < deadline:
             for url in list(self._starting):
-                self._stop_start(url)
+                self._cancel_start(url)
             time.sleep(STOP_POLL_SECONDS)
 
-    def _stop_start(self, url: str) -> None:
+    def _cancel_start(self, url: str) -> None:
         starting = self._starting.get(url)
         if starting is not None:
             starting.stop()
@@ -169,12 +157,12 @@ class Supervisor:
             if fleet is None:
                 return
             try:
-                await self._look(fleet)
+                await self._check(fleet)
             except Exception as error:  # noqa: BLE001 - The watch goes on, always.
                 if sys.is_finalizing() or self._stopped.is_set():
                     return
-                torchrl_logger.warning(f"While watching the servers: {error!r}")
-            wait = self._next_look(fleet)
+                torchrl_logger.warning(f"Watching the servers failed: {error!r}")
+            wait = self._next_check(fleet)
             if wait is None:
                 return
             del fleet
@@ -182,18 +170,18 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), wait)
 
-    def _next_look(self, fleet: Fleet) -> float | None:
-        """Returns how soon to look again, or None where there is nothing to watch."""
-        busy = self._following is not None and not self._following.done()
-        if busy or fleet.unsettled or any(fleet.owns(each) for each in fleet.replicas):
-            return LOOK_SECONDS
-        return KEEP_SECONDS if self._follower.keeps_adapters else None
+    def _next_check(self, fleet: Fleet) -> float | None:
+        """Returns the seconds to the next check; None if there is nothing to watch."""
+        busy = self._polling is not None and not self._polling.done()
+        if busy or fleet.to_poll or fleet.owns_any:
+            return CHECK_SECONDS
+        return ADAPTER_CHECK_SECONDS if self._poller.can_reload_adapters else None
 
-    async def _look(self, fleet: Fleet) -> None:
-        self._follow(fleet)
-        if not any(fleet.owns(replica) for replica in fleet.replicas):
-            if self._follower.keeps_adapters and not fleet.unsettled:
-                await self._follower.look_at_adapters()
+    async def _check(self, fleet: Fleet) -> None:
+        self._poll(fleet)
+        if not fleet.owns_any:
+            if self._poller.can_reload_adapters and not fleet.to_poll:
+                await self._poller.discover_adapters()
             return
         fleet.notice_deaths()
         if self._is_stuck() and self._may_probe(fleet):
@@ -209,14 +197,14 @@ class Supervisor:
             if replica.state != "down":
                 continue
             if fleet.asleep:
-                # Others use the memory that it would take.
-                await asyncio.to_thread(self._stop_start, replica.url)
+                # A trainer uses the memory that it would take.
+                await asyncio.to_thread(self._cancel_start, replica.url)
             elif replica.url not in self._starting:
-                self._start_again(fleet, replica)
-        self._look_after_router(fleet)
+                self._restart(fleet, replica)
+        self._check_router(fleet)
 
     def _is_stuck(self) -> bool:
-        """Returns whether requests are under way and none has ended for long."""
+        """Returns whether requests are in flight and none has completed for long."""
         now = time.monotonic()
         in_flight, completed = self._progress()
         since, before = self._last_progress
@@ -229,19 +217,19 @@ class Supervisor:
         return True
 
     async def _probe(self, fleet: Fleet, replica: Replica) -> None:
-        """Starts a server again that hangs, and none that somebody has paused."""
+        """Marks a server that hangs as down and stops it, unless it is paused."""
         if not await hangs(self._http, self._capabilities, replica.url):
             return
         if not self._may_probe(fleet) or replica.state != "serving":
             return
         torchrl_logger.warning(f"The server at {replica.url} does not generate.")
-        process = replica.process
+        handle = replica.handle
         fleet.mark_down(
             replica, f"The server at {replica.url} answered and did not generate."
         )
-        if process is not None:
-            # Its requests fail now, and go to the others.
-            await asyncio.to_thread(process.stop)
+        if handle is not None:
+            # Its requests fail now, and are sent to the others.
+            await asyncio.to_thread(handle.stop)
 
     async def _probe_router(self, fleet: Fleet) -> None:
         router = fleet.router
@@ -253,25 +241,27 @@ class Supervisor:
 
     async def _answers(self, url: str) -> bool:
         try:
-            answer = await self._http.request("GET", url, timeout=PROBE_BUDGET_SECONDS)
+            answer = await self._http.request(
+                "GET", url, timeout=ROUTER_TIMEOUT_SECONDS
+            )
             answer.raise_for_status()
         except SGLangError as error:
             torchrl_logger.debug(f"A probe failed: {error}")
             return False
         return True
 
-    def _follow(self, fleet: Fleet) -> None:
-        # In a task of its own: a server can take long to answer.
-        idle = self._following is None or self._following.done()
-        if idle and fleet.unsettled and self._may_probe(fleet):
-            self._following = asyncio.ensure_future(self._follower.look(fleet))
+    def _poll(self, fleet: Fleet) -> None:
+        # As a task: a server can take long to answer.
+        idle = self._polling is None or self._polling.done()
+        if idle and fleet.to_poll and self._may_probe(fleet):
+            self._polling = asyncio.ensure_future(self._poller.poll(fleet))
 
-    def _look_after_router(self, fleet: Fleet) -> None:
+    def _check_router(self, fleet: Fleet) -> None:
         router = fleet.router
         if router is None:
             return
         if router.usable:
-            # In a task of its own: the router can take long over a server.
+            # As a task: the router can take long over a server.
             if self._routing is None or self._routing.done():
                 self._routing = asyncio.ensure_future(fleet.update_router())
         elif (
@@ -279,22 +269,22 @@ class Supervisor:
             and router.url not in self._starting
             and fleet.serving
         ):
-            self._start_router_again(fleet, router)
+            self._restart_router(fleet, router)
 
-    def _start_router_again(self, fleet: Fleet, router: RouterLike) -> None:
-        """Until it is there, requests go to the servers directly."""
+    def _restart_router(self, fleet: Fleet, router: RouterHandle) -> None:
+        """Starts the router again; meanwhile requests go to servers directly."""
         torchrl_logger.warning(f"{router!r} has ended and is started again.")
         known, start = fleet.serving, fleet.start_router
         assert start is not None
 
-        def begin() -> RouterLike:
+        def begin() -> RouterHandle:
             router.stop()
             self._wait(self._router_failures)
             return start(known)
 
-        def done(fleet: Fleet, found: RouterLike) -> None:
+        def done(fleet: Fleet, found: RouterHandle) -> None:
             self._router_failures = 0
-            fleet.router_joined(found, known)
+            fleet.set_router(found, known)
 
         def failed(error: BaseException) -> None:
             self._router_failures += 1
@@ -302,54 +292,52 @@ class Supervisor:
 
         self._in_thread(router.url, begin, done, failed)
 
-    def _start_again(self, fleet: Fleet, replica: Replica) -> None:
+    def _restart(self, fleet: Fleet, replica: Replica) -> None:
         restart = replica.restart
         if restart is None:
             return
-        if replica.restarts >= self._max_restarts:
-            replica.state = "lost"
+        why = replica.reason.partition("\n")[0].removesuffix(" The end of its log:")
+        if not fleet.begin_restart(replica, self._max_restarts):
             torchrl_logger.warning(
                 f"The server at {replica.url} was started again {replica.restarts} "
-                f"times and has ended again; it is given up. {_first_line(replica)}"
+                f"times and has ended again; it is given up. {why}"
             )
             return
-        replica.restarts += 1
         torchrl_logger.warning(
             f"The server at {replica.url} is started again ({replica.restarts} of "
-            f"{self._max_restarts}). {_first_line(replica)}"
+            f"{self._max_restarts}). {why}"
         )
 
-        def begin() -> OwnedProcess:
-            if replica.process is not None:
-                # Its log and what is left of its tree; the new one takes the same port.
-                replica.process.stop()
+        def begin() -> ServerHandle:
+            if replica.handle is not None:
+                # Removes its log and what is left of its process tree.
+                replica.handle.stop()
             self._wait(replica.failures)
             return restart()
 
-        def done(fleet: Fleet, process: OwnedProcess) -> None:
-            replica.failures = 0
-            fleet.joined(replica, process)
+        def done(fleet: Fleet, handle: ServerHandle) -> None:
+            fleet.joined(replica, handle)
 
         def failed(error: BaseException) -> None:
-            replica.failures += 1
-            replica.reason = f"The server at {replica.url} did not start: {error}"
+            if (fleet := self._fleet()) is not None:
+                fleet.restart_failed(replica, error)
 
         self._in_thread(replica.url, begin, done, failed)
 
     def _wait(self, failures: int) -> None:
-        """Waits before a start: what was killed needs a moment to let its port go."""
-        delay = min(FIRST_RESTART_SECONDS * 2.0**failures, LONGEST_SECONDS)
+        """Waits before a start: a killed process needs a moment to release its port."""
+        delay = min(FIRST_RESTART_SECONDS * 2.0**failures, LONGEST_RESTART_SECONDS)
         if self._stopped.wait(delay):
             raise ServerUnavailableError("The engine was shut down meanwhile.")
 
     def _in_thread(
         self,
         url: str,
-        begin: Callable[[], P],
-        done: Callable[[Fleet, P], None],
+        begin: Callable[[], H],
+        done: Callable[[Fleet, H], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Starts something in a thread that the interpreter's end does not wait for."""
+        """Starts a server in a thread that the interpreter's exit does not wait for."""
         self._starting[url] = None
         reference = self._fleet
 
@@ -366,13 +354,9 @@ class Supervisor:
             except BaseException as error:  # noqa: BLE001 - A thread has no caller.
                 failed(error)
             finally:
-                # Last of all: until then nobody starts it a second time.
+                # Last: until then it is not started a second time.
                 del self._starting[url]
             if not sys.is_finalizing():
                 self.wake()
 
         threading.Thread(target=work, name="torchrl_sglang-start", daemon=True).start()
-
-
-def _first_line(replica: Replica) -> str:
-    return replica.reason.partition("\n")[0].removesuffix(" The end of its log:")

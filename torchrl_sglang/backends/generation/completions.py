@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.fleet.membership import Fleet, version_order
+from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.generation.dispatch import DataPlane, Moment
 from torchrl_sglang.backends.generation.log_probs import (
     depends_on_server,
@@ -26,6 +26,7 @@ from torchrl_sglang.backends.generation.protocol import GenerateRequest
 from torchrl_sglang.backends.generation.request import Batch, Flags, prepare
 from torchrl_sglang.backends.lora.registry import Adapters
 from torchrl_sglang.backends.support.checks import check_seconds
+from torchrl_sglang.backends.support.versions import version_order
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
@@ -202,7 +203,7 @@ class Generation:
         Returns:
             ``None`` if one of them did not tell, or they differ.
         """
-        members = self._fleet.membership
+        members = self._fleet.membership_epoch
         if self._probed is None or self._probed[0] != members:
             urls = self._fleet.serving
             found = await asyncio.gather(
@@ -225,7 +226,7 @@ class Generation:
             if isinstance(outcome, (GenerationAbortedError, RequestRefusedError)):
                 return outcome.replace(index=index)
             return outcome
-        kept = self._fleet.in_place_versions
+        kept = self._fleet.weights.in_place_versions
         if kept and outcome.versions:
             # A server that ran out of memory computed some of that state again.
             mixed = any(span.version in kept for span in outcome.versions[1:])
@@ -247,12 +248,12 @@ class Generation:
             patient: wait until a server that hung up can be seen dead.
         """
         fleet = self._fleet
-        if fleet.closed or any(replica.process is None for replica in fleet.replicas):
+        if fleet.closed or any(replica.handle is None for replica in fleet.replicas):
             return error
         for _ in range(20 if patient else 1):
             fleet.notice_deaths()
             if not fleet.serving:
-                better = fleet.why_nobody_serves()
+                better = fleet.no_server_error()
                 if type(better) is not type(error):
                     return better.replace(cause=error)
                 return error
@@ -281,9 +282,8 @@ class WeightState:
 
     def moment(self) -> Moment:
         """Returns the state of the weights now."""
-        return Moment(
-            self._fleet.weight_version, self._fleet.interruptions, self._looks
-        )
+        weights = self._fleet.weights
+        return Moment(weights.version, weights.abort_epoch, self._looks)
 
     async def outdated(
         self,
@@ -297,7 +297,7 @@ class WeightState:
             WeightSyncStateError: if servers go on answering with older weights than
                 were served when they were asked.
         """
-        interrupted = self._fleet.interruptions > moment.interruptions
+        interrupted = self._fleet.weights.abort_epoch > moment.interruptions
         if isinstance(outcome, GenerationAbortedError):
             return interrupted and not outcome.requested
         if (
@@ -335,10 +335,10 @@ class WeightState:
             # Somebody has looked since it was sent.
             return
         if self._looking is None or self._looking.done():
-            if self._vain_looks >= MAX_LOOKS or self._fleet.look is None:
+            if self._vain_looks >= MAX_LOOKS or self._fleet.poll is None:
                 raise WeightSyncStateError(
                     f"A server answered with older weights than the current ones, "
-                    f"{self._fleet.weight_version!r}, and does not say so itself: "
+                    f"{self._fleet.weights.version!r}, and does not say so itself: "
                     f"it was started again by somebody else. Send the weights again."
                 )
             self._vain_looks += 1
@@ -346,7 +346,7 @@ class WeightState:
         await asyncio.shield(self._looking)
 
     async def _look(self) -> None:
-        look = self._fleet.look
+        look = self._fleet.poll
         if look is not None:
             self._fleet.suspect_all()
             await look()
@@ -362,13 +362,12 @@ class WeightState:
         if not isinstance(answer, Completion) or answer.weight_version is None:
             return False
         fleet, last = self._fleet, answer.weight_version
-        if version_order(last) > version_order(fleet.weight_version):
-            fleet.weight_version = last
+        fleet.weights_state.observe(last)
         if answer.versions:
             first = answer.versions[0].version
-            suspect = first not in fleet.clean_versions
+            suspect = first not in fleet.weights.clean_versions
         else:
             # It may have begun with any of them.
-            first, suspect = last, last not in fleet.in_place_versions
+            first, suspect = last, last not in fleet.weights.in_place_versions
         newer = version_order(first) > version_order(key)
         return newer and suspect and answer.cached_tokens > 0

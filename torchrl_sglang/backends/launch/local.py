@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.fleet.membership import Replica, RouterLike, stop_all
+from torchrl_sglang.backends.fleet.replica import Replica, stop_all
+from torchrl_sglang.backends.fleet.routing import RouterHandle
 from torchrl_sglang.backends.launch.plan import plan_server
 from torchrl_sglang.backends.launch.process import stop_unreachable
 from torchrl_sglang.backends.launch.replicas import find_gpus, replica_specs
@@ -60,7 +61,7 @@ class Launched:
 
     replicas: list[Replica]
     """The servers."""
-    router: RouterLike | None
+    router: RouterHandle | None
     """The router, where there are several."""
     start_router: Any
     """Starts it again for the servers with these addresses; ``None`` without one."""
@@ -69,7 +70,7 @@ class Launched:
         """Ends all of it."""
         if self.router is not None:
             self.router.stop()
-        stop_all(replica.process for replica in self.replicas)
+        stop_all(replica.handle for replica in self.replicas)
 
 
 def launch(what: Launch) -> Launched:
@@ -107,7 +108,7 @@ def launch(what: Launch) -> Launched:
         replicas = [
             Replica(
                 url=server.url,
-                process=server,
+                handle=server,
                 restart=_restarter(spec, server, what.start_timeout),
                 gpus=place.gpus,
                 visible_gpus=place.visible,
@@ -126,7 +127,7 @@ def launch(what: Launch) -> Launched:
         # On the same port, so that all who know its address find it again.
         arguments["port"] = _port(router.url)
 
-        def start_router(urls: Sequence[str]) -> RouterLike:
+        def start_router(urls: Sequence[str]) -> RouterHandle:
             return RouterProcess(urls, **arguments)
     except BaseException:
         stop_all(servers)

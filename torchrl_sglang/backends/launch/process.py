@@ -30,7 +30,7 @@ from typing import Self
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.fleet.membership import stop_all
+from torchrl_sglang.backends.fleet.replica import stop_all
 from torchrl_sglang.backends.launch.ports import PortLease
 from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.backends.support.event_loop import on_background_loop

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.fleet.membership import stop_all
+from torchrl_sglang.backends.fleet.replica import stop_all
 from torchrl_sglang.backends.launch.plan import ServerPlan, plan_server
 from torchrl_sglang.backends.launch.ports import PORTS, find_free_port
 from torchrl_sglang.backends.launch.process import (

@@ -35,8 +35,10 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.control import ControlPlane
-from torchrl_sglang.backends.fleet.membership import Fleet, Replica, version_order
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.lora.payload import Content
+from torchrl_sglang.backends.support.versions import version_order
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -201,7 +203,7 @@ class Adapters:
         self._loaded = dict(state["loaded"])
         self._latest = {n: _load_number(e.adapter) for n, e in self._loaded.items()}
         self._default = state["default"]
-        self._fleet.required_adapters = self._required()
+        self._fleet.adopt_adapters(self._required())
 
     def metadata(self, get: Callable[[], ModelMetadata]) -> ModelMetadata:
         """Returns the parameters of the served model, found out once."""
@@ -259,11 +261,11 @@ class Adapters:
                 raise why_no_lora()
             return
         if time.monotonic() - self._looked_at >= LOOK_SECONDS:
-            await self.find()
+            await self.discover()
         try:
             self.check(names)
         except ConfigurationError:
-            await self.find()
+            await self.discover()
             self.check(names)
 
     async def missed(self, error: RequestRefusedError) -> bool:
@@ -274,10 +276,10 @@ class Adapters:
         """
         if _DROPPED.search(str(error)) is None:
             return False
-        await self.find()
+        await self.discover()
         return True
 
-    async def find(self) -> None:
+    async def discover(self) -> None:
         """Finds what is loaded, whoever loaded it: the servers tell."""
         self._begin_after_fork()
         self._looked_at = time.monotonic()
@@ -306,7 +308,7 @@ class Adapters:
     async def _held(self) -> dict[Replica, frozenset[str]]:
         """Returns what each server holds that serves and answers."""
         replicas = [each for each in self._fleet.replicas if each.state == "serving"]
-        known = [set(each.adapters) for each in replicas]
+        known = [set(each.held_adapters) for each in replicas]
 
         async def one(replica: Replica) -> frozenset[str] | None:
             try:
@@ -320,7 +322,7 @@ class Adapters:
         held = {}
         for replica, names, before in zip(replicas, answers, known, strict=True):
             if names is not None:
-                self._fleet.holds(replica, names, before)
+                self._fleet.report_adapters(replica, names, before)
                 held[replica] = names
         return held
 
@@ -344,7 +346,7 @@ class Adapters:
         except SGLangError as error:
             torchrl_logger.debug(f"Servers do not tell their versions: {error}")
             versions = []
-        return max([*versions, self._fleet.weight_version], key=version_order)
+        return max([*versions, self._fleet.weights.version], key=version_order)
 
     def _in_use(self, held: Sequence[Collection[str]]) -> dict[str, _Loaded]:
         """Returns what requests may select, from what each server holds."""
@@ -378,7 +380,7 @@ class Adapters:
         return frozenset(each.adapter.served_as for each in self._loaded.values())
 
     @property
-    def keeps_any(self) -> bool:
+    def can_reload(self) -> bool:
         """Whether this engine object can load adapters again that it has loaded."""
         loaded = self._loaded.values()
         return not self._closed and any(each.content is not None for each in loaded)
@@ -393,7 +395,7 @@ class Adapters:
             and is_published(each.adapter.served_as)
         ]
         self._loaded = found
-        self._fleet.required_adapters = self._required()
+        self._fleet.adopt_adapters(self._required())
         for name, each in found.items():
             self._latest[name] = max(
                 self._latest.get(name, 0), _load_number(each.adapter)
@@ -414,7 +416,7 @@ class Adapters:
                 found[adapter.name] = adapter
         return {
             # Whole weights drop what is published, so it was loaded over these.
-            name: _Loaded(adapter=each, content=None, base=self._fleet.weight_version)
+            name: _Loaded(adapter=each, content=None, base=self._fleet.weights.version)
             for name, each in found.items()
         }
 
@@ -485,7 +487,7 @@ class Adapters:
             )
             replaced = await self._begin_to_replace(adapter)
             await self._make_room(adapter, deadline)
-            base = self._fleet.weight_version
+            base = self._fleet.weights.version
             new = _Loaded(adapter=adapter, content=content, base=base)
 
             def commit() -> None:
@@ -497,7 +499,7 @@ class Adapters:
             try:
                 while True:
                     await self._send_to_all(new, deadline)
-                    if self._fleet.require_adapters(self._required(plus=new), commit):
+                    if self._fleet.want_adapters(self._required(plus=new), commit):
                         break
             except BaseException:
                 self._drop_later(adapter.served_as)
@@ -539,7 +541,7 @@ class Adapters:
                 if self._default == name:
                     self._default = None
 
-            self._fleet.require_adapters(self._required(minus=name), commit)
+            self._fleet.want_adapters(self._required(minus=name), commit)
             await self._hurry([served_as, *lingering], deadline)
             if self._users[served_as] > 0:
                 for each in dropped:
@@ -623,11 +625,11 @@ class Adapters:
             if self._default not in kept:
                 self._default = None
 
-        self._fleet.require_adapters(required, commit)
+        self._fleet.want_adapters(required, commit)
         for served_as in served_names:
             self._pinned.discard(served_as)
             for replica in self._fleet.replicas:
-                replica.adapters.discard(served_as)
+                replica.held_adapters.discard(served_as)
 
     async def _begin_to_replace(self, adapter: Adapter) -> set[str]:
         """Returns what is to be dropped when there is an adapter that is coming.
@@ -667,7 +669,7 @@ class Adapters:
             and _load_number(each) < _load_number(adapter)
         ]
 
-    def equip(self, replica: Replica) -> None:
+    def reload(self, replica: Replica) -> None:
         """Begins to load what a server lacks that was started again; does not wait."""
         self._begin_after_fork()
         running = self._equipping.get(replica.url)
@@ -693,7 +695,7 @@ class Adapters:
         if self._fleet.serving:
             # Those tell.
             return
-        newest = self._newest(sorted(replica.adapters - self._dropped))
+        newest = self._newest(sorted(replica.held_adapters - self._dropped))
         found = {}
         for name, each in self._loaded.items():
             newer = newest.get(name, each)
@@ -714,7 +716,7 @@ class Adapters:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if any(replica.process is None for replica in self._fleet.replicas):
+        if any(replica.handle is None for replica in self._fleet.replicas):
             await asyncio.gather(*(self._drop(n, CLOSE_SECONDS) for n in replaced))
 
     @asynccontextmanager
@@ -749,8 +751,8 @@ class Adapters:
             self._fleet.notice_deaths()
             running = [replica for replica in self._fleet.replicas if replica.runs]
             if not running:
-                raise self._fleet.why_nobody_serves()
-            lacking = [r for r in running if served_as not in r.adapters]
+                raise self._fleet.no_server_error()
+            lacking = [r for r in running if served_as not in r.held_adapters]
             if not lacking:
                 return
             await self._send(loaded, lacking, deadline)
@@ -767,9 +769,9 @@ class Adapters:
                 f"requests use what they used before."
             )
         lacking = {
-            r.url: (r, r.process)
+            r.url: (r, r.handle)
             for r in replicas
-            if adapter.served_as not in r.adapters
+            if adapter.served_as not in r.held_adapters
         }
         if content.path is not None:
             outcomes = await self._control.load_lora_adapter(
@@ -791,9 +793,9 @@ class Adapters:
         self._fleet.notice_deaths()
         for url, error in outcomes.items():
             replica, process = lacking[url]
-            if error is None and replica.process is process:
-                replica.adapters.add(adapter.served_as)
-            elif error is not None and replica.process is process and replica.runs:
+            if error is None and replica.handle is process:
+                replica.held_adapters.add(adapter.served_as)
+            elif error is not None and replica.handle is process and replica.runs:
                 raise self._translated(adapter, error) from error
 
     def _translated(self, adapter: Adapter, error: SGLangError) -> SGLangError:
@@ -891,7 +893,7 @@ class Adapters:
     async def _drop(self, served_as: str, timeout: float) -> None:
         """Has every server that holds an adapter drop it; failures are only told."""
         for replica in self._fleet.replicas:
-            replica.adapters.discard(served_as)
+            replica.held_adapters.discard(served_as)
         self._users.pop(served_as, None)
         self._pinned.discard(served_as)
         outcomes = await self._control.unload_lora_adapter(served_as, timeout=timeout)

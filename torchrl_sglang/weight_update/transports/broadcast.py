@@ -150,7 +150,7 @@ class BroadcastTransport:
         """
         return (
             self._group in distributed_c10d._world.pg_map
-            and self._membership == self._engine.control.membership
+            and self._membership == self._engine.control.membership_epoch
         )
 
     def connect(self) -> None:
@@ -160,7 +160,7 @@ class BroadcastTransport:
         if self._group is not None:
             self._give_up()
         self._check_servers()
-        self._membership = self._engine.control.membership
+        self._membership = self._engine.control.membership_epoch
         self._group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
         budget = datetime.timedelta(seconds=self._connect_timeout)
         world_size = 1 + self._engine.get_world_size()

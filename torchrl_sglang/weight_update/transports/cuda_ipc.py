@@ -90,7 +90,7 @@ class CudaIpcTransport:
     @property
     def connected(self) -> bool:
         """Whether all servers are known to reach the weights."""
-        return self._membership == self._engine.control.membership
+        return self._membership == self._engine.control.membership_epoch
 
     def connect(self) -> None:
         """Finds out where the servers are; see :class:`.WeightTransport`."""
@@ -117,7 +117,7 @@ class CudaIpcTransport:
             self._in_place = capabilities.tp_size == 1 and all(
                 reach.shares for reach in reaches
             )
-        self._membership = self._engine.control.membership
+        self._membership = self._engine.control.membership_epoch
 
     def send(self, weights: Weights, *, version: str) -> int:
         """Has the servers copy all weights; see :class:`.WeightTransport`.

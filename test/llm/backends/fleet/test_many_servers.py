@@ -227,7 +227,7 @@ def test_servers_of_different_weights(three):
         states = [server.state for server in engine.stats().servers]
         assert states == ["stale", "serving", "stale"]
         with engine.weight_update() as update:
-            update.committed("5")
+            update.commit("5")
         for fake in three:
             fake.weight_version = "5"
         engine.generate(input_ids=prompts(6), sampling_params=SHORT)

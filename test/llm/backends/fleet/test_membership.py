@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_sglang.backends.fleet.membership import Fleet, RemoteRouter, Replica
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.replica import Replica
+from torchrl_sglang.backends.fleet.routing import RemoteRouter
 from torchrl_sglang.backends.generation.retries import RetryPolicy
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
@@ -53,8 +55,13 @@ class Router:
 
 
 def make_fleet(count=3, router=None, owned=True) -> Fleet:
-    replicas = [Replica(url=url, process=Process() if owned else None) for url in URLS]
+    replicas = [Replica(url=url, handle=Process() if owned else None) for url in URLS]
     return Fleet(replicas=replicas[:count], weight_version="default", router=router)
+
+
+def commit(fleet, version: str) -> None:
+    with fleet.weight_update() as update:
+        update.commit(version)
 
 
 def picks(fleet, count=12, session=None, avoid=()):
@@ -71,7 +78,7 @@ def test_a_session_stays_where_it_is():
     homes = {f"s{i}": fleet.pick(f"s{i}", ()) for i in range(60)}
     assert all(fleet.pick(session, ()) == home for session, home in homes.items())
     assert Counter(homes.values()) == dict.fromkeys(URLS, 20)
-    fleet.replicas[0].process.state = "dead"
+    fleet.replicas[0].handle.state = "dead"
     for session, home in homes.items():
         # Only those move whose server is gone.
         assert (fleet.pick(session, ()) == home) == (home != URLS[0])
@@ -103,34 +110,33 @@ def test_deaths_are_noticed_when_a_server_is_picked():
     fleet = make_fleet()
     woken = []
     fleet.on_change = lambda: woken.append(1)
-    fleet.replicas[1].process.state = "dead"
+    fleet.replicas[1].handle.state = "dead"
     assert set(picks(fleet)) == {URLS[0], URLS[2]}
     assert woken
     assert fleet.urls == (URLS[0], URLS[2])
     for replica in fleet.replicas:
-        replica.process.state = "dead"
+        replica.handle.state = "dead"
     with pytest.raises(ServerDiedError, match="its last words"):
         fleet.pick(None, ())
 
 
 def test_a_server_of_older_weights_waits_for_the_next_update():
     fleet = make_fleet(2)
-    fleet.begin_update()
-    fleet.end_update("7")
+    commit(fleet, "7")
     first, second = fleet.replicas
-    first.process.state = "dead"
+    first.handle.state = "dead"
     assert set(picks(fleet)) == {URLS[1]}
-    before = fleet.membership
+    before = fleet.membership_epoch
     fleet.joined(first, Process())
-    assert (first.state, fleet.membership) == ("stale", before + 1)
+    assert (first.state, fleet.membership_epoch) == ("stale", before + 1)
     assert set(picks(fleet)) == {URLS[1]}
     # Weights go to it all the same.
-    fleet.begin_update()
-    assert fleet.urls == (URLS[0], URLS[1])
-    fleet.end_update("8")
+    with fleet.weight_update() as update:
+        assert fleet.urls == (URLS[0], URLS[1])
+        update.commit("8")
     assert set(picks(fleet)) == {URLS[0], URLS[1]}
     for replica in (first, second):
-        replica.process.state = "dead"
+        replica.handle.state = "dead"
     fleet.notice_deaths()
     fleet.joined(first, Process())
     with pytest.raises(WeightSyncStateError, match="send the weights"):
@@ -139,33 +145,34 @@ def test_a_server_of_older_weights_waits_for_the_next_update():
 
 def test_who_joins_in_the_middle_of_an_update_is_not_part_of_it():
     fleet = make_fleet(2)
-    fleet.replicas[0].process.state = "dead"
+    fleet.replicas[0].handle.state = "dead"
     fleet.notice_deaths()
-    fleet.begin_update()
-    assert fleet.urls == (URLS[1],)
-    fleet.weight_version = "1"
-    fleet.joined(fleet.replicas[0], Process())
-    assert fleet.urls == (URLS[1],)
-    fleet.end_update("1")
+    with fleet.weight_update() as update:
+        assert fleet.urls == (URLS[1],)
+        update.commit("1")
+        fleet.joined(fleet.replicas[0], Process())
+        assert fleet.urls == (URLS[1],)
     assert [replica.state for replica in fleet.replicas] == ["stale", "serving"]
     assert fleet.urls == (URLS[0], URLS[1])
 
 
 def test_an_update_that_failed_changes_nothing():
     fleet = make_fleet(2)
-    fleet.begin_update()
-    fleet.end_update(None)
-    assert fleet.weight_version == "default"
+    with fleet.weight_update() as update:
+        update.mark_inconsistent("Half of them came.")
+        update.abort()
+    assert fleet.weights.inconsistent is None
+    assert fleet.weights.version == "default"
 
 
 def test_before_the_first_update_a_new_start_is_as_good():
     fleet = make_fleet(1)
-    fleet.replicas[0].process.state = "dead"
+    fleet.replicas[0].handle.state = "dead"
     with pytest.raises(ServerDiedError):
         fleet.pick(None, ())
     fleet.joined(fleet.replicas[0], Process())
     assert fleet.replicas[0].state == "stale"
-    fleet.has_version(fleet.replicas[0], "default")
+    fleet.report_version(fleet.replicas[0], "default")
     assert fleet.pick(None, ()) == URLS[0]
 
 
@@ -174,11 +181,11 @@ def test_the_router_knows_who_serves():
     fleet = make_fleet(2, router=router)
     run_sync(fleet.update_router())
     assert router.calls == []
-    fleet.replicas[0].process.state = "dead"
+    fleet.replicas[0].handle.state = "dead"
     fleet.notice_deaths()
     run_sync(fleet.update_router())
     fleet.joined(fleet.replicas[0], Process())
-    fleet.has_version(fleet.replicas[0], "default")
+    fleet.report_version(fleet.replicas[0], "default")
     run_sync(fleet.update_router())
     assert router.calls == [("remove", URLS[0]), ("add", URLS[0])]
 
@@ -187,11 +194,11 @@ def test_a_copy_owns_nothing():
     fleet = make_fleet(2, router=Router())
     fleet.replicas[0].state = "stale"
     twin = pickle.loads(pickle.dumps(fleet))
-    assert [replica.process for replica in twin.replicas] == [None, None]
+    assert [replica.handle for replica in twin.replicas] == [None, None]
     assert [replica.state for replica in twin.replicas] == ["stale", "serving"]
     # The router is another's, and may not know who is out of rotation.
     assert set(picks(twin)) == {URLS[1]}
-    twin.has_version(twin.replicas[0], "default")
+    twin.report_version(twin.replicas[0], "default")
     assert set(picks(twin)) == {"http://router"}
 
 
@@ -203,7 +210,7 @@ def test_only_one_server():
 
 def test_after_the_shutdown():
     fleet = make_fleet()
-    fleet.closed = True
+    fleet.close()
     with pytest.raises(ServerUnavailableError, match="shut down"):
         fleet.pick(None, ())
 
@@ -242,37 +249,36 @@ def test_a_server_started_again_in_the_middle_of_the_first_update(joins):
     fleet = make_fleet(2)
     again = fleet.replicas[0]
     if joins == "from before":
-        again.process.state = "dead"
+        again.handle.state = "dead"
         fleet.notice_deaths()
-    fleet.begin_update()
-    if joins == "from within":
-        again.process.state = "dead"
-        fleet.notice_deaths()
-    fleet.joined(again, Process())
-    fleet.end_update("1")
+    with fleet.weight_update() as update:
+        if joins == "from within":
+            again.handle.state = "dead"
+            fleet.notice_deaths()
+        fleet.joined(again, Process())
+        update.commit("1")
     assert [replica.state for replica in fleet.replicas] == ["stale", "serving"]
 
 
 def test_an_update_that_failed_leaves_who_joined_meanwhile_useful():
     fleet = make_fleet(2)
-    fleet.replicas[0].process.state = "dead"
+    fleet.replicas[0].handle.state = "dead"
     fleet.notice_deaths()
-    fleet.begin_update()
-    fleet.joined(fleet.replicas[0], Process())
-    # What it says in the middle of an update counts for nothing.
-    fleet.has_version(fleet.replicas[0], "default")
-    assert fleet.replicas[0].state == "stale"
-    fleet.end_update(None)
-    fleet.has_version(fleet.replicas[0], "default")
+    with fleet.weight_update():
+        fleet.joined(fleet.replicas[0], Process())
+        # What it says in the middle of an update counts for nothing.
+        fleet.report_version(fleet.replicas[0], "default")
+        assert fleet.replicas[0].state == "stale"
+    fleet.report_version(fleet.replicas[0], "default")
     assert [replica.state for replica in fleet.replicas] == ["serving", "serving"]
 
 
 def test_a_process_group_holds_for_one_set_of_servers():
     fleet = make_fleet(2)
-    before = fleet.membership
-    fleet.replicas[0].process.state = "dead"
+    before = fleet.membership_epoch
+    fleet.replicas[0].handle.state = "dead"
     fleet.notice_deaths()
-    assert fleet.membership != before
+    assert fleet.membership_epoch != before
 
 
 def test_a_server_that_is_ready_after_the_shutdown_is_ended():
@@ -285,32 +291,31 @@ def test_a_server_that_is_ready_after_the_shutdown_is_ended():
 
 def test_a_server_that_somebody_else_has_sent_the_weights_to():
     fleet = make_fleet(2)
-    fleet.begin_update()
-    fleet.end_update("3")
-    fleet.replicas[0].process.state = "dead"
+    commit(fleet, "3")
+    fleet.replicas[0].handle.state = "dead"
     fleet.notice_deaths()
     fleet.joined(fleet.replicas[0], Process())
-    fleet.has_version(fleet.replicas[0], "2")
+    fleet.report_version(fleet.replicas[0], "2")
     assert fleet.replicas[0].state == "stale"
-    fleet.has_version(fleet.replicas[0], "3")
+    fleet.report_version(fleet.replicas[0], "3")
     assert fleet.replicas[0].state == "serving"
 
 
 def test_the_newest_weights_are_the_current_ones_whoever_sent_them():
     fleet = make_fleet(3, owned=False)
     first, second, third = fleet.replicas
-    fleet.has_version(first, "5")
-    assert fleet.weight_version == fleet.newest == "5"
+    fleet.report_version(first, "5")
+    assert fleet.weights.version == fleet.weights.newest == "5"
     # The others are asked before they are believed.
-    assert {replica.url for replica in fleet.unsettled} == {URLS[1], URLS[2]}
-    fleet.has_version(second, "default")
-    fleet.has_version(third, "5")
+    assert {replica.url for replica in fleet.to_poll} == {URLS[1], URLS[2]}
+    fleet.report_version(second, "default")
+    fleet.report_version(third, "5")
     states = [replica.state for replica in fleet.replicas]
     assert states == ["serving", "stale", "serving"]
     assert "'default'" in second.reason
     assert set(picks(fleet)) == {URLS[0], URLS[2]}
-    fleet.has_version(second, "6")
-    assert fleet.weight_version == "6"
+    fleet.report_version(second, "6")
+    assert fleet.weights.version == "6"
     assert second.state == "serving"
 
 
@@ -318,33 +323,33 @@ def test_a_server_serves_with_every_adapter_that_requests_may_name():
     fleet = make_fleet(2, owned=False)
     first, second = fleet.replicas
     for replica in fleet.replicas:
-        fleet.holds(replica, ["policy@1"], ())
-    assert fleet.require_adapters(frozenset({"policy@1"}), lambda: None)
+        fleet.report_adapters(replica, ["policy@1"], ())
+    assert fleet.want_adapters(frozenset({"policy@1"}), lambda: None)
     fleet.was_restarted(first, "another start")
-    fleet.holds(first, [], ["policy@1"])
-    fleet.has_version(first, "default")
+    fleet.report_adapters(first, [], ["policy@1"])
+    fleet.report_version(first, "default")
     assert set(picks(fleet)) == {URLS[1]}
     fleet.was_restarted(second, "another start")
-    fleet.holds(second, [], ["policy@1"])
-    fleet.has_version(second, "default")
+    fleet.report_adapters(second, [], ["policy@1"])
+    fleet.report_version(second, "default")
     with pytest.raises(ServerUnavailableError, match="policy@1"):
         fleet.pick(None, ())
-    fleet.holds(first, ["policy@1"], [])
-    fleet.has_version(first, "default")
+    fleet.report_adapters(first, ["policy@1"], [])
+    fleet.report_version(first, "default")
     assert fleet.pick(None, ()) == URLS[0]
 
 
 def test_a_server_of_somebody_else_that_is_away_and_comes_back():
     fleet = make_fleet(2, owned=False)
-    before = fleet.membership
+    before = fleet.membership_epoch
     fleet.mark_down(fleet.replicas[0], "No connection.")
     assert fleet.urls == (URLS[1],)
-    assert fleet.unsettled == [fleet.replicas[0]]
+    assert fleet.to_poll == [fleet.replicas[0]]
     fleet.is_back(fleet.replicas[0], "another start")
     assert fleet.replicas[0].state == "stale"
-    assert fleet.membership == before + 2
-    fleet.has_version(fleet.replicas[0], "default")
-    assert fleet.unsettled == []
+    assert fleet.membership_epoch == before + 2
+    fleet.report_version(fleet.replicas[0], "default")
+    assert fleet.to_poll == []
 
 
 def test_somebody_elses_router_gets_nothing_while_a_server_is_out():

@@ -24,7 +24,8 @@ from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.client.capabilities import what_keeps_awake
-from torchrl_sglang.backends.fleet.membership import Fleet, Replica
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.sleep import check_can_sleep
 from torchrl_sglang.backends.launch.cpu import engine_python
 from torchrl_sglang.backends.support.event_loop import run_sync
@@ -195,7 +196,7 @@ def test_lost_weights_are_never_generated_with(sleepy, sender, hf_model, score):
     assert not sleepy.asleep
     with pytest.raises(WeightSyncStateError, match="holds? nothing.*send the weights"):
         ask(sleepy)
-    assert "status='weights in doubt'" in repr(sleepy)
+    assert "status='weights inconsistent'" in repr(sleepy)
     sender.update_weights(changed(hf_model))
     assert error_of(ask(sleepy), score) < TOLERANCE
 
@@ -389,7 +390,7 @@ class Process:
 
 
 def test_a_server_whose_start_ends_while_others_sleep():
-    replicas = [Replica(url=f"http://{name}", process=Process()) for name in "ab"]
+    replicas = [Replica(url=f"http://{name}", handle=Process()) for name in "ab"]
     fleet = Fleet(replicas=replicas, weight_version="default")
     fleet.mark_down(replicas[0], "It ended.")
     assert fleet.fall_asleep(frozenset({"weights"})) == [replicas[1]]
@@ -399,7 +400,7 @@ def test_a_server_whose_start_ends_while_others_sleep():
     fleet.wake_up(frozenset({"weights"}))
     fleet.joined(replicas[0], Process())
     assert replicas[0].state == "stale"
-    fleet.has_version(replicas[0], "default")
+    fleet.report_version(replicas[0], "default")
     assert replicas[0].state == "serving"
 
 

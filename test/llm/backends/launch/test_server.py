@@ -20,7 +20,7 @@ import pytest
 from helpers.forked_starts import processes_below, true_interpreter
 
 from torchrl_sglang import AsyncSGLang, make_sglang_server
-from torchrl_sglang.backends.fleet.membership import stop_all
+from torchrl_sglang.backends.fleet.replica import stop_all
 from torchrl_sglang.backends.launch import cpu, watchdog
 from torchrl_sglang.backends.launch.plan import ServerPlan, plan_server
 from torchrl_sglang.backends.launch.ports import lease_port

@@ -15,7 +15,8 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.fleet.membership import Fleet, Replica
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.launch.router import make_sglang_router
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.backends.support.urls import (
@@ -93,6 +94,9 @@ class ProcessElsewhere:
     def log_tail(self, lines: int = 30) -> str:
         return ""
 
+    def request_stop(self) -> None:
+        """Has nothing to end."""
+
     def stop(self) -> None:
         """Has nothing to end."""
 
@@ -103,7 +107,7 @@ def test_a_server_is_local_by_its_address_whoever_started_it(
 ):
     def engine(*urls: str, **server_args: object) -> AsyncSGLang:
         process = ProcessElsewhere() if owned else None
-        replicas = [Replica(url=url, process=process) for url in urls]
+        replicas = [Replica(url=url, handle=process) for url in urls]
         return AsyncSGLang(
             Fleet(replicas=replicas, weight_version="default"),
             replace(capabilities, server_args=server_args),

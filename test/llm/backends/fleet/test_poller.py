@@ -16,8 +16,9 @@ from helpers.fake_server import FakeServer
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.liveness import hangs
-from torchrl_sglang.backends.fleet.follower import Follower
-from torchrl_sglang.backends.fleet.membership import Fleet, Replica
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.poller import ServerPoller
+from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.supervisor import Supervisor
 from torchrl_sglang.backends.lora.registry import Adapters
 from torchrl_sglang.backends.support.event_loop import run_sync
@@ -117,7 +118,7 @@ def test_one_that_is_away_comes_back(engine, three):
     # Weights go to those that are there.
     with engine.weight_update() as update:
         assert engine.control.urls == (three[0].url, three[1].url)
-        update.committed("6")
+        update.commit("6")
     three[0].weight_version = three[1].weight_version = "6"
     three[2].restart()
     wait_for(lambda: states(engine) == ["serving", "serving", "stale"])
@@ -364,7 +365,7 @@ def test_an_owner_leaves_a_server_alone_that_somebody_else_has_paused(three):
         http, capabilities = engine._http, engine.capabilities
         process = Process()
         fleet = Fleet(
-            replicas=[Replica(url=server.url, process=process)], weight_version="5"
+            replicas=[Replica(url=server.url, handle=process)], weight_version="5"
         )
         adapters = Adapters(
             ControlPlane(http, fleet, capabilities), fleet, capabilities
@@ -378,7 +379,7 @@ def test_an_owner_leaves_a_server_alone_that_somebody_else_has_paused(three):
                 # One request is under way, and none ends.
                 progress=lambda: (1, 0),
                 may_probe=lambda fleet: True,
-                follower=Follower(http, capabilities, adapters, model=None),
+                poller=ServerPoller(http, capabilities, adapters, model=None),
                 max_restarts=0,
                 progress_seconds=0.1,
             )

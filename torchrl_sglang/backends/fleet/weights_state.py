@@ -1,0 +1,169 @@
+"""Version and consistency of the servers' weights: the only place that changes them.
+
+An update begins, and then ends in one of three ways::
+
+    begin() ─┬─> commit(version)            every server holds this version
+             ├─> abort()                    servers hold what they held before
+             └─> mark_inconsistent(reason)  servers may hold a mix of versions
+
+While the weights are inconsistent, the engine refuses to generate; the next commit ends
+that. Every change happens under the lock and replaces an immutable :class:`Weights`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchrl_sglang.backends.support.versions import version_order
+
+__all__ = ["PendingUpdate", "Weights", "WeightsState"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """The state of the weights at one moment."""
+
+    version: str
+    """Version of the current weights."""
+    newest: str
+    """Newest version that weights or an adapter have had; no later one reuses it."""
+    checkpoint_version: str | None
+    """Version of the checkpoint that the servers started with; ``None``: unknown."""
+    inconsistent: str | None = None
+    """Why the servers may hold a mix of weights; ``None`` while they are consistent."""
+    abort_epoch: int = 0
+    """Number of updates that aborted the in-flight requests, to be sent again."""
+    membership_epoch: int = 0
+    """Grows when a server joins or leaves; a process group is valid for one epoch."""
+    in_place_versions: frozenset[str] = frozenset()
+    """Versions that in-flight requests went on with, on a stale KV cache."""
+    clean_versions: frozenset[str] = frozenset()
+    """Versions before which the KV cache was flushed."""
+
+
+class WeightsState:
+    """Changes the state of the weights of one engine's servers."""
+
+    def __init__(self, version: str) -> None:
+        # A number means that a trainer has sent weights before.
+        checkpoint = None if version.isdigit() else version
+        self._now = Weights(
+            version=version, newest=version, checkpoint_version=checkpoint
+        )
+        self._lock = threading.Lock()
+
+    @property
+    def now(self) -> Weights:
+        """The current state."""
+        return self._now
+
+    def begin(self) -> PendingUpdate:
+        """Begins a weight update."""
+        return PendingUpdate(self, self._now.inconsistent)
+
+    def commit(
+        self, version: str, *, checkpoint: bool, in_place: bool, flushed: bool
+    ) -> None:
+        """Makes a version that every server holds the current one."""
+        with self._lock:
+            now, new = self._now, frozenset({version})
+            self._now = replace(
+                now,
+                version=version,
+                newest=max(now.newest, version, key=version_order),
+                checkpoint_version=version if checkpoint else now.checkpoint_version,
+                inconsistent=None,
+                in_place_versions=now.in_place_versions | (new if in_place else set()),
+                clean_versions=now.clean_versions | (new if flushed else set()),
+            )
+
+    def observe(self, version: str) -> bool:
+        """Takes over a newer version that a server reports; returns if it was newer."""
+        with self._lock:
+            newer = version_order(version) > version_order(self._now.version)
+            if newer:
+                newest = max(self._now.newest, version, key=version_order)
+                self._now = replace(self._now, version=version, newest=newest)
+            return newer
+
+    def reserve(self, version: str) -> None:
+        """Records the version of an adapter, so that no later update reuses it."""
+        with self._lock:
+            newest = max(self._now.newest, version, key=version_order)
+            self._now = replace(self._now, newest=newest)
+
+    def set_inconsistent(self, reason: str | None) -> None:
+        """Sets why the servers may hold a mix of weights, or ``None``."""
+        with self._lock:
+            self._now = replace(self._now, inconsistent=reason)
+
+    def begin_abort_epoch(self) -> None:
+        """Lets requests that are aborted from now on be sent again."""
+        with self._lock:
+            self._now = replace(self._now, abort_epoch=self._now.abort_epoch + 1)
+
+    def begin_membership_epoch(self) -> None:
+        """Invalidates process groups: a server has joined or left."""
+        with self._lock:
+            epoch = self._now.membership_epoch + 1
+            self._now = replace(self._now, membership_epoch=epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has sent no request that an update could have aborted.
+        return {"_now": replace(self._now, abort_epoch=0)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def __repr__(self) -> str:
+        reason = self._now.inconsistent
+        status = "consistent" if reason is None else f"inconsistent: {reason}"
+        return f"WeightsState({self._now.version!r}, {status})"
+
+
+class PendingUpdate:
+    """A weight update that has begun; implements :class:`.base.WeightUpdate`."""
+
+    def __init__(self, state: WeightsState, reason: str | None) -> None:
+        self._state = state
+        self._reason_before = reason
+        self._in_place = self._flushed = False
+        self.version: str | None = None
+        """Version that was committed; ``None`` before."""
+
+    @property
+    def was_inconsistent(self) -> bool:
+        """Whether an earlier update left a mix of old and new weights."""
+        return self._reason_before is not None
+
+    def commit(self, version: str, *, checkpoint: bool = False) -> None:
+        """Every server holds this version; call it before generation resumes."""
+        self._state.commit(
+            version,
+            checkpoint=checkpoint,
+            in_place=self._in_place,
+            flushed=self._flushed,
+        )
+        self.version = version
+
+    def abort(self) -> None:
+        """The servers hold what they held when the update began."""
+        self._state.set_inconsistent(self._reason_before)
+
+    def mark_inconsistent(self, reason: str) -> None:
+        """The servers may hold a mix of old and new weights: refuse to generate."""
+        self._state.set_inconsistent(reason)
+
+    def aborts_requests(self) -> None:
+        """In-flight requests are about to be aborted: send them again."""
+        self._state.begin_abort_epoch()
+
+    def keeps_requests(self) -> None:
+        """In-flight requests continue with the new weights on a stale KV cache."""
+        self._in_place = True
+
+    def flushed(self) -> None:
+        """The KV cache of the old weights is gone."""
+        self._flushed = True
