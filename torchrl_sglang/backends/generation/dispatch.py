@@ -43,7 +43,7 @@ from typing import Any, Protocol, TypeVar
 import orjson
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.client.http import Answer, HttpClient
+from torchrl_sglang.backends.client.http import HttpClient, Response
 from torchrl_sglang.backends.generation.log_probs import to_scoring_request, with_scores
 from torchrl_sglang.backends.generation.metrics import Counters
 from torchrl_sglang.backends.generation.protocol import (
@@ -1004,7 +1004,7 @@ def _finished(event: Any, url: str) -> dict[str, Any] | None:
     """
     if isinstance(event, dict) and isinstance(event.get("error"), dict):
         status = event["error"].get("code")
-        Answer(
+        Response(
             url=f"{url}/generate",
             status=status if isinstance(status, int) else 500,
             body=orjson.dumps(event),

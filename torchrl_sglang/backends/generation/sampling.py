@@ -8,14 +8,13 @@ Source: ``sglang/srt/sampling/sampling_params.py``, whose limits these are.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.backends.support.checks import to_python
+from torchrl_sglang.backends.support.checks import nearest, to_python
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.types import ServerCapabilities
 
@@ -197,7 +196,7 @@ def check_sampling_params(
     return checked
 
 
-def _resolve(name: Any, value: Any) -> str:
+def _resolve(name: str, value: Any) -> str:
     """Returns SGLang's name of a parameter."""
     if name == "n":
         raise ConfigurationError(
@@ -207,7 +206,7 @@ def _resolve(name: Any, value: Any) -> str:
     resolved = SAMPLING_ALIASES.get(name, name)
     if resolved not in SAMPLING_PARAMETERS:
         raise ConfigurationError(
-            f"{name!r} is not a sampling parameter of SGLang.{hint(str(name))}"
+            f"{name!r} is not a sampling parameter of SGLang.{hint(name)}"
         )
     return resolved
 
@@ -320,9 +319,8 @@ def _check_bias(
 def hint(name: str, others: Sequence[str] = ()) -> str:
     """Returns the end of a message about an unknown name: the nearest valid one."""
     valid = sorted({*SAMPLING_PARAMETERS, *others})
-    near = difflib.get_close_matches(name, valid, n=1)
-    if near:
-        return f" Did you mean {near[0]!r}?"
+    if meant := nearest(name, valid):
+        return f" Did you mean {meant!r}?"
     return f" The valid ones are {', '.join(valid)}."
 
 
