@@ -23,7 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
@@ -50,18 +50,14 @@ from torchrl_sglang.backends.fleet.sleep import (
     check_weights_awake,
 )
 from torchrl_sglang.backends.fleet.supervisor import PROGRESS_SECONDS, Supervisor
-from torchrl_sglang.backends.generation.completions import (
-    GENERATE_TIMEOUT_SECONDS,
-    Call,
-    Generation,
-    WeightState,
-)
-from torchrl_sglang.backends.generation.dispatch import DataPlane
+from torchrl_sglang.backends.generation.completions import Generation
+from torchrl_sglang.backends.generation.dispatch import Dispatcher
 from torchrl_sglang.backends.generation.metrics import Counters
+from torchrl_sglang.backends.generation.openai import post_openai
 from torchrl_sglang.backends.generation.request import (
-    check_sampling_keywords,
-    merge_params,
-    to_token_ids,
+    Batch,
+    GenerateRequest,
+    to_batch,
 )
 from torchrl_sglang.backends.generation.retries import RetryPolicy
 from torchrl_sglang.backends.launch.local import Launch, launch
@@ -78,7 +74,6 @@ from torchrl_sglang.backends.lora.registry import (
 from torchrl_sglang.backends.support.checks import (
     check_count,
     check_flag,
-    check_mapping,
     check_seconds,
 )
 from torchrl_sglang.backends.support.event_loop import run_sync, submit
@@ -194,25 +189,22 @@ class AsyncSGLang(RLSGLangEngine):
         self._update_lock = threading.Lock()
         self._control = ControlPlane(self._http, self._fleet, self._capabilities)
         self._adapters = Adapters(self._control, self._fleet, self._capabilities)
-        self._data = DataPlane(
+        self._dispatcher = Dispatcher(
             self._http,
             self._fleet,
             self._capabilities,
+            self._adapters,
             retries=RetryPolicy(attempts=self._settings.max_attempts),
             max_in_flight=limit_in_flight(self._settings.max_in_flight),
             counters=self._counters,
-            weights=WeightState(self._fleet, self._adapters),
-            adapters=self._adapters,
         )
-        self._generation = Generation(
-            self._data, self._http, self._fleet, self._capabilities, self._adapters
-        )
-        data, counters = self._data, self._counters
+        self._generation = Generation(self._dispatcher)
+        dispatcher, counters = self._dispatcher, self._counters
         self._sleep_control = SleepControl(
             self._fleet,
             self._control,
-            in_flight=lambda: data.queued + counters.in_flight,
-            abort=lambda: data.abort(None),
+            in_flight=lambda: dispatcher.in_flight.queued + counters.in_flight,
+            abort=lambda: dispatcher.aborts.abort(None),
         )
         lock, pausing = self._update_lock, self._control.pausing
         self._supervisor = Supervisor(
@@ -650,10 +642,10 @@ class AsyncSGLang(RLSGLangEngine):
                 the servers cannot give.
             WeightSyncStateError: if a failed update left the weights inconsistent.
         """
-        call = self._to_call(
+        batch = self._to_batch(
             prompts,
+            sampling_params,
             input_ids=input_ids,
-            sampling_params=sampling_params,
             return_logprobs=return_logprobs,
             return_prompt_logprobs=return_prompt_logprobs,
             top_logprobs=top_logprobs,
@@ -666,26 +658,30 @@ class AsyncSGLang(RLSGLangEngine):
             logprobs_mode=logprobs_mode,
             **sampling,
         )
-        return run_sync(self._generation.run(call))
+        return run_sync(self._generation.run(batch))
 
-    def _to_call(
+    def generate_requests(
         self,
-        prompts: str | Sequence[str] | None = None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        requests: Sequence[GenerateRequest],
         *,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        **options: Any,
-    ) -> Call:
-        # In the caller's thread: the background loop has better things to do.
+        timeout: float | None = None,
+        request_timeout: float | None = None,
+        return_exceptions: bool = False,
+    ) -> list[Completion]:
+        """The same as :meth:`generate`, for requests that are made already."""
         self._check_usable()
-        # TorchRL's engine takes it and ignores it: a text comes wherever it can.
-        options.pop("return_text", None)
-        known = {each.name for each in fields(Call)}
-        sampling = {name: options.pop(name) for name in options.keys() - known}
-        check_sampling_keywords(sampling, known)
-        params = merge_params(sampling_params, sampling)
-        ids = to_token_ids(prompts, input_ids, self.get_tokenizer)
-        return Call(prompts=ids, sampling_params=params, **options)
+        batch = Batch(
+            requests=requests,
+            timeout=timeout,
+            request_timeout=request_timeout,
+            return_exceptions=return_exceptions,
+        )
+        return run_sync(self._generation.run(batch))
+
+    def _to_batch(self, prompts: Any, sampling_params: Any, **options: Any) -> Batch:
+        # Tokenizes in the caller's thread, so that the background loop is free.
+        self._check_usable()
+        return to_batch(prompts, sampling_params, self.get_tokenizer, **options)
 
     async def agenerate(
         self,
@@ -694,10 +690,10 @@ class AsyncSGLang(RLSGLangEngine):
         **kwargs: Any,
     ) -> list[Completion]:
         """The same as :meth:`generate`, to be awaited on any event loop."""
-        call = await asyncio.to_thread(
-            self._to_call, prompts, sampling_params, **kwargs
+        batch = await asyncio.to_thread(
+            self._to_batch, prompts, sampling_params, **kwargs
         )
-        return await asyncio.wrap_future(submit(self._generation.run(call)))
+        return await asyncio.wrap_future(submit(self._generation.run(batch)))
 
     def generate_iter(
         self,
@@ -721,8 +717,8 @@ class AsyncSGLang(RLSGLangEngine):
             >>> sorted(index for index, answer in answers)
             [0, 1]
         """
-        call = self._to_call(prompts, sampling_params, **kwargs)
-        steps = _Steps(self._generation.stream(call))
+        batch = self._to_batch(prompts, sampling_params, **kwargs)
+        steps = _Steps(self._generation.stream(batch))
         try:
             while (item := run_sync(steps.next())) is not None:
                 yield item
@@ -737,10 +733,10 @@ class AsyncSGLang(RLSGLangEngine):
         **kwargs: Any,
     ) -> AsyncIterator[tuple[int, Completion | SGLangError]]:
         """The same as :meth:`generate_iter`, to be iterated on any event loop."""
-        call = await asyncio.to_thread(
-            self._to_call, prompts, sampling_params, **kwargs
+        batch = await asyncio.to_thread(
+            self._to_batch, prompts, sampling_params, **kwargs
         )
-        steps = _Steps(self._generation.stream(call))
+        steps = _Steps(self._generation.stream(batch))
         try:
             while True:
                 item = await asyncio.wrap_future(submit(steps.next()))
@@ -763,7 +759,7 @@ class AsyncSGLang(RLSGLangEngine):
         self._check_open()
         if isinstance(request_ids, str):
             request_ids = [request_ids]
-        return run_sync(self._data.abort(request_ids))
+        return run_sync(self._dispatcher.aborts.abort(request_ids))
 
     @property
     def adapters(self) -> dict[str, Adapter]:
@@ -1010,33 +1006,9 @@ class AsyncSGLang(RLSGLangEngine):
         timeout: float | None,
     ) -> dict[str, Any]:
         self._check_usable()
-        if timeout is not None:
-            check_seconds("timeout", timeout)
-        if check_mapping("payload", payload).get("stream"):
-            raise ConfigurationError(
-                "A stream cannot be returned as one answer; use a client of OpenAI's "
-                "protocol with base_url=engine.openai_base_url."
-            )
-        fleet = self._fleet
-        content = dict(payload)
-        adapter = content.pop("lora_path", None)
-        await self._adapters.look([adapter])
-        try:
-            return await self._data.call(
-                path,
-                # The version when it is sent, which may be later than now.
-                lambda: {
-                    "model": "default",
-                    "extra_key": fleet.weights.version,
-                    **content,
-                },
-                session=session,
-                adapter=adapter,
-                timeout=GENERATE_TIMEOUT_SECONDS if timeout is None else timeout,
-            )
-        except ServerUnavailableError as error:
-            better = await self._generation.better(error)
-            raise better from better.__cause__
+        return await post_openai(
+            self._dispatcher, path, payload, session_id=session, timeout=timeout
+        )
 
     def stats(self) -> EngineStats:
         """Returns what this engine has done and what its servers are doing.
@@ -1081,7 +1053,7 @@ class AsyncSGLang(RLSGLangEngine):
         servers = await asyncio.gather(*(one(replica) for replica in fleet.replicas))
         return EngineStats(
             in_flight=counters.in_flight,
-            queued=self._data.queued,
+            queued=self._dispatcher.in_flight.queued,
             completed=counters.completed,
             retries=counters.retries,
             restarts=sum(replica.restarts for replica in fleet.replicas),
@@ -1335,7 +1307,7 @@ class AsyncSGLang(RLSGLangEngine):
         self._fleet.close()
         self._supervisor.stop()
         try:
-            run_sync(self._data.close())
+            run_sync(self._dispatcher.aborts.close())
             run_sync(self._adapters.close())
             run_sync(self._http.close())
         finally:
@@ -1351,7 +1323,7 @@ class AsyncSGLang(RLSGLangEngine):
         # Ownership, locks and the tokenizer stay here; the rest is plain values.
         state = dict(self.__dict__)
         for name in (
-            "_data",
+            "_dispatcher",
             "_control",
             "_counters",
             "_generation",

@@ -20,6 +20,11 @@ from torchrl_sglang.backends.client.control import (
     CONTROL_TIMEOUT_SECONDS,
     ControlPlane,
 )
+from torchrl_sglang.backends.generation.request import GenerateRequest
+from torchrl_sglang.backends.generation.resume import (
+    join_completions,
+    resume_request,
+)
 from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.backends.lora.payload import read_folder, why_not
 from torchrl_sglang.backends.lora.registry import check_name, parse_served_name
@@ -51,12 +56,15 @@ __all__ = [
     "CONTROL_TIMEOUT_SECONDS",
     "MARK",
     "ControlPlane",
+    "GenerateRequest",
     "RLSGLangEngine",
     "WeightUpdate",
     "check_name",
     "connect",
+    "join_completions",
     "parse_served_name",
     "read_folder",
+    "resume_request",
     "visible_devices",
     "why_not",
     "write_mark",
@@ -152,6 +160,17 @@ class RLSGLangEngine(abc.ABC):
         **sampling: Any,
     ) -> list[Completion]:
         """Continues a batch of prompts; see :meth:`AsyncSGLang.generate`."""
+
+    @abc.abstractmethod
+    def generate_requests(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        timeout: float | None = None,
+        request_timeout: float | None = None,
+        return_exceptions: bool = False,
+    ) -> list[Completion]:
+        """The same as :meth:`generate`, for requests that are made already."""
 
     @property
     @abc.abstractmethod

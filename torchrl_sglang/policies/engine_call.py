@@ -1,95 +1,70 @@
-"""One batch of prompts to the engine and back: the middle step of the pipeline.
+"""Sends one batch of requests to the engine, and does what the server cannot.
 
-What the engine takes is asked of it as it is. What a server without a tokenizer cannot
-do (stop strings, ``min_new_tokens``) is made up for here, with the decisions of
-``stopping.py``.
+A server without a tokenizer neither matches stop strings nor keeps
+``min_new_tokens``; both are done here, as :mod:`.stopping` decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.errors import ConfigurationError, SGLangError
-from torchrl_sglang.policies.stopping import (
-    Stages,
-    as_texts,
-    cut,
-    join,
-    without_tokenizer,
+from torchrl_sglang.backends.base import (
+    GenerateRequest,
+    RLSGLangEngine,
+    join_completions,
+    resume_request,
 )
-from torchrl_sglang.types import Completion, LogProbsMode
+from torchrl_sglang.errors import ConfigurationError, SGLangError
+from torchrl_sglang.policies.stopping import Stages, as_texts, cut, without_tokenizer
+from torchrl_sglang.types import Completion
 
-__all__ = ["Prompt", "ask"]
+__all__ = ["SampleRequest", "ask", "decode"]
 
 Outcome = Completion | SGLangError
-"""What becomes of a prompt."""
+"""Result of a request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """What the engine is asked for one sample."""
+class SampleRequest(GenerateRequest):
+    """A request for one sample of a policy."""
 
-    token_ids: Sequence[int]
-    """Tokens of the prompt, or of the sequence to score."""
-    sampling_params: Mapping[str, Any]
-    """How to continue it, under SGLang's names."""
-    log_probs: bool = False
-    """Whether the response's log-probabilities are asked for."""
-    score: bool = False
-    """Whether the prompt's own log-probabilities are asked for."""
-    top_log_probs: int = 0
-    """Number of the likeliest tokens to name in each response token's place."""
     include_stop: bool = True
-    """Whether a response keeps the stop string that it ends with."""
+    """Whether the response keeps the stop string that it ends with."""
 
 
 def ask(
     engine: RLSGLangEngine,
-    prompts: Sequence[Prompt],
+    requests: Sequence[SampleRequest],
     *,
     tokenizer: Any,
     return_exceptions: bool = False,
-    adapter: str | None = None,
-    logprobs_mode: LogProbsMode = "model",
 ) -> list[Outcome]:
-    """Returns a completion for each prompt.
+    """Returns a completion for each request.
 
     Args:
         engine: the engine.
-        prompts: what is asked for.
-        tokenizer: for what the server does not do; can be missing where nothing needs
-            it.
-        return_exceptions: put the error of an item in its place instead of raising
-            the first one.
-        adapter: LoRA adapter to compute them with; by default the engine's.
-        logprobs_mode: whose log-probabilities of the responses.
-
-    Raises:
-        SGLangError: as :meth:`~torchrl_sglang.AsyncSGLang.generate` does.
-        ConfigurationError: if a tokenizer is needed and there is none.
+        requests: one per sample.
+        tokenizer: may be ``None`` where nothing needs one.
+        return_exceptions: return errors in their places instead of raising the first.
     """
     if engine.capabilities.has_tokenizer:
-        for_cutting = [not prompt.include_stop for prompt in prompts]
-        for prompt in prompts:
-            if prompt.sampling_params.get("stop") and not prompt.include_stop:
+        for request in requests:
+            if request.sampling_params.get("stop") and not request.include_stop:
                 _needed(tokenizer, "stop")  # Before anything is generated.
-        outcomes = _generate(engine, prompts, return_exceptions, adapter, logprobs_mode)
+        outcomes = _generate(engine, requests, return_exceptions)
     else:
-        outcomes = _generate_in_stages(
-            engine, prompts, tokenizer, return_exceptions, adapter, logprobs_mode
-        )
-        for_cutting = [True] * len(prompts)
-    for index, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
-        stops = as_texts(prompt.sampling_params.get("stop", ()))
-        if stops and for_cutting[index] and isinstance(outcome, Completion):
+        outcomes = _generate_in_stages(engine, requests, tokenizer, return_exceptions)
+    for index, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
+        stops = as_texts(request.sampling_params.get("stop", ()))
+        on_server = engine.capabilities.has_tokenizer and request.include_stop
+        if stops and not on_server and isinstance(outcome, Completion):
             outcomes[index] = cut(
                 outcome,
                 stops,
                 lambda ids: decode(_needed(tokenizer, "stop"), [ids])[0],
-                include=prompt.include_stop,
+                include=request.include_stop,
             )
     return outcomes
 
@@ -108,23 +83,10 @@ def decode(
 
 def _generate(
     engine: RLSGLangEngine,
-    prompts: Sequence[Prompt],
+    requests: Sequence[GenerateRequest],
     return_exceptions: bool,
-    adapter: str | None,
-    logprobs_mode: LogProbsMode,
 ) -> list[Outcome]:
-    return list(
-        engine.generate(
-            input_ids=[prompt.token_ids for prompt in prompts],
-            sampling_params=[prompt.sampling_params for prompt in prompts],
-            return_logprobs=[prompt.log_probs for prompt in prompts],
-            return_prompt_logprobs=[prompt.score for prompt in prompts],
-            top_logprobs=[prompt.top_log_probs for prompt in prompts],
-            return_exceptions=return_exceptions,
-            adapter=adapter,
-            logprobs_mode=logprobs_mode,
-        )
-    )
+    return list(engine.generate_requests(requests, return_exceptions=return_exceptions))
 
 
 def _needed(tokenizer: Any, name: str) -> Any:
@@ -138,62 +100,52 @@ def _needed(tokenizer: Any, name: str) -> Any:
 
 def _generate_in_stages(
     engine: RLSGLangEngine,
-    prompts: Sequence[Prompt],
+    requests: Sequence[SampleRequest],
     tokenizer: Any,
     return_exceptions: bool,
-    adapter: str | None,
-    logprobs_mode: LogProbsMode,
 ) -> list[Outcome]:
-    """Asks a server without a tokenizer; see :func:`.stopping.without_tokenizer`."""
-    stages = _stages(engine, prompts, tokenizer)
-    outcomes = _generate(
-        engine,
-        [
-            replace(prompt, sampling_params=stage.first)
-            for prompt, stage in zip(prompts, stages, strict=True)
-        ],
-        return_exceptions,
-        adapter,
-        logprobs_mode,
-    )
-    later = [
-        index
-        for index, (outcome, stage) in enumerate(zip(outcomes, stages, strict=True))
-        if stage.second is not None
-        and isinstance(outcome, Completion)
-        and outcome.finish_reason == "length"
-        and _has_room(engine, len(prompts[index].token_ids) + len(outcome.token_ids))
+    """Generates on a server without a tokenizer; see :func:`.without_tokenizer`."""
+    stages = _stages(engine, requests, tokenizer)
+    first = [
+        replace(request, sampling_params=stage.first)
+        for request, stage in zip(requests, stages, strict=True)
     ]
-    if not later:
+    outcomes = _generate(engine, first, return_exceptions)
+    rest = {}
+    for index, (outcome, stage) in enumerate(zip(outcomes, stages, strict=True)):
+        if (
+            stage.rest is not None
+            and isinstance(outcome, Completion)
+            and outcome.finish_reason == "length"
+        ):
+            whole = replace(requests[index], sampling_params=stage.rest)
+            request = resume_request(whole, outcome.token_ids, engine.capabilities)
+            if request is not None:
+                rest[index] = request
+    if not rest:
         return outcomes
-    continued = _generate(
-        engine,
-        [_continued(prompts[i], outcomes[i], stages[i]) for i in later],
-        return_exceptions=True,
-        adapter=adapter,
-        logprobs_mode=logprobs_mode,
-    )
-    for index, rest in zip(later, continued, strict=True):
+    continued = _generate(engine, list(rest.values()), return_exceptions=True)
+    for index, outcome in zip(rest, continued, strict=True):
         begun = outcomes[index]
         assert isinstance(begun, Completion)
-        if isinstance(rest, Completion):
-            outcomes[index] = join(begun, rest)
+        if isinstance(outcome, Completion):
+            outcomes[index] = join_completions(begun, outcome)
             continue
         # Not all of the batch was sent again, so its place is another one there.
-        error = rest.replace(index=index) if hasattr(rest, "index") else rest
+        error = outcome.replace(index=index) if hasattr(outcome, "index") else outcome
         if not return_exceptions:
-            raise error.replace(note=f"It is item {index} of {len(prompts)}.")
+            raise error.replace(note=f"It is item {index} of {len(requests)}.")
         outcomes[index] = error
     return outcomes
 
 
 def _stages(
-    engine: RLSGLangEngine, prompts: Sequence[Prompt], tokenizer: Any
+    engine: RLSGLangEngine, requests: Sequence[SampleRequest], tokenizer: Any
 ) -> list[Stages]:
-    # Most prompts of a batch share one mapping, which is looked at once.
+    # Most requests of a batch share one mapping, which is looked at once.
     known: dict[int, Stages] = {}
-    for prompt in prompts:
-        params = prompt.sampling_params
+    for request in requests:
+        params = request.sampling_params
         if id(params) in known:
             continue
         for name in ("stop", "min_new_tokens"):
@@ -208,20 +160,4 @@ def _stages(
                 eos_token_ids=engine.capabilities.eos_token_ids,
             )
         )
-    return [known[id(prompt.sampling_params)] for prompt in prompts]
-
-
-def _has_room(engine: RLSGLangEngine, length: int) -> bool:
-    limits = engine.capabilities
-    return length <= min(limits.max_prompt, limits.max_context - 1)
-
-
-def _continued(prompt: Prompt, begun: Outcome, stage: Stages) -> Prompt:
-    assert isinstance(begun, Completion)
-    assert stage.second is not None
-    return replace(
-        prompt,
-        token_ids=[*prompt.token_ids, *begun.token_ids],
-        sampling_params=stage.second,
-        score=False,
-    )
+    return [known[id(request.sampling_params)] for request in requests]

@@ -31,7 +31,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.batching import Batcher
 from torchrl_sglang.policies.chat import find_template
-from torchrl_sglang.policies.engine_call import Prompt, ask, decode
+from torchrl_sglang.policies.engine_call import SampleRequest, ask, decode
 from torchrl_sglang.policies.inputs import (
     Prompts,
     read_history,
@@ -354,7 +354,7 @@ class SGLangWrapper(LLMWrapperBase):
         self._batching_timeout = batching_timeout
         self._batcher = self._make_batcher()
 
-    def _make_batcher(self) -> Batcher[Prompt, Completion] | None:
+    def _make_batcher(self) -> Batcher[SampleRequest, Completion] | None:
         if not self.batching:
             return None
         return Batcher(
@@ -556,12 +556,16 @@ class SGLangWrapper(LLMWrapperBase):
         wanted = [params.for_sample(sample) for sample in range(repeats)]
         completions = self._complete(
             [
-                Prompt(
-                    token_ids=ids,
+                SampleRequest(
+                    input_ids=ids,
                     sampling_params=own,
-                    log_probs=self.return_log_probs,
-                    score=self.return_log_probs and params.prompt_logprobs,
-                    top_log_probs=params.top_logprobs,
+                    return_logprobs=self.return_log_probs,
+                    return_prompt_logprobs=(
+                        self.return_log_probs and params.prompt_logprobs
+                    ),
+                    top_logprobs=params.top_logprobs,
+                    logprobs_mode=self.logprobs_mode,
+                    adapter=self.adapter,
                     include_stop=params.include_stop_str_in_output,
                 )
                 for ids in prompts.token_ids
@@ -606,22 +610,20 @@ class SGLangWrapper(LLMWrapperBase):
         stops = single_tokens(as_texts(params.engine.get("stop", ())), self.tokenizer)
         return ends.union(self._special_ids.intersection(stops))
 
-    def _complete(self, prompts: Sequence[Prompt]) -> Sequence[Completion]:
+    def _complete(self, prompts: Sequence[SampleRequest]) -> Sequence[Completion]:
         """Returns a completion for each prompt, batched with other threads' or not."""
         if self._batcher is not None:
             return self._batcher.submit(prompts)
         return self._ask_engine(prompts, return_exceptions=False)
 
     def _ask_engine(
-        self, prompts: Sequence[Prompt], return_exceptions: bool = True
+        self, prompts: Sequence[SampleRequest], return_exceptions: bool = True
     ) -> list[Any]:
         return ask(
             self.model,
             prompts,
             tokenizer=self.tokenizer,
             return_exceptions=return_exceptions,
-            adapter=self.adapter,
-            logprobs_mode=self.logprobs_mode,
         )
 
     def _write_text(
@@ -653,7 +655,13 @@ class SGLangWrapper(LLMWrapperBase):
         params = {"max_new_tokens": 0}
         completions = self._complete(
             [
-                Prompt(token_ids=ids, sampling_params=params, score=True)
+                SampleRequest(
+                    input_ids=ids,
+                    sampling_params=params,
+                    return_prompt_logprobs=True,
+                    logprobs_mode=self.logprobs_mode,
+                    adapter=self.adapter,
+                )
                 for ids in prompts.token_ids
             ]
         )

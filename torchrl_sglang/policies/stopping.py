@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchrl_sglang.types import Completion, VersionSpan
+from torchrl_sglang.types import Completion
 
-__all__ = ["Stages", "cut", "join", "truncate", "without_tokenizer"]
+__all__ = ["Stages", "cut", "truncate", "without_tokenizer"]
 
 NEVER = -1e9
 """Bias of a token that shall not come; its probability is 0 in float32."""
@@ -29,9 +29,9 @@ class Stages:
 
     first: Mapping[str, Any]
     """Sampling parameters, under SGLang's names."""
-    second: Mapping[str, Any] | None = None
-    """For what follows a first stage that ends for its length: the part of a response
-    in which the end-of-sequence tokens must not come is a stage of its own."""
+    rest: Mapping[str, Any] | None = None
+    """Those of the whole response, for what follows a first stage that ends for its
+    length: the stage in which the end-of-sequence tokens must not come."""
 
 
 def without_tokenizer(
@@ -64,8 +64,7 @@ def without_tokenizer(
     first = {**asked, "max_new_tokens": least, "logit_bias": bias}
     if limit is not None and limit <= least:
         return Stages(first=first)
-    rest = None if limit is None else limit - least
-    return Stages(first=first, second={**asked, "max_new_tokens": rest})
+    return Stages(first=first, rest=asked)
 
 
 def as_texts(stop: str | Sequence[str]) -> list[str]:
@@ -77,34 +76,6 @@ def single_tokens(texts: Sequence[str], tokenizer: Any) -> list[int]:
     """Returns the tokens that are the whole of one of the texts."""
     encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     return [ids[0] for ids in encoded if len(ids) == 1]
-
-
-def join(first: Completion, second: Completion) -> Completion:
-    """Returns the response that two stages of it make up."""
-    length = len(first.token_ids)
-    known = all(part.versions or not part.token_ids for part in (first, second))
-    spans = list(first.versions)
-    for span in second.versions:
-        start, end = span.start + length, span.end + length
-        if spans and spans[-1].version == span.version:
-            start = spans.pop().start
-        spans.append(VersionSpan(version=span.version, start=start, end=end))
-    return replace(
-        second,
-        token_ids=[*first.token_ids, *second.token_ids],
-        log_probs=_both(first.log_probs, second.log_probs),
-        top_token_ids=_both(first.top_token_ids, second.top_token_ids),
-        top_log_probs=_both(first.top_log_probs, second.top_log_probs),
-        prompt_log_probs=first.prompt_log_probs,
-        cached_tokens=first.cached_tokens,
-        versions=tuple(spans) if known else (),
-        mixed_state=first.mixed_state or second.mixed_state,
-        text=None,
-    )
-
-
-def _both(first: list[Any] | None, second: list[Any] | None) -> list[Any] | None:
-    return None if first is None or second is None else [*first, *second]
 
 
 def cut(

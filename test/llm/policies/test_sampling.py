@@ -192,7 +192,7 @@ def test_samples_of_one_prompt_get_different_seeds():
         ({"logprobs": -1}, ["logprobs", "at least 0, got -1"]),
         ({"logprobs": 2.0}, ["logprobs", "integer", "got 2.0"]),
         ({"prompt_logprobs": 5}, ["prompt_logprobs=5", "True"]),
-        ({"skip_special_tokens": 1}, ["skip_special_tokens", "boolean, got 1"]),
+        ({"skip_special_tokens": 1}, ["skip_special_tokens", "bool, got 1"]),
         ({"guided_choice": "yes"}, ["list of texts", "['yes', 'no']", "got 'yes'"]),
         ({"choice": []}, ["list of texts", "got []"]),
         ({"structured_outputs": {"choice": ["a", None]}}, ["texts", "None"]),

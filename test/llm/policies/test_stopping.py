@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_sglang.policies.stopping import NEVER, cut, join, without_tokenizer
+from torchrl_sglang.policies.stopping import NEVER, cut, without_tokenizer
 from torchrl_sglang.types import Completion, VersionSpan
 
 WORDS = ["a", "b", "cd", "e", "é"]
@@ -73,30 +73,6 @@ def test_characters_of_several_tokens():
     assert decode_bytes(without.token_ids) == "😀é"
 
 
-def test_join():
-    first = completion([0, 1, 2], cached_tokens=5, prompt_log_probs=[0.0])
-    second = Completion(
-        token_ids=[3],
-        log_probs=[-9.0],
-        top_token_ids=[[1]],
-        top_log_probs=[[-1.0]],
-        finish_reason="stop",
-        matched_stop=3,
-        cached_tokens=8,
-        versions=(VersionSpan(version="2", start=0, end=1),),
-    )
-    whole = join(first, second)
-    assert whole.token_ids == [0, 1, 2, 3]
-    assert whole.log_probs == [0.0, -1.0, -2.0, -9.0]
-    assert whole.prompt_log_probs == [0.0]
-    assert (whole.finish_reason, whole.matched_stop) == ("stop", 3)
-    assert whole.cached_tokens == 5
-    assert [(s.version, s.start, s.end) for s in whole.versions] == [
-        ("1", 0, 2),
-        ("2", 2, 4),
-    ]
-
-
 def test_what_a_server_without_a_tokenizer_is_asked(tokenizer):
     end, letter = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("x")
 
@@ -104,7 +80,7 @@ def test_what_a_server_without_a_tokenizer_is_asked(tokenizer):
         return without_tokenizer(params, tokenizer=tokenizer, eos_token_ids=[7])
 
     stage = ask(stop=["x", "yz"], stop_token_ids=[9], max_new_tokens=5)
-    assert stage.second is None
+    assert stage.rest is None
     assert "stop" not in stage.first
     # Only "x" is decided by one token.
     assert stage.first["stop_token_ids"] == sorted([9, letter, end, 7])
@@ -114,8 +90,8 @@ def test_what_a_server_without_a_tokenizer_is_asked(tokenizer):
     stage = ask(min_new_tokens=3, max_new_tokens=10, logit_bias={"5": 1.0})
     assert stage.first["max_new_tokens"] == 3
     assert stage.first["logit_bias"] == {"5": 1.0, end: NEVER, 7: NEVER}
-    assert stage.second["max_new_tokens"] == 7
-    assert stage.second["logit_bias"] == {"5": 1.0}
-    assert "min_new_tokens" not in {**stage.first, **stage.second}
-    assert ask(min_new_tokens=3, max_new_tokens=3).second is None
-    assert ask(min_new_tokens=3).second["max_new_tokens"] is None
+    assert stage.rest["max_new_tokens"] == 10
+    assert stage.rest["logit_bias"] == {"5": 1.0}
+    assert "min_new_tokens" not in {**stage.first, **stage.rest}
+    assert ask(min_new_tokens=3, max_new_tokens=3).rest is None
+    assert "max_new_tokens" not in ask(min_new_tokens=3).rest

@@ -1,6 +1,4 @@
-"""Talking to servers: ``http`` carries requests, ``control`` has a method per verb.
+"""Talking to one server: HTTP, control calls, what it can do and what it serves.
 
-``capabilities`` and ``model_info`` find out what a server can do and what it serves,
-``liveness`` whether it hangs. Requests come in with a URL and a timeout; JSON or a
-typed error comes out. Imports ``support`` only.
+A call comes in with a URL and a deadline; JSON, or a typed error, comes back.
 """

@@ -1,6 +1,7 @@
-"""From a call to its responses.
+"""Generation: from a call to its completions.
 
-``request`` turns arguments into one frozen request per prompt, ``completions`` gives
-each the current weight version, ``dispatch`` sends it to a server and retries, and
-``protocol`` knows how SGLang writes requests and replies.
+``request`` makes one frozen request per prompt, ``completions`` checks them and returns
+the outcomes, ``batch`` sends them together or alone, ``dispatch`` places, sends and
+retries, and ``protocol`` writes payloads and reads replies. ``sampling`` is the table
+of sampling parameters.
 """

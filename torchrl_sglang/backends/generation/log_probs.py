@@ -1,17 +1,17 @@
-"""Whose log-probabilities: what servers give of a response, and what has to be scored.
+"""Decides whether a server's log-probs are the requested ones, or a response is scored.
 
-What SGLang says of a sampled token is ``log_softmax(logits)`` after penalties, biases,
-``min_new_tokens`` and grammar have changed the logits, and, unless it was started with
-``SGLANG_RETURN_ORIGINAL_LOGPROB=1``, after they were divided by the temperature
-(``sglang/srt/layers/sampler.py``). What it says of the tokens of a prompt is the
-model's own in every case. So where the two differ, a finished response is sent once
-more, as a prompt; its beginning is in the prefix cache.
+For a sampled token SGLang reports ``log_softmax(logits)`` after penalties, biases,
+``min_new_tokens`` and grammar and, unless it was started with
+``SGLANG_RETURN_ORIGINAL_LOGPROB=1``, after the temperature
+(``sglang/srt/layers/sampler.py``). For prompt tokens it always reports the model's own.
+So where the two differ, a finished response is sent once more, as a prompt, whose
+beginning is in the prefix cache.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,12 +19,10 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.generation.protocol import (
-    GenerateRequest,
-    response_room,
-    wants_log_probs,
-)
-from torchrl_sglang.backends.generation.request import Batch
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.generation.protocol import response_limit
+from torchrl_sglang.backends.generation.request import GenerateRequest
+from torchrl_sglang.backends.generation.retries import seconds_left
 from torchrl_sglang.backends.generation.sampling import changes_logits, temperature_of
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -34,8 +32,8 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.types import Completion, ServerCapabilities
 
 __all__ = [
+    "TemperatureProbe",
     "depends_on_server",
-    "ignores_temperature",
     "plan_scoring",
     "scales_logits",
     "to_scoring_request",
@@ -49,11 +47,10 @@ PROBE_TEMPERATURE = 1e4
 """Divided by it, the logits of any model are all alike."""
 
 PROBE_MARGIN = 0.2
-"""How far above that of equally likely tokens the greatest log-probability lies where
-the logits were not divided."""
+"""How far the top log-prob of undivided logits lies above that of equal ones."""
 
-PROBE_SECONDS = 30.0
-"""Budget for a probe."""
+PROBE_TIMEOUT_SECONDS = 30.0
+"""Timeout of a probe."""
 
 
 def scales_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
@@ -74,9 +71,9 @@ def scales_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -
 def depends_on_server(
     request: GenerateRequest, capabilities: ServerCapabilities
 ) -> bool:
-    """Returns whether a server's log-probs at a temperature have to be known. Pure."""
+    """Returns whether the servers have to be probed for this request. Pure."""
     params = request.sampling_params
-    if not wants_log_probs(request) or not scales_logits(params, capabilities):
+    if not request.wants_logprobs or not scales_logits(params, capabilities):
         return False
     return request.logprobs_mode == "sampling" or not changes_logits(
         params, capabilities
@@ -84,44 +81,24 @@ def depends_on_server(
 
 
 def plan_scoring(
-    batch: Batch,
-    ignores_temperature: bool | None,
-    capabilities: ServerCapabilities,
-    *,
-    return_exceptions: bool,
-) -> Batch:
-    """Decides which responses are scored when they are finished. Pure.
-
-    Args:
-        batch: checked requests.
-        ignores_temperature: whether the servers take log-probabilities before they
-            apply the temperature; ``None`` if that is not known of all of them.
-        capabilities: of the servers.
-        return_exceptions: keep the error of a prompt in its place instead of raising
-            the first one.
-
-    Raises:
-        UnsupportedByServerError: for log-probabilities that nothing can tell.
-        ConfigurationError: for a prompt that leaves no room for scoring.
-    """
-    planned = Batch(size=batch.size, requests={}, errors=dict(batch.errors))
-    for index, request in batch.requests.items():
-        try:
-            planned.requests[index] = _plan(request, ignores_temperature, capabilities)
-        except SGLangError as error:
-            if not return_exceptions:
-                raise
-            planned.errors[index] = error
-    return planned
-
-
-def _plan(
     request: GenerateRequest,
     ignores_temperature: bool | None,
     capabilities: ServerCapabilities,
 ) -> GenerateRequest:
+    """Decides whether a response is scored when it is finished. Pure.
+
+    Args:
+        request: checked request.
+        ignores_temperature: whether the servers take log-probs before they apply the
+            temperature; ``None`` if that is unknown or they differ.
+        capabilities: of the servers.
+
+    Raises:
+        UnsupportedByServerError: if the requested log-probs cannot be had.
+        ConfigurationError: if the prompt leaves no room for scoring.
+    """
     params = request.sampling_params
-    if not wants_log_probs(request) or params.get("max_new_tokens") == 0:
+    if not request.wants_logprobs or params.get("max_new_tokens") == 0:
         return request
     scaled = scales_logits(params, capabilities)
     if request.logprobs_mode == "sampling":
@@ -131,7 +108,7 @@ def _plan(
     if not changes_logits(params, capabilities) and (not scaled or ignores_temperature):
         return request
     planned = replace(request, score_response=True)
-    if response_room(planned, capabilities) < 1:
+    if response_limit(planned, capabilities) < 1:
         raise ConfigurationError(
             f"A prompt of {len(request.input_ids)} tokens leaves no room for scoring "
             f"its response: the server takes at most {capabilities.max_prompt} prompt "
@@ -159,44 +136,59 @@ def _why_not_sampling(
     )
 
 
-async def ignores_temperature(
-    http: HttpClient, url: str, capabilities: ServerCapabilities, deadline: float
-) -> bool | None:
-    """Finds out whether a server's log-probs are those before the temperature.
+class TemperatureProbe:
+    """Finds out whether servers take log-probs before they apply the temperature."""
 
-    It has one token sampled at a temperature with which all tokens are equally likely.
+    def __init__(
+        self, http: HttpClient, fleet: Fleet, capabilities: ServerCapabilities
+    ) -> None:
+        self._http = http
+        self._fleet = fleet
+        self._capabilities = capabilities
+        self._found: tuple[int, bool | None] | None = None
 
-    Returns:
-        ``None`` if the server does not tell.
-    """
-    payload = {
-        "input_ids": [0],
-        "sampling_params": {"max_new_tokens": 1, "temperature": PROBE_TEMPERATURE},
-        "return_logprob": True,
-        "top_logprobs_num": 1,
-        # Its prefix-cache entry is nobody else's.
-        "extra_key": "probe",
-    }
-    budget = max(min(PROBE_SECONDS, deadline - time.monotonic()), 1e-3)
-    try:
-        answer = await http.request("POST", f"{url}/generate", payload, timeout=budget)
-        meta = answer.raise_for_status().json()["meta_info"]
-        (row,) = meta["output_top_logprobs"]
-        return is_unscaled(float(row[0][0]), capabilities.vocab_size)
-    except (SGLangError, LookupError, TypeError, ValueError) as error:
-        torchrl_logger.debug(f"{url} does not tell whose log-probs it gives: {error}")
-        return None
+    async def ignores_temperature(self, deadline: float) -> bool | None:
+        """Returns the answer for all serving servers, probed again when others join.
+
+        ``None`` if one of them did not tell, or they differ.
+        """
+        epoch = self._fleet.membership_epoch
+        if self._found is None or self._found[0] != epoch:
+            urls = self._fleet.serving
+            found = await asyncio.gather(*(self._probe(url, deadline) for url in urls))
+            if None in found or not urls:
+                return None
+            self._found = (epoch, found[0] if len(set(found)) == 1 else None)
+        return self._found[1]
+
+    async def _probe(self, url: str, deadline: float) -> bool | None:
+        """Samples a token at a temperature that makes all tokens equally probable."""
+        payload = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": PROBE_TEMPERATURE},
+            "return_logprob": True,
+            "top_logprobs_num": 1,
+            # Its prefix-cache entry is not shared with requests.
+            "extra_key": "probe",
+        }
+        timeout = min(PROBE_TIMEOUT_SECONDS, seconds_left(deadline))
+        try:
+            answer = await self._http.request(
+                "POST", f"{url}/generate", payload, timeout=timeout
+            )
+            meta = answer.raise_for_status().json()["meta_info"]
+            (row,) = meta["output_top_logprobs"]
+            return is_unscaled(float(row[0][0]), self._capabilities.vocab_size)
+        except (SGLangError, LookupError, TypeError, ValueError) as error:
+            torchrl_logger.debug(f"The log-prob probe of {url} failed: {error}")
+            return None
 
 
 def is_unscaled(greatest: float, vocab_size: int) -> bool:
     """Returns whether logits were not divided by :data:`PROBE_TEMPERATURE`. Pure.
 
-    A model for which all tokens are equally likely anyway counts as one whose logits
-    were divided, which costs time and no exactness.
-
-    Args:
-        greatest: the greatest log-probability in a token's place.
-        vocab_size: number of tokens.
+    A model whose tokens are all equally probable counts as divided, which costs time
+    and no exactness. ``greatest`` is the top log-probability.
 
     Examples:
         >>> is_unscaled(-1.3, vocab_size=100), is_unscaled(-4.6, vocab_size=100)
@@ -208,34 +200,26 @@ def is_unscaled(greatest: float, vocab_size: int) -> bool:
 def to_scoring_request(
     request: GenerateRequest, completion: Completion
 ) -> GenerateRequest:
-    """Returns the request that scores a response: its log-probs are the model's own.
+    """Returns the request that scores a response under the model's own distribution.
 
-    The first token of what is scored gets no log-probability, so that scoring begins at
-    the last token of the prompt; the KV cache of those before it is used.
+    The first scored token gets no log-prob, so scoring begins at the last prompt token.
     """
     return replace(
         request,
         input_ids=[*request.input_ids, *completion.token_ids],
         sampling_params={"max_new_tokens": 0},
-        return_log_probs=True,
-        return_prompt_log_probs=False,
+        return_logprobs=True,
+        return_prompt_logprobs=False,
         score_response=False,
         scored_from=len(request.input_ids) - 1,
     )
 
 
 def with_scores(completion: Completion, scores: Completion) -> Completion | None:
-    """Returns a response with the log-probabilities that scoring it gave. Pure.
+    """Returns a response with the log-probs of :func:`to_scoring_request`. Pure.
 
-    Scores are those of the weights at that time. The log-probability of a token that
-    other weights generated cannot be known any more: it is NaN.
-
-    Args:
-        completion: the response, without log-probabilities.
-        scores: what the server answered to :func:`to_scoring_request`.
-
-    Returns:
-        The response, or ``None`` where no token's log-probability is known.
+    They are of the weights at that time: a token of other weights gets NaN. ``None`` if
+    that is every token.
     """
     version = scores.versions[-1].version if scores.versions else None
     known = [False] * len(completion.token_ids)

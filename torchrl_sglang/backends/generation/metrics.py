@@ -1,4 +1,4 @@
-"""What an engine has done and is doing, in numbers."""
+"""Counters of one engine's requests and tokens."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from torchrl_sglang.types import Completion
 __all__ = ["Counters"]
 
 RATE_SECONDS = 10.0
-"""The tokens of so many seconds make the rate that is reported."""
+"""Window of the reported token rate."""
 
 
 @dataclass(kw_only=True)
 class Counters:
-    """Running totals of one engine object, since it was made."""
+    """Running totals of one engine object."""
 
     in_flight: int = 0
-    """Requests that a server or the router has been sent and has not answered."""
+    """Requests that were sent and are not answered."""
     completed: int = 0
-    """Responses that came back."""
+    """Finished responses."""
     retries: int = 0
     """Requests that were sent again."""
     prompt_tokens: int = 0
-    """Tokens of the prompts of completed responses."""
+    """Prompt tokens of finished responses."""
     cached_tokens: int = 0
     """How many of them came from the prefix cache."""
     response_tokens: int = 0
-    """Tokens of completed responses."""
+    """Tokens of finished responses."""
     _recent: deque[tuple[float, int]] = field(default_factory=deque, repr=False)
 
     def count(self, completion: Completion, prompt_tokens: int) -> None:
-        """Takes note of a response."""
+        """Counts a completion."""
         self._count(prompt_tokens, completion.cached_tokens, len(completion.token_ids))
 
     def count_usage(self, usage: Mapping[str, Any]) -> None:
-        """Takes note of a response of the OpenAI protocol."""
+        """Counts a response of OpenAI's protocol."""
         details = usage.get("prompt_tokens_details") or {}
         self._count(
             int(usage.get("prompt_tokens") or 0),
@@ -54,16 +54,16 @@ class Counters:
         self.response_tokens += response
         now = time.monotonic()
         self._recent.append((now, response))
-        self._forget(now)
+        self._drop_old(now)
 
-    def _forget(self, now: float) -> None:
+    def _drop_old(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - RATE_SECONDS:
             self._recent.popleft()
 
     @property
     def tokens_per_second(self) -> float:
-        """Response tokens of the last ten seconds, over ten seconds."""
-        self._forget(time.monotonic())
+        """Response tokens per second over the last ten seconds."""
+        self._drop_old(time.monotonic())
         return sum(count for _, count in self._recent) / RATE_SECONDS
 
     @property

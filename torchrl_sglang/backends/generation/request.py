@@ -1,81 +1,179 @@
-"""What a caller asks for, as checked requests: pure but for the tokenizer.
+"""One frozen request per prompt, from the caller's arguments to the payload.
 
-A batch can be given in many forms; what leaves this file is one request for each
-prompt, or the error that is the prompt's own.
+:func:`to_batch` turns the arguments of :meth:`.AsyncSGLang.generate` into requests,
+:func:`check_request` compares one with what the servers can do, and
+:func:`.protocol.to_payload` writes it as JSON.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
-from torchrl_sglang.backends.generation.protocol import (
-    GenerateRequest,
-    check_prompt,
-    check_top_log_probs,
-)
 from torchrl_sglang.backends.generation.sampling import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
     check_sampling_params,
+    check_token_ids,
     hint,
 )
-from torchrl_sglang.backends.support.checks import check_flag, check_mapping
-from torchrl_sglang.errors import ConfigurationError, SGLangError
+from torchrl_sglang.backends.support.checks import (
+    check_flag,
+    check_mapping,
+    check_seconds,
+    to_python,
+)
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import LogProbsMode, ServerCapabilities
 
 __all__ = [
+    "GENERATE_TIMEOUT_SECONDS",
     "Batch",
-    "Flags",
-    "check_sampling_keywords",
-    "merge_params",
-    "prepare",
-    "to_token_ids",
+    "GenerateRequest",
+    "check_logprobs_mode",
+    "check_request",
+    "longest_prompt",
+    "to_batch",
 ]
+
+GENERATE_TIMEOUT_SECONDS = 1800.0
+"""Default timeout of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Flags:
-    """What is asked for beside the tokens: for all prompts, or for each one."""
+class GenerateRequest:
+    """One prompt to continue or to score.
 
-    return_logprobs: bool | Sequence[bool] = False
-    return_prompt_logprobs: bool | Sequence[bool] = False
-    top_logprobs: int | Sequence[int] = 0
-    request_ids: Sequence[str] | None = None
-    session_ids: str | Sequence[str | None] | None = None
-    adapter: str | Sequence[str | None] | None = None
+    Examples:
+        >>> request = GenerateRequest(
+        ...     input_ids=[5, 6, 7],
+        ...     sampling_params={"max_new_tokens": 4, "ignore_eos": True},
+        ...     return_logprobs=True,
+        ... )
+        >>> (completion,) = engine.generate_requests([request])
+        >>> len(completion.log_probs)
+        4
+    """
+
+    input_ids: Sequence[int]
+    """Token ids of the prompt, at least one."""
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters under SGLang's, TorchRL's or vLLM's names."""
+    return_logprobs: bool = False
+    """Return the log-probability of each response token."""
+    return_prompt_logprobs: bool = False
+    """Return the log-probability of each prompt token."""
+    top_logprobs: int = 0
+    """Return the top-k tokens at each position of the response, for this k."""
     logprobs_mode: LogProbsMode = "model"
+    """Distribution that the response's log-probabilities are taken from."""
+    request_id: str | None = None
+    """Name for :meth:`.AsyncSGLang.abort`."""
+    session_id: str | None = None
+    """Requests of one session go to one server, which has their prefix cached."""
+    adapter: str | None = None
+    """LoRA adapter; ``""`` for the base model, ``None`` for the engine's default."""
+    score_response: bool = False
+    """Set by the engine: the finished response is scored as a prompt, because the log-
+    probabilities that the server gives while it generates are of another mode."""
+    scored_from: int | None = None
+    """Set by the engine: score the tokens of ``input_ids`` behind this position."""
+
+    def __post_init__(self) -> None:
+        check_mapping("sampling_params", self.sampling_params)
+        for name in ("return_logprobs", "return_prompt_logprobs"):
+            check_flag(name, getattr(self, name))
+        check_logprobs_mode(self.logprobs_mode)
+        for name in ("request_id", "session_id"):
+            _check_header(name, getattr(self, name))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any log-probability of the response is asked for."""
+        return self.return_logprobs or self.top_logprobs > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """A checked batch."""
+    """The requests of one call, and the options of the call."""
 
-    size: int
-    """Number of prompts."""
-    requests: dict[int, GenerateRequest]
-    """Position -> what to send."""
-    errors: dict[int, SGLangError]
-    """Position -> why it is not sent."""
+    requests: Sequence[GenerateRequest]
+    """One per prompt."""
+    timeout: float | None = None
+    """Timeout of the batch, in seconds; ``None`` for 1800."""
+    request_timeout: float | None = None
+    """Timeout of each request from when it is sent, in seconds."""
+    return_exceptions: bool = False
+    """Return the error of a request in its place instead of raising the first one."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "request_timeout"):
+            value = getattr(self, name)
+            if value is not None:
+                check_seconds(name, value)
+
+    @property
+    def seconds(self) -> float:
+        """Timeout of the batch, in seconds."""
+        return GENERATE_TIMEOUT_SECONDS if self.timeout is None else self.timeout
 
 
-def to_token_ids(
+_CALL_OPTIONS = {each.name for each in fields(Batch)} - {"requests"}
+_PER_PROMPT = {
+    # argument of generate(), for all prompts or one for each: field of the request
+    "return_logprobs": "return_logprobs",
+    "return_prompt_logprobs": "return_prompt_logprobs",
+    "top_logprobs": "top_logprobs",
+    "request_ids": "request_id",
+    "session_ids": "session_id",
+    "adapter": "adapter",
+}
+
+
+def to_batch(
+    prompts: str | Sequence[str] | None,
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    get_tokenizer: Callable[[], Any],
+    *,
+    input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    logprobs_mode: LogProbsMode = "model",
+    return_text: object = None,
+    **options: Any,
+) -> Batch:
+    """Returns the requests of one call of :meth:`.AsyncSGLang.generate`.
+
+    TorchRL's own engine takes ``return_text`` and ignores it.
+    """
+    known = {"input_ids", "logprobs_mode", *_PER_PROMPT, *_CALL_OPTIONS}
+    sampling = {name: options[name] for name in options.keys() - known}
+    _check_sampling_keywords(sampling, known)
+    params = _merge(sampling_params, sampling)
+    check_logprobs_mode(logprobs_mode)
+    token_ids = _to_token_ids(prompts, input_ids, get_tokenizer)
+    size = len(token_ids)
+    columns = {"sampling_params": _for_each(params, size, "sampling_params")}
+    for name in options.keys() & _PER_PROMPT.keys():
+        columns[_PER_PROMPT[name]] = _for_each(options[name], size, name)
+    requests = [
+        GenerateRequest(
+            input_ids=ids,
+            logprobs_mode=logprobs_mode,
+            **{name: column[index] for name, column in columns.items()},
+        )
+        for index, ids in enumerate(token_ids)
+    ]
+    call = {name: options[name] for name in options.keys() & _CALL_OPTIONS}
+    return Batch(requests=requests, **call)
+
+
+def _to_token_ids(
     prompts: str | Sequence[str] | None,
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
     get_tokenizer: Callable[[], Any],
 ) -> list[Sequence[int]]:
-    """Returns the token ids of each prompt, in whichever form they are given.
-
-    Args:
-        prompts: one text or several.
-        input_ids: token ids of one prompt or of several, instead.
-        get_tokenizer: returns what turns texts into tokens.
-
-    Raises:
-        ConfigurationError: if it is neither or both, or another type.
-    """
+    """Returns the token ids of each prompt."""
     if prompts is None and input_ids is None:
         raise ConfigurationError("Must provide either prompts or input_ids.")
     if prompts is not None and input_ids is not None:
@@ -91,7 +189,7 @@ def to_token_ids(
                     f"prompts are strings, and token ids go to input_ids."
                 )
         return list(get_tokenizer()(texts)["input_ids"]) if texts else []
-    ids: Any = _plain(input_ids)
+    ids: Any = _to_list(input_ids)
     if not isinstance(ids, (list, tuple)):
         raise ConfigurationError(
             f"input_ids is a {type(input_ids).__name__}; give the token ids of one "
@@ -99,86 +197,28 @@ def to_token_ids(
         )
     if ids and isinstance(ids[0], int):
         return [ids]
-    return [_plain(prompt) for prompt in ids]
+    return [_to_list(prompt) for prompt in ids]
 
 
-def _plain(ids: Any) -> Any:
-    """Returns what a tensor, an array or a scalar of NumPy holds, as Python's own."""
-    return ids.tolist() if hasattr(ids, "tolist") else ids
+def _to_list(value: Any) -> Any:
+    """Returns a tensor or an array as Python lists or numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
-def prepare(
-    prompts: Sequence[Sequence[int]],
-    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-    flags: Flags,
-    capabilities: ServerCapabilities,
-    *,
-    return_exceptions: bool,
-) -> Batch:
-    """Returns the batch, checked before any of it can reach a server.
-
-    Args:
-        prompts: token ids of each prompt.
-        sampling_params: one mapping for all, or one for each.
-        flags: what else is asked for.
-        capabilities: of the servers.
-        return_exceptions: keep the error of a prompt in its place instead of raising
-            the first one.
-
-    Raises:
-        ConfigurationError: if a prompt or a parameter is wrong.
-        UnsupportedByServerError: for a parameter that the servers cannot honour.
-    """
-    size = len(prompts)
-    params = _to_params(sampling_params, size)
-    scored = _flags(flags.return_logprobs, size, "return_logprobs")
-    prompts_scored = _flags(
-        flags.return_prompt_logprobs, size, "return_prompt_logprobs"
-    )
-    tops = _for_each(flags.top_logprobs, size, "top_logprobs")
-    sessions = _names(flags.session_ids, size, "session_ids")
-    ids = _names(flags.request_ids, size, "request_ids")
-    adapters = _for_each(flags.adapter, size, "adapter")
-    mode = check_logprobs_mode(flags.logprobs_mode)
-    batch = Batch(size=size, requests={}, errors={})
-    checked: dict[int, dict[str, Any]] = {}
-    for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-        what = "The prompt" if return_exceptions else f"Prompt {index} of the batch"
-        try:
-            check_prompt(prompt, capabilities, what)
-            # Most items of a batch share one mapping, which is checked once.
-            if id(own) not in checked:
-                checked[id(own)] = check_sampling_params(own, capabilities)
-            check_top_log_probs(tops[index], capabilities)
-        except SGLangError as error:
-            if not return_exceptions:
-                raise
-            batch.errors[index] = error
-            continue
-        batch.requests[index] = GenerateRequest(
-            input_ids=prompt,
-            sampling_params=_with_seed(checked[id(own)], capabilities),
-            return_log_probs=scored[index],
-            return_prompt_log_probs=prompts_scored[index],
-            top_log_probs=tops[index],
-            request_id=ids[index],
-            session_id=sessions[index],
-            adapter=adapters[index],
-            logprobs_mode=mode,
+def _for_each(value: Any, size: int, name: str) -> list[Any]:
+    """Returns an option for each prompt, given for all of them or for each."""
+    value = _to_list(value)
+    if not isinstance(value, (list, tuple)):
+        return [value] * size
+    if len(value) != size:
+        raise ConfigurationError(
+            f"{len(value)} {name} values were given for {size} prompts; give one for "
+            f"all, or one for each prompt."
         )
-    return batch
+    return [to_python(each) for each in value]
 
 
-def check_sampling_keywords(names: Iterable[str], others: Iterable[str]) -> None:
-    """Checks that keywords are sampling parameters.
-
-    Args:
-        names: the keywords.
-        others: those that mean something else.
-
-    Raises:
-        ConfigurationError: with the nearest valid name.
-    """
+def _check_sampling_keywords(names: Mapping[str, Any], others: set[str]) -> None:
     valid = {"n", *SAMPLING_PARAMETERS, *SAMPLING_ALIASES}
     for name in names:
         if name not in valid:
@@ -188,24 +228,17 @@ def check_sampling_keywords(names: Iterable[str], others: Iterable[str]) -> None
             )
 
 
-def merge_params(
-    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-    keywords: Mapping[str, Any],
-) -> Mapping[str, Any] | Sequence[Mapping[str, Any]] | None:
-    """Returns sampling parameters with those that were given as keywords.
-
-    Raises:
-        ConfigurationError: if one is given both ways.
-    """
+def _merge(sampling_params: Any, keywords: Mapping[str, Any]) -> Any:
+    """Returns sampling parameters with those that were given as keywords."""
     if not keywords:
-        return sampling_params
+        return {} if sampling_params is None else sampling_params
     if isinstance(sampling_params, (list, tuple)):
-        return [_merged(own, keywords) for own in sampling_params]
-    return _merged(sampling_params or {}, keywords)
-
-
-def _merged(own: Any, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in check_mapping("sampling_params", own):
+        return [
+            _merge(check_mapping("sampling_params", own), keywords)
+            for own in sampling_params
+        ]
+    own = check_mapping("sampling_params", sampling_params or {})
+    for name in own:
         if name in keywords:
             raise ConfigurationError(
                 f"{name!r} is given in sampling_params and as a keyword; give one."
@@ -214,80 +247,87 @@ def _merged(own: Any, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_logprobs_mode(mode: Any) -> LogProbsMode:
-    """Returns whose log-probabilities are asked for.
-
-    Raises:
-        ConfigurationError: if it is not one of the modes.
-    """
+    """Returns ``mode`` if it is a :data:`.LogProbsMode`."""
     if mode in get_args(LogProbsMode):
         checked: LogProbsMode = mode
         return checked
-    hints = {
+    advice = {
         "raw_logprobs": " vLLM's 'raw_logprobs' is 'model' here.",
         "processed_logprobs": " vLLM's 'processed_logprobs' is nearest to 'sampling', "
         "which is not renormalised over what top-p and top-k keep.",
     }
-    hint = hints.get(mode, "") if isinstance(mode, str) else ""
     raise ConfigurationError(
-        f"logprobs_mode={mode!r} must be 'model' or 'sampling'.{hint}"
+        f"logprobs_mode={mode!r} must be 'model' or 'sampling'."
+        f"{advice.get(mode, '') if isinstance(mode, str) else ''}"
     )
 
 
-def _with_seed(
-    params: dict[str, Any], capabilities: ServerCapabilities
-) -> dict[str, Any]:
-    """Returns the parameters with a seed, where the server would take one for all."""
-    if not capabilities.uses_seeds or "sampling_seed" in params:
-        return params
-    return {**params, "sampling_seed": secrets.randbits(63)}
-
-
-def _to_params(
-    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, size: int
-) -> list[Mapping[str, Any]]:
-    if sampling_params is None or isinstance(sampling_params, Mapping):
-        return [sampling_params or {}] * size
-    given = isinstance(sampling_params, (list, tuple))
-    every: list[Any] = list(sampling_params) if given else [sampling_params]
-    for own in every:
-        if not isinstance(own, Mapping):
-            raise ConfigurationError(
-                f"sampling_params holds {own!r}, a {type(own).__name__}; give one "
-                f"mapping of names to values, or a list of them."
-            )
-    if len(every) != size:
+def _check_header(name: str, value: Any) -> None:
+    # It travels in an HTTP header, which takes neither line breaks nor other alphabets.
+    if value is not None and not (
+        isinstance(value, str) and value.isascii() and value.isprintable() and value
+    ):
         raise ConfigurationError(
-            f"{len(every)} sampling_params were given for {size} prompts; give one "
-            f"mapping, or one for each prompt."
+            f"{name} must be a printable ASCII string, got {value!r}."
         )
-    return every
 
 
-def _flags(value: Any, size: int, name: str) -> list[bool]:
-    return [check_flag(name, each) for each in _for_each(value, size, name)]
+def check_request(
+    request: GenerateRequest,
+    capabilities: ServerCapabilities,
+    name: str,
+    known: dict[int, dict[str, Any]],
+) -> GenerateRequest:
+    """Returns a request that the servers can serve, under SGLang's names.
+
+    Most requests of a batch share one mapping of sampling parameters; ``known`` keeps
+    those that have been checked.
+    """
+    check_prompt(request.input_ids, capabilities, name)
+    given = request.sampling_params
+    if id(given) not in known:
+        known[id(given)] = check_sampling_params(given, capabilities)
+    params = known[id(given)]
+    _check_top_logprobs(request.top_logprobs, capabilities)
+    if capabilities.uses_seeds and "sampling_seed" not in params:
+        # The server would give all requests the same one.
+        params = {**params, "sampling_seed": secrets.randbits(63)}
+    return replace(request, sampling_params=params)
 
 
-def _for_each(value: Any, size: int, name: str) -> list[Any]:
-    """Returns what holds for each prompt, given for all of them or for each."""
-    value = _plain(value)
-    if not isinstance(value, (list, tuple)):
-        return [value] * size
-    if len(value) != size:
+def check_prompt(
+    input_ids: Sequence[int], capabilities: ServerCapabilities, name: str = "The prompt"
+) -> None:
+    """Raises :class:`ConfigurationError` for a prompt that no server can take."""
+    if not isinstance(input_ids, Sequence):
         raise ConfigurationError(
-            f"{len(value)} values of {name} were given for {size} prompts; give one "
-            f"for all, or one for each prompt."
+            f"{name} is a {type(input_ids).__name__}; give a list of token ids."
         )
-    return list(value)
+    if len(input_ids) == 0:
+        raise ConfigurationError(
+            f"{name} is empty; a prompt has at least one token (begin with the "
+            f"tokenizer's bos token where there is nothing else)."
+        )
+    longest = longest_prompt(capabilities)
+    if len(input_ids) > longest:
+        raise ConfigurationError(
+            f"{name} has {len(input_ids)} tokens, which leaves no room for a response: "
+            f"the server takes at most {longest} prompt tokens (context "
+            f"{capabilities.max_context}). Shorten it, or start the server with a "
+            f"larger context_length."
+        )
+    check_token_ids(input_ids, capabilities, name)
 
 
-def _names(value: Any, size: int, name: str) -> list[str | None]:
-    names = _for_each(value, size, name)
-    for each in names:
-        # They travel in a header, which takes no line breaks and no other alphabets.
-        if each is not None and not (
-            isinstance(each, str) and each.isascii() and each.isprintable() and each
-        ):
-            raise ConfigurationError(
-                f"{name} holds {each!r}; give printable ASCII strings."
-            )
-    return names
+def longest_prompt(capabilities: ServerCapabilities) -> int:
+    """Returns the most tokens of a prompt that leave room for a response."""
+    return min(capabilities.max_prompt, capabilities.max_context - 1)
+
+
+def _check_top_logprobs(number: Any, capabilities: ServerCapabilities) -> None:
+    largest = capabilities.vocab_size
+    if type(number) is not int or not 0 <= number <= largest:
+        raise ConfigurationError(
+            f"top_logprobs={number!r} is not a number of tokens; give an integer in "
+            f"[0, {largest}] (the size of the vocabulary)."
+        )

@@ -1,40 +1,35 @@
-"""When a failed request is sent again: pure.
+"""Decides when a failed request is sent again. Pure.
 
-A request is sent again where the connection broke or the server answered 5xx, and
-nowhere else: a 4xx is the request's own fault, a used-up budget is the caller's word,
-and an abort was somebody's will.
+Only broken connections and answers 5xx are retried: a 4xx is the request's own fault, a
+timeout is the caller's limit, and an abort was intended.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
 
 from torchrl_sglang.errors import ServerUnavailableError
 
-__all__ = ["RetryPolicy"]
+__all__ = ["RetryPolicy", "seconds_left"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """How often and how soon a request is sent again."""
+    """Number of attempts and the delays between them."""
 
     attempts: int = 5
-    """How often a request is sent at the most."""
+    """Most attempts of a request."""
     first_delay: float = 0.1
-    """Longest wait before the second attempt, in seconds; each further one doubles."""
+    """Longest delay before the second attempt, in seconds; doubles for each further."""
     longest_delay: float = 5.0
-    """Longest wait before any attempt, in seconds."""
+    """Longest delay before any attempt, in seconds."""
 
     def delay(self, error: BaseException, attempt: int) -> float | None:
-        """Returns how long to wait before the next attempt, or None for no other.
+        """Returns the delay after the ``attempt``-th attempt; ``None`` for no retry.
 
-        The wait is random up to its limit, so that requests which failed together do
-        not come back together.
-
-        Args:
-            error: why the attempt failed.
-            attempt: which one it was, from 1.
+        It is random, so that requests which failed together do not return together.
         """
         if attempt >= self.attempts:
             return None
@@ -42,3 +37,8 @@ class RetryPolicy:
             return None
         limit = min(self.first_delay * 2.0 ** (attempt - 1), self.longest_delay)
         return random.uniform(limit / 2, limit)
+
+
+def seconds_left(deadline: float) -> float:
+    """Returns the timeout of a call that ends at ``deadline``; never 0."""
+    return max(deadline - time.monotonic(), 1e-3)

@@ -196,17 +196,17 @@ def check_sampling_params(
     return checked
 
 
-def _resolve(name: str, value: Any) -> str:
+def _resolve(name: Any, value: Any) -> str:
     """Returns SGLang's name of a parameter."""
     if name == "n":
         raise ConfigurationError(
             f"n={value!r} is not sent to the engine; repeat the prompt instead "
             f"(SGLangWrapper does so for num_samples)."
         )
-    resolved = SAMPLING_ALIASES.get(name, name)
+    resolved: str = SAMPLING_ALIASES.get(name, name)
     if resolved not in SAMPLING_PARAMETERS:
         raise ConfigurationError(
-            f"{name!r} is not a sampling parameter of SGLang.{hint(name)}"
+            f"{name!r} is not a sampling parameter of SGLang.{hint(str(name))}"
         )
     return resolved
 
@@ -319,8 +319,9 @@ def _check_bias(
 def hint(name: str, others: Sequence[str] = ()) -> str:
     """Returns the end of a message about an unknown name: the nearest valid one."""
     valid = sorted({*SAMPLING_PARAMETERS, *others})
-    if meant := nearest(name, valid):
-        return f" Did you mean {meant!r}?"
+    near = nearest(name, valid)
+    if near is not None:
+        return f" Did you mean {near!r}?"
     return f" The valid ones are {', '.join(valid)}."
 
 

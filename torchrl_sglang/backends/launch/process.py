@@ -21,6 +21,8 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,12 +30,11 @@ from typing import Self
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.client.http import get
 from torchrl_sglang.backends.fleet.replica import stop_all
 from torchrl_sglang.backends.launch.ports import PortLease
 from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.backends.support.event_loop import on_background_loop
-from torchrl_sglang.errors import ServerStartError, SGLangError
+from torchrl_sglang.errors import ServerStartError
 
 __all__ = ["START_TIMEOUT_SECONDS", "ServerProcess"]
 
@@ -231,9 +232,13 @@ class ServerProcess:
         )
 
     def _answers(self) -> bool:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            return get(f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS).ok
-        except SGLangError:
+            with opener.open(
+                f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS
+            ) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
             return False
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:

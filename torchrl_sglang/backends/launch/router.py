@@ -21,12 +21,14 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from torchrl_sglang.backends.client.http import HttpClient, Response, get
+from torchrl_sglang.backends.client.http import Answer, HttpClient
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.ports import lease_port
@@ -44,7 +46,6 @@ from torchrl_sglang.errors import (
     ServerStartError,
     ServerTimeoutError,
     ServerUnavailableError,
-    SGLangError,
 )
 
 __all__ = [
@@ -250,17 +251,14 @@ class RouterProcess(ServerProcess):
 
     def _missing(self) -> list[str] | None:
         """Returns the workers that are not in rotation; ``None`` without an answer."""
+        request = urllib.request.Request(f"{self.url}/workers")
+        if self._api_key is not None:
+            request.add_header("Authorization", f"Bearer {self._api_key}")
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            entries = (
-                get(
-                    f"{self.url}/workers",
-                    timeout=READY_TIMEOUT_SECONDS,
-                    api_key=self._api_key,
-                )
-                .raise_for_status()
-                .json()["workers"]
-            )
-        except SGLangError:
+            with opener.open(request, timeout=READY_TIMEOUT_SECONDS) as answer:
+                entries = json.loads(answer.read())["workers"]
+        except (urllib.error.URLError, OSError, ValueError):
             return None
         healthy = {entry["url"] for entry in entries if entry["is_healthy"]}
         return [url for url in self._worker_urls if url not in healthy]
@@ -379,7 +377,7 @@ class RouterProcess(ServerProcess):
         path: str,
         deadline: float,
         payload: Any = None,
-    ) -> Response:
+    ) -> Answer:
         left = max(deadline - time.monotonic(), 1e-3)
         return await self._http.request(
             method, f"{self.url}{path}", payload, timeout=left

@@ -10,7 +10,7 @@ import pytest
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.generation.dispatch import LARGEST_BATCH, SINGLE_REQUESTS
+from torchrl_sglang.backends.generation.batch import LARGEST_BATCH, SINGLE_REQUESTS
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
@@ -41,7 +41,7 @@ def generate(engine, **options):
         ("short_batch", ServerUnavailableError, "sent 1 prompts and answered 0"),
         ("short_tokens", ServerUnavailableError, "sent 3 tokens .* counts 4"),
         ("short_log_probs", ServerUnavailableError, "4 tokens and sent 3"),
-        ("short_top_log_probs", ServerUnavailableError, "2 likeliest tokens .* of 4"),
+        ("short_top_log_probs", ServerUnavailableError, "top-2 tokens at 4 positions"),
         ("no_log_probs", ServerUnavailableError, "4 tokens and sent none"),
         ("null_log_probs", ServerUnavailableError, "position 3 of .* unset"),
         ("other_tokens", ServerUnavailableError, "other tokens"),

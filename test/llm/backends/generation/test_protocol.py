@@ -10,12 +10,8 @@ import orjson
 import pytest
 import torch
 
-from torchrl_sglang.backends.generation.protocol import (
-    GenerateRequest,
-    check_prompt,
-    parse_completion,
-    to_payload,
-)
+from torchrl_sglang.backends.generation.protocol import parse_completion, to_payload
+from torchrl_sglang.backends.generation.request import GenerateRequest, check_prompt
 from torchrl_sglang.backends.generation.sampling import (
     SAMPLING_PARAMETERS,
     check_sampling_params,
@@ -202,12 +198,12 @@ def test_payload(capabilities):
         GenerateRequest(
             input_ids=[7],
             sampling_params={"temperature": 0.0, "max_new_tokens": 0},
-            return_log_probs=True,
+            return_logprobs=True,
         ),
         GenerateRequest(
             input_ids=[8],
             sampling_params={"max_new_tokens": 0},
-            return_prompt_log_probs=True,
+            return_prompt_logprobs=True,
         ),
     ]
     payload = to_payload(requests, capabilities, cache_key="7", rids=["x", "y", "z"])
@@ -288,8 +284,8 @@ REPLY = {
 REQUEST = GenerateRequest(
     input_ids=[5, 17, 99],
     sampling_params={"max_new_tokens": 2},
-    return_log_probs=True,
-    return_prompt_log_probs=True,
+    return_logprobs=True,
+    return_prompt_logprobs=True,
 )
 
 

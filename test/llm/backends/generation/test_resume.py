@@ -1,0 +1,85 @@
+"""Going on from the tokens of an unfinished response."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrl_sglang.backends.generation.request import GenerateRequest
+from torchrl_sglang.backends.generation.resume import join_completions, resume_request
+from torchrl_sglang.types import Completion, VersionSpan
+
+
+@pytest.mark.parametrize(
+    ("params", "rest"),
+    [
+        ({"max_new_tokens": 10}, {"max_new_tokens": 7}),
+        ({"max_new_tokens": None}, {"max_new_tokens": None}),
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        (
+            {"max_new_tokens": 10, "min_new_tokens": 5},
+            {"max_new_tokens": 7, "min_new_tokens": 2},
+        ),
+        ({"min_new_tokens": 2}, {"min_new_tokens": 0}),
+        ({"max_new_tokens": 3}, None),
+        ({"max_new_tokens": 2}, None),
+    ],
+)
+def test_a_response_goes_on_behind_its_tokens(params, rest, capabilities):
+    request = GenerateRequest(
+        input_ids=(5, 6),
+        sampling_params=params,
+        return_logprobs=True,
+        return_prompt_logprobs=True,
+        adapter="style",
+    )
+    resumed = resume_request(request, [7, 8, 9], capabilities)
+    if rest is None:
+        assert resumed is None
+        return
+    assert resumed.input_ids == [5, 6, 7, 8, 9]
+    assert resumed.sampling_params == rest
+    assert (resumed.return_logprobs, resumed.return_prompt_logprobs) == (True, False)
+    assert resumed.adapter == "style"
+    assert request.sampling_params == params
+
+
+def test_the_context_ends_a_response(capabilities):
+    request = GenerateRequest(input_ids=[5] * 50, sampling_params={})
+    assert resume_request(request, [6] * 7, capabilities) is not None
+    assert resume_request(request, [6] * 8, capabilities) is None
+
+
+def test_join_completions():
+    first = Completion(
+        token_ids=[0, 1, 2],
+        log_probs=[0.0, -1.0, -2.0],
+        top_token_ids=[[0], [1], [2]],
+        top_log_probs=[[-0.5]] * 3,
+        finish_reason="length",
+        cached_tokens=5,
+        prompt_log_probs=[0.0],
+        versions=(
+            VersionSpan(version="1", start=0, end=2),
+            VersionSpan(version="2", start=2, end=3),
+        ),
+    )
+    second = Completion(
+        token_ids=[3],
+        log_probs=[-9.0],
+        top_token_ids=[[1]],
+        top_log_probs=[[-1.0]],
+        finish_reason="stop",
+        matched_stop=3,
+        cached_tokens=8,
+        versions=(VersionSpan(version="2", start=0, end=1),),
+    )
+    whole = join_completions(first, second)
+    assert whole.token_ids == [0, 1, 2, 3]
+    assert whole.log_probs == [0.0, -1.0, -2.0, -9.0]
+    assert whole.prompt_log_probs == [0.0]
+    assert (whole.finish_reason, whole.matched_stop) == ("stop", 3)
+    assert whole.cached_tokens == 5
+    assert [(s.version, s.start, s.end) for s in whole.versions] == [
+        ("1", 0, 2),
+        ("2", 2, 4),
+    ]

@@ -1,0 +1,79 @@
+"""Requests of OpenAI's protocol: ``/v1/chat/completions`` and ``/v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_sglang.backends.generation.completions import explain_unavailable
+from torchrl_sglang.backends.generation.dispatch import Dispatcher, routing_header
+from torchrl_sglang.backends.generation.request import GENERATE_TIMEOUT_SECONDS
+from torchrl_sglang.backends.generation.retries import seconds_left
+from torchrl_sglang.backends.support.checks import check_mapping, check_seconds
+from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
+
+__all__ = ["post_openai"]
+
+
+async def post_openai(
+    dispatcher: Dispatcher,
+    path: str,
+    payload: Mapping[str, Any],
+    *,
+    session_id: str | None = None,
+    timeout: float | None = None,
+) -> dict[str, Any]:
+    """Sends a request and returns the content of the answer.
+
+    ``payload["lora_path"]`` names the LoRA adapter.
+
+    Raises:
+        ConfigurationError: if the payload asks for a stream.
+        SGLangError: as :meth:`.AsyncSGLang.generate` does.
+    """
+    if timeout is not None:
+        check_seconds("timeout", timeout)
+    if check_mapping("payload", payload).get("stream"):
+        raise ConfigurationError(
+            "A stream cannot be returned as one answer; use a client of OpenAI's "
+            "protocol with base_url=engine.openai_base_url."
+        )
+    seconds = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
+    content = dict(payload)
+    name = content.pop("lora_path", None)
+    await dispatcher.adapters.look([name])
+    deadline = time.monotonic() + seconds
+    with dispatcher.in_flight.registered([None]) as (ticket,):
+
+        async def attempt(url: str) -> dict[str, Any]:
+            with dispatcher.adapters.used([name]) as (adapter,):
+                selected = {} if adapter is None else {"lora_path": adapter.served_as}
+                # The weight version of when it is sent, not of when it was asked for.
+                version = dispatcher.fleet.weights.version
+                defaults = {"model": "default", "extra_key": version}
+                answer = await dispatcher.http.request(
+                    "POST",
+                    url + path,
+                    {**defaults, **content, **selected, "rid": ticket.sent_as},
+                    timeout=seconds_left(deadline),
+                    headers=routing_header(session_id, ticket),
+                )
+            reply = answer.raise_for_status().json()
+            if not isinstance(reply, dict):
+                raise ServerUnavailableError(f"{url}{path} answered {reply!r:.200}.")
+            return reply
+
+        try:
+            async with dispatcher.in_flight.turn(deadline):
+                reply = await dispatcher.send(
+                    attempt,
+                    lambda: [ticket],
+                    session_id=session_id,
+                    deadline=deadline,
+                )
+        except ServerUnavailableError as error:
+            better = await explain_unavailable(dispatcher.fleet, error)
+            raise better from better.__cause__
+    dispatcher.counters.count_usage(reply.get("usage") or {})
+    return reply
