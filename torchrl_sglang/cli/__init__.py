@@ -1,16 +1,17 @@
-"""The command line: ``python -m torchrl_sglang serve | doctor | bench``.
+"""The command line: ``torchrl-sglang serve | doctor | bench``.
 
-The top of the package: everything may be used here, and nothing uses it. The modules
-import at their top what parsing takes; torch and the engine come in when a command
-runs, so that ``--help`` and a mistake are answered at once.
+The top layer: it may use everything, and nothing uses it. Modules import at their top
+only what parsing needs; torch and the engine are imported when a command runs, so that
+``--help`` and mistakes are answered at once.
 
 Results go to standard output, everything else to standard error. The exit status is 0,
-1 if it failed, 2 if what was asked for is wrong, or 128 and the number of the signal
-that interrupted it.
+1 for a failure, 2 for a wrong command line, or 128 plus the number of the signal that
+interrupted the command.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
@@ -18,31 +19,46 @@ from collections.abc import Sequence
 
 from torchrl_sglang.cli import bench, doctor, serve
 from torchrl_sglang.cli.interrupts import Interrupted, interruptible
-from torchrl_sglang.cli.parser import Parser
+from torchrl_sglang.cli.options import Parser, split
 from torchrl_sglang.errors import ConfigurationError, SGLangError
 
-__all__ = ["main", "make_parser"]
-
-PROGRAM = "python -m torchrl_sglang"
+__all__ = ["main", "parse"]
 
 
-def make_parser() -> Parser:
-    """Returns the parser of the whole command line."""
+def program() -> str:
+    """Returns the name that this program was started by."""
+    script = "torchrl-sglang"
+    started_by = os.path.basename(sys.argv[0])
+    return script if started_by == script else "python -m torchrl_sglang"
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parses a command line; exits with status 2 and a message if it is wrong."""
     parser = Parser(
-        prog=PROGRAM,
+        prog=program(),
         description="SGLang for TorchRL: serve a model, check a machine, measure it.",
-        epilog=f"`{PROGRAM} COMMAND --help` tells what a command takes.",
+        epilog="`%(prog)s COMMAND --help` shows the options of a command.",
     )
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="name", required=True
     )
     for command in (serve, doctor, bench):
+        text = "on an error, show the traceback"
         command.add_command(commands).add_argument(
-            "--traceback",
-            action="store_true",
-            help="on an error, show where in the program it arose",
+            "--traceback", action="store_true", help=text
         )
-    return parser
+    if not words:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    own, engine_words = list(words), list[str]()
+    chosen: Parser = commands.choices.get(words[0], parser)
+    if chosen.get_default("takes_engine_options"):
+        own, engine_words = split(words, chosen.own_options())
+    arguments, unknown = parser.parse_known_args(own)
+    if unknown:
+        chosen.error(f"unrecognized arguments: {unknown[0]}")
+    arguments.engine_words, arguments.own_options = engine_words, chosen.own_options()
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,22 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the command line; by default this process's.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser()
-    if not words:
-        parser.print_help(sys.stderr)
-        return 2
-    arguments = parser.parse_args(words)
+    arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         with interruptible():
             status: int = arguments.run(arguments)
             sys.stdout.flush()
             return status
     except Interrupted as interrupt:
-        print(f"{PROGRAM}: interrupted.", file=sys.stderr)
+        print(f"{program()}: interrupted.", file=sys.stderr)
         return 128 + interrupt.number
     except BrokenPipeError:
-        # Whoever read the output has enough; the interpreter must not flush again.
+        # The reader of the output has closed it; the interpreter must not flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except SGLangError as error:
@@ -74,7 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         else:
             notes = " ".join(getattr(error, "__notes__", ()))
-            print(
-                f"{PROGRAM} {arguments.name}: {error} {notes}".rstrip(), file=sys.stderr
-            )
+            text = f"{program()} {arguments.name}: {error} {notes}"
+            print(text.rstrip(), file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1

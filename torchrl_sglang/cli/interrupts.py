@@ -1,4 +1,4 @@
-"""Signals that end a command become an exception, so that ``with`` blocks clean up."""
+"""Signals that end a command raise an exception, so that ``with`` blocks clean up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Interrupted", "interruptible", "uninterrupted"]
 class Interrupted(KeyboardInterrupt):
     """A signal asked this process to end.
 
-    It is a KeyboardInterrupt because event loops and libraries let that one through.
+    A KeyboardInterrupt, because event loops and libraries let that one through.
     """
 
     def __init__(self, number: int) -> None:
@@ -26,13 +26,13 @@ def _raise(number: int, _frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 
-def _pass(_number: int, _frame: FrameType | None) -> None:
+def _drop(_number: int, _frame: FrameType | None) -> None:
     pass
 
 
 @contextlib.contextmanager
 def _handling(handler: object, numbers: tuple[int, ...]) -> Iterator[None]:
-    # Only a main thread can have handlers; in another one somebody else has them.
+    # Only the main thread can have handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -48,8 +48,8 @@ def _handling(handler: object, numbers: tuple[int, ...]) -> Iterator[None]:
 def interruptible() -> Iterator[None]:
     """Raises :class:`Interrupted` in the block on SIGINT, SIGTERM and SIGHUP.
 
-    SIGINT counts even where it is ignored, as a script's shell has it for what runs in
-    the background: a server must be there to be stopped. An ignored SIGHUP is nohup's.
+    SIGINT counts even where a shell ignores it for background jobs, so that a server
+    can be stopped; a SIGHUP that ``nohup`` ignores stays ignored.
     """
     numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -60,10 +60,9 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Lets a clean-up finish, however often somebody presses Ctrl-C.
+    """Drops these signals in the block, so that a clean-up finishes.
 
-    Signals are caught and dropped, not ignored: what is started meanwhile would
-    inherit that they are ignored.
+    They are caught, not ignored: child processes would inherit an ignored signal.
     """
-    with _handling(_pass, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+    with _handling(_drop, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         yield

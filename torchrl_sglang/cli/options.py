@@ -1,8 +1,7 @@
-"""Options of a server on a command line, and the key, which is never there.
+"""Command-line options that start servers, and a parser that suggests the nearest name.
 
-What ``serve`` and ``bench`` have in common: their own options say where and with what a
-server is started, and every other ``--name value`` is an argument of the server itself,
-under SGLang's name or vLLM's.
+The own options of ``serve`` and ``bench`` say where and with what servers are started;
+every other ``--name value`` is an argument of the server, named as SGLang or vLLM does.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torchrl_sglang.backends.support.checks import nearest
-from torchrl_sglang.cli.parser import Parser
 from torchrl_sglang.errors import ConfigurationError
 
 __all__ = [
     "KEY_VARIABLE",
+    "START_OPTIONS",
+    "Parser",
     "add_start_options",
     "engine_arguments",
+    "positive_int",
     "read_key",
     "split",
     "start_arguments",
@@ -31,91 +32,99 @@ __all__ = [
 KEY_VARIABLE = "TORCHRL_SGLANG_API_KEY"
 """The environment variable that holds the servers' key."""
 
-SURELY = 0.85
-"""How near an unknown name must be to an own option to be a mistake for it.
-
-No argument of SGLang's server is as near to one; a test looks at all of them.
-"""
-
+START_OPTIONS = (
+    "num_replicas",
+    "device",
+    "cuda_devices",
+    "python",
+    "start_timeout",
+    "router_policy",
+)
+TYPO_CUTOFF = 0.85
+"""An unknown name this near to an own option is a typo; a test checks that no argument
+of SGLang's server is as near to one."""
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors suggest the nearest name."""
+
+    required_hint = ""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    def own_options(self) -> dict[str, bool]:
+        """Returns the options of this parser, and whether each takes a value."""
+        actions = self._option_string_actions
+        return {name: action.nargs != 0 for name, action in actions.items()}
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the mistake, with the nearest valid name, and exits with status 2."""
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        unknown = re.search(r"unrecognized arguments: ([^\s=]+)", message)
+        meant = None
+        if choice:
+            meant = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
+        elif unknown:
+            meant = nearest(unknown[1], self.own_options())
+        hint = f"; did you mean {meant}?" if meant else "."
+        if "required: " in message:
+            hint += self.required_hint
+        super().error(message + hint)
+
+
+def positive_int(text: str) -> int:
+    """Reads an integer above 0, for argparse."""
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
 def add_start_options(parser: Parser) -> None:
-    """Adds the options that say how a server is started."""
-    parser.add_argument(
-        "--num-replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of servers (default: %(default)s)",
+    """Adds the options that say how servers are started."""
+    parser.required_hint = " Write it before the options of the server."
+    add = parser.add_argument
+    text = "number of servers (default: %(default)s)"
+    add("--num-replicas", type=int, default=1, metavar="N", help=text)
+    text = "where the model runs (default: cuda where there is a GPU)"
+    add("--device", choices=("cpu", "cuda"), help=text)
+    text = "GPUs that the servers may use, like 2,3"
+    add("--cuda-devices", type=_devices, metavar="LIST", help=text)
+    text = (
+        "interpreter that has SGLang (default: this one on CUDA, the engine "
+        "environment's on CPU)"
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="where the model runs (default: cuda where there is a GPU)",
+    add("--python", metavar="PATH", help=text)
+    text = (
+        "how the router chooses among several servers, or none for no router "
+        "(default: cache_aware)"
     )
-    parser.add_argument(
-        "--cuda-devices",
-        type=_devices,
-        metavar="LIST",
-        help="GPUs to confine the servers to, like 2,3",
+    add("--router-policy", metavar="NAME", help=text)
+    text = "timeout of the start (default: 600)"
+    add("--start-timeout", type=float, metavar="SECONDS", help=text)
+    text = (
+        f"file with the servers' API key (default: the environment variable "
+        f"{KEY_VARIABLE}; never the command line, which every user can read)"
     )
-    parser.add_argument(
-        "--python",
-        metavar="PATH",
-        help="interpreter that has SGLang (default: this one on CUDA, that of the "
-        "engine environment on CPU)",
-    )
-    parser.add_argument(
-        "--router-policy",
-        metavar="NAME",
-        help="how the router of several servers chooses one, or none for no router "
-        "(default: cache_aware)",
-    )
-    parser.add_argument(
-        "--start-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="budget for the start (default: 600)",
-    )
-    add_key_option(parser)
-
-
-def add_key_option(parser: Parser) -> None:
-    """Adds the option that names the file with the key."""
-    parser.add_argument(
-        "--api-key-file",
-        metavar="FILE",
-        help=f"file with the key that the server asks for (default: the environment "
-        f"variable {KEY_VARIABLE}; never the command line, which everybody can read)",
-    )
+    add("--api-key-file", metavar="FILE", help=text)
 
 
 def start_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the keyword arguments of ``from_pretrained`` for these options."""
-    found = {
-        "num_replicas": arguments.num_replicas,
-        "device": arguments.device,
-        "cuda_devices": arguments.cuda_devices,
-        "python": arguments.python,
-        "start_timeout": arguments.start_timeout,
-        "api_key": read_key(arguments.api_key_file),
-    }
-    given = {name: value for name, value in found.items() if value is not None}
-    if arguments.router_policy is not None:
-        named = arguments.router_policy
-        given["router_policy"] = None if named == "none" else named
-    return {**given, **engine_arguments(arguments.engine_words, arguments.own_options)}
+    found = {name: getattr(arguments, name) for name in START_OPTIONS}
+    found["api_key"] = read_key(arguments.api_key_file)
+    found = {name: value for name, value in found.items() if value is not None}
+    if found.get("router_policy") == "none":
+        found["router_policy"] = None
+    return {**found, **engine_arguments(arguments.engine_words, arguments.own_options)}
 
 
 def read_key(
     file: str | None, environment: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Returns the key from a file or else from the environment.
-
-    Raises:
-        ConfigurationError: if the file cannot be read or has no key.
-    """
+    """Returns the API key from a file, or else from the environment."""
     if file is None:
         return environment.get(KEY_VARIABLE) or None
     try:
@@ -128,10 +137,9 @@ def read_key(
 
 
 def split(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Returns the command's own words and the engine's. Pure.
+    """Splits a command line into the command's own words and the server's.
 
-    Values follow their option, so a word after an engine's option is its value; MODEL
-    stands before these or behind an option of the command's own.
+    Values follow their option, so a word after an option of the server is its value.
 
     Args:
         words: the command line.
@@ -143,65 +151,54 @@ def split(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], lis
     """
     mine: list[str] = []
     engine: list[str] = []
-    to = mine
-    values_due = 0
+    target = mine
+    value_follows = False
     for word in words:
         name, equals, _ = word.partition("=")
-        if values_due:
-            values_due -= 1
+        if value_follows:
+            value_follows = False
         elif name in own:
-            to = mine
-            values_due = int(own[name] and not equals)
+            target = mine
+            value_follows = own[name] and not equals
         elif word.startswith("--") and len(word) > 2:
-            to = engine
+            target = engine
         elif re.match(r"-[A-Za-z]", word):
-            # Left to the parser, which says that it is unknown.
-            to = mine
-        to.append(word)
+            target = mine  # The parser reports it as unknown.
+        target.append(word)
     return mine, engine
 
 
 def engine_arguments(words: Iterable[str], own: Iterable[str] = ()) -> dict[str, Any]:
-    """Returns a server's arguments from its options. Pure.
+    """Parses ``--name value``, ``--name=value`` and ``--name`` of a server.
 
-    Integers, simple fractions, ``true``, ``false`` and JSON objects become what they
-    stand for, everything else stays text. An option without a value is ``True``, one
-    with several is a list, and ``--no-name`` without a value is ``name=False``.
-
-    Args:
-        words: ``--name value``, ``--name=value`` and ``--name``.
-        own: options of the command's own, for suggestions.
-
-    Raises:
-        ConfigurationError: if a name is given twice, is nearly one of the command's
-            own, or is a key.
+    Integers, simple fractions, ``true``, ``false`` and JSON objects are converted,
+    everything else stays text. An option without a value is ``True``, one with several
+    is a list, and ``--no-name`` without a value is ``name=False``. ``own`` are options
+    of the command, for suggestions.
 
     Examples:
-        >>> engine_arguments(["--tp-size", "2", "--disable-radix-cache"])
-        {'tp_size': 2, 'disable_radix_cache': True}
-        >>> engine_arguments(["--no-enable-prefix-caching"])
-        {'enable_prefix_caching': False}
+        >>> engine_arguments(["--tp-size", "2", "--no-enable-prefix-caching"])
+        {'tp_size': 2, 'enable_prefix_caching': False}
     """
     found: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            _check_engine_option(flag, own)
-            name = flag.removeprefix("--").replace("-", "_")
-            if name in found:
-                raise ConfigurationError(f"{flag} is given twice; give it once.")
-            values = found[name] = [value] if equals else []
-        else:
+        if not word.startswith("--"):
             values.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        _check_engine_option(flag, own)
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in found:
+            raise ConfigurationError(f"{flag} is given twice; give it once.")
+        values = found[name] = [value] if equals else []
     arguments: dict[str, Any] = {}
     for name, texts in found.items():
-        if not texts and name.startswith("no_"):
-            arguments[name.removeprefix("no_")] = False
-        elif len(texts) > 1:
-            arguments[name] = [_value(text) for text in texts]
+        if not texts:
+            arguments[name.removeprefix("no_")] = not name.startswith("no_")
         else:
-            arguments[name] = _value(texts[0]) if texts else True
+            converted = [_value(text) for text in texts]
+            arguments[name] = converted if len(texts) > 1 else converted[0]
     return arguments
 
 
@@ -213,8 +210,8 @@ def _check_engine_option(flag: str, own: Iterable[str]) -> None:
             f"{KEY_VARIABLE}."
         )
     dashed = flag.replace("_", "-")
-    meant = nearest(dashed, own, cutoff=SURELY)
-    # The beginning of an own option may be the whole of one of the engine's.
+    meant = nearest(dashed, own, cutoff=TYPO_CUTOFF)
+    # An option of the server may be a prefix of one of the command's.
     if meant is not None and not meant.startswith(dashed + "-"):
         raise ConfigurationError(f"{flag} is not an option; did you mean {meant}?")
 
@@ -222,17 +219,13 @@ def _check_engine_option(flag: str, own: Iterable[str]) -> None:
 def _value(text: str) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if re.fullmatch(r"-?(0|[1-9][0-9]*)", text):
-        return int(text)
-    # A version such as 1.10 is text: as a number it would be another one.
-    if re.fullmatch(r"-?[0-9]+\.[0-9]+", text) and repr(float(text)) == text:
-        return float(text)
-    if text.startswith("{"):
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
-    return text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    # A version such as 1.10 stays text: as a number it would be another one.
+    exact = isinstance(value, (int, float)) and repr(value) == text
+    return value if exact or isinstance(value, dict) else text
 
 
 def _devices(text: str) -> list[int | str]:

@@ -1,4 +1,4 @@
-"""``serve``: an engine as a process of its own, for whoever connects to it."""
+"""``serve``: starts an engine in a process of its own, for other processes to use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrl_sglang.cli.interrupts import Interrupted, uninterrupted
-from torchrl_sglang.cli.options import add_start_options, start_arguments
-from torchrl_sglang.cli.parser import Parser
+from torchrl_sglang.cli.options import Parser, add_start_options, start_arguments
 from torchrl_sglang.errors import ServerDiedError
 
 if TYPE_CHECKING:
@@ -20,13 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["add_command"]
 
 POLL_SECONDS = 1.0
-"""How often the servers are looked at while they are served."""
 
 DESCRIPTION = """\
 Starts SGLang servers for MODEL and keeps them until SIGINT (Ctrl-C) or SIGTERM.
 
-When they are ready, their addresses are printed on standard output, one on a line, and
-before them that of the router, where there are several. Connect to one server with
+When they are ready, their addresses are printed on standard output, one per line, with
+the router's first if there are several. Connect to one server with
 AsyncSGLang.connect(URL), and to several with AsyncSGLang.connect(router_url=URL)."""
 
 EPILOG = """\
@@ -36,43 +34,38 @@ vLLM's, like --mem-fraction-static 0.8, --tensor-parallel-size 2 or
 way, like --max-restarts 0. MODEL stands before them.
 
 examples:
-  python -m torchrl_sglang serve Qwen/Qwen2.5-0.5B --context-length 4096
-  python -m torchrl_sglang serve ./model --device cpu --port 30000 --json"""
+  %(prog)s Qwen/Qwen2.5-0.5B --context-length 4096
+  %(prog)s ./model --device cpu --port 30000 --json"""
 
 
 def add_command(commands: Any) -> Parser:
-    """Adds the command to those of a parser, and returns its own."""
+    """Adds the command to the command line, and returns its parser."""
     parser: Parser = commands.add_parser(
         "serve",
         help="start servers for a model, and keep them until interrupted",
         description=DESCRIPTION,
         epilog=EPILOG,
-        engine_options=True,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="folder or hub name of the model"
-    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or hub name of the model")
     add_start_options(parser)
-    parser.add_argument(
-        "--host",
-        help="address to listen on (default: 127.0.0.1, which this machine alone "
-        "reaches; any other one needs a key)",
+    text = (
+        "address to listen on (default: 127.0.0.1, which only this machine reaches; "
+        "any other one needs a key)"
     )
-    parser.add_argument(
-        "--port", type=int, help="port to listen on (default: one that is free)"
+    add("--host", help=text)
+    add("--port", type=int, help="port to listen on (default: a free one)")
+    text = (
+        "print one line with a JSON object instead: url, urls, router_url, model, "
+        "version, weight_version and pid"
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one line with a JSON object instead: url, urls, router_url, "
-        "model, version, weight_version and pid",
-    )
-    parser.set_defaults(run=run, own_options=tuple(parser.own_options()))
+    add("--json", action="store_true", help=text)
+    parser.set_defaults(run=run, takes_engine_options=True)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until interrupted."""
+    """Starts servers and waits for an interrupt."""
     options = start_arguments(arguments)
     for name in ("host", "port"):
         if (value := getattr(arguments, name)) is not None:
@@ -94,9 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def announce(engine: AsyncSGLang, *, as_json: bool) -> None:
-    """Prints where the engine is."""
+    """Prints the addresses of the engine."""
     urls = list(engine.control.urls)
-    # Requests go to the router, where there is one, and else to the servers.
     router = None if engine.server_url in urls else engine.server_url
     if as_json:
         about = {
@@ -115,11 +107,7 @@ def announce(engine: AsyncSGLang, *, as_json: bool) -> None:
 
 
 def wait(engine: AsyncSGLang) -> NoReturn:
-    """Ends with an interrupt, or when no server can be started again.
-
-    Raises:
-        ServerDiedError: if all servers are lost.
-    """
+    """Waits for an interrupt; raises when all servers are lost."""
     while True:
         time.sleep(POLL_SECONDS)
         if any(server.state != "dead" for server in engine.servers):

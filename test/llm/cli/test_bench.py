@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from types import SimpleNamespace
@@ -9,20 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_sglang.cli import main
-from torchrl_sglang.cli.bench import plan
+from torchrl_sglang.cli.bench import plan, to_lines
 from torchrl_sglang.cli.bench.generation import (
-    Latency,
     Load,
-    Percentiles,
-    Throughput,
-    check_fits,
     make_prompts,
     measure_throughput,
     percentile,
 )
-from torchrl_sglang.cli.bench.shapes import BUILT_IN, SHAPES, save_model
-from torchrl_sglang.cli.bench.tables import Report, to_json, to_lines
-from torchrl_sglang.cli.bench.transfer import Transfer, plain_gloo
+from torchrl_sglang.cli.bench.models import BUILT_IN, SHAPES, save_model
+from torchrl_sglang.cli.bench.transfer import limit_of_gloo
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 
 SMALL = ["--prompts=6", "--prompt-tokens=8", "--new-tokens=4", "--repeats=2"]
@@ -61,11 +57,27 @@ def test_throughput_with_more_callers_than_prompts(engine, capsys):
     assert bench(capsys, *words)["throughput"]["engine"] > 0
 
 
+def test_throughput_of_the_wrapper(engine, capsys):
+    words = ("throughput", "--url", engine.server_url, "--wrapper")
+    found = bench(capsys, *words)["throughput"]
+    assert found["wrapper_ratio"] == pytest.approx(found["wrapper"] / found["raw"])
+
+
+def test_a_password_is_not_shown(engine, capsys):
+    url = engine.server_url.replace("http://", "http://me:secret@")
+    assert main(["bench", "weights", "--url", url]) == 2
+    assert main(["bench", "latency", "--url", "http://me:secret@127.0.0.1:1"]) == 1
+    shown = capsys.readouterr()
+    assert "--replace-weights" in shown.err
+    assert "secret" not in shown.out + shown.err
+
+
 def test_weights_are_replaced_on_request(restored_engine, capsys):
     words = ("weights", "--url", restored_engine.server_url, "--replace-weights")
     found = bench(capsys, *words)["weights"]
     assert found["num_tensors"] == len(restored_engine.get_model_metadata())
     assert 0 < found["send"] <= found["update"]
+    assert found["ratio"] == pytest.approx(found["limit"] / found["update"])
     assert found["gb_per_second"] == pytest.approx(
         found["num_bytes"] / found["send"] / 1e9
     )
@@ -88,7 +100,7 @@ def test_what_does_not_fit_is_refused(engine, capsys):
     assert main(words) == 2
     assert "do not fit into the 2048 tokens" in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match="prompt-tokens"):
-        check_fits(engine, Load(prompt_tokens=2047, new_tokens=1, prompts=1))
+        measure_throughput(engine, Load(prompt_tokens=2047, new_tokens=1, prompts=1))
 
 
 def test_a_server_of_its_own(capsys):
@@ -134,9 +146,9 @@ def test_percentile(values, percent, expected):
 
 
 def test_plan():
-    assert plan(("weights",), None, runs=False) == [("35m", ("weights",))]
-    assert plan(("latency",), None, runs=True) == [(None, ("latency",))]
-    assert plan(("latency", "weights"), "m", runs=False) == [
+    assert plan(("weights",), None, connect=False) == [("35m", ("weights",))]
+    assert plan(("latency",), None, connect=True) == [(None, ("latency",))]
+    assert plan(("latency", "weights"), "m", connect=False) == [
         ("m", ("latency", "weights"))
     ]
 
@@ -145,49 +157,46 @@ def test_plan():
 def test_built_in_models(tmp_path, name):
     from transformers import AutoConfig, AutoTokenizer
 
-    path, needed = save_model(name, tmp_path, half=True)
+    path, needed = save_model(name, tmp_path, device="cuda")
     assert needed == ({"load_format": "dummy"} if name in SHAPES else {})
     assert str(AutoConfig.from_pretrained(path).dtype) == "torch.bfloat16"
     assert AutoTokenizer.from_pretrained(path).chat_template
 
 
 def test_the_limit_leaves_no_process():
-    assert plain_gloo(1000, 2) > 0
+    assert limit_of_gloo(1000, 2) > 0
 
 
 def test_tables():
-    row = Percentiles(p50=0.1, p90=0.2, p99=0.3)
-    report = Report(
-        model="m",
-        sglang="1",
-        torch="2",
-        device="cpu",
-        cores=1,
-        servers=2,
-        load=Load(prompts=1),
-        throughput=Throughput(raw=2000.0, engine=1900.0),
-        latency=Latency(raw=row, engine=row, requests=3),
-        weights=Transfer(
-            num_bytes=10**9,
-            num_tensors=9,
-            num_buckets=1,
-            limit=0.5,
-            send=1.0,
-            update=2.0,
-        ),
-    )
+    row = {"p50": 0.1, "p90": 0.2, "p99": 0.3}
+    report = {
+        "model": "m",
+        "sglang": "1",
+        "torch": "2",
+        "device": "cpu",
+        "cores": 1,
+        "servers": 2,
+        "load": dataclasses.asdict(Load(prompts=1)),
+        "throughput": {"raw": 2000.0, "engine": 1900.0, "ratio": 0.95},
+        "latency": {"raw": row, "engine": row, "requests": 3, "ratio": 1.0},
+        "weights": {
+            "transport": "broadcast",
+            "num_bytes": 10**9,
+            "num_tensors": 9,
+            "num_buckets": 1,
+            "limit": 0.5,
+            "send": 1.0,
+            "update": 2.0,
+            "extra_bytes": 3 * 10**9,
+        },
+    }
     text = "\n".join(to_lines(report))
     for words in (
         "m: SGLang 1 on cpu, 2 servers, torch 2, 1 core\n",
         "throughput: 1 prompt of",
         "1,900 tokens/s, 0.950 of the raw client",
         "100.00     200.00     300.00",
-        "1.000 GB in 9 tensors and 1 bucket\n",
+        "1.000 GB in 9 tensors and 1 bucket by broadcast, 3.00 GB of further memory\n",
         "2.0000 s     0.50 GB/s  0.250 of the limit",
     ):
         assert words in text
-    values = to_json(report)
-    json.dumps(values)
-    assert values["weights"]["ratio"] == 0.25
-    assert values["weights"]["gb_per_second"] == 1.0
-    assert values["latency"]["ratio"] == 1.0

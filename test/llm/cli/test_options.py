@@ -11,7 +11,7 @@ from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.server_flags import find_flags
 from torchrl_sglang.backends.launch.vllm_arguments import ARGUMENTS
 from torchrl_sglang.backends.support.checks import nearest
-from torchrl_sglang.cli import main, make_parser
+from torchrl_sglang.cli import main, parse
 from torchrl_sglang.cli.options import (
     KEY_VARIABLE,
     engine_arguments,
@@ -22,10 +22,6 @@ from torchrl_sglang.cli.options import (
 from torchrl_sglang.errors import ConfigurationError
 
 OWN = {"--json": False, "--port": True, "--num-replicas": True, "-h": False}
-
-
-def parse(*words: str):
-    return make_parser().parse_args(words)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,7 @@ def test_engine_arguments_that_are_wrong(words, message):
 @pytest.mark.parametrize("command", [("serve", "m"), ("bench", "all")])
 def test_every_argument_of_sglang_can_be_given(command):
     """No name of SGLang's or vLLM's is taken for a mistake in one of ours."""
-    own = parse(*command).own_options
+    own = parse(command).own_options
     flags = find_flags(str(cpu.engine_python()), cpu.engine_environment())
     assert flags is not None
     for name in {*flags, *ARGUMENTS} - {"api_key", "admin_api_key"}:
@@ -110,14 +106,14 @@ def test_every_argument_of_sglang_can_be_given(command):
 
 def test_own_options_are_options_of_from_pretrained(monkeypatch, tmp_path):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    assert start_arguments(parse("serve", "m")) == {"num_replicas": 1}
+    assert start_arguments(parse(["serve", "m"])) == {"num_replicas": 1}
     key = tmp_path / "key"
     key.write_text("secret\n")
     words = (
         "serve m --num-replicas 2 --device cpu --cuda-devices 2,GPU-5f --python p "
         "--start-timeout 9 --tp-size 2 --router-policy none --max-restarts 0"
     )
-    found = parse(*words.split(), "--api-key-file", str(key))
+    found = parse([*words.split(), "--api-key-file", str(key)])
     assert start_arguments(found) == {
         "num_replicas": 2,
         "device": "cpu",
@@ -147,20 +143,20 @@ def test_the_key_comes_from_the_file_or_else_from_the_environment(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("sevre m", "did you mean 'serve'?"),
-        ("quux", "choose from serve, doctor, bench"),
+        ("sevre m", "did you mean serve?"),
+        ("quux", "invalid choice: 'quux'"),
         ("--jason", "did you mean"),
         ("serve", "required: MODEL."),
-        ("serve --tp-size 2 m", "Write it before the server's own options"),
-        ("serve m --device cdua", "did you mean 'cuda'?"),
+        ("serve --tp-size 2 m", "Write it before the options of the server"),
+        ("serve m --device cdua", "did you mean cuda?"),
         ("serve m --port x", "invalid int value"),
         ("serve m --cuda-devices ,", "names no GPU"),
-        ("serve m n", "'n' is not understood"),
-        ("serve m -x", "'-x' is not understood"),
+        ("serve m n", "unrecognized arguments: n."),
+        ("serve m -x", "unrecognized arguments: -x"),
         ("doctor --modle m", "did you mean --model?"),
         ("doctor --mod=m", "did you mean --model?"),
         ("bench", "required: MEASUREMENT"),
-        ("bench thruput", "did you mean 'throughput'?"),
+        ("bench thruput", "did you mean throughput?"),
         ("bench all --repeats 0", "'0' is not a positive integer"),
     ],
 )
@@ -201,21 +197,15 @@ def test_nobody_there_is_a_failure(capsys):
     assert "Check that the server is running" in capsys.readouterr().err
 
 
-def test_nearest():
-    names = ["throughput", "latency"]
-    assert nearest("latncy", names) == "latency"
-    assert nearest("t", names) == "throughput"
-    assert nearest("", names) is None
-    assert nearest("xyz", names) is None
-
-
 @pytest.mark.parametrize("command", [[], ["serve"], ["doctor"], ["bench"]])
-def test_help_is_there_at_once(command):
+@pytest.mark.parametrize("started_by", ["torchrl-sglang", "python -m torchrl_sglang"])
+def test_help_is_there_at_once(command, started_by):
     code = (
         "import sys\n"
         "from torchrl_sglang.cli import main\n"
+        f"sys.argv = ['/bin/{started_by}', *{command}, '--help']\n"
         "try:\n"
-        f"    main([*{command}, '--help'])\n"
+        "    main()\n"
         "finally:\n"
         "    assert not {'torch', 'aiohttp', 'transformers'} & set(sys.modules)\n"
     )
@@ -223,9 +213,18 @@ def test_help_is_there_at_once(command):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert "usage: python -m torchrl_sglang" in done.stdout
+    assert f"usage: {' '.join([started_by, *command])}" in done.stdout
 
 
 def test_no_command_shows_the_commands(capsys):
-    assert main([]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([])
     assert "bench" in capsys.readouterr().err
+
+
+def test_nearest():
+    names = ["throughput", "latency"]
+    assert nearest("latncy", names) == "latency"
+    assert nearest("t", names) == "throughput"
+    assert nearest("", names) is None
+    assert nearest("xyz", names) is None

@@ -1,28 +1,31 @@
-"""``bench``: how fast an engine is, next to what is possible in the same run.
+"""``bench``: measures an engine beside what it is to be compared with.
 
-``generation.py`` and ``transfer.py`` measure; this decides on what, and prints.
+``models.py`` starts the engine, ``generation.py`` and ``transfer.py`` measure it, and
+this module decides on what and prints the results. ``benchmarks/`` uses the same code.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchrl_sglang.cli.bench.shapes import BUILT_IN, save_model
-from torchrl_sglang.cli.bench.tables import Report, to_json, to_lines
+from torchrl_sglang.backends.support.urls import hide_passwords
+from torchrl_sglang.cli.bench.models import BUILT_IN, start_engine
 from torchrl_sglang.cli.interrupts import uninterrupted
 from torchrl_sglang.cli.options import (
+    START_OPTIONS,
+    Parser,
     add_start_options,
+    positive_int,
     read_key,
     start_arguments,
 )
-from torchrl_sglang.cli.parser import Parser, positive_int
 from torchrl_sglang.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,18 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["add_command"]
 
 ACTIONS = ("throughput", "latency", "weights")
-
 MODELS = {"throughput": "tiny", "latency": "tiny", "weights": "35m"}
-"""What is measured by default: a link shows its rate with a large model only."""
-
-START_OPTIONS = (
-    "num_replicas",
-    "device",
-    "cuda_devices",
-    "python",
-    "router_policy",
-    "start_timeout",
-)
+"""Models by default: a link shows its bandwidth with a large model only."""
 
 DESCRIPTION = f"""\
 Measures an engine, and in the same run what it is to be compared with.
@@ -60,106 +53,85 @@ Where a server is started, every other --name value is an argument of it, as wit
 command serve.
 
 examples:
-  python -m torchrl_sglang bench all
-  python -m torchrl_sglang bench latency --concurrency 4 --json
-  python -m torchrl_sglang bench throughput --url http://127.0.0.1:30000"""
+  %(prog)s all
+  %(prog)s latency --concurrency 4 --json
+  %(prog)s throughput --url http://127.0.0.1:30000"""
+
+NUMBERS = {
+    "--prompts": (64, "prompts of one round"),
+    "--prompt-tokens": (64, "length of a prompt"),
+    "--new-tokens": (64, "length of a response"),
+    "--concurrency": (1, "concurrent callers"),
+    "--repeats": (5, "rounds that count, after one that does not"),
+    "--bucket-bytes": (2 << 30, "size of one transfer of weights"),
+}
+"""Option -> default and help."""
 
 
 def add_command(commands: Any) -> Parser:
-    """Adds the command to those of a parser, and returns its own."""
+    """Adds the command to the command line, and returns its parser."""
     parser: Parser = commands.add_parser(
         "bench",
         help="measure throughput, latency and weight updates",
         description=DESCRIPTION,
         epilog=EPILOG,
-        engine_options=True,
     )
-    parser.add_argument(
-        "action",
-        metavar="MEASUREMENT",
-        choices=(*ACTIONS, "all"),
-        help="throughput, latency, weights or all",
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="what to serve (default: tiny, and 35m for weights)",
-    )
-    parser.add_argument(
-        "--url",
-        action="append",
-        help="measure a server that runs, instead of starting one; several times for "
-        "several",
-    )
-    parser.add_argument(
-        "--router-url", metavar="URL", help="the same, with a router and its servers"
-    )
-    for option, default, text in (
-        ("--prompts", 64, "prompts of one round"),
-        ("--prompt-tokens", 64, "length of a prompt"),
-        ("--new-tokens", 64, "length of a response"),
-        ("--concurrency", 1, "callers at a time"),
-        ("--repeats", 5, "rounds that count, after one that does not"),
-        ("--bucket-bytes", 2 << 30, "size of a transfer of weights"),
-    ):
-        parser.add_argument(
-            option,
-            type=positive_int,
-            default=default,
-            metavar="N",
-            help=f"{text} (default: %(default)s)",
-        )
-    parser.add_argument(
-        "--replace-weights",
-        action="store_true",
-        help="with --url, let the weights of that server be replaced by random ones",
-    )
+    add = parser.add_argument
+    text = "throughput, latency, weights or all"
+    add("action", metavar="MEASUREMENT", choices=(*ACTIONS, "all"), help=text)
+    text = "what to serve (default: tiny, and 35m for weights)"
+    add("model", metavar="MODEL", nargs="?", help=text)
+    text = "measure a running server instead of starting one; repeat it for several"
+    add("--url", action="append", help=text)
+    text = "measure the running servers behind a router"
+    add("--router-url", metavar="URL", help=text)
+    for option, (default, about) in NUMBERS.items():
+        text = f"{about} (default: %(default)s)"
+        add(option, type=positive_int, default=default, metavar="N", help=text)
+    text = "throughput of SGLangWrapper, too"
+    add("--wrapper", action="store_true", help=text)
+    text = "how weights are sent (default: %(default)s)"
+    choices = ("broadcast", "cuda_ipc", "disk")
+    add("--transport", choices=choices, default="broadcast", help=text)
+    text = "with --url, let that server's weights be replaced by random ones"
+    add("--replace-weights", action="store_true", help=text)
     add_start_options(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of tables"
-    )
-    parser.set_defaults(run=run, own_options=tuple(parser.own_options()))
+    text = "print one JSON object instead of tables"
+    add("--json", action="store_true", help=text)
+    parser.set_defaults(run=run, takes_engine_options=True)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints."""
-    chosen: tuple[str, ...]
-    chosen = ACTIONS if arguments.action == "all" else (arguments.action,)
+    actions = ACTIONS if arguments.action == "all" else (arguments.action,)
+    urls = [*(arguments.url or ()), *filter(None, [arguments.router_url])]
+    if urls:
+        _check_unused(arguments)
+        actions = _spare_weights(actions, urls, replace=arguments.replace_weights)
     reports = []
-    runs = _runs(arguments)
-    if runs:
-        chosen = _spare_weights(chosen, arguments)
-    for model, actions in plan(chosen, arguments.model, runs=bool(runs)):
-        with _engine(arguments, model, actions) as engine:
-            reports.append(_measure(engine, model, actions, arguments))
+    for model, group in plan(actions, arguments.model, connect=bool(urls)):
+        with _open_engine(arguments, model, group) as engine:
+            reports.append(_measure(engine, model, group, arguments))
     if arguments.json:
-        rows = [to_json(report) for report in reports]
-        print(json.dumps({"reports": rows}, indent=2))
+        print(json.dumps({"reports": reports}, indent=2))
     else:
         print("\n\n".join("\n".join(to_lines(report)) for report in reports))
     return 0
 
 
-def _runs(arguments: argparse.Namespace) -> list[str]:
-    """Returns the addresses that were given."""
-    router = arguments.router_url
-    return [*(arguments.url or ()), *([router] if router is not None else ())]
-
-
 def plan(
-    actions: tuple[str, ...], model: str | None, *, runs: bool
+    actions: tuple[str, ...], model: str | None, *, connect: bool
 ) -> list[tuple[str | None, tuple[str, ...]]]:
-    """Returns which measurements are made on which model. Pure.
+    """Returns which measurements are made on which model.
 
     Examples:
-        >>> plan(("throughput", "latency", "weights"), None, runs=False)
+        >>> plan(("throughput", "latency", "weights"), None, connect=False)
         [('tiny', ('throughput', 'latency')), ('35m', ('weights',))]
-        >>> plan(("weights",), "7b", runs=False)
+        >>> plan(("weights",), "7b", connect=False)
         [('7b', ('weights',))]
     """
-    if model is not None or runs:
+    if model is not None or connect:
         return [(model, actions)]
     groups: dict[str | None, tuple[str, ...]] = {}
     for action in actions:
@@ -167,86 +139,68 @@ def plan(
     return list(groups.items())
 
 
+def _check_unused(arguments: argparse.Namespace) -> None:
+    """Refuses options that start a server if a running one is measured."""
+    given = [n for n in START_OPTIONS if getattr(arguments, n) not in (None, 1)]
+    flags = ["--" + name.replace("_", "-") for name in given]
+    flags += [word for word in arguments.engine_words if word.startswith("--")]
+    if flags:
+        raise ConfigurationError(
+            f"{flags[0].partition('=')[0]} is for a server that is started here, and "
+            f"--url names one that runs; leave one of them out."
+        )
+
+
 def _spare_weights(
-    actions: tuple[str, ...], arguments: argparse.Namespace
+    actions: tuple[str, ...], urls: list[str], *, replace: bool
 ) -> tuple[str, ...]:
-    if arguments.replace_weights or "weights" not in actions:
+    if replace or "weights" not in actions:
         return actions
-    what = (
+    message = (
         f"Measuring weights replaces those of the server at "
-        f"{' and '.join(_runs(arguments))} by random ones; give --replace-weights if "
-        f"nobody needs them."
+        f"{' and '.join(map(hide_passwords, urls))} by random ones; give "
+        f"--replace-weights if nobody needs them."
     )
     if len(actions) == 1:
-        raise ConfigurationError(what)
-    print(f"Weights are left out. {what}", file=sys.stderr)
+        raise ConfigurationError(message)
+    print(f"Weights are left out. {message}", file=sys.stderr)
     return tuple(action for action in actions if action != "weights")
 
 
 @contextlib.contextmanager
-def _engine(
+def _open_engine(
     arguments: argparse.Namespace, model: str | None, actions: tuple[str, ...]
 ) -> Iterator[AsyncSGLang]:
     """Connects to the server that was named, or starts one."""
-    if _runs(arguments):
-        _check_unused(arguments)
     print("Loading ...", file=sys.stderr, flush=True)
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
+    from torchrl_sglang.backends.launch.plan import default_device
 
-    with tempfile.TemporaryDirectory(prefix="torchrl_sglang_bench_") as folder:
-        if _runs(arguments):
-            engine = AsyncSGLang.connect(
-                urls=arguments.url,
-                router_url=arguments.router_url,
-                model=model,
-                api_key=read_key(arguments.api_key_file),
-            )
-        else:
-            assert model is not None  # The plan names one.
-            options = start_arguments(arguments)
-            path, needed = _prepare(model, folder, options, actions)
-            print(f"Starting SGLang for {model} ...", file=sys.stderr, flush=True)
-            engine = AsyncSGLang.from_pretrained(path, **{**needed, **options})
+    if arguments.url or arguments.router_url:
+        engine = AsyncSGLang.connect(
+            urls=arguments.url,
+            router_url=arguments.router_url,
+            model=model,
+            api_key=read_key(arguments.api_key_file),
+        )
         try:
             yield engine
         finally:
             with uninterrupted():
                 engine.shutdown()
-
-
-def _check_unused(arguments: argparse.Namespace) -> None:
-    given = [
-        "--" + name.replace("_", "-")
-        for name in START_OPTIONS
-        if getattr(arguments, name) not in (None, 1)
-    ]
-    given += [word for word in arguments.engine_words if word.startswith("--")]
-    if given:
-        raise ConfigurationError(
-            f"{given[0].partition('=')[0]} is for a server that is started here, and "
-            f"--url names one that runs; leave one of them out."
-        )
-
-
-def _prepare(
-    model: str, folder: str, options: dict[str, Any], actions: tuple[str, ...]
-) -> tuple[str, dict[str, Any]]:
-    """Returns where the model is, and arguments that its server needs for this."""
-    from torchrl_sglang.backends.launch.plan import default_device
-
-    device = options.get("device") or default_device()
-    needed: dict[str, Any] = {"device": device}
-    path = model
-    if model in BUILT_IN and not os.path.isdir(model):
-        path, more = save_model(model, folder, half=device == "cuda")
-        needed.update(more)
+        return
+    assert model is not None  # The plan names one.
+    options = {"device": default_device(), **start_arguments(arguments)}
     alone = options["num_replicas"] == 1 and "cuda_devices" not in options
-    if device == "cuda" and "weights" in actions and alone:
-        # The first GPU sends, and buckets need room beside the server's weights.
-        needed["base_gpu_id"] = 1
+    if options["device"] == "cuda" and "weights" in actions and alone:
+        # The first GPU sends, and buckets need space beside the server's weights.
+        gpu = 0 if arguments.transport == "cuda_ipc" else 1
+        options = {"base_gpu_id": gpu, **options}
         if "gpu_memory_utilization" not in options:
-            needed["mem_fraction_static"] = 0.5
-    return path, needed
+            options = {"mem_fraction_static": 0.5, **options}
+    print(f"Starting SGLang for {model} ...", file=sys.stderr, flush=True)
+    with start_engine(model, **options) as engine:
+        yield engine
 
 
 def _measure(
@@ -254,43 +208,83 @@ def _measure(
     model: str | None,
     actions: tuple[str, ...],
     arguments: argparse.Namespace,
-) -> Report:
+) -> dict[str, Any]:
+    """Returns a report: seconds, bytes, tokens per second, and ratios."""
     import torch
 
-    from torchrl_sglang.cli.bench.generation import (
-        Load,
-        measure_latency,
-        measure_throughput,
-    )
+    from torchrl_sglang.cli.bench import generation, transfer
 
-    load = Load(
-        prompts=arguments.prompts,
-        prompt_tokens=arguments.prompt_tokens,
-        new_tokens=arguments.new_tokens,
-        concurrency=arguments.concurrency,
-        repeats=arguments.repeats,
-    )
+    sizes = [field.name for field in dataclasses.fields(generation.Load)]
+    load = generation.Load(**{name: getattr(arguments, name) for name in sizes})
     key = read_key(arguments.api_key_file)
-    results: dict[str, Any] = {}
+    report: dict[str, Any] = {
+        "model": model or engine.capabilities.model_path,
+        "sglang": engine.capabilities.version,
+        "torch": torch.__version__,
+        "device": str(engine.capabilities.server_args.get("device", "unknown")),
+        "cores": len(os.sched_getaffinity(0)),
+        "servers": len(engine.control.urls),
+        "load": dataclasses.asdict(load),
+        **dict.fromkeys(ACTIONS),
+    }
     for action in actions:
         print(f"Measuring {action} ...", file=sys.stderr, flush=True)
         if action == "throughput":
-            results[action] = measure_throughput(engine, load, api_key=key)
-        elif action == "latency":
-            results[action] = measure_latency(engine, load, api_key=key)
-        else:
-            from torchrl_sglang.cli.bench.transfer import measure_weights
-
-            results[action] = measure_weights(
-                engine, repeats=load.repeats, bucket_bytes=arguments.bucket_bytes
+            report[action] = generation.measure_throughput(
+                engine, load, api_key=key, wrapper=arguments.wrapper
             )
-    return Report(
-        model=model or engine.capabilities.model_path,
-        sglang=engine.capabilities.version,
-        torch=torch.__version__,
-        device=str(engine.capabilities.server_args.get("device", "unknown")),
-        cores=len(os.sched_getaffinity(0)),
-        servers=len(engine.control.urls),
-        load=load,
-        **results,
+        elif action == "latency":
+            report[action] = generation.measure_latency(engine, load, api_key=key)
+        else:
+            report[action] = transfer.measure_weights(
+                engine,
+                repeats=load.repeats,
+                bucket_bytes=arguments.bucket_bytes,
+                transport=arguments.transport,
+            )
+    return report
+
+
+def to_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Yields a report as lines of text."""
+    servers, cores = (
+        _count(report["servers"], "server"),
+        _count(report["cores"], "core"),
     )
+    yield (
+        f"{report['model']}: SGLang {report['sglang']} on {report['device']}, "
+        f"{servers}, torch {report['torch']}, {cores}"
+    )
+    load = report["load"]
+    kind = (
+        f"{load['prompt_tokens']} prompt tokens, {load['new_tokens']} new tokens, "
+        f"log-probs, {_count(load['concurrency'], 'caller')}"
+    )
+    clients = {"raw": "raw client", "engine": "engine", "wrapper": "wrapper"}
+    if found := report["throughput"]:
+        yield f"\nthroughput: {_count(load['prompts'], 'prompt')} of {kind}"
+        for key, name in clients.items():
+            if key in found:
+                ratio = f"{found[key] / found['raw']:.3f} of the raw client"
+                yield f"  {name:10} {found[key]:10,.0f} tokens/s, {ratio}"
+    if found := report["latency"]:
+        yield f"\nlatency: {_count(found['requests'], 'request')} of {kind}"
+        yield f"  {'':10} {'p50':>10} {'p90':>10} {'p99':>10}   milliseconds"
+        for key in ("raw", "engine"):
+            row = " ".join(f"{1e3 * value:10.2f}" for value in found[key].values())
+            yield f"  {clients[key]:10} {row}"
+    if found := report["weights"]:
+        size, extra = found["num_bytes"] / 1e9, found["extra_bytes"]
+        memory = f", {extra / 1e9:.2f} GB of further memory" if extra else ""
+        yield (
+            f"\nweights: {size:.3f} GB in {_count(found['num_tensors'], 'tensor')} and "
+            f"{_count(found['num_buckets'], 'bucket')} by {found['transport']}{memory}"
+        )
+        for key in ("limit", "send", "update"):
+            seconds, share = found[key], found["limit"] / found[key]
+            rate = f"{size / seconds:8.2f} GB/s {share:6.3f} of the limit"
+            yield f"  {key:10} {seconds:10.4f} s {rate}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

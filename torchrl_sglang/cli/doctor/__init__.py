@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrl_sglang.cli.parser import Parser
+from torchrl_sglang.cli.options import Parser
 
 if TYPE_CHECKING:
     from torchrl_sglang.cli.doctor.findings import Finding
@@ -29,32 +29,25 @@ there is a problem, and 0 otherwise."""
 
 EPILOG = """\
 examples:
-  python -m torchrl_sglang doctor
-  python -m torchrl_sglang doctor --model ./model --json"""
+  %(prog)s
+  %(prog)s --model ./model --json"""
 
 
 def add_command(commands: Any) -> Parser:
-    """Adds the command to those of a parser, and returns its own parser."""
+    """Adds the command to the command line, and returns its parser."""
     parser: Parser = commands.add_parser(
         "doctor",
         help="check this machine, its environments and a model",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    parser.add_argument("--model", metavar="PATH", help="folder or hub name to check")
-    parser.add_argument(
-        "--python",
-        metavar="PATH",
-        help="interpreter that has SGLang (default: the one that a server would use)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="where servers shall run (default: cuda where there is a GPU)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead"
-    )
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="folder or hub name to check")
+    text = "interpreter that has SGLang (default: the one that a server would use)"
+    add("--python", metavar="PATH", help=text)
+    text = "where servers shall run (default: cuda where there is a GPU)"
+    add("--device", choices=("cpu", "cuda"), help=text)
+    add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
     return parser
 
