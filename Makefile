@@ -118,9 +118,8 @@ docs: install $(DOCS)  ## Build the documentation, warnings as errors, into docs
 
 .PHONY: bench
 bench: install $(TEST)  ## Run the benchmarks for CPU, each of which prints a ratio
-	@$(BIN)/python benchmarks/rollout_throughput.py
+	@$(BIN)/python -m torchrl_sglang bench all --wrapper
 	@$(BIN)/python benchmarks/wrapper_overhead.py
-	@$(BIN)/python benchmarks/weight_sync.py
 
 .PHONY: clean
 clean:  ## Remove the environments and everything that was built

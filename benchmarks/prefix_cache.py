@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import tempfile
 import time
 
-from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.testing.tiny_model import save_tiny_model
+from torchrl_sglang.cli.bench.models import start_engine
 
 
 def main() -> None:
@@ -30,28 +28,24 @@ def main() -> None:
     # A server computes the last token of a prompt in any case.
     ideal = arguments.groups * (arguments.samples - 1) * (length - 1)
     params = {"max_new_tokens": 16, "temperature": 1.0, "ignore_eos": True}
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(save_tiny_model(folder))
-        with AsyncSGLang.from_pretrained(
-            path, device="cpu", num_replicas=arguments.replicas
-        ) as engine:
-            ratios, seconds = [], []
-            for _ in range(arguments.repeats):
-                groups = [
-                    [random.randrange(3, 99) for _ in range(length)]
-                    for _ in range(arguments.groups)
-                ]
-                batch = [prompt for prompt in groups for _ in range(arguments.samples)]
-                start = time.perf_counter()
-                answers = engine.generate(input_ids=batch, sampling_params=params)
-                seconds.append(time.perf_counter() - start)
-                # One computation of each prompt is made ahead of its samples, and is
-                # no miss of theirs.
-                hits = sum(answer.cached_tokens for answer in answers)
-                ratios.append((hits - arguments.groups * (length - 1)) / ideal)
+    ratios, seconds = [], []
+    replicas = arguments.replicas
+    with start_engine("tiny", device="cpu", num_replicas=replicas) as engine:
+        for _ in range(arguments.repeats):
+            groups = [
+                [random.randrange(3, 99) for _ in range(length)]
+                for _ in range(arguments.groups)
+            ]
+            batch = [prompt for prompt in groups for _ in range(arguments.samples)]
+            start = time.perf_counter()
+            completions = engine.generate(input_ids=batch, sampling_params=params)
+            seconds.append(time.perf_counter() - start)
+            # Each prompt is computed once before its samples, which is not their miss.
+            hits = sum(completion.cached_tokens for completion in completions)
+            ratios.append((hits - arguments.groups * (length - 1)) / ideal)
     print(
         f"{arguments.groups} groups of {arguments.samples} samples, {length} prompt "
-        f"tokens, {arguments.replicas} servers: {statistics.median(ratios):.3f} of the "
+        f"tokens, {replicas} servers: {statistics.median(ratios):.3f} of the "
         f"ideal hits (least {min(ratios):.3f}), {statistics.median(seconds):.2f} s"
     )
 

@@ -1,8 +1,8 @@
 """Many requests through replicas that are killed again and again.
 
-Every request must be answered exactly once and rightly, and afterwards nothing may be
-left: no process, no listening port, no socket. The client's memory, and its processor
-time for a request, are those of the first and of the last third of the run.
+Every request must get exactly one correct response, and afterwards nothing may be left:
+no process, no listening port, no socket. The client's memory and its processor time per
+request are those of the first and of the last third of the run.
 
     python benchmarks/soak.py [--requests 20000] [--kill-every 60] [--replicas 2]
     python benchmarks/soak.py --requests 100000 --new-tokens 4 --kill-every 0
@@ -18,16 +18,17 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.launch.watchdog import descendants
 from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.cli.bench.models import start_engine
 from torchrl_sglang.errors import SGLangError
-from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer, save_tiny_model
+from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 
 BATCH = 200
 """Requests of one call: what is in flight at once."""
@@ -48,14 +49,13 @@ def main() -> None:
     multiprocessing.Lock()
     run_sync(asyncio.sleep(0))
     before = measure()
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(save_tiny_model(folder))
-        with AsyncSGLang.from_pretrained(
-            path, device="cpu", num_replicas=arguments.replicas, max_restarts=1000
-        ) as engine:
-            report = soak(
-                engine, arguments.requests, arguments.new_tokens, arguments.kill_every
-            )
+    replicas = arguments.replicas
+    with start_engine(
+        "tiny", device="cpu", num_replicas=replicas, max_restarts=1000
+    ) as engine:
+        report = soak(
+            engine, arguments.requests, arguments.new_tokens, arguments.kill_every
+        )
     after = measure()
     report["left_over"] = {
         name: after[name] - before[name] for name in ("processes", "ports", "sockets")
@@ -75,7 +75,7 @@ def soak(
     """Sends the requests, kills servers meanwhile, and returns what was seen."""
     prompts = make_prompts(requests)
     params = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
-    # What an undisturbed engine answers: greedy, so each prompt has one right answer.
+    # Greedy responses of an undisturbed engine: each prompt has one correct response.
     distinct = sorted(set(map(tuple, prompts)))
     answers = engine.generate(
         input_ids=[list(prompt) for prompt in distinct], sampling_params=params
@@ -172,28 +172,10 @@ def measure() -> dict[str, int]:
         if fields[3] == "0A" and 20_000 <= port < 32_000:
             listening += 1
     return {
-        "processes": len(children(os.getpid())),
+        "processes": len(descendants(os.getpid())),
         "ports": listening,
         "sockets": len(inodes),
     }
-
-
-def children(pid: int) -> list[int]:
-    """Returns every process below one."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue  # It ended meanwhile.
-            parents.setdefault(parent, []).append(int(entry.name))
-    found, rest = [], [pid]
-    while rest:
-        below = parents.get(rest.pop(), [])
-        found += below
-        rest += below
-    return found
 
 
 if __name__ == "__main__":

@@ -1,43 +1,51 @@
-"""TorchRL's own weight-sync scheme for SGLang, for `weight_sync.py --torchrl`."""
+"""Seconds of a weight update by the scheme that TorchRL itself has for SGLang.
+
+Two GPUs; compare with `python -m torchrl_sglang bench weights 7b` in the same run.
+
+    python benchmarks/torchrl_scheme.py [--model 7b] [--repeats 3]
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 
 import torch
 from torchrl.weight_update.llm import SGLangWeightSyncScheme
 
-from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.cli.bench.models import start_engine
+from torchrl_sglang.cli.bench.transfer import random_weights
+from torchrl_sglang.testing.gpu import server_arguments
 
-REPEATS = 3
+TORCHRL_SETTINGS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+"""What TorchRL starts SGLang with, and sets in the trainer."""
 
 
 def main() -> None:
-    url = sys.argv[1]
-    served = AsyncSGLang.connect(url).get_model_metadata()
-    tensors = {
-        name: torch.empty(shape, dtype=dtype, device="cuda:0").normal_(std=0.02)
-        for name, (dtype, shape) in served.items()
-    }
-    sender = SGLangWeightSyncScheme(
-        url, master_address="127.0.0.1", num_gpus=1, device=0
-    ).create_sender()
-    sender.init_all_workers_group(served)
-    sender.update_weights(tensors)
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        sender.update_weights(tensors)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    update = statistics.median(seconds)
-    print(
-        f"TorchRL's scheme: {update:.4f} s, {num_bytes / update / 1e9:.2f} GB/s",
-        flush=True,
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="7b")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    options = {"base_gpu_id": 1, "enforce_eager": True, "gpu_memory_utilization": 0.6}
+    options |= {"environment": TORCHRL_SETTINGS, "start_timeout": 400}
+    with start_engine(
+        arguments.model, device="cuda", **options, **server_arguments()
+    ) as engine:
+        weights = random_weights(engine, "cuda:0")
+        sender = SGLangWeightSyncScheme(
+            engine.server_url, master_address="127.0.0.1", num_gpus=1, device=0
+        ).create_sender()
+        sender.init_all_workers_group(engine.get_model_metadata())
+        seconds = []
+        for _ in range(arguments.repeats + 1):
+            start = time.perf_counter()
+            sender.update_weights(weights)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        update = statistics.median(seconds[1:])
+        rate = sum(tensor.nbytes for tensor in weights.values()) / update / 1e9
+        print(f"TorchRL's scheme: {update:.4f} s, {rate:.2f} GB/s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-r"""How long generation stands still for a weight update, beyond the update itself.
+r"""How long generation pauses for a weight update, beyond the update itself.
 
 A client streams tokens through an update. The longest time between two of them, less
 the duration that the update reports, is what the update costs beside its own time.
 
     python benchmarks/update_pause.py                    # CPU
-    python benchmarks/update_pause.py --shapes 7b        # two GPUs
-    python benchmarks/update_pause.py --pause-mode in_place
+    python benchmarks/update_pause.py --model 7b --device cuda        # two GPUs
+    python benchmarks/update_pause.py --model 7b --device cuda --transport cuda_ipc \
+        --pause-mode in_place                                         # one GPU
 """
 
 from __future__ import annotations
@@ -14,19 +15,15 @@ import argparse
 import itertools
 import json
 import statistics
-import tempfile
 import threading
 import time
-from typing import Any
 
 import requests
-import torch
-from transformers import AutoModelForCausalLM
 
-from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.cli.bench.shapes import SHAPES, save_model, save_shapes
+from torchrl_sglang import SGLangWeightSyncScheme
+from torchrl_sglang.cli.bench.models import start_engine
+from torchrl_sglang.cli.bench.transfer import random_weights
 from torchrl_sglang.testing.gpu import server_arguments
-from torchrl_sglang.types import PauseMode
 
 TOKENS_BEFORE = 32
 """Tokens that come before an update begins."""
@@ -36,7 +33,7 @@ TOKENS = 4000
 
 
 class Stream:
-    """A client that notes when tokens come, until it is told to stop."""
+    """A raw client that records when its tokens arrive, until it is told to stop."""
 
     def __init__(self, url: str) -> None:
         self.times: list[float] = []
@@ -54,8 +51,8 @@ class Stream:
         }
         with requests.post(
             f"{self._url}/generate", json=body, stream=True, timeout=600
-        ) as answer:
-            for line in answer.iter_lines():
+        ) as response:
+            for line in response.iter_lines():
                 if not line.startswith(b"data: {"):
                     continue
                 reason = json.loads(line[6:])["meta_info"]["finish_reason"] or {}
@@ -68,7 +65,7 @@ class Stream:
                     return
 
     def longest_gap(self, since: float) -> float:
-        """Waits for a token after the update, and returns the longest wait."""
+        """Waits for tokens after the update; returns the longest time between two."""
         count = len(self.times)
         while len(self.times) < count + TOKENS_BEFORE and self._thread.is_alive():
             time.sleep(0.01)
@@ -79,63 +76,42 @@ class Stream:
         return max(b - a for a, b in itertools.pairwise(around))
 
 
-def show_pause(engine: AsyncSGLang, model: Any, mode: PauseMode, repeats: int) -> None:
-    """Measures and prints.
-
-    Args:
-        engine: one server.
-        model: weights to send.
-        mode: what happens to the stream.
-        repeats: number of updates.
-    """
-    sender = SGLangWeightSyncScheme(engine, pause_mode=mode).create_sender()
-    sender.update_weights(model)
-    beyond, updates = [], []
-    for _ in range(repeats):
-        stream = Stream(engine.server_url)
-        if not stream.begun.wait(120):
-            raise SystemExit("No tokens came.")
-        since = time.perf_counter()
-        report = sender.update_weights(model)
-        beyond.append(stream.longest_gap(since) - report.seconds)
-        updates.append(report.seconds)
-    sender.shutdown()
-    print(
-        f"{mode}: an update of {statistics.median(updates):.3f} s stops generation for "
-        f"{statistics.median(beyond):+.3f} s beyond that (worst {max(beyond):+.3f} s).",
-        flush=True,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", choices=["cpu", *SHAPES], default="cpu")
+    parser.add_argument("--model", default="35m")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--transport", choices=["broadcast", "cuda_ipc"])
     parser.add_argument("--pause-mode", choices=["retract", "in_place"])
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.shapes == "cpu":
-            path, needed = save_model("35m", folder)
-            engine = AsyncSGLang.from_pretrained(path, device="cpu", **needed)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        else:
-            path = save_shapes(arguments.shapes, folder)
-            engine = AsyncSGLang.from_pretrained(
-                path,
-                device="cuda",
-                load_format="dummy",
-                base_gpu_id=1,
-                start_timeout=400,
-                **server_arguments(),
-            )
-            model = {
-                name: torch.randn(shape, dtype=dtype, device="cuda:0") * 0.02
-                for name, (dtype, shape) in engine.get_model_metadata().items()
-            }
-        with engine:
-            show_pause(
-                engine, model, arguments.pause_mode or "retract", arguments.repeats
-            )
+    transport = arguments.transport or "broadcast"
+    mode = arguments.pause_mode or "retract"
+    options = {}
+    if arguments.device == "cuda":
+        options = {"base_gpu_id": int(transport == "broadcast"), "start_timeout": 400}
+        options |= {"mem_fraction_static": 0.6, **server_arguments()}
+    with start_engine(arguments.model, device=arguments.device, **options) as engine:
+        place = "cuda:0" if arguments.device == "cuda" else "cpu"
+        weights = random_weights(engine, place)
+        sender = SGLangWeightSyncScheme(
+            engine, transport=transport, pause_mode=mode
+        ).create_sender()
+        sender.update_weights(weights)
+        beyond, updates = [], []
+        for _ in range(arguments.repeats):
+            stream = Stream(engine.server_url)
+            if not stream.begun.wait(120):
+                raise SystemExit("No tokens came.")
+            since = time.perf_counter()
+            report = sender.update_weights(weights)
+            beyond.append(stream.longest_gap(since) - report.seconds)
+            updates.append(report.seconds)
+        sender.shutdown()
+    extra, worst = statistics.median(beyond), max(beyond)
+    print(
+        f"{mode}: an update of {statistics.median(updates):.3f} s stops generation for "
+        f"{extra:+.3f} s beyond that (worst {worst:+.3f} s)."
+    )
 
 
 if __name__ == "__main__":

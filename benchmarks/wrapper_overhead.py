@@ -1,4 +1,4 @@
-"""Python time of SGLangWrapper for one sample, with an engine that answers at once.
+"""Python time of SGLangWrapper for one sample, with an engine that responds instantly.
 
 What is measured is everything between a TensorDict and the engine's ``generate`` and
 back: templates, tokenization, containers. The tokenizer's own time, measured in the
@@ -34,7 +34,7 @@ PROMPT_CHARACTERS = 96
 
 
 class InstantEngine(AsyncSGLang):
-    """An engine that has the answers before it is asked."""
+    """An engine whose responses are known before they are requested."""
 
     def __init__(self, path: str, tokenizer: Any, length: int) -> None:
         super().__init__(
