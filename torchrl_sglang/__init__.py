@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.backends.base import RLSGLangEngine
-    from torchrl_sglang.backends.launch.server import make_sglang_server
+    from torchrl_sglang.backends.launch.local import make_sglang_server
     from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
     from torchrl_sglang.collectors.weight_sync import attach, attach_weight_sync
     from torchrl_sglang.policies.info import GenerationInfo
@@ -35,7 +35,7 @@ _HOME = {
     "attach": "collectors.weight_sync",
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.source",
-    "make_sglang_server": "backends.launch.server",
+    "make_sglang_server": "backends.launch.local",
 }
 """Public name -> module that defines it."""
 

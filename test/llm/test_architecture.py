@@ -55,7 +55,7 @@ PUBLIC = {
     "attach": "collectors.weight_sync",
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.source",
-    "make_sglang_server": "backends.launch.server",
+    "make_sglang_server": "backends.launch.local",
 }
 """Public name -> where it is defined."""
 

@@ -35,8 +35,11 @@ from torchrl_sglang import (
     get_model_metadata,
 )
 from torchrl_sglang.backends.base import WEIGHT_UPDATE_GROUP
-from torchrl_sglang.backends.launch.server_command import check_names, to_flags
-from torchrl_sglang.backends.launch.server_flags import ServerFlag
+from torchrl_sglang.backends.launch.server_flags import (
+    ServerFlag,
+    check_names,
+    to_flags,
+)
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,

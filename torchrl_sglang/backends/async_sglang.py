@@ -37,6 +37,7 @@ from torchrl_sglang.backends.client.model_info import (
     fused_from_config,
     metadata_from_config,
 )
+from torchrl_sglang.backends.client.router import find_workers
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.poller import ServerPoller
 from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle, format_tags
@@ -60,9 +61,11 @@ from torchrl_sglang.backends.generation.request import (
     to_batch,
 )
 from torchrl_sglang.backends.generation.retries import RetryPolicy
-from torchrl_sglang.backends.launch.local import Launch, launch
-from torchrl_sglang.backends.launch.router import ask_router
-from torchrl_sglang.backends.launch.server import START_TIMEOUT_SECONDS, find_free_port
+from torchrl_sglang.backends.launch.launcher import launch
+from torchrl_sglang.backends.launch.local import LocalLauncher
+from torchrl_sglang.backends.launch.ports import find_free_port
+from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
+from torchrl_sglang.backends.launch.router import router_arguments
 from torchrl_sglang.backends.lora.payload import prepare_adapter
 from torchrl_sglang.backends.lora.registry import (
     LOAD_SECONDS,
@@ -318,18 +321,21 @@ class AsyncSGLang(RLSGLangEngine):
             start_timeout = check_seconds("timeout", timeout)
         sizes = {"tp_size": tp_size, "dp_size": dp_size}
         server_args |= {name: size for name, size in sizes.items() if size is not None}
-        spec = {"model": model, "api_key": api_key}
-        launched = launch(
-            Launch(
-                spec={**spec, "device": device, "python": python, **server_args},
-                num_replicas=num_replicas,
-                cuda_devices=cuda_devices,
-                router_policy=router_policy,
-                router_args=router_args or {},
-                start_timeout=start_timeout,
-                parallel=parallel_start,
-            )
+        router = router_arguments(
+            num_replicas,
+            policy=router_policy,
+            api_key=api_key,
+            router_args=router_args or {},
         )
+        spec = {"model": model, "api_key": api_key, "device": device, "python": python}
+        launcher = LocalLauncher.of_replicas(
+            num_replicas,
+            {**spec, **server_args},
+            cuda_devices=cuda_devices,
+            start_timeout=start_timeout,
+            parallel=parallel_start,
+        )
+        launched = launch(launcher, router=router)
         try:
             return cls._connected(
                 launched.replicas,
@@ -399,7 +405,9 @@ class AsyncSGLang(RLSGLangEngine):
             place, credentials = _without_credentials([router_url])
             router = RemoteRouter(url=place[0])
             if url is None and urls is None:
-                urls = run_sync(ask_router(HttpClient(api_key, credentials), place[0]))
+                urls = run_sync(
+                    find_workers(HttpClient(api_key, credentials), place[0])
+                )
         if (url is None) == (urls is None):
             raise ConfigurationError(
                 f"Give the address of one server or of several: "

@@ -25,7 +25,6 @@ from torchrl_sglang.backends.generation.resume import (
     join_completions,
     resume_request,
 )
-from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.backends.lora.payload import read_folder, why_not
 from torchrl_sglang.backends.lora.registry import check_name, parse_served_name
 from torchrl_sglang.backends.support.checks import (
@@ -34,6 +33,7 @@ from torchrl_sglang.backends.support.checks import (
     check_seconds,
 )
 from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.support.gpus import visible_devices
 from torchrl_sglang.backends.support.urls import is_this_machine
 from torchrl_sglang.backends.support.versions import next_version
 from torchrl_sglang.errors import (

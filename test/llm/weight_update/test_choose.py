@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchrl_sglang.backends.launch.gpus import gpus_of_server
-from torchrl_sglang.backends.launch.replicas import find_gpus, replica_specs
+from torchrl_sglang.backends.launch.local import find_gpus, replica_specs
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ServerPlacement
 from torchrl_sglang.weight_update.transports.choose import (
@@ -141,20 +141,19 @@ def test_auto_takes_every_argument_that_one_transport_uses():
     ],
 )
 def test_gpus_of_a_server(arguments, gpus, visible):
-    found = gpus_of_server(arguments, available="0123")
-    assert (found.gpus, found.visible) == (gpus, visible)
+    assert gpus_of_server(arguments, available="0123") == (gpus, visible)
 
 
 def test_gpus_of_replicas():
     spec = {"model": "m", "device": "cuda", "tensor_parallel_size": 2}
     specs = replica_specs(2, spec, cuda_devices=[0, 1, 2, 3], available="0123")
-    assert [find_gpus(own, available="0123").gpus for own in specs] == [
+    assert [find_gpus(own, available="0123")[0] for own in specs] == [
         ("0", "1"),
         ("2", "3"),
     ]
-    assert find_gpus({"model": "m", "device": "cpu"}).gpus == ()
+    assert find_gpus({"model": "m", "device": "cpu"}) == ((), ())
     own = {"device": "cuda", "environment": {"CUDA_VISIBLE_DEVICES": "7"}}
-    assert find_gpus(own, available="0123").visible is None
+    assert find_gpus(own, available="0123") == (None, None)
 
 
 def test_values_are_packed_whole_and_alone():

@@ -1,92 +1,36 @@
-"""Which GPUs each server gets: pure, but for one question to the driver.
+"""Which GPUs each server takes.
 
 A server is confined to its GPUs with ``CUDA_VISIBLE_DEVICES``, not with SGLang's
-``base_gpu_id`` and ``gpu_id_step``. Those express evenly spaced groups only, leave
-every process of the server free to open a context on the trainer's GPU, and know no
-UUIDs. Since CUDA 10.1 NCCL reaches GPUs that its own process does not see: between two
-H200s a broadcast runs at 367 GB/s whether or not each side sees the other's.
+``base_gpu_id`` and ``gpu_id_step``: those select evenly spaced GPUs only, let every
+process of the server open a context on the trainer's GPU, and know no UUIDs. NCCL
+(since CUDA 10.1) reaches GPUs that its own process does not see: between two H200s a
+broadcast runs at 367 GB/s whether or not each side sees the other's.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchrl_sglang.backends.support.checks import check_count
+from torchrl_sglang.backends.support.gpus import VISIBLE_DEVICES
 from torchrl_sglang.errors import ConfigurationError
 
 __all__ = [
-    "VISIBLE_DEVICES",
-    "Gpus",
     "assign_devices",
     "device_environment",
     "devices_per_server",
     "gpus_of_server",
-    "parse_visible_devices",
-    "visible_devices",
 ]
 
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""The variable that confines a process to some GPUs."""
-
-_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
-"""What stands for one GPU in it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpus:
-    """The GPUs of one server, by the names that ``CUDA_VISIBLE_DEVICES`` takes."""
-
-    gpus: tuple[str, ...] | None
-    """Those of its ranks, in order; ``None`` where that is not known."""
-    visible: tuple[str, ...] | None
-    """Those that its processes see."""
-
-
-def visible_devices() -> tuple[str, ...]:
-    """Returns the trainer's GPUs, by the names that ``CUDA_VISIBLE_DEVICES`` takes.
-
-    Their number comes from the management library where there is one: a context on a
-    GPU, or an initialised CUDA that forbids to fork, is never made for it.
-    """
-    import torch
-
-    return parse_visible_devices(
-        os.environ.get(VISIBLE_DEVICES), torch.cuda.device_count()
-    )
-
-
-def parse_visible_devices(value: str | None, count: int) -> tuple[str, ...]:
-    """Returns the visible GPUs in the order in which ``cuda:0, 1, ...`` number them.
-
-    Args:
-        value: of ``CUDA_VISIBLE_DEVICES``, ``None`` where it is not set.
-        count: how many GPUs CUDA finds visible.
-
-    Examples:
-        >>> parse_visible_devices(None, 2)
-        ('0', '1')
-        >>> parse_visible_devices("3,GPU-5f2a", 2)
-        ('3', 'GPU-5f2a')
-    """
-    if value is None:
-        return tuple(str(index) for index in range(count))
-    names = [name.strip() for name in value.split(",")]
-    # CUDA stops at the first name that it does not know, so the first ones count.
-    return tuple(name for name in names if name)[:count]
+_GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
 def devices_per_server(arguments: Mapping[str, Any]) -> int:
-    """Returns how many GPUs of this machine a server with these arguments takes.
+    """Returns the number of this machine's GPUs that a server takes.
 
-    Args:
-        arguments: under SGLang's names.
-
-    Raises:
-        ConfigurationError: if its GPUs do not divide among its nodes.
+    ``arguments`` has SGLang's names.
     """
     sizes = {
         name: _positive(name, arguments.get(name) or 1)
@@ -111,30 +55,25 @@ def assign_devices(
     *,
     available: Sequence[str],
 ) -> list[tuple[str, ...]]:
-    """Returns the GPUs of each server. Pure.
+    """Returns the GPUs of each server, under the names of ``CUDA_VISIBLE_DEVICES``.
 
-    Without ``cuda_devices``, servers take the last of the visible GPUs, each a group of
-    neighbours, so that the first ones are left for the trainer, which counts from
-    ``cuda:0``.
+    By default servers take the last of the visible GPUs, each a group of neighbours: a
+    trainer counts from ``cuda:0``.
 
     Args:
-        num_replicas: how many servers there are.
-        tp_size: GPUs that each layer is split over.
-        pp_size: stages that the layers are split into.
-        cuda_devices: the GPUs for all servers, in order, like ``[4, 5, 6, 7]``, or a
-            group for each, like ``[[4, 5], [6, 7]]``. An integer, ``"cuda:4"`` and a
-            :class:`torch.device` are the trainer's ``cuda:4``; any other string is what
-            ``CUDA_VISIBLE_DEVICES`` takes, such as a UUID, and may name a GPU that the
-            trainer does not see. Groups of different servers may share GPUs if they
-            are given as groups.
-        available: the visible GPUs; see :func:`visible_devices`.
-
-    Returns:
-        For each server, its GPUs as ``CUDA_VISIBLE_DEVICES`` takes them.
+        num_replicas: number of servers.
+        tp_size: number of GPUs that each layer is split over.
+        pp_size: number of stages that the layers are split into.
+        cuda_devices: the GPUs for all servers, like ``[4, 5, 6, 7]``, or a group for
+            each, like ``[[4, 5], [6, 7]]``; groups may share GPUs. An integer,
+            ``"cuda:4"`` and a :class:`torch.device` are the trainer's ``cuda:4``; any
+            other string is a name that ``CUDA_VISIBLE_DEVICES`` takes, such as a UUID,
+            also of a GPU that the trainer does not see.
+        available: the visible GPUs.
 
     Raises:
-        ConfigurationError: if there are too few GPUs, or one is named that is not there
-            or twice.
+        ConfigurationError: if there are too few GPUs, or one is named twice or does not
+            exist.
 
     Examples:
         >>> assign_devices(2, tp_size=2, available="01234567")
@@ -160,59 +99,52 @@ def assign_devices(
         return _split(list(available)[len(available) - needed :], size)
     given = list(cuda_devices)
     grouped = [isinstance(item, (list, tuple)) for item in given]
-    if any(grouped):
-        if not all(grouped):
-            raise ConfigurationError(
-                f"cuda_devices={given!r} mixes GPUs and groups of them; give one group "
-                f"for each server, or GPUs alone."
-            )
-        groups = [_names(group, available) for group in given]
-        if [len(group) for group in groups] != [size] * num_replicas:
-            raise ConfigurationError(
-                f"cuda_devices={given!r} is not {num_replicas} group"
-                f"{'s' * (num_replicas > 1)} of {size}; {why}."
-            )
-    else:
+    if not any(grouped):
         names = _names(given, available)
         if len(names) != needed:
             raise ConfigurationError(
                 f"cuda_devices={given!r} names {len(names)} GPUs; {why}."
             )
-        groups = _split(names, size)
+        return _split(names, size)
+    if not all(grouped):
+        raise ConfigurationError(
+            f"cuda_devices={given!r} mixes GPUs and groups of them; give one group "
+            f"for each server, or GPUs alone."
+        )
+    groups = [_names(group, available) for group in given]
+    if [len(group) for group in groups] != [size] * num_replicas:
+        raise ConfigurationError(
+            f"cuda_devices={given!r} is not {num_replicas} group"
+            f"{'s' * (num_replicas > 1)} of {size}; {why}."
+        )
     return groups
 
 
-def gpus_of_server(arguments: Mapping[str, Any], *, available: Sequence[str]) -> Gpus:
-    """Returns the GPUs of a server with these arguments. Pure.
+def gpus_of_server(
+    arguments: Mapping[str, Any], *, available: Sequence[str]
+) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """Returns the GPUs of a server's ranks (None: unknown), and those that it sees.
 
-    Args:
-        arguments: under SGLang's names, and ``cuda_devices``.
-        available: the visible GPUs; see :func:`visible_devices`.
+    ``arguments`` has SGLang's names and ``cuda_devices``.
 
     Examples:
-        >>> gpus_of_server({"base_gpu_id": 1, "tp_size": 2}, available="0123").gpus
-        ('1', '2')
+        >>> gpus_of_server({"base_gpu_id": 1, "tp_size": 2}, available="0123")
+        (('1', '2'), ('0', '1', '2', '3'))
     """
-    seen = tuple(arguments.get("cuda_devices") or available)
+    visible = tuple(arguments.get("cuda_devices") or available)
     first = int(arguments.get("base_gpu_id") or 0)
     step = int(arguments.get("gpu_id_step") or 1)
     places = [first + step * i for i in range(devices_per_server(arguments))]
-    if int(arguments.get("nnodes") or 1) > 1 or max(places) >= len(seen):
-        return Gpus(gpus=None, visible=seen)
-    return Gpus(gpus=tuple(seen[place] for place in places), visible=seen)
+    if int(arguments.get("nnodes") or 1) > 1 or max(places) >= len(visible):
+        return None, visible
+    return tuple(visible[place] for place in places), visible
 
 
 def device_environment(
     devices: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables that confine a server to its GPUs.
-
-    Args:
-        devices: its GPUs; none for all that the trainer sees.
-        environment: the trainer's.
-    """
-    # Both ends of a communicator must agree, and SGLang's own default is 0; what the
-    # trainer's user set holds for both.
+    """Returns variables that confine a server to GPUs; none: all the trainer sees."""
+    # Both ends of a communicator must agree, and SGLang's own default is 0.
     found = {"NCCL_CUMEM_ENABLE": environment.get("NCCL_CUMEM_ENABLE", "0")}
     if devices:
         found[VISIBLE_DEVICES] = ",".join(devices)
@@ -236,7 +168,7 @@ def _names(given: Iterable[Any], available: Sequence[str]) -> tuple[str, ...]:
 def _name(item: Any, available: Sequence[str]) -> str:
     text = str(item)
     index = text.removeprefix("cuda:")
-    if isinstance(item, str) and _NAME.fullmatch(text):
+    if isinstance(item, str) and _GPU_NAME.fullmatch(text):
         return text
     if not index.isdigit() or isinstance(item, bool):
         raise ConfigurationError(
@@ -251,6 +183,6 @@ def _name(item: Any, available: Sequence[str]) -> str:
 
 
 def _positive(name: str, value: Any) -> int:
-    # A command line and a configuration file may give it as a text.
+    # A command line and a configuration file may give it as a string.
     digits = isinstance(value, str) and value.isdigit()
     return check_count(name, int(value) if digits else value)

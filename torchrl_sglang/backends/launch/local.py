@@ -1,147 +1,326 @@
-"""Everything that an engine starts: its servers, and the router in front of them.
-
-All of it, or nothing: what was started is ended again if the rest fails.
-"""
+"""Servers on this machine: the launcher that runs each as a process tree of its own."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Self
 
-from torchrl._utils import logger as torchrl_logger
-
-from torchrl_sglang.backends.fleet.replica import Replica, stop_all
-from torchrl_sglang.backends.fleet.routing import RouterHandle
-from torchrl_sglang.backends.launch.plan import plan_server
-from torchrl_sglang.backends.launch.process import stop_unreachable
-from torchrl_sglang.backends.launch.replicas import find_gpus, replica_specs
-from torchrl_sglang.backends.launch.router import (
-    RouterProcess,
-    check_router,
-    make_sglang_router,
+from torchrl_sglang.backends.fleet.replica import stop_all
+from torchrl_sglang.backends.launch.gpus import (
+    assign_devices,
+    devices_per_server,
+    gpus_of_server,
 )
-from torchrl_sglang.backends.launch.server import (
+from torchrl_sglang.backends.launch.launcher import LaunchedServer, Location
+from torchrl_sglang.backends.launch.process import (
+    START_TIMEOUT_SECONDS,
     ServerProcess,
-    begin_start,
-    start_servers,
+    stop_unreachable,
+)
+from torchrl_sglang.backends.launch.server_command import (
+    ServerCommand,
+    make_server_command,
+)
+from torchrl_sglang.backends.launch.vllm_arguments import translate_vllm_names
+from torchrl_sglang.backends.support.checks import check_count, check_seconds
+from torchrl_sglang.backends.support.gpus import (
+    VISIBLE_DEVICES,
+    default_device,
+    visible_devices,
 )
 from torchrl_sglang.errors import ConfigurationError
 
-__all__ = ["Launch", "Launched", "launch"]
+__all__ = ["LocalLauncher", "make_sglang_server", "replica_specs"]
 
-ROUTER_START_SECONDS = 60.0
-"""Budget for a router whose servers run."""
+CORES_PER_START = 2
+"""A starting server keeps its launcher and its scheduler busy with imports."""
 
+COUNTED = ("random_seed", "seed", "port", "nccl_port", "grpc_port")
+"""Arguments that count up from server to server.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """What is to be started."""
+With one seed, all servers would give the same answers to the same prompts.
+"""
 
-    spec: Mapping[str, Any]
-    """Arguments of :func:`make_sglang_server`, the same for each server."""
-    num_replicas: int
-    """Number of servers."""
-    cuda_devices: Sequence[Any] | None
-    """GPUs for all, or a group of them for each."""
-    router_policy: str | None
-    """How the router chooses; ``None`` for no router."""
-    router_args: Mapping[str, Any]
-    """Further arguments of the router."""
-    start_timeout: float
-    """Budget for the start of each server, in seconds."""
-    parallel: bool | Literal["staggered"] | None
-    """How many start at a time; see :func:`start_servers`."""
+ParallelStart = bool | Literal["staggered"] | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launched:
-    """What runs."""
+def make_sglang_server(
+    model: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    python: str | os.PathLike[str] | None = None,
+    start_timeout: float = START_TIMEOUT_SECONDS,
+    environment: Mapping[str, str] | None = None,
+    sglang_version: str | None = None,
+    cuda_devices: Sequence[Any] | None = None,
+    **server_args: Any,
+) -> ServerProcess:
+    """Starts one SGLang server and waits until it is ready.
 
-    replicas: list[Replica]
-    """The servers."""
-    router: RouterHandle | None
-    """The router, where there are several."""
-    start_router: Any
-    """Starts it again for the servers with these addresses; ``None`` without one."""
+    The server listens on loopback, unless ``host`` is given; other hosts need an
+    ``api_key``, which no other user of this machine sees.
 
-    def stop(self) -> None:
-        """Ends all of it."""
-        if self.router is not None:
-            self.router.stop()
-        stop_all(replica.handle for replica in self.replicas)
+    For a model that spans several machines, call this on each of them at about the same
+    time, with the same ``nnodes`` and ``dist_init_addr`` (``"HOST:PORT"`` of the first)
+    and its own ``node_rank``. Each call returns when all machines have loaded. Send
+    requests to the ``url`` of rank 0; the other ranks answer only ``/health``.
 
+    Args:
+        model: path or hub name of the model.
+        device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` where there is one.
+        python: interpreter that has sglang installed. By default this one on CUDA, and
+            on CPU that of the environment which
+            ``python -m torchrl_sglang.backends.launch.cpu.install`` made.
+        start_timeout: timeout for the start, in seconds.
+        environment: variables to add to the server's environment, or to override. What
+            a launcher of ranks (torchrun, accelerate, DeepSpeed, Slurm, MPI, Ray) set
+            for the trainer is not inherited; see
+            :data:`~torchrl_sglang.backends.launch.environment.LAUNCHER_VARIABLES`.
+        sglang_version: on CPU, which of the installed versions to run.
+        cuda_devices: the only GPUs that the server sees, such as ``[2, 3]``; see
+            :func:`.gpus.assign_devices`. By default it sees what this process sees, and
+            takes the first ones.
+        **server_args: arguments of SGLang's server under its own names, such as
+            ``tp_size``, ``mem_fraction_static`` and ``context_length``, or under
+            vLLM's names. Unknown names are refused.
 
-def launch(what: Launch) -> Launched:
-    """Starts servers, and a router if there are several.
+    Returns:
+        The running server. It ends with :meth:`ServerProcess.stop`, with this process,
+        or with the last reference to it.
 
     Raises:
-        ConfigurationError: if an argument is wrong.
-        ServerStartError: if one of them does not become ready; the message carries the
-            end of its log. The others have been stopped.
+        ConfigurationError: if an argument is wrong or no engine is installed.
+        ServerStartError: if the server ends or is not ready within the timeout.
+
+    Examples:
+        >>> server = make_sglang_server(tiny_model_path, device="cpu")
+        >>> server.state
+        'ready'
+        >>> server.stop()
     """
-    if what.num_replicas == 1 and what.router_args:
-        raise ConfigurationError(
-            f"router_args={dict(what.router_args)!r} is for several servers, and "
-            f"num_replicas is 1; leave it out."
-        )
-    if what.num_replicas > 1 and what.router_policy is not None:
-        check_router(what.router_policy, what.router_args)
-    stop_unreachable()
-    specs = replica_specs(what.num_replicas, what.spec, cuda_devices=what.cuda_devices)
-    if what.num_replicas > 1:
-        # Servers on one CPU that each take all of its cores take turns at waiting.
-        threads = max(len(os.sched_getaffinity(0)) // what.num_replicas, 1)
-        for spec in specs:
-            own = spec.get("environment") or {}
-            spec["environment"] = {"OMP_NUM_THREADS": str(threads), **own}
-    servers = start_servers(
-        specs,
-        start_timeout=what.start_timeout,
-        parallel=what.parallel,
-        # One server is quiet about what comes next: the engine is there, or an error.
-        progress=torchrl_logger.debug if what.num_replicas == 1 else None,
-    )
-    try:
-        places = [find_gpus(spec) for spec in specs]
-        replicas = [
-            Replica(
-                url=server.url,
-                handle=server,
-                restart=_restarter(spec, server, what.start_timeout),
-                gpus=place.gpus,
-                visible_gpus=place.visible,
+    spec = {
+        "model": model,
+        "device": device,
+        "python": python,
+        "environment": environment,
+        "sglang_version": sglang_version,
+        "cuda_devices": cuda_devices,
+        **server_args,
+    }
+    server = LocalLauncher([spec], start_timeout=start_timeout).start(0)
+    server.wait_ready()
+    return server
+
+
+class LocalLauncher:
+    """Starts servers as processes on this machine; see :class:`.Launcher`.
+
+    Args:
+        specs: for each server, the arguments of :func:`make_sglang_server` without
+            ``start_timeout``.
+        start_timeout: timeout for the start of each server, in seconds.
+        parallel: start all servers at once (``True``), one after the other (``False``),
+            or as many as there are cores for (``"staggered"``). By default all at once
+            on GPUs, and staggered on CPU.
+
+    Raises:
+        ConfigurationError: if an argument of any server is wrong.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Mapping[str, Any]],
+        *,
+        start_timeout: float = START_TIMEOUT_SECONDS,
+        parallel: ParallelStart = None,
+    ) -> None:
+        self._start_timeout = check_seconds("start_timeout", start_timeout)
+        known = parallel is None or isinstance(parallel, bool)
+        if not known and parallel != "staggered":
+            raise ConfigurationError(
+                f"parallel={parallel!r} is none of True, False and 'staggered'."
             )
-            for spec, server, place in zip(specs, servers, places, strict=True)
-        ]
-        if what.num_replicas == 1 or what.router_policy is None:
-            return Launched(replicas=replicas, router=None, start_router=None)
-        arguments = {
-            "policy": what.router_policy,
-            "api_key": what.spec.get("api_key"),
-            "start_timeout": ROUTER_START_SECONDS,
-            **what.router_args,
-        }
-        router = make_sglang_router([server.url for server in servers], **arguments)
-        # On the same port, so that all who know its address find it again.
-        arguments["port"] = _port(router.url)
+        self._specs: list[dict[str, Any]] = []
+        self._commands: dict[int, ServerCommand] = {}
+        for rank, spec in enumerate(specs):
+            self._plan(rank, spec, len(specs))
+        self.num_servers = len(specs)
+        self.at_once = starts_at_once(
+            parallel,
+            count=len(specs),
+            cores=len(os.sched_getaffinity(0)),
+            on_cpu=not all(_is_on_gpu(spec) for spec in specs),
+        )
 
-        def start_router(urls: Sequence[str]) -> RouterHandle:
-            return RouterProcess(urls, **arguments)
-    except BaseException:
-        stop_all(servers)
-        raise
-    return Launched(replicas=replicas, router=router, start_router=start_router)
+    @classmethod
+    def of_replicas(
+        cls,
+        num_replicas: int,
+        spec: Mapping[str, Any],
+        *,
+        cuda_devices: Sequence[Any] | None = None,
+        start_timeout: float = START_TIMEOUT_SECONDS,
+        parallel: ParallelStart = None,
+    ) -> Self:
+        """Returns a launcher of several servers of one model."""
+        # They keep their GPUs until Python collects them.
+        stop_unreachable()
+        specs = replica_specs(num_replicas, spec, cuda_devices=cuda_devices)
+        if num_replicas > 1:
+            # Servers that each use all cores of one CPU wait for one another.
+            threads = max(len(os.sched_getaffinity(0)) // num_replicas, 1)
+            for each in specs:
+                own = each.get("environment") or {}
+                each["environment"] = {"OMP_NUM_THREADS": str(threads), **own}
+        return cls(specs, start_timeout=start_timeout, parallel=parallel)
+
+    def _plan(self, rank: int, spec: Mapping[str, Any], count: int) -> None:
+        try:
+            command = make_server_command(**spec)
+        except BaseException as error:
+            if isinstance(error, ConfigurationError) and count > 1:
+                error.add_note(f"It is server {rank + 1} of {count}.")
+            self._release()
+            raise
+        self._commands[rank] = command
+        # A restart keeps the address.
+        self._specs.append({**spec, "port": command.port})
+
+    def start(self, rank: int) -> ServerProcess:
+        """Begins to start a server; does not wait until it is ready."""
+        return self._run(rank, self._commands.pop(rank))
+
+    def restart(self, rank: int) -> ServerProcess:
+        """Begins to start a server that has ended again, at the same address."""
+        return self._run(rank, make_server_command(**self._specs[rank]))
+
+    def _run(self, rank: int, command: ServerCommand) -> ServerProcess:
+        name = "SGLang server"
+        if self.num_servers > 1:
+            name += f" {rank + 1} of {self.num_servers}"
+        return ServerProcess(
+            command.command,
+            url=command.url,
+            environment=command.environment,
+            name=name,
+            # SGLang writes its arguments, keys included, to its log.
+            hidden=tuple(command.secrets.values()),
+            config=command.secrets,
+            leases=command.leases,
+            start_timeout=self._start_timeout,
+        )
+
+    def stop(self, servers: Iterable[LaunchedServer]) -> None:
+        """Stops servers, and releases the ports of those that were not started."""
+        try:
+            stop_all(servers)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        while self._commands:
+            self._commands.popitem()[1].release()
+
+    def where(self, rank: int) -> Location:
+        """Returns where a server runs."""
+        gpus, visible = find_gpus(self._specs[rank])
+        return Location(host=socket.gethostname(), gpus=gpus, visible_gpus=visible)
 
 
-def _restarter(
-    spec: Mapping[str, Any], server: ServerProcess, start_timeout: float
-) -> Callable[[], ServerProcess]:
-    # On the same port, so that all who know its address find it again.
-    again = {**spec, "port": _port(server.url)}
-    return lambda: begin_start(plan_server(**again), start_timeout)
+def starts_at_once(
+    parallel: ParallelStart, *, count: int, cores: int, on_cpu: bool
+) -> int:
+    """Returns how many servers may start at the same time.
+
+    Examples:
+        >>> starts_at_once(None, count=4, cores=2, on_cpu=True)
+        1
+        >>> starts_at_once(None, count=4, cores=2, on_cpu=False)
+        4
+    """
+    if parallel is None:
+        parallel = "staggered" if on_cpu else True
+    if parallel == "staggered":
+        return max(1, min(count, cores // CORES_PER_START))
+    return max(1, count) if parallel else 1
 
 
-def _port(url: str) -> int:
-    return int(url.rpartition(":")[2])
+def replica_specs(
+    num_replicas: int,
+    spec: Mapping[str, Any],
+    *,
+    cuda_devices: Sequence[Any] | None = None,
+    available: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Returns the arguments of each of several servers of one model.
+
+    Each has its own GPUs, and its own seed and ports: a given one is that of the first
+    server. ``available`` are the visible GPUs; default: those of this process.
+
+    Examples:
+        >>> spec = {"model": "m", "device": "cuda", "num_devices": 2, "seed": 7}
+        >>> for own in replica_specs(2, spec, available="0123"):
+        ...     print(own["cuda_devices"], own["seed"])
+        ('0', '1') 7
+        ('2', '3') 8
+    """
+    num_replicas = check_count("num_replicas", num_replicas)
+    known = _known_arguments(spec)
+    if num_replicas > 1:
+        _check_replicable(known)
+    specs = [_count_up(spec, index) for index in range(num_replicas)]
+    if _is_on_gpu(spec) and known.get("base_gpu_id") is None:
+        groups = assign_devices(
+            num_replicas,
+            devices_per_server(known),
+            cuda_devices=cuda_devices,
+            available=visible_devices() if available is None else available,
+        )
+        for own, group in zip(specs, groups, strict=True):
+            own["cuda_devices"] = group
+    elif cuda_devices is not None:
+        raise ConfigurationError(
+            f"cuda_devices={cuda_devices!r} is for device='cuda' without base_gpu_id; "
+            f"leave it out."
+        )
+    return specs
+
+
+def find_gpus(
+    spec: Mapping[str, Any], *, available: Sequence[str] | None = None
+) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """Returns the GPUs of a server's ranks, and those that it sees; None: unknown."""
+    if not _is_on_gpu(spec):
+        return (), ()
+    known = _known_arguments(spec)
+    if VISIBLE_DEVICES in (known.get("environment") or {}):
+        return None, None
+    return gpus_of_server(
+        known, available=visible_devices() if available is None else available
+    )
+
+
+def _known_arguments(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return translate_vllm_names({n: v for n, v in spec.items() if n != "model"})
+
+
+def _is_on_gpu(spec: Mapping[str, Any]) -> bool:
+    return (spec.get("device") or default_device()) == "cuda"
+
+
+def _check_replicable(known: Mapping[str, Any]) -> None:
+    for name in ("base_gpu_id", "gpu_id_step", "nnodes", "node_rank"):
+        if known.get(name) is not None:
+            raise ConfigurationError(
+                f"{name}={known[name]!r} is for one server, and there are several; "
+                f"leave it out, or start each with make_sglang_server."
+            )
+
+
+def _count_up(spec: Mapping[str, Any], index: int) -> dict[str, Any]:
+    return {
+        name: int(value) + index if name in COUNTED and value is not None else value
+        for name, value in spec.items()
+    }

@@ -1,8 +1,8 @@
-"""One server that was started here: its process tree, its log, its end.
+"""One process that serves HTTP, its process tree and its log.
 
-A :class:`ServerProcess` is owned by the process that created it. Between it and the
-server sits ``watchdog.py``, which ends the whole tree when the owner asks, and also
-when the owner is gone and cannot ask.
+A :class:`ServerProcess` belongs to the process that created it. Between it and the
+server runs ``watchdog.py``, which ends the whole tree when the owner asks for it or has
+ended itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
@@ -36,31 +35,31 @@ from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.backends.support.event_loop import on_background_loop
 from torchrl_sglang.errors import ServerStartError
 
-__all__ = ["START_TIMEOUT_SECONDS", "ServerProcess"]
+__all__ = ["START_TIMEOUT_SECONDS", "ServerProcess", "get_body", "stop_unreachable"]
 
 START_TIMEOUT_SECONDS = 600.0
-"""Default budget for a start: a large model loads for minutes."""
+"""Default timeout for a start: a large model loads for minutes."""
 
 READY_POLL_SECONDS = 0.1
-"""How often a starting server is asked whether it is ready."""
+"""How often a starting server is polled."""
 
 HEALTH_TIMEOUT_SECONDS = 2.0
-"""A server that takes longer to say that it is ready is asked again."""
+"""Timeout of one such poll."""
 
 STOP_TIMEOUT_SECONDS = 15.0
-"""Budget for a tree to be gone; its watchdog needs 2 s at the most when it is asked."""
+"""Timeout for a tree to end; its watchdog needs at most 2 s."""
 
 LOG_TAIL_LINES = 30
-"""How many lines of the log an error carries."""
+"""Lines of the log in an error."""
 
 LOG_LINE_CHARACTERS = 500
-"""How much of a line it carries: a server lists all its arguments in one."""
+"""Characters of such a line; a server logs all its arguments in one."""
 
 LOG_TAIL_BYTES = 100_000
-"""How much of a log is read for that: it grows for as long as its server runs."""
+"""Bytes of the log that are read for them."""
 
 MAX_FOLDER_BYTES = 80
-"""A socket's path has at most 107, some 20 of them for its own name."""
+"""A socket's path has at most 107, some 20 of them for its name."""
 
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 
@@ -68,38 +67,48 @@ _LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 
 @atexit.register
-def _stop_all() -> None:
+def _stop_living() -> None:
     stop_all(list(_LIVING))
 
 
 def stop_unreachable() -> None:
-    """Ends the servers that nobody holds any more, but objects that hold one another.
-
-    Python frees these some time later; until then their servers keep their GPUs.
-    """
+    """Stops servers that only reference cycles hold; until then they keep GPUs."""
     if _LIVING:
         gc.collect()
 
 
-class ServerProcess:
-    """A running command that serves HTTP, with everything below it.
+def get_body(
+    url: str, *, timeout: float, headers: Mapping[str, str] | None = None
+) -> bytes | None:
+    """Returns the body at an address, without a proxy; None: no success."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, headers=dict(headers or {}))
+    try:
+        with opener.open(request, timeout=timeout) as answer:
+            return bytes(answer.read()) if answer.status == 200 else None
+    except OSError:
+        return None
 
-    States: *starting* from construction, *ready* after :meth:`wait_ready`, *dead* when
-    its process has ended, *stopped* after :meth:`stop`.
+
+class ServerProcess:
+    """A running command that serves HTTP, with all processes below it.
+
+    Its state is *starting*, *ready* after :meth:`wait_ready`, *dead* when the process
+    has ended by itself, and *stopped* after :meth:`stop`.
 
     Args:
-        command: the server's command line.
-        url: where it will answer.
-        environment: its whole environment.
-        name: what messages call it.
+        command: the command line.
+        url: where the server will answer.
+        environment: the whole environment.
+        name: what messages call the server.
         hidden: texts that no message may show, such as keys.
-        config: arguments that other users must not see on the command line. They go
-            through a file that only the owner can read, until the server is ready.
+        config: arguments that other users must not see on the command line; they are
+            passed in a file that only the owner can read, until the server is ready.
         leases: ports that the server listens on; released at its end.
-        start_timeout: timeout for its start, in seconds.
+        start_timeout: timeout for the start, in seconds.
 
     Raises:
-        ServerStartError: if the command cannot be run at all.
+        ServerStartError: if there is no such program.
     """
 
     def __init__(
@@ -115,15 +124,15 @@ class ServerProcess:
         start_timeout: float = START_TIMEOUT_SECONDS,
     ) -> None:
         self.url = url
-        self._hidden = tuple(hidden)
         self.name = name
         self.host = socket.gethostname()
+        self._hidden = tuple(hidden)
         self._leases = tuple(leases)
         self._start_timeout = start_timeout
         self._owner_pid = os.getpid()
         self._ready = False
+        self._stop_requested = False
         self._stopped = False
-        self._asked = False
         self._failed = False
         self._begun = time.monotonic()
         if shutil.which(command[0]) is None:
@@ -132,20 +141,20 @@ class ServerProcess:
                 f"The {name} cannot be started: there is no program {command[0]!r}. "
                 f"Give the interpreter that has sglang as python=..."
             )
-        # Only the owner can look into it.
+        # Created with access for the owner alone.
         self._folder = Path(tempfile.mkdtemp(prefix="torchrl_sglang_"))
         self.log_path = self._folder / "server.log"
         self._config = self._folder / "config.yaml"
         if config:
             self._config.touch(mode=0o600)
-            # A JSON object is a YAML mapping too. SGLang takes names with dashes there.
+            # A JSON object is a YAML mapping too. SGLang expects names with dashes.
             flags = {name.replace("_", "-"): text for name, text in config.items()}
             self._config.write_text(json.dumps(flags))
             command = [*command, "--config", str(self._config)]
         self.command = tuple(command)
         with open(self.log_path, "wb") as log:
             self._process = subprocess.Popen(
-                # -P: its folder holds an http.py, which is not the library's.
+                # -P: the script's folder must not shadow the standard library.
                 [sys.executable, "-SP", str(_WATCHDOG), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -157,12 +166,12 @@ class ServerProcess:
         torchrl_logger.debug(f"{name} starting: {self._hide(' '.join(command))}")
 
     def _folders(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Returns variables that let the tree's temporary files end with it."""
+        """Returns variables with which the tree's temporary files end with it."""
         variables = {FOLDER_VARIABLE: str(self._folder)}
-        # SGLang's sockets go there, and the path of a socket must be short.
+        # SGLang's sockets are created there, and the path of a socket must be short.
         if len(os.fsencode(self._folder)) <= MAX_FOLDER_BYTES:
             variables["TMPDIR"] = str(self._folder)
-            # What later servers can use again stays where it would have been.
+            # Later servers can use this cache again, so it stays where it was.
             cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
             name = "TORCHINDUCTOR_CACHE_DIR"
             variables[name] = environment.get(name, str(cache))
@@ -178,21 +187,22 @@ class ServerProcess:
         """One of ``"starting"``, ``"ready"``, ``"dead"`` and ``"stopped"``."""
         if self._stopped:
             return "stopped"
-        # A fork cannot wait for its parent's child, and would take it for ended.
+        # A fork cannot wait for its parent's child, and would find that it has ended.
         if os.getpid() == self._owner_pid and self._process.poll() is not None:
             return "dead"
         return "ready" if self._ready else "starting"
 
     @property
     def age(self) -> float:
-        """Seconds since it was started."""
+        """Seconds since the start."""
         return time.monotonic() - self._begun
 
     def wait_ready(self) -> None:
         """Waits until the server answers; stops it if it does not.
 
         Raises:
-            ServerStartError: as :meth:`check_ready` does, or if it is stopped.
+            ServerStartError: if the process ends, is stopped, or does not answer within
+                the timeout. The message has the end of the log, and the log's path.
         """
         try:
             while not self.check_ready():
@@ -202,12 +212,7 @@ class ServerProcess:
             raise
 
     def check_ready(self) -> bool:
-        """Returns whether the server answers; does not wait.
-
-        Raises:
-            ServerStartError: if its process has ended or did not answer within the
-                timeout. The message has the end of the log, and the log's path.
-        """
+        """Returns whether the server answers, or raises as :meth:`wait_ready` does."""
         if self._ready:
             return True
         if self._answers():
@@ -224,22 +229,16 @@ class ServerProcess:
             )
         return self._ready
 
+    def _answers(self) -> bool:
+        body = get_body(f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS)
+        return body is not None
+
     def _start_error(self, reason: str) -> ServerStartError:
         self._failed = True
         return ServerStartError(
             f"The {self.name} {reason} Its log is kept as {self.log_path}. The end of "
             f"its log:\n{self.log_tail()}"
         )
-
-    def _answers(self) -> bool:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(
-                f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS
-            ) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """Returns the last lines of the server's log, without progress bars."""
@@ -250,7 +249,7 @@ class ServerProcess:
         except OSError:
             return "(the log is gone)"
         kept = [
-            # Hidden first: what is left of a key would not be found.
+            # Keys are hidden before lines are cut: a part of a key would not be found.
             self._hide(line)[:LOG_LINE_CHARACTERS]
             for line in re.split(r"[\r\n]+", text)
             if line and "it/s]" not in line
@@ -263,21 +262,21 @@ class ServerProcess:
         return text
 
     def request_stop(self) -> None:
-        """Begins to end the process tree, for :meth:`stop` to wait for."""
-        if self._asked or os.getpid() != self._owner_pid:
+        """Begins to end the process tree; does not wait."""
+        if self._stop_requested or os.getpid() != self._owner_pid:
             return
         if self._process.poll() is None:
             self._process.terminate()
         else:
-            # Nobody asked it to: its log tells why.
+            # It ended by itself: its log says why.
             self._failed = True
-        self._asked = True
+        self._stop_requested = True
 
     def stop(self) -> None:
-        """Ends the process tree. Safe to call twice.
+        """Ends the process tree and waits for its end. Can be called twice.
 
-        Its log goes too, but for that of a server that failed: it is kept, without
-        keys. Does nothing in a process that did not start the server, such as a fork.
+        The log is deleted, or kept without keys if the server failed. Does nothing in a
+        fork of the process that started the server.
         """
         if self._stopped or os.getpid() != self._owner_pid:
             return
@@ -285,11 +284,11 @@ class ServerProcess:
         try:
             self._process.wait(STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            # Its own session, so the group holds the tree and nothing else.
+            # Its session is its own, so the group holds the tree and nothing else.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(STOP_TIMEOUT_SECONDS)
-        # Only now, so that a stop that was interrupted can be done again.
+        # Only now, so that an interrupted stop can be repeated.
         self._stopped = True
         _LIVING.discard(self)
         self._release()
@@ -331,7 +330,7 @@ class ServerProcess:
         if not hasattr(self, "_process"):
             return
         if on_background_loop():
-            # The last reference can go there, and other engines use that loop.
+            # A stop blocks, and other engines use this loop.
             threading.Thread(target=self.stop, name="torchrl_sglang-stop").start()
         else:
             self.stop()

@@ -1,168 +1,261 @@
-"""Engine arguments to a command line: pure, no I/O.
+"""The command, environment and ports of a server: every decision before its start.
 
-Arguments go through under SGLang's own names (``mem_fraction_static=0.8`` becomes
-``--mem-fraction-static 0.8``); vLLM's are translated by the table of
-``vllm_arguments.py``; a name that the server does not know is refused.
+The commands of all servers of an engine are made before the first one starts, so that a
+wrong argument, a port in use or a missing GPU is found before anything runs.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
+from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.launch.server_flags import ServerFlag
-from torchrl_sglang.backends.launch.vllm_arguments import (
-    ARGUMENTS,
-    Inert,
-    Refused,
-    Renamed,
+from torchrl_sglang.backends.launch import cpu
+from torchrl_sglang.backends.launch.environment import inherited_environment
+from torchrl_sglang.backends.launch.gpus import (
+    assign_devices,
+    device_environment,
+    devices_per_server,
 )
-from torchrl_sglang.backends.support.checks import nearest, to_python
+from torchrl_sglang.backends.launch.ports import PortLease, lease_port, ports_to_hold
+from torchrl_sglang.backends.launch.server_flags import (
+    check_names,
+    find_flags,
+    to_flags,
+)
+from torchrl_sglang.backends.launch.vllm_arguments import (
+    inert_arguments,
+    translate_vllm_names,
+)
+from torchrl_sglang.backends.support.gpus import default_device, visible_devices
+from torchrl_sglang.backends.support.urls import is_loopback, url_of
 from torchrl_sglang.errors import ConfigurationError
 
-__all__ = [
-    "VLLM_NAMES",
-    "check_names",
-    "inert_arguments",
-    "to_flags",
-    "translate_vllm_names",
-]
+__all__ = ["ServerCommand", "make_server_command"]
 
-VLLM_NAMES: dict[str, str] = {
-    name: row.to
-    for name, row in ARGUMENTS.items()
-    if isinstance(row, Renamed) and row.to != name
+SERVER_ENVIRONMENT = {
+    # Otherwise /health generates a token, which takes a second and fails while
+    # generation is paused.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # Log-probs of sampled tokens before the temperature, as the trained model computes
+    # them. Where a server still returns others, the engine scores whole responses.
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+    # The last lines of a killed server are the ones worth reading.
+    "PYTHONUNBUFFERED": "1",
 }
-"""vLLM's (and TorchRL's AsyncVLLM's) name -> SGLang's."""
+"""Variables of every server."""
+
+SECRETS = ("api_key", "admin_api_key")
+"""Arguments that other users of the machine must not see."""
 
 
-def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``arguments`` under SGLang's names, without those that are inert.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerCommand:
+    """What starts one server."""
 
-    Raises:
-        ConfigurationError: if the same argument is given under two names, or one asks
-            for what a server started here cannot do.
+    command: tuple[str, ...]
+    """Command line, without secrets."""
+    environment: Mapping[str, str] = field(repr=False)
+    """The whole environment."""
+    url: str
+    """Where the server will answer."""
+    port: int
+    """Its HTTP port."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Arguments that must stay off the command line."""
+    leases: tuple[PortLease, ...] = ()
+    """Its ports."""
 
-    Examples:
-        >>> translate_vllm_names({"max_model_len": 4096, "enforce_eager": True})
-        {'context_length': 4096, 'disable_cuda_graph': True}
-    """
-    translated: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for name, value in arguments.items():
-        row = ARGUMENTS.get(name, Renamed(to=name))
-        if isinstance(row, Inert):
-            continue
-        if isinstance(row, Refused):
-            # By type too: 1 == True, and only one of them says what holds anyway.
-            if any(type(value) is type(own) and value == own for own in row.unless):
-                continue
-            raise ConfigurationError(
-                f"{name}={value!r} cannot be given to an SGLang server that is started "
-                f"here. {row.reason}"
-            )
-        if row.to in translated:
-            raise ConfigurationError(
-                f"{origin[row.to]!r} and {name!r} both set SGLang's {row.to!r}; "
-                f"give one of them."
-            )
-        given = value if value is None or row.convert is None else row.convert(value)
-        translated[row.to] = given
-        origin[row.to] = name
-    return translated
+    def release(self) -> None:
+        """Releases the ports of a command that is not run."""
+        for lease in self.leases:
+            lease.release()
 
 
-def inert_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Returns those arguments that change nothing, each with the reason.
-
-    Examples:
-        >>> inert_arguments({"swap_space": 4, "tp_size": 2})
-        {'swap_space': 'SGLang computes a retracted request again and swaps nothing out.'}
-    """  # noqa: E501 - A doctest's output is one line.
-    rows = ((name, ARGUMENTS.get(name)) for name in arguments)
-    return {name: row.reason for name, row in rows if isinstance(row, Inert)}
-
-
-def check_names(
-    arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag] | None
-) -> None:
-    """Refuses a name that the server does not know, unless its value is False.
-
-    Args:
-        arguments: under SGLang's names.
-        flags: those of the server; ``None`` if they are unknown, and the server has to
-            decide itself.
-
-    Raises:
-        ConfigurationError: with the nearest name that it does know.
-    """
-    for name, value in arguments.items():
-        if not name.isidentifier():
-            raise ConfigurationError(
-                f"{name!r} is not the name of an engine argument; write it with "
-                f"underscores, like 'mem_fraction_static'."
-            )
-        # A switch that is off asks for nothing, whether this version has it or not.
-        if flags is None or name in flags or to_python(value) is False:
-            continue
-        meant = nearest(name, [*flags, *ARGUMENTS])
-        hint = f"did you mean {meant!r}?" if meant else "see SGLang's own list."
+def make_server_command(
+    model: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    python: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    sglang_version: str | None = None,
+    cuda_devices: Sequence[Any] | None = None,
+    **server_args: Any,
+) -> ServerCommand:
+    """Checks a server's arguments and leases its ports; see make_sglang_server()."""
+    arguments = _translate(model, server_args)
+    device = _check_device(device)
+    _check_local_model(model)
+    _check_nodes(arguments)
+    secrets = _take_secrets(arguments)
+    # A line for each request would fill the disk in days.
+    arguments.setdefault("log_level_http", "warning")
+    host = str(arguments.setdefault("host", "127.0.0.1"))
+    if not is_loopback(host) and "api_key" not in secrets:
         raise ConfigurationError(
-            f"{name!r} is not an argument of this SGLang's server; {hint}"
+            f"host={host!r} lets other machines reach the server, whose requests can "
+            f"replace its weights; give it an api_key=..., or leave host out."
+        )
+    gpus = _confine_to_gpus(device, cuda_devices, arguments)
+    if device == "cpu":
+        lora = arguments.get("enable_lora") or arguments.get("lora_paths")
+        extra = cpu.lora_server_args() if lora else {}
+        arguments = {**cpu.default_server_args(), **extra, **arguments}
+        program = cpu.launch_command(sglang_version, python)
+        own = cpu.engine_environment(sglang_version, python)
+    else:
+        interpreter = str(python) if python is not None else sys.executable
+        program = [interpreter, "-m", "sglang.launch_server"]
+        arguments = {"device": device, **arguments}
+        own = device_environment(gpus, os.environ)
+    variables = {
+        **_loopback_environment(host, arguments),
+        **inherited_environment(os.environ, own_python=program[0] != sys.executable),
+        **SERVER_ENVIRONMENT,
+        **own,
+        **(environment or {}),
+    }
+    flags = find_flags(program[0], variables)
+    check_names({**arguments, **secrets}, flags)
+    with ExitStack() as undo:
+        leases = _lease_ports(host, arguments, variables, undo)
+        line = to_flags({"model_path": os.fspath(model), **arguments}, flags)
+        undo.pop_all()
+    return ServerCommand(
+        command=(*program, *line),
+        environment=variables,
+        url=url_of(host, arguments["port"]),
+        port=arguments["port"],
+        secrets=secrets,
+        leases=leases,
+    )
+
+
+def _translate(
+    model: str | os.PathLike[str], server_args: Mapping[str, Any]
+) -> dict[str, Any]:
+    arguments = translate_vllm_names(server_args)
+    for name, reason in inert_arguments(server_args).items():
+        torchrl_logger.info(f"{name}={server_args[name]!r} changes nothing: {reason}")
+    path = arguments.pop("model_path", None)
+    if path is not None:
+        raise ConfigurationError(
+            f"The model is given twice, as {model!r} and as {path!r}; give one."
+        )
+    check_names(arguments, None)
+    return arguments
+
+
+def _check_device(device: str | None) -> str:
+    device = default_device() if device is None else device
+    if device not in ("cuda", "cpu"):
+        raise ConfigurationError(
+            f"device={device!r} is not one that a server can be started on; give "
+            f"'cuda' or 'cpu'."
+        )
+    return device
+
+
+def _check_local_model(model: str | os.PathLike[str]) -> None:
+    # A hub name is "owner/name"; anything that looks like a path must exist.
+    text = os.fspath(model)
+    looks_local = text.startswith((".", "/", "~")) or text.count("/") > 1
+    if looks_local and not Path(text).is_dir():
+        raise ConfigurationError(
+            f"There is no model folder {text!r}; give the path of a folder with "
+            f"config.json, or a hub name like 'Qwen/Qwen2.5-0.5B'."
         )
 
 
-def to_flags(
-    arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag] | None = None
-) -> list[str]:
-    """Returns the command line flags for ``arguments``.
+def _check_nodes(arguments: Mapping[str, Any]) -> None:
+    nodes = int(arguments.get("nnodes") or 1)
+    rank = int(arguments.get("node_rank") or 0)
+    if not 0 <= rank < nodes:
+        raise ConfigurationError(
+            f"node_rank={rank} is not one of nnodes={nodes}; they count from 0."
+        )
+    if nodes > 1 and not arguments.get("dist_init_addr"):
+        raise ConfigurationError(
+            f"nnodes={nodes} needs dist_init_addr='HOST:PORT', the same for every "
+            f"node: an address of the node with node_rank=0, where they meet."
+        )
 
-    ``True`` becomes a bare flag; ``False`` and ``None`` leave it out, but a flag with a
-    ``--no-`` form takes that for ``False``; a list becomes several values, a mapping
-    JSON, and a :class:`torch.dtype` its name.
 
-    Args:
-        arguments: under SGLang's names.
-        flags: those of the server, where they are known.
-
-    Raises:
-        ConfigurationError: if a name is not an identifier or a value has no text form.
-
-    Examples:
-        >>> to_flags({"tp_size": 2, "disable_radix_cache": True, "log_level": None})
-        ['--tp-size', '2', '--disable-radix-cache']
-    """
-    check_names(arguments, None)
-    line: list[str] = []
-    for name, given in arguments.items():
-        value = to_python(given)
-        known = (flags or {}).get(name, ServerFlag(flag="--" + name.replace("_", "-")))
-        if value is False and known.negatable:
-            line.append("--no-" + known.flag.removeprefix("--"))
-        if value is None or value is False:
+def _take_secrets(arguments: dict[str, Any]) -> dict[str, str]:
+    secrets = {}
+    for name in SECRETS:
+        value = arguments.pop(name, None)
+        if value is None:
             continue
-        if value is True:
-            line.append(known.flag)
-        elif isinstance(value, (list, tuple)):
-            line += [known.flag, *(_text(name, item) for item in value)]
-        else:
-            text = _text(name, value)
-            # argparse takes a separate value that begins with a dash for a flag.
-            line += [f"{known.flag}={text}"] if text[:1] == "-" else [known.flag, text]
-    return line
+        # It is sent as an HTTP header, and given to the server as a flag.
+        if (
+            not isinstance(value, str)
+            or not value
+            or not all("!" <= character <= "~" for character in value)
+            or value.startswith("-")
+        ):
+            raise ConfigurationError(
+                f"{name} is not a key; give a string of printable ASCII characters "
+                f"without spaces, which does not begin with '-'."
+            )
+        secrets[name] = value
+    return secrets
 
 
-def _text(name: str, value: Any) -> str:
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, Mapping):
-        return json.dumps(value)
-    if isinstance(value, (str, int, float)) or hasattr(value, "__fspath__"):
-        return str(value)
-    raise ConfigurationError(
-        f"The engine argument {name}={value!r} has no form on a command line; give a "
-        f"string, a number, a boolean, a list of them, or a mapping."
-    )
+def _confine_to_gpus(
+    device: str, cuda_devices: Sequence[Any] | None, arguments: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Returns the only GPUs that a server may see; none: all that the trainer sees."""
+    if cuda_devices is None:
+        return ()
+    if device == "cpu":
+        raise ConfigurationError(
+            f"cuda_devices={list(cuda_devices)!r} is for device='cuda'; leave it out."
+        )
+    for name in ("base_gpu_id", "gpu_id_step"):
+        if arguments.get(name) is not None:
+            raise ConfigurationError(
+                f"{name} and cuda_devices both say which GPUs to take; give one."
+            )
+    return assign_devices(
+        1,
+        tp_size=devices_per_server(arguments),
+        cuda_devices=cuda_devices,
+        available=visible_devices(),
+    )[0]
+
+
+def _loopback_environment(host: str, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Returns variables that keep a server's process groups off the network."""
+    if not is_loopback(host) or int(arguments.get("nnodes") or 1) > 1:
+        return {}
+    # Otherwise gloo listens on the address that the machine's name resolves to.
+    return {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def _lease_ports(
+    host: str,
+    arguments: dict[str, Any],
+    environment: Mapping[str, str],
+    undo: ExitStack,
+) -> tuple[PortLease, ...]:
+    """Leases every port of a server, and adds those it found to the arguments."""
+
+    def lease(name: str, port: object) -> PortLease:
+        found = lease_port(host, port, name=name)
+        undo.callback(found.release)
+        return found
+
+    leases = [lease("port", arguments.get("port"))]
+    arguments["port"] = leases[0].port
+    for name, port in ports_to_hold(arguments, environment).items():
+        leases.append(lease(name, port))
+        if port is None:
+            arguments[name] = leases[-1].port
+    return tuple(leases)

@@ -1,24 +1,38 @@
-"""The flags that a given SGLang takes, read from its source without importing it.
+"""Flags of an SGLang server: read from its source, checked, and written.
 
-The engine may live in another interpreter and may be of any version, so the only
-honest list of its arguments is in its own files. They are parsed, never run: importing
-SGLang takes seconds and packages that the trainer does not have.
+The engine can live in another interpreter and have any version, so its arguments are
+read from its source files. These are parsed and never imported: an import takes seconds
+and needs packages that the trainer does not have.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torchrl._utils import logger as torchrl_logger
 
-__all__ = ["ServerFlag", "find_flags", "parse_flags", "read_flags"]
+from torchrl_sglang.backends.launch.vllm_arguments import ARGUMENTS
+from torchrl_sglang.backends.support.checks import nearest, to_python
+from torchrl_sglang.errors import ConfigurationError
+
+__all__ = [
+    "ServerFlag",
+    "check_names",
+    "find_flags",
+    "parse_flags",
+    "read_flags",
+    "to_flags",
+]
 
 FIND_TIMEOUT_SECONDS = 60.0
-"""Budget for an interpreter to say where its sglang is; its start takes 0.1 s."""
+"""Timeout for an interpreter to locate its sglang package; it takes 0.1 s."""
 
 _FIND = (
     # find_spec of a top-level package imports nothing.
@@ -32,24 +46,15 @@ class ServerFlag:
     """One option of a server's command line."""
 
     flag: str
-    """As it is written, with its dashes."""
+    """The option with its dashes."""
     negatable: bool = False
-    """Whether a ``--no-`` form of it switches it off."""
+    """Whether it has a ``--no-`` form."""
 
 
 def find_flags(
     python: str, environment: Mapping[str, str]
 ) -> Mapping[str, ServerFlag] | None:
-    """Returns the flags of the SGLang that an interpreter would run.
-
-    Args:
-        python: the interpreter.
-        environment: the environment that it would run in.
-
-    Returns:
-        The flags under the names of arguments, or ``None`` if they cannot be told; the
-        server is then left to decide.
-    """
+    """Returns argument name -> flag of the SGLang in an interpreter; None: unknown."""
     key = (python, environment.get("PYTHONPATH", ""))
     if key not in _FOUND:
         _FOUND[key] = _find_flags(python, environment)
@@ -57,7 +62,7 @@ def find_flags(
 
 
 _FOUND: dict[tuple[str, str], Mapping[str, ServerFlag] | None] = {}
-"""What was found for an interpreter and its search path; neither changes meanwhile."""
+"""Interpreter and its search path -> flags; they do not change while we run."""
 
 
 def _find_flags(
@@ -85,12 +90,8 @@ def _find_flags(
 
 
 def read_flags(package: Path) -> Mapping[str, ServerFlag] | None:
-    """Returns the flags of the SGLang in a folder, or ``None`` if it is not one.
-
-    Args:
-        package: folder of the package ``sglang``.
-    """
-    # Older versions hold all in the first file, newer ones most of it in the folder.
+    """Returns the flags of the ``sglang`` package in a folder; None: not understood."""
+    # Older versions define all of them in the first file, newer ones in the folder.
     files = [
         package / "srt" / "server_args.py",
         *sorted((package / "srt" / "arg_groups").rglob("*.py")),
@@ -100,15 +101,14 @@ def read_flags(package: Path) -> Mapping[str, ServerFlag] | None:
     except (OSError, SyntaxError, ValueError) as error:
         torchrl_logger.debug(f"{package} cannot be read: {error}")
         return None
-    # Without this one, the source has a form that is not understood.
     return flags if "model_path" in flags else None
 
 
 def parse_flags(sources: Iterable[str]) -> dict[str, ServerFlag]:
-    r"""Returns the flags that these source texts define, under their names. Pure.
+    r"""Returns argument name -> flag, as defined in Python source texts.
 
-    A flag is either an annotated field of ``ServerArgs``, or of one of the classes that
-    it is put together from, or an ``add_argument`` call.
+    A flag is an ``add_argument`` call, or an annotated field of ``ServerArgs`` or of
+    one of the classes that it is composed of.
 
     Examples:
         >>> parse_flags(["class ServerArgs:\n    tp_size: A[int, 'help'] = 1"])
@@ -120,14 +120,14 @@ def parse_flags(sources: Iterable[str]) -> dict[str, ServerFlag]:
             if isinstance(node, ast.ClassDef) and _holds_fields(node):
                 for statement in node.body:
                     if isinstance(statement, ast.AnnAssign):
-                        flags.update(_of_field(statement))
+                        flags.update(_flags_of_field(statement))
             elif (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
                 and node.func.attr == "add_argument"
             ):
                 written = [text for item in node.args if (text := _flag_text(item))]
-                flags.update(_named(written, _is_negatable(node)))
+                flags.update(_by_name(written, _is_negatable(node)))
     return flags
 
 
@@ -142,7 +142,7 @@ def _holds_fields(node: ast.ClassDef) -> bool:
     )
 
 
-def _of_field(statement: ast.AnnAssign) -> dict[str, ServerFlag]:
+def _flags_of_field(statement: ast.AnnAssign) -> dict[str, ServerFlag]:
     annotation, target = statement.annotation, statement.target
     if not (
         isinstance(target, ast.Name)
@@ -167,13 +167,11 @@ def _of_field(statement: ast.AnnAssign) -> dict[str, ServerFlag]:
                 flag = text
             if keyword.arg == "aliases" and isinstance(value, (ast.List, ast.Tuple)):
                 aliases += [text for item in value.elts if (text := _flag_text(item))]
-    return {
-        **_named([flag, *aliases], negatable),
-        target.id: ServerFlag(flag=flag, negatable=negatable),
-    }
+    own = ServerFlag(flag=flag, negatable=negatable)
+    return {**_by_name([flag, *aliases], negatable), target.id: own}
 
 
-def _named(flags: list[str], negatable: bool) -> dict[str, ServerFlag]:
+def _by_name(flags: list[str], negatable: bool) -> dict[str, ServerFlag]:
     return {
         flag.removeprefix("--").replace("-", "_"): ServerFlag(
             flag=flag, negatable=negatable
@@ -196,3 +194,72 @@ def _constant(node: ast.expr) -> object:
 def _flag_text(node: ast.expr) -> str | None:
     text = _constant(node)
     return text if isinstance(text, str) and text.startswith("--") else None
+
+
+def check_names(
+    arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag] | None
+) -> None:
+    """Refuses an argument that the server does not have, unless its value is False.
+
+    Without ``flags``, only the form of the names is checked.
+    """
+    for name, value in arguments.items():
+        if not name.isidentifier():
+            raise ConfigurationError(
+                f"{name!r} is not the name of an engine argument; write it with "
+                f"underscores, like 'mem_fraction_static'."
+            )
+        # A switch that is off changes nothing, whether this version has it or not.
+        if flags is None or name in flags or to_python(value) is False:
+            continue
+        # argparse would accept the beginning of a name.
+        near = nearest(name, [*flags, *ARGUMENTS])
+        hint = f"did you mean {near!r}?" if near else "see SGLang's own list."
+        raise ConfigurationError(
+            f"{name!r} is not an argument of this SGLang's server; {hint}"
+        )
+
+
+def to_flags(
+    arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag] | None = None
+) -> list[str]:
+    """Returns the command line of arguments that have SGLang's names.
+
+    ``True`` becomes a bare flag, ``False`` its ``--no-`` form or nothing, ``None``
+    nothing, a list several values, a mapping JSON, and a :class:`torch.dtype` its name.
+
+    Examples:
+        >>> to_flags({"tp_size": 2, "disable_radix_cache": True, "log_level": None})
+        ['--tp-size', '2', '--disable-radix-cache']
+    """
+    check_names(arguments, None)
+    line: list[str] = []
+    for name, given in arguments.items():
+        value = to_python(given)
+        known = (flags or {}).get(name, ServerFlag(flag="--" + name.replace("_", "-")))
+        if value is False and known.negatable:
+            line.append("--no-" + known.flag.removeprefix("--"))
+        if value is None or value is False:
+            continue
+        if value is True:
+            line.append(known.flag)
+        elif isinstance(value, (list, tuple)):
+            line += [known.flag, *(_text(name, item) for item in value)]
+        else:
+            text = _text(name, value)
+            # argparse takes a separate value that begins with a dash for a flag.
+            line += [f"{known.flag}={text}"] if text[:1] == "-" else [known.flag, text]
+    return line
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    if isinstance(value, (str, int, float)) or hasattr(value, "__fspath__"):
+        return str(value)
+    raise ConfigurationError(
+        f"The engine argument {name}={value!r} has no form on a command line; give a "
+        f"string, a number, a boolean, a list of them, or a mapping."
+    )

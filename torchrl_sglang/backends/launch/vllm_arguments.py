@@ -1,27 +1,36 @@
-"""What becomes of engine arguments that SGLang would not take as they are: one table.
+"""vLLM's engine arguments, and those of TorchRL's ``AsyncVLLM``, under SGLang's names.
 
-Most of the names are vLLM's, and those of TorchRL's ``AsyncVLLM``. Each is renamed, is
-inert because it asks for what SGLang does anyway or has no counterpart for, or is
-refused with the remedy. Names that are in no row go to SGLang as they are.
+Each row of the table renames an argument, drops one that changes nothing here, or
+refuses one and says what to give instead. Names without a row go to SGLang unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ARGUMENTS", "Inert", "Refused", "Renamed"]
+from torchrl_sglang.errors import ConfigurationError
+
+__all__ = [
+    "ARGUMENTS",
+    "VLLM_NAMES",
+    "Inert",
+    "Refused",
+    "Renamed",
+    "inert_arguments",
+    "translate_vllm_names",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renamed:
-    """The same argument under SGLang's name."""
+    """An argument that SGLang has under another name."""
 
     to: str
     """SGLang's name."""
     convert: Callable[[Any], Any] | None = None
-    """From the value to SGLang's; ``None`` where it is the same."""
+    """Converts the value to SGLang's; ``None``: it is the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,17 +38,17 @@ class Inert:
     """An argument that changes nothing here."""
 
     reason: str
-    """Why that is right; a sentence."""
+    """Why it can be dropped; a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """An argument that asks for what a server started here cannot do."""
+    """An argument that a server started here cannot honour."""
 
     reason: str
-    """Why, and what to give instead; a sentence."""
+    """Why, and what to give instead; sentences."""
     unless: tuple[Any, ...] = (None,)
-    """Values that ask for what holds anyway, and are dropped."""
+    """Values that SGLang honours anyway; they are dropped."""
 
 
 def _not(value: Any) -> bool:
@@ -245,4 +254,56 @@ ARGUMENTS: dict[str, Renamed | Inert | Refused] = {
     "grpc_mode": _SPEAKS_HTTP,
     "smg_grpc_mode": _SPEAKS_HTTP,
 }
-"""Argument -> what becomes of it."""
+
+VLLM_NAMES: dict[str, str] = {
+    name: row.to
+    for name, row in ARGUMENTS.items()
+    if isinstance(row, Renamed) and row.to != name
+}
+"""vLLM's (and TorchRL's AsyncVLLM's) name -> SGLang's."""
+
+
+def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments under SGLang's names, without those that change nothing.
+
+    Raises:
+        ConfigurationError: if an argument is given under two names, or is refused.
+
+    Examples:
+        >>> translate_vllm_names({"max_model_len": 4096, "enforce_eager": True})
+        {'context_length': 4096, 'disable_cuda_graph': True}
+    """
+    translated: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, value in arguments.items():
+        row = ARGUMENTS.get(name, Renamed(to=name))
+        if isinstance(row, Inert):
+            continue
+        if isinstance(row, Refused):
+            # Compared by type too: 1 == True, and only one of them may be honoured.
+            if any(type(value) is type(own) and value == own for own in row.unless):
+                continue
+            raise ConfigurationError(
+                f"{name}={value!r} cannot be given to an SGLang server that is started "
+                f"here. {row.reason}"
+            )
+        if row.to in translated:
+            raise ConfigurationError(
+                f"{origin[row.to]!r} and {name!r} both set SGLang's {row.to!r}; "
+                f"give one of them."
+            )
+        convert = row.convert
+        translated[row.to] = convert(value) if convert and value is not None else value
+        origin[row.to] = name
+    return translated
+
+
+def inert_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the arguments that change nothing, each with the reason.
+
+    Examples:
+        >>> inert_arguments({"swap_space": 4, "tp_size": 2})
+        {'swap_space': 'SGLang computes a retracted request again and swaps nothing out.'}
+    """  # noqa: E501 - A doctest's output is one line.
+    rows = ((name, ARGUMENTS.get(name)) for name in arguments)
+    return {name: row.reason for name, row in rows if isinstance(row, Inert)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.launch.gpus import visible_devices
+from torchrl_sglang.backends.support.gpus import visible_devices
 from torchrl_sglang.weight_update.transports.choose import Facts
 from torchrl_sglang.weight_update.transports.handles import gpu_uuid
 

@@ -8,8 +8,8 @@ from torchrl_sglang.backends.launch.environment import (
     LAUNCHER_VARIABLES,
     inherited_environment,
 )
-from torchrl_sglang.backends.launch.plan import plan_server
 from torchrl_sglang.backends.launch.router import make_sglang_router
+from torchrl_sglang.backends.launch.server_command import make_server_command
 
 TORCHRUN = {
     "RANK": "0",
@@ -179,8 +179,8 @@ def test_a_plan_has_none_of_it_but_what_the_user_names(
         monkeypatch.setenv(name, value)
     named = {"MASTER_ADDR": "10.0.0.1", "OMP_NUM_THREADS": "1", "HF_HOME": "/mine"}
     plans = [
-        plan_server(tiny_model_path, device=device),
-        plan_server(tiny_model_path, device=device, environment=named),
+        make_server_command(tiny_model_path, device=device),
+        make_server_command(tiny_model_path, device=device, environment=named),
     ]
     for plan in plans:
         plan.release()
@@ -195,7 +195,7 @@ def test_groups_of_a_server_for_this_machine_listen_on_loopback(
     monkeypatch, tiny_model_path
 ):
     def gloo(**arguments):
-        plan = plan_server(tiny_model_path, device="cpu", **arguments)
+        plan = make_server_command(tiny_model_path, device="cpu", **arguments)
         plan.release()
         return plan.environment.get("GLOO_SOCKET_IFNAME")
 

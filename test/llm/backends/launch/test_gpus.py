@@ -13,8 +13,8 @@ from torchrl_sglang.backends.launch.gpus import (
     assign_devices,
     device_environment,
     devices_per_server,
-    parse_visible_devices,
 )
+from torchrl_sglang.backends.support.gpus import parse_visible_devices
 from torchrl_sglang.errors import ConfigurationError
 
 EIGHT = tuple("01234567")
@@ -143,8 +143,8 @@ def test_environment():
 def test_asking_leaves_cuda_alone():
     code = (
         "import torch; "
-        "from torchrl_sglang.backends.launch.gpus import visible_devices; "
-        "from torchrl_sglang.backends.launch.plan import default_device; "
+        "from torchrl_sglang.backends.support.gpus import "
+        "default_device, visible_devices; "
         "print(len(visible_devices()), default_device(), torch.cuda.is_initialized())"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_sglang.backends.launch.replicas import replica_specs
+from torchrl_sglang.backends.launch.local import replica_specs
 from torchrl_sglang.errors import ConfigurationError
 
 CPU = {"model": "m", "device": "cpu"}

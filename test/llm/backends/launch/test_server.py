@@ -22,14 +22,13 @@ from helpers.forked_starts import processes_below, true_interpreter
 from torchrl_sglang import AsyncSGLang, make_sglang_server
 from torchrl_sglang.backends.fleet.replica import stop_all
 from torchrl_sglang.backends.launch import cpu, watchdog
-from torchrl_sglang.backends.launch.plan import ServerPlan, plan_server
-from torchrl_sglang.backends.launch.ports import lease_port
-from torchrl_sglang.backends.launch.process import LOG_TAIL_LINES
-from torchrl_sglang.backends.launch.server import (
-    ServerProcess,
-    find_free_port,
-    start_servers,
-    starts_at_once,
+from torchrl_sglang.backends.launch.launcher import start_servers
+from torchrl_sglang.backends.launch.local import LocalLauncher, starts_at_once
+from torchrl_sglang.backends.launch.ports import find_free_port, lease_port
+from torchrl_sglang.backends.launch.process import LOG_TAIL_LINES, ServerProcess
+from torchrl_sglang.backends.launch.server_command import (
+    ServerCommand,
+    make_server_command,
 )
 from torchrl_sglang.backends.launch.watchdog import descendants, is_alive
 from torchrl_sglang.backends.support.event_loop import run_sync
@@ -403,15 +402,17 @@ def plan(tiny_model_path):
     """Makes plans, and gives their ports back."""
     with ExitStack() as stack:
 
-        def make(**arguments) -> ServerPlan:
-            made = plan_server(tiny_model_path, **{"device": "cpu", **arguments})
+        def make(**arguments) -> ServerCommand:
+            made = make_server_command(
+                tiny_model_path, **{"device": "cpu", **arguments}
+            )
             stack.callback(made.release)
             return made
 
         yield make
 
 
-def value_of(plan: ServerPlan, flag: str) -> str:
+def value_of(plan: ServerCommand, flag: str) -> str:
     return plan.command[plan.command.index(flag) + 1]
 
 
@@ -448,7 +449,6 @@ def test_a_plan_for_gpus(plan, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     made = plan(device="cuda", tp_size=2, cuda_devices=["GPU-a", "3"])
-    assert made.cuda_devices == ("GPU-a", "3")
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "GPU-a,3"
     assert made.environment["NCCL_CUMEM_ENABLE"] == "0"
     assert made.command[:3] == (sys.executable, "-m", "sglang.launch_server")
@@ -489,18 +489,16 @@ def test_starts_at_once(parallel, count, cores, on_cpu, at_once):
 
 
 def test_no_servers():
-    assert start_servers([]) == []
+    assert start_servers(LocalLauncher([])) == []
 
 
 def test_a_group_with_a_wrong_argument_is_not_started(tiny_model_path):
     spec = {"model": tiny_model_path, "device": "cpu"}
-    told = []
     with pytest.raises(ConfigurationError, match="'tp_sizes'") as caught:
-        start_servers([spec, {**spec, "tp_sizes": 1}], progress=told.append)
+        LocalLauncher([spec, {**spec, "tp_sizes": 1}])
     assert caught.value.__notes__ == ["It is server 2 of 2."]
-    assert told == []
     with pytest.raises(ConfigurationError, match="parallel='yes'"):
-        start_servers([spec], parallel="yes")
+        LocalLauncher([spec], parallel="yes")
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -514,8 +512,9 @@ def test_a_group_is_interrupted(tiny_model_path, parallel):
             trees.extend(set(descendants(os.getpid())) - before)
             raise KeyboardInterrupt
 
+    launcher = LocalLauncher([spec] * 2, parallel=parallel)
     with pytest.raises(KeyboardInterrupt):
-        start_servers([spec] * 2, parallel=parallel, progress=progress)
+        start_servers(launcher, progress=progress)
     assert trees
     assert living(trees) == []
 
@@ -534,7 +533,8 @@ def test_a_group_starts_whole_or_not_at_all(tiny_model_path, tmp_path):
 
     with pytest.raises(ServerStartError, match=r"server 2 of 2 ended.*kept") as caught:
         start_servers(
-            [spec, {**spec, "model": broken}], parallel=True, progress=progress
+            LocalLauncher([spec, {**spec, "model": broken}], parallel=True),
+            progress=progress,
         )
     message = str(caught.value)
     assert "config" in message.partition("The end of its log:\n")[2]
@@ -555,7 +555,7 @@ def test_a_group_of_two_versions(tiny_model_path):
         for version in cpu.VERSIONS
     ]
     told = []
-    servers = start_servers(specs, parallel=True, progress=told.append)
+    servers = start_servers(LocalLauncher(specs, parallel=True), progress=told.append)
     try:
         assert [server.state for server in servers] == ["ready", "ready"]
         assert [line for line in told if "is starting at" in line] == told[:2]
@@ -622,7 +622,7 @@ def test_a_server_on_two_nodes(tiny_model_path):
         }
         for rank in ("0", "1")
     ]
-    servers = start_servers(specs, parallel=True)
+    servers = start_servers(LocalLauncher(specs, parallel=True))
     try:
         with AsyncSGLang.connect(servers[0].url) as engine:
             (answer,) = engine.generate(

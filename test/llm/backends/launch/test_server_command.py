@@ -7,24 +7,22 @@ import pytest
 import torch
 
 from torchrl_sglang.backends.launch import cpu
-from torchrl_sglang.backends.launch.server_command import (
-    VLLM_NAMES,
-    check_names,
-    inert_arguments,
-    to_flags,
-    translate_vllm_names,
-)
 from torchrl_sglang.backends.launch.server_flags import (
     ServerFlag,
+    check_names,
     find_flags,
     parse_flags,
     read_flags,
+    to_flags,
 )
 from torchrl_sglang.backends.launch.vllm_arguments import (
     ARGUMENTS,
+    VLLM_NAMES,
     Inert,
     Refused,
     Renamed,
+    inert_arguments,
+    translate_vllm_names,
 )
 from torchrl_sglang.errors import ConfigurationError
 

@@ -1,0 +1,182 @@
+"""The worker list of a router: the servers that it sends requests to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Literal, NamedTuple
+
+from torchrl_sglang.backends.client.http import Answer, HttpClient
+from torchrl_sglang.backends.support.urls import split_credentials
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    RequestRefusedError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+)
+
+__all__ = ["RouterClient", "RouterWorker", "check_worker_url", "find_workers"]
+
+WORKER_TIMEOUT_SECONDS = 45.0
+"""Default timeout for a change of the worker list; a router gives up after 30 s."""
+
+LIST_TIMEOUT_SECONDS = 10.0
+"""Default timeout for reading the worker list."""
+
+POLL_SECONDS = 0.05
+"""How often a change of the worker list, which is a job of the router, is polled."""
+
+
+class RouterWorker(NamedTuple):
+    """A server that a router knows."""
+
+    url: str
+    """Its address."""
+    healthy: bool
+    """Whether it is in rotation."""
+
+
+class RouterClient:
+    """Reads and changes the worker list of a router. Used on the background loop.
+
+    Args:
+        url: address of the router.
+        api_key: key of the router and of its servers.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._url = url
+        self._api_key = api_key
+        self._http = HttpClient(api_key)
+
+    async def workers(
+        self, *, timeout: float = LIST_TIMEOUT_SECONDS
+    ) -> list[RouterWorker]:
+        """Returns the servers that the router knows."""
+        entries = await self._list(time.monotonic() + timeout)
+        return [
+            RouterWorker(entry["url"], bool(entry["is_healthy"])) for entry in entries
+        ]
+
+    async def add_worker(
+        self, url: str, *, timeout: float = WORKER_TIMEOUT_SECONDS
+    ) -> None:
+        """Adds a server, and returns when it is in rotation.
+
+        Raises:
+            ServerUnavailableError: if the router does not answer, or cannot reach the
+                server.
+            ServerTimeoutError: after the timeout.
+        """
+        deadline = time.monotonic() + timeout
+        url = check_worker_url(url)
+        entry = await self._find(url, deadline)
+        if entry is None:
+            payload = {"url": url}
+            if self._api_key is not None:
+                # The router does not use its own key for servers that are added later.
+                payload["api_key"] = self._api_key
+            answer = await self._call("POST", "/workers", deadline, payload)
+            entry = {"id": answer.raise_for_status().json()["worker_id"]}
+        while not entry.get("is_healthy"):
+            job = entry.get("job_status") or {}
+            if job.get("status") == "failed":
+                raise ServerUnavailableError(
+                    f"The router at {self._url} could not add {url}: "
+                    f"{job.get('message')}"
+                )
+            await self._pause(deadline, f"adding {url}")
+            path = f"/workers/{entry['id']}"
+            answer = await self._call("GET", path, deadline)
+            # Between the two lists of the router, it is in neither for a moment.
+            if answer.status != 404:
+                entry = answer.raise_for_status().json()
+
+    async def remove_worker(
+        self, url: str, *, timeout: float = WORKER_TIMEOUT_SECONDS
+    ) -> None:
+        """Removes a server, and returns when it gets no new requests.
+
+        Requests in flight are finished. An unknown server is not an error.
+        """
+        deadline = time.monotonic() + timeout
+        url = check_worker_url(url)
+        entry = await self._find(url, deadline)
+        if entry is None:
+            return
+        answer = await self._call("DELETE", f"/workers/{entry['id']}", deadline)
+        if answer.status != 404:
+            answer.raise_for_status()
+        while await self._find(url, deadline) is not None:
+            await self._pause(deadline, f"removing {url}")
+
+    async def _find(self, url: str, deadline: float) -> dict[str, Any] | None:
+        entries = await self._list(deadline)
+        return next((entry for entry in entries if entry["url"] == url), None)
+
+    async def _list(self, deadline: float) -> list[dict[str, Any]]:
+        answer = await self._call("GET", "/workers", deadline)
+        content = answer.raise_for_status().json()
+        if not isinstance(content, dict) or "workers" not in content:
+            raise ServerUnavailableError(
+                f"{answer.url} answered {content!r:.200}, as no router does."
+            )
+        entries: list[dict[str, Any]] = content["workers"]
+        return entries
+
+    async def _call(
+        self,
+        method: Literal["GET", "POST", "DELETE"],
+        path: str,
+        deadline: float,
+        payload: Any = None,
+    ) -> Answer:
+        left = max(deadline - time.monotonic(), 1e-3)
+        return await self._http.request(
+            method, f"{self._url}{path}", payload, timeout=left
+        )
+
+    async def _pause(self, deadline: float, change: str) -> None:
+        if time.monotonic() > deadline:
+            raise ServerTimeoutError(
+                f"The router at {self._url} did not finish {change} in time."
+            )
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def find_workers(http: HttpClient, url: str) -> list[str]:
+    """Returns the servers that somebody's router has in rotation; closes ``http``.
+
+    Raises:
+        ServerUnavailableError: if no router answers there.
+        ConfigurationError: if it has no server.
+    """
+    try:
+        answer = await http.request(
+            "GET", f"{url}/workers", timeout=LIST_TIMEOUT_SECONDS
+        )
+        entries = answer.raise_for_status().json()["workers"]
+        found = [str(entry["url"]) for entry in entries if entry["is_healthy"]]
+    except (RequestRefusedError, KeyError, TypeError) as error:
+        raise ServerUnavailableError(
+            f"{url} does not answer like a router of SGLang's ({error})."
+        ) from error
+    finally:
+        await http.close()
+    if not found:
+        raise ConfigurationError(
+            f"The router at {url} has no server in rotation: {entries!r:.300}. Add "
+            f"servers to it, or give urls=[...]."
+        )
+    return found
+
+
+def check_worker_url(url: str) -> str:
+    """Returns the normalized address of a server; refuses one with a password."""
+    shown, login = split_credentials(url)
+    if login is not None:
+        raise ConfigurationError(
+            f"The router sends no user and password to {shown}; start the server with "
+            f"an api_key, and give the router the same."
+        )
+    return shown
