@@ -137,7 +137,7 @@ class RouterClient:
         )
 
     async def _pause(self, deadline: float, change: str) -> None:
-        if time.monotonic() > deadline:
+        if time.monotonic() + POLL_SECONDS > deadline:
             raise ServerTimeoutError(
                 f"The router at {self._url} did not finish {change} in time."
             )

@@ -321,7 +321,7 @@ def test_a_worker_that_cannot_be_added(pair):
         with pytest.raises(ServerUnavailableError, match=f"not add {NOWHERE}.*health"):
             run_sync(router.add_worker(NOWHERE))
         with pytest.raises(ServerTimeoutError, match="adding http://127.0.0.1:1 in ti"):
-            run_sync(router.add_worker("127.0.0.1:1", timeout=0.1))
+            run_sync(router.add_worker("127.0.0.1:1", timeout=0.4))
         assert healthy(router) == sorted(urls(pair))
 
 
