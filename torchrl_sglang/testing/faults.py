@@ -1,9 +1,8 @@
-"""A server that fails when it is told to: a proxy in front of a real one.
+"""A proxy in front of a server that breaks the requests it is told to break.
 
-Between an engine and its server, it passes everything on but the requests that it was
-told to break. So it can be tested what becomes of an engine, of a trainer and of the
-weights when a call is refused, is late, or is cut off before or after the server did
-what it was asked.
+It forwards everything else, so that a test can show what becomes of an engine, of a
+trainer and of the weights when a call is refused, delayed, or cut off before or after
+the server has processed it.
 """
 
 from __future__ import annotations
@@ -24,52 +23,48 @@ from urllib.parse import urlsplit
 __all__ = ["Fault", "FaultyProxy", "Injection"]
 
 Fault: TypeAlias = Literal["refuse", "fail", "stall", "late", "cut", "lose"]
-"""What becomes of a request:
+"""How a request is broken:
 
-- ``"refuse"``: the answer is HTTP 400; the server has not seen it;
+- ``"refuse"``: the response is HTTP 400, and the server never sees the request;
 - ``"fail"``: the same with HTTP 500;
-- ``"stall"``: there is no answer until the client gives up; the server has not seen it;
-- ``"late"``: the server has done it; there is no answer until the client gives up;
-- ``"cut"``: the connection breaks; the server has not seen it;
-- ``"lose"``: the server has done it; the connection breaks before its answer.
+- ``"stall"``: no response until the client gives up; the server never sees the request;
+- ``"late"``: the server processes it; no response until the client gives up;
+- ``"cut"``: the connection breaks; the server never sees the request;
+- ``"lose"``: the server processes it; the connection breaks before its response.
 """
 
 FORWARD_SECONDS = 600.0
-"""Budget for the server to answer."""
-
-LOOK_SECONDS = 0.05
-"""How often a proxy that waits for a client looks whether it is closed itself."""
-
-_STATUS = {"refuse": 400, "fail": 500}
-_SEEN_BY_SERVER = ("late", "lose")
-_NOT_PASSED_ON = {"connection", "content-length", "host", "transfer-encoding"}
+POLL_SECONDS = 0.05
+STATUS = {"refuse": 400, "fail": 500}
+SEEN_BY_SERVER = ("late", "lose")
+HOP_HEADERS = {"connection", "content-length", "host", "transfer-encoding"}
 
 
 @dataclass(kw_only=True)
 class Injection:
-    """One fault that a proxy was told of."""
+    """One fault of a proxy."""
 
     path: str
-    """Path whose requests it is about."""
+    """Path of the requests."""
     fault: Fault | Callable[[], object]
-    """What becomes of them, or what is called before they are passed on."""
+    """How they are broken, or what is called before they are forwarded."""
     first: int
-    """The first of these requests that it meets, from now on; counts from 1."""
+    """The first request that is broken, counted from 1."""
     times: int
-    """How many one after the other it meets."""
+    """How many requests in a row are broken."""
     happened: threading.Event = field(default_factory=threading.Event)
-    """Set when the first of them has come."""
+    """Set when the first of them has arrived."""
     seen: int = 0
-    """How many requests for this path have come since."""
+    """How many requests for this path have arrived since."""
 
-    def meets(self) -> bool:
-        """Counts a request for its path, and tells whether it is to be broken."""
+    def matches(self) -> bool:
+        """Counts a request for its path; returns whether it is to be broken."""
         self.seen += 1
         return self.first <= self.seen < self.first + self.times
 
 
 class FaultyProxy:
-    """Passes requests on to a server, and breaks those that it is told to.
+    """Forwards requests to a server, and breaks those that it is told to break.
 
     Args:
         target: address of the server.
@@ -94,9 +89,9 @@ class FaultyProxy:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.counts: Counter[str] = Counter()
-        """How many requests have come for each path."""
+        """How many requests have arrived for each path."""
         self.refusal = "This fault was injected."
-        """What the answer to a request says that is refused or fails."""
+        """The message of refused and failed responses."""
         proxy = self
 
         class Handler(_Handler):
@@ -105,7 +100,7 @@ class FaultyProxy:
         self._server = _Server(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(
             target=self._server.serve_forever,
-            args=(LOOK_SECONDS,),
+            args=(POLL_SECONDS,),
             name="torchrl_sglang-faulty-proxy",
             daemon=True,
         )
@@ -113,7 +108,7 @@ class FaultyProxy:
 
     @property
     def url(self) -> str:
-        """Address of the proxy, to be used instead of the server's."""
+        """Address of the proxy, to use instead of the server's."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def inject(
@@ -124,25 +119,25 @@ class FaultyProxy:
         first: int = 1,
         times: int = 1,
     ) -> Injection:
-        """Has requests broken.
+        """Breaks requests from now on.
 
         Args:
-            path: of these requests, such as ``"/end_weight_update"``.
-            fault: what becomes of them; or what is called, on a thread of the proxy,
-                before each is passed on.
-            first: the first of them that it meets, from now on; 1 for the next one.
-            times: how many one after the other it meets.
+            path: path of the requests, such as ``"/end_weight_update"``.
+            fault: how they are broken, or a function that a thread of the proxy calls
+                before it forwards each of them.
+            first: the first of them that is broken; 1 for the next one.
+            times: how many in a row are broken.
 
         Returns:
-            The fault; its ``happened`` is set when the first such request has come.
+            The injection; its ``happened`` is set when the first request arrives.
 
         Raises:
             ValueError: if there is no such fault.
         """
         if not callable(fault) and fault not in get_args(Fault):
             raise ValueError(
-                f"fault={fault!r} is not one of {', '.join(get_args(Fault))}, nor can "
-                f"it be called."
+                f"fault must be one of {', '.join(get_args(Fault))} or a function, "
+                f"got {fault!r}."
             )
         injection = Injection(path=path, fault=fault, first=first, times=times)
         with self._lock:
@@ -150,12 +145,12 @@ class FaultyProxy:
         return injection
 
     def clear(self) -> None:
-        """Forgets every fault; what is stalled stays so until its client gives up."""
+        """Removes all faults; stalled requests stay so until their client leaves."""
         with self._lock:
             self._injections.clear()
 
     def close(self) -> None:
-        """Ends the proxy and its connections. Safe to call twice."""
+        """Closes the proxy and its connections. Safe to call twice."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -172,7 +167,7 @@ class FaultyProxy:
     def _next(self, path: str) -> Fault | Callable[[], object] | None:
         with self._lock:
             self.counts[path] += 1
-            found = [i for i in self._injections if i.path == path and i.meets()]
+            found = [i for i in self._injections if i.path == path and i.matches()]
         for injection in found:
             injection.happened.set()
         return found[0].fault if found else None
@@ -183,20 +178,19 @@ class FaultyProxy:
         connection = http.client.HTTPConnection(*self._target, timeout=FORWARD_SECONDS)
         try:
             connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            kind = answer.headers.get("Content-Type", "application/json")
-            return answer.status, kind, answer.read()
+            response = connection.getresponse()
+            kind = response.headers.get("Content-Type", "application/json")
+            return response.status, kind, response.read()
         finally:
             connection.close()
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    # Threads that wait for a server must not be waited for.
-    block_on_close = False
+    block_on_close = False  # Its threads may wait for a server.
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: connections are meant to break here."""
+        """Prints nothing: connections are meant to break here."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -204,17 +198,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
-    def do_GET(self) -> None:
-        self._handle()
-
-    def do_POST(self) -> None:
-        self._handle()
-
-    def do_DELETE(self) -> None:
-        self._handle()
-
     def log_message(self, *arguments: Any) -> None:
-        """Says nothing."""
+        """Prints nothing."""
 
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -224,49 +209,49 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault is not None:
             fault()
-        answer = self._pass_on(body)
-        if answer is None:
+        response = self._forward_request(body)
+        if response is None:
             self._hang_up()
         else:
-            self._answer(*answer)
+            self._respond(*response)
+
+    do_GET = do_POST = do_DELETE = _handle  # noqa: N815 - The names of http.server.
 
     def _break(self, fault: Fault, body: bytes) -> None:
-        if fault in _STATUS:
+        if fault in STATUS:
             text = json.dumps({"error": {"message": self.owner.refusal}})
-            self._answer(_STATUS[fault], "application/json", text.encode())
+            self._respond(STATUS[fault], "application/json", text.encode())
             return
-        if fault in _SEEN_BY_SERVER:
-            self._pass_on(body)
+        if fault in SEEN_BY_SERVER:
+            self._forward_request(body)
         if fault in ("stall", "late"):
-            self._wait_for_client_to_leave()
+            self._wait_for_client()
         self._hang_up()
 
-    def _pass_on(self, body: bytes) -> tuple[int, str, bytes] | None:
+    def _forward_request(self, body: bytes) -> tuple[int, str, bytes] | None:
         headers = {
             name: value
             for name, value in self.headers.items()
-            if name.lower() not in _NOT_PASSED_ON
+            if name.lower() not in HOP_HEADERS
         }
         try:
             return self.owner._forward(self.command, self.path, body, headers)
         except (OSError, http.client.HTTPException):
-            # The server hung up, and so does the proxy.
-            return None
+            return None  # The server hung up, and so does the proxy.
 
-    def _answer(self, status: int, kind: str, body: bytes) -> None:
+    def _respond(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    def _wait_for_client_to_leave(self) -> None:
+    def _wait_for_client(self) -> None:
         while not self.owner._closed.is_set():
-            if select.select([self.connection], [], [], LOOK_SECONDS)[0]:
+            if select.select([self.connection], [], [], POLL_SECONDS)[0]:
                 return
 
     def _hang_up(self) -> None:
         self.close_connection = True
-        # Unless the client did so first.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # The client may have done so first.
             self.connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""What servers need on the GPU machine at hand, for tests and benchmarks."""
+"""Server flags that a GPU machine needs, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import shlex
 __all__ = ["FLAGS_VARIABLE", "server_arguments"]
 
 FLAGS_VARIABLE = "SGLANG_BUNDLE_FLAGS"
-"""Further flags of the server, as on its command line, for this machine."""
+"""Environment variable with further flags of SGLang's server for this machine."""
 
 
 def server_arguments() -> dict[str, object]:
-    """Returns the flags of the environment as arguments of ``from_pretrained``.
+    """Returns these flags as arguments of ``from_pretrained``.
 
     Examples:
         >>> import os

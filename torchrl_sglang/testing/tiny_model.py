@@ -1,10 +1,8 @@
-"""A tiny Qwen2 model and tokenizer, made from nothing.
+"""A tiny Qwen2 model and tokenizer that need no download.
 
-Tests, benchmarks and the examples need a model that a trainer (`transformers`) and an
-SGLang server both load, that fits in a megabyte and that no network has to deliver.
-The tokenizer has one token per character, so text, tokens and log-probs can be
-compared position by position; the model's random weights are large enough that its
-output depends visibly on every prompt token.
+Both `transformers` and an SGLang server load it. The tokenizer has one token per
+character, so that text, tokens and log-probs can be compared position by position; the
+random weights are large enough that the output depends on every prompt token.
 
 Example:
     >>> import tempfile
@@ -37,12 +35,11 @@ PAD_TOKEN = "<|endoftext|>"
 START_TOKEN = "<|im_start|>"
 END_TOKEN = "<|im_end|>"
 
-# Printable ASCII and the newline that the chat template needs, in the alphabet of
-# byte-level tokenizers, which has a visible letter for each of the two white spaces.
+# Printable ASCII and the newline, as byte-level tokenizers write them.
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + "ĠĊ"
 
-# ChatML as Qwen writes it. The generation block, which becomes the assistant mask,
-# holds the content and the end of turn: the model has to learn both.
+# Qwen's ChatML. The generation block, which becomes the assistant mask, holds content
+# and end of turn: the model has to learn both.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -60,15 +57,12 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    r"""Build a tokenizer with one token per character.
+    r"""Returns a tokenizer with one token per character.
 
     It is Qwen's byte-level tokenizer without merges, restricted to printable ASCII and
-    the newline: such text, and any sequence of tokens, survives encoding and decoding
-    unchanged. Characters outside this alphabet have no token and are dropped.
-
-    Returns:
-        A tokenizer of 99 tokens with the ChatML special tokens (``<|im_end|>`` ends a
-        turn, ``<|endoftext|>`` pads) and a chat template that yields assistant masks.
+    the newline, which encode and decode unchanged; other characters are dropped. The 99
+    tokens include ChatML's (``<|im_end|>`` ends a turn, ``<|endoftext|>`` pads), and
+    the chat template yields assistant masks.
 
     Example:
         >>> tokenizer = make_tiny_tokenizer()
@@ -118,15 +112,12 @@ def make_tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Qwen2ForCausalLM:
-    """Build a small Qwen2 model with random weights, in evaluation mode, on CPU.
+    """Returns a small Qwen2 model with random weights, in evaluation mode, on CPU.
 
-    The same arguments always give the same weights; the caller's random state is left
-    alone.
+    The same arguments give the same weights; the global random state is unchanged.
 
     Args:
-        tokenizer: The tokenizer whose vocabulary and special tokens the model takes.
-
-    Keyword Args:
+        tokenizer: The tokenizer whose vocabulary and special tokens the model uses.
         hidden_size: Width of the residual stream.
         num_layers: Number of transformer blocks.
         num_heads: Number of query heads, each of at least 16 dimensions.
@@ -139,12 +130,9 @@ def make_tiny_model(
         seed: Seed of the weights.
         dtype: Data type of the weights.
 
-    Returns:
-        The model.
-
     Raises:
-        ValueError: If the heads do not divide the width or are too small for the
-            attention kernels of an inference engine.
+        ValueError: If the heads do not divide the width, or have fewer than 16
+            dimensions, which attention kernels need.
 
     Example:
         >>> tokenizer = make_tiny_tokenizer()
@@ -179,7 +167,7 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-        # Zero biases would hide a bias that is never transferred to the engine.
+        # A zero bias would hide that it was never sent to the engine.
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=initializer_range)
@@ -187,7 +175,7 @@ def make_tiny_model(
 
 
 def save_tiny_model(path: str | Path, **kwargs: Any) -> Path:
-    """Write a tiny model and its tokenizer as Hugging Face files.
+    """Writes a tiny model and its tokenizer as Hugging Face files.
 
     Args:
         path: The folder to write to; created if missing.
