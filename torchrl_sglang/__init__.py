@@ -1,8 +1,8 @@
 """SGLang for TorchRL: rollouts at engine speed, weights at link speed.
 
-:class:`AsyncSGLang` is the engine, :class:`SGLangWrapper` the policy that runs on it,
-and :class:`SGLangWeightSyncScheme` brings new weights to it. Names are imported when
-they are first used, so that ``import torchrl_sglang`` costs next to nothing.
+:class:`AsyncSGLang` is the engine, :class:`SGLangWrapper` the policy that uses it, and
+:class:`SGLangWeightSyncScheme` sends new weights to it. Names are imported when they are
+first used, so that ``import torchrl_sglang`` is cheap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The program ``torchrl-sglang``; see :mod:`torchrl_sglang.cli`."""
+"""Entry point of the program ``torchrl-sglang``; see :mod:`torchrl_sglang.cli`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from torchrl_sglang.cli import main
 
 
 def run() -> int:
-    """Run the command line as a program of its own and return its exit status."""
-    # Standard output is for results; TorchRL's logger, made when it is imported, would
-    # write there too.
+    """Runs the command line as a program and returns its exit status."""
+    # Standard output is for results, so TorchRL's logger must not write there.
     os.environ["TORCHRL_CONSOLE_STREAM"] = "stderr"
     return main()
 

@@ -104,7 +104,9 @@ def add_command(commands: Any) -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints."""
-    actions = ACTIONS if arguments.action == "all" else (arguments.action,)
+    actions: tuple[str, ...] = ACTIONS
+    if arguments.action != "all":
+        actions = (arguments.action,)
     urls = [*(arguments.url or ()), *filter(None, [arguments.router_url])]
     if urls:
         _check_unused(arguments)

@@ -171,7 +171,8 @@ def gather_engine(device: str, python: str | None) -> dict[str, Any]:
     from torchrl_sglang.backends.launch import cpu
     from torchrl_sglang.backends.launch.environment import inherited_environment
 
-    interpreter, own, versions = python or sys.executable, {}, ()
+    interpreter, own = python or sys.executable, dict[str, str]()
+    versions: tuple[str, ...] = ()
     try:
         if device == "cpu":
             interpreter = str(cpu.engine_python(python=python))
