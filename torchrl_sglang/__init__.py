@@ -1,7 +1,7 @@
 """SGLang for TorchRL: rollouts at engine speed, weights at link speed.
 
 :class:`AsyncSGLang` is the engine, :class:`SGLangWrapper` the policy that uses it, and
-:class:`SGLangWeightSyncScheme` sends new weights to it. Names are imported when they are
+:class:`SGLangWeightSyncScheme` sends new weights to it. A name is imported when it is
 first used, so that ``import torchrl_sglang`` is cheap.
 """
 
