@@ -20,7 +20,10 @@ from torchrl_sglang.backends.client.control import (
     CONTROL_TIMEOUT_SECONDS,
     ControlPlane,
 )
-from torchrl_sglang.backends.generation.request import GenerateRequest
+from torchrl_sglang.backends.generation.request import (
+    GenerateRequest,
+    check_logprobs_mode,
+)
 from torchrl_sglang.backends.generation.resume import (
     join_completions,
     resume_request,
@@ -59,12 +62,14 @@ __all__ = [
     "GenerateRequest",
     "RLSGLangEngine",
     "WeightUpdate",
+    "check_logprobs_mode",
     "check_name",
     "connect",
     "join_completions",
     "parse_served_name",
     "read_folder",
     "resume_request",
+    "start",
     "visible_devices",
     "why_not",
     "write_mark",
@@ -483,6 +488,13 @@ def connect(url: str) -> RLSGLangEngine:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
     return AsyncSGLang.connect(url)
+
+
+def start(model: str | os.PathLike[str]) -> RLSGLangEngine:
+    """Starts a server for a model; see :meth:`.AsyncSGLang.from_pretrained`."""
+    from torchrl_sglang.backends.async_sglang import AsyncSGLang
+
+    return AsyncSGLang.from_pretrained(model)
 
 
 class WeightUpdate(Protocol):

@@ -1,5 +1,7 @@
-"""TensorDict in, TensorDict out. Knows TorchRL, tokenizers and the engine's contract.
+"""TorchRL's policy on an SGLang engine: TensorDict in, TensorDict out.
 
-One pipeline serves every mode: ``inputs.py`` reads prompts as token ids, the engine
-continues or scores them, ``outputs.py`` writes what came back.
+Data flows ``inputs`` (prompts to token ids) -> ``engine_call`` (completions) ->
+``outputs`` (containers), driven by ``sglang_wrapper``; every mode takes this way.
+``sampling`` translates the sampling parameters. Knows TorchRL and tokenizers, and the
+engine through ``backends/base.py`` only.
 """

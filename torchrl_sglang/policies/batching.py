@@ -1,8 +1,7 @@
-"""Calls of several threads to batches for the engine.
+"""Batches the calls of several threads into one call of the engine.
 
-Whoever waits in the queue can become the one who runs the next batch, so there is no
-thread of its own, and no lock is held while the engine works: the next batch can be on
-its way before the last one is back.
+There is no batching thread: each waiting caller can run the next batch. No lock is held
+while the engine works, so several batches can be in flight.
 """
 
 from __future__ import annotations
@@ -36,32 +35,22 @@ class _Call(Generic[Result]):
     futures: list[Future[Result]]
     """One for each item."""
     deadline: float
-    """When it stops to wait for other calls, on the monotonic clock; in the past once
-    some of its items have been taken, so that the others follow at once."""
+    """When it stops waiting for other calls, on the monotonic clock; in the past once
+    some of its items were taken, so that the rest follow at once."""
     waiting: int = field(init=False)
-    """Number of its items in the queue."""
+    """Number of its queued items."""
 
     def __post_init__(self) -> None:
         self.waiting = len(self.futures)
 
 
 class Batcher(Generic[Item, Result]):
-    """Gathers items of several callers and runs them together.
+    """Runs items of several callers together, in order of arrival.
 
-    A call waits until ``min_size`` items are there, or until it has waited for
-    ``timeout`` seconds. A batch holds at most ``max_size`` items, in order of arrival;
-    what is left of a call that is larger follows at once, whatever ``min_size`` is.
-    An error that belongs to one item reaches that item's caller only; if running a
-    batch fails as a whole, it reaches the callers in that batch.
-
-    Args:
-        run: takes items and returns, for each, its result or its error.
-        min_size: items to wait for.
-        max_size: most items of a batch; ``None`` for no limit.
-        timeout: longest wait of an item, in seconds.
-
-    Raises:
-        ConfigurationError: if the sizes or the timeout make no sense.
+    A call waits for ``min_size`` queued items, but at most ``timeout`` seconds. A batch
+    holds at most ``max_size`` items; the rest of a larger call follows at once. ``run``
+    returns a result or an error for each item, which only its caller gets; if ``run``
+    raises, all callers in the batch get that error.
     """
 
     def __init__(
@@ -87,20 +76,16 @@ class Batcher(Generic[Item, Result]):
         self._arrival = threading.Condition()
 
     def __len__(self) -> int:
-        """Returns the number of items that wait."""
+        """Returns the number of queued items."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Number of items that the engine has."""
+        """Number of items in flight."""
         return self._running
 
     def submit(self, items: Sequence[Item]) -> list[Result]:
-        """Runs items in batches with those of other callers, and waits for them.
-
-        Raises:
-            SGLangError: the first error among these items.
-        """
+        """Runs items, batched with other callers', and raises their first error."""
         call = _Call[Result](
             [Future() for _ in items], time.monotonic() + self._timeout
         )
@@ -117,7 +102,7 @@ class Batcher(Generic[Item, Result]):
         return [future.result() for future in call.futures]
 
     def _take(self, call: _Call[Result]) -> list[tuple[Item, Future[Result]]]:
-        """Waits for a batch to run; returns none when nothing of ``call`` is queued."""
+        """Waits for a batch to run; returns none once ``call`` has no queued items."""
         while call.waiting:
             wait = call.deadline - time.monotonic()
             if len(self._queue) >= self._min_size or wait <= 0:
@@ -127,7 +112,7 @@ class Batcher(Generic[Item, Result]):
                     owner.waiting -= 1
                     owner.deadline = -math.inf
                 self._running += size
-                # Callers whose items went along wait no longer.
+                # Wakes the callers whose items were taken.
                 self._arrival.notify_all()
                 return [(item, future) for item, future, _ in taken]
             self._arrival.wait(wait)
@@ -152,7 +137,7 @@ class Batcher(Generic[Item, Result]):
                 future.set_result(result)
 
     def cancel(self) -> None:
-        """Fails all items that wait; those that run come back as usual."""
+        """Fails all queued items; items in flight complete as usual."""
         with self._arrival:
             waiting = list(self._queue)
             self._queue.clear()

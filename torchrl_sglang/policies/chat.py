@@ -1,8 +1,8 @@
-"""Conversations to text and token ids, and which of them the assistant wrote.
+"""Chat templates: conversations to text, token ids and assistant masks.
 
-The template is the one that TorchRL would choose by the model's name, so that a trainer
-and the engine read the same conversation alike; for other models it is the tokenizer's
-own, where TorchRL would put ChatML in its place.
+The template is the one that TorchRL chooses by the model's name, so that trainer and
+engine see the same prompt. For other models it is the tokenizer's own; TorchRL would
+fall back to ChatML.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torchrl_sglang.errors import ConfigurationError
 __all__ = ["continue_tokens", "encode_full", "find_template", "render", "to_messages"]
 
 Message = Mapping[str, Any]
-"""``{"role": ..., "content": ...}`` and what else the history holds."""
+"""``{"role": ..., "content": ...}`` and the history's other fields."""
 
-_MARKER = re.compile(r"\{%[-+]?\s*generation\b")
+_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\b")
 
 
-class _NameOnly:
-    """Stands in for a tokenizer while TorchRL chooses a template by its name."""
+class _TemplateProbe:
+    """Passed to TorchRL as a tokenizer to record the template that it chooses."""
 
     chat_template = None
 
@@ -42,24 +42,15 @@ class _NameOnly:
 def find_template(
     tokenizer: Any, *, name: str | None = None, template: str | None = None
 ) -> str:
-    """Returns the chat template to use.
-
-    Args:
-        tokenizer: of the model.
-        name: one of TorchRL's templates.
-        template: a template; wins over everything.
-
-    Raises:
-        ConfigurationError: if there is none, or TorchRL knows no template of that name.
-    """
+    """Returns ``template``, TorchRL's template ``name``, or the model's template."""
     if template is not None:
         return template
     if name is not None and name not in _CHAT_TEMPLATES:
         raise ConfigurationError(
-            f"chat_template_name={name!r} is none of TorchRL's templates: "
+            f"chat_template_name={name!r} must be one of TorchRL's templates: "
             f"{', '.join(sorted(_CHAT_TEMPLATES))}."
         )
-    probe = _NameOnly(tokenizer)
+    probe = _TemplateProbe(tokenizer)
     message = History(role="user", content="", batch_size=()).unsqueeze(0)
     message.apply_chat_template(tokenizer=probe, chat_template_name=name)
     assert probe.chosen is not None
@@ -69,16 +60,15 @@ def find_template(
         own: str = tokenizer.get_chat_template()
     except (AttributeError, ValueError) as error:
         raise ConfigurationError(
-            f"The tokenizer {probe.name_or_path!r} has no chat template, so there is "
-            f"no telling how this model reads a conversation. Pass chat_template=..., "
-            f"or the name of one of TorchRL's, like "
+            f"The tokenizer {probe.name_or_path!r} has no chat template. Pass "
+            f"chat_template=..., or the name of one of TorchRL's, such as "
             f"chat_template_name='chatml_format'; or use input_mode='text'."
         ) from error
     return own
 
 
 def to_messages(history: History) -> list[Message]:
-    """Returns a conversation of shape ``(T,)`` as chat templates take it."""
+    """Returns a conversation of shape ``(T,)`` as messages for a chat template."""
     inner = history._tensordict
     if isinstance(inner, LazyStackedTensorDict):
         messages = [_plain_message(turn) for turn in inner.tensordicts]
@@ -89,10 +79,7 @@ def to_messages(history: History) -> list[Message]:
 
 
 def _plain_message(turn: TensorDictBase) -> Message | None:
-    """Returns a message of texts and numbers only, which needs no conversion.
-
-    TorchRL's conversion gives the same in ten times the time.
-    """
+    """Returns a message of strings and booleans ten times faster than TorchRL does."""
     message = {}
     for name, value in turn.items():
         if type(value) is not NonTensorData:
@@ -111,11 +98,7 @@ def render(
     template: str,
     add_generation_prompt: bool,
 ) -> list[str]:
-    """Returns conversations as text, with the special tokens that the template writes.
-
-    Raises:
-        ConfigurationError: if the template does not take one of them.
-    """
+    """Returns templated conversations, special tokens included."""
     try:
         texts: list[str] = tokenizer.apply_chat_template(
             [list(chat) for chat in chats],
@@ -124,9 +107,9 @@ def render(
             add_generation_prompt=add_generation_prompt,
         )
     except Exception as error:
-        # Templates raise errors of their own on roles in an order they do not know.
+        # Templates raise arbitrary errors, for example on an unexpected role order.
         raise ConfigurationError(
-            f"The chat template does not take a conversation of the batch: "
+            f"The chat template rejected a conversation of the batch: "
             f"{type(error).__name__}: {error}"
         ) from error
     return texts
@@ -137,14 +120,13 @@ def encode_full(
 ) -> tuple[list[str], list[list[int]], list[list[bool]]]:
     """Returns text, token ids and assistant masks of complete conversations.
 
-    The mask covers what the template marks with ``{% generation %}``. Without markers
-    it covers what the model writes in its turns: behind the generation prompt, up to
-    and including the token that ends the turn.
+    The mask covers the template's ``{% generation %}`` blocks. Without them it covers
+    each assistant turn from the generation prompt to its end-of-turn token, inclusive.
     """
     texts = render(
         chats, tokenizer=tokenizer, template=template, add_generation_prompt=False
     )
-    if _MARKER.search(template):
+    if _GENERATION_MARKER.search(template):
         encoded = tokenizer.apply_chat_template(
             [list(chat) for chat in chats],
             chat_template=template,
@@ -170,7 +152,7 @@ def encode_full(
 
 
 def _encode_with_starts(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Returns token ids and the position in the text at which each one starts."""
+    """Returns token ids and the text position at which each one starts."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
@@ -191,7 +173,7 @@ def _encode_with_starts(text: str, tokenizer: Any) -> tuple[list[int], list[int]
 def _assistant_spans(
     chat: Sequence[Message], text: str, tokenizer: Any, template: str
 ) -> list[tuple[int, int]]:
-    """Returns where in a templated conversation the assistant's turns stand."""
+    """Returns the text spans of the assistant's turns in a templated conversation."""
     spans = []
     cursor = 0
     for index, message in enumerate(chat):
@@ -202,12 +184,12 @@ def _assistant_spans(
         if before and upto and text.startswith(before) and text.startswith(upto):
             begin, end = len(before), len(upto)
         else:
-            # The template writes earlier turns in another way than the last one.
+            # The template renders earlier turns differently from the last one.
             begin = text.find(message["content"], cursor)
             end = begin + len(message["content"])
             if begin < 0:
                 continue
-        # White space behind the turn's last word or token belongs to the template.
+        # Trailing white space belongs to the template.
         end = begin + len(text[begin:end].rstrip())
         spans.append((begin, end))
         cursor = end
@@ -217,7 +199,7 @@ def _assistant_spans(
 def _render_part(
     chat: Sequence[Message], tokenizer: Any, template: str, *, prompt: bool
 ) -> str | None:
-    """Returns the beginning of a conversation as text, if the template takes it."""
+    """Returns the beginning of a conversation as text, if the template accepts it."""
     try:
         return render(
             [chat], tokenizer=tokenizer, template=template, add_generation_prompt=prompt
@@ -232,24 +214,17 @@ def continue_tokens(
     tokenizer: Any,
     padding_value: int | None = None,
 ) -> list[list[int]]:
-    """Returns the tokens of templated conversations, keeping those that are known.
+    """Returns the tokens of templated conversations, reusing known leading tokens.
 
-    A model that generated ``["1", "2"]`` must not see ``["12"]`` in the next turn, so
-    what was generated is never tokenized again: known tokens stay, and only the text
-    behind them (the end of the turn, new messages, the generation prompt) is. Known
-    tokens that are not the beginning of the conversation, because it was edited, are
-    not used.
-
-    Args:
-        texts: conversations, with the special tokens that the template wrote.
-        known: token ids of the beginning of each one, or nothing.
-        tokenizer: adds no special tokens here.
-        padding_value: token that ``known`` may end with without meaning it.
+    Generated tokens are never tokenized again: a model that generated ``["1", "2"]``
+    must not see ``["12"]`` in the next turn. Only the text after the known tokens is
+    tokenized; they may end with padding. Known tokens that do not match the beginning
+    of the conversation, because it was edited, are ignored.
     """
     beginnings: list[list[int]] = [[] for _ in texts]
     rest = list(texts)
     for index, ids in enumerate(known or ()):
-        for candidate in (ids, without_trailing(ids, padding_value)):
+        for candidate in (ids, _strip_trailing(ids, padding_value)):
             begin = tokenizer.decode(
                 candidate, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
@@ -261,8 +236,8 @@ def continue_tokens(
     return [[*begin, *end] for begin, end in zip(beginnings, ends, strict=True)]
 
 
-def without_trailing(token_ids: list[int], padding_value: int | None) -> list[int]:
-    """Returns ``token_ids`` without the padding tokens that they end with."""
+def _strip_trailing(token_ids: list[int], padding_value: int | None) -> list[int]:
+    """Returns ``token_ids`` without trailing padding tokens."""
     end = len(token_ids)
     while end and token_ids[end - 1] == padding_value:
         end -= 1

@@ -1,4 +1,4 @@
-"""What the engine knows about a response beyond its tokens and log-probs."""
+"""GenerationInfo: the finish reason, weight versions and top tokens of responses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["GenerationInfo"]
 
 
 class GenerationInfo(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """How each response came about."""
+    """Metadata of each response."""
 
     finish_reason: str
     truncated: torch.Tensor
@@ -22,39 +22,39 @@ class GenerationInfo(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 # TensorClass replaces a class's own docstring with its signature.
-GenerationInfo.__doc__ = """How each response came about.
+GenerationInfo.__doc__ = """Metadata of each response beyond tokens and log-probs.
 
-    Ask for it with ``SGLangWrapper(..., return_generation_info=True)``. It is written,
-    too, where ``generate_kwargs={"logprobs": N}`` asks for the ``N`` likeliest tokens.
+    Written with ``SGLangWrapper(..., return_generation_info=True)``, and also where
+    ``generate_kwargs={"logprobs": N}`` asks for the top ``N`` tokens.
 
-    Shapes are those of one sample; the batch's dimensions come before them, as in
-    :class:`~torchrl.modules.llm.policies.Tokens`. ``Lr`` is the length of the response.
+    Shapes are those of one sample, after the batch dimensions, as in
+    :class:`~torchrl.modules.llm.policies.Tokens`. ``Lr`` is the response length.
 
     Args:
         finish_reason (str): ``"stop"`` (a stop token or stop string) or ``"length"``.
-        truncated (torch.Tensor): bool ``()``: whether it ended for its length alone.
-        cached_tokens (torch.Tensor): int64 ``()``: prompt tokens whose attention state
-            came from the prefix cache.
-        weight_version (torch.Tensor): int64 ``(Lr,)``: version of the weights that
-            generated each token, as counted by the weight-sync scheme; -1 where the
-            server's version is not a number, as before the first update, and where it
-            is unknown: SGLang before 0.5.20 does not say it of a response during which
-            the weights were updated. Padded on the right with -1.
-        mixed_state (torch.Tensor): bool ``()``: whether tokens of the later of several
-            versions rest on a KV cache that older weights computed, as they do with
-            ``pause_mode="in_place"``; True, too, where the versions are unknown. The
-            log-probabilities that the server gave for them while it generated are
-            those of no version alone. An engine object that does not send the weights
-            itself tells by how often the server computed the response anew, and can
-            take a response that the server put off for want of memory for a whole one.
-        logprobs_mode (str): whose log-probabilities were written, of the response and
-            of the likeliest tokens: ``"model"`` or ``"sampling"``; empty where none
-            were.
-        top_token_ids (torch.Tensor, optional): int64 ``(Lr, N)``: the ``N`` likeliest
-            tokens in the place of each one, the likeliest first, if they were asked
-            for. Padded on the right with -1.
-        top_log_probs (torch.Tensor, optional): float32 ``(Lr, N)``: their
-            log-probabilities. Padded on the right with 0.0.
+        truncated (torch.Tensor): bool ``()``: whether the response ended only because
+            of its length.
+        cached_tokens (torch.Tensor): int64 ``()``: prompt tokens found in the prefix
+            cache.
+        weight_version (torch.Tensor): int64 ``(Lr,)``: weight version that generated
+            each token, as counted by the weight-sync scheme; -1 if the server's version
+            is not a number, as before the first update, or unknown: SGLang before
+            0.5.20 does not report it for responses that span a weight update. Padded on
+            the right with -1.
+        mixed_state (torch.Tensor): bool ``()``: whether tokens were generated on a
+            stale KV cache, computed by older weights, as with
+            ``pause_mode="in_place"``; also True if the versions are unknown. Log-probs
+            that the server computed for such tokens belong to no single weight
+            version. An engine object that does not send the weights itself infers this
+            from the server's recomputations, and can miss it for a response that the
+            server retracted for lack of memory.
+        logprobs_mode (str): origin of the written log-probs, of sampled and top tokens:
+            ``"model"`` or ``"sampling"``; empty if none were written.
+        top_token_ids (torch.Tensor, optional): int64 ``(Lr, N)``: the top ``N`` tokens
+            at each position, most likely first, if requested. Padded on the right with
+            -1.
+        top_log_probs (torch.Tensor, optional): float32 ``(Lr, N)``: their log-probs.
+            Padded on the right with 0.0.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -1,7 +1,6 @@
 """History, text or tokens to prompt token ids: the first step of the pipeline.
 
-Whatever the mode, what leaves this file is a list of token-id lists, one for each
-element of the flattened batch, with the text and the history that they came from.
+Each reader takes a flat batch and returns :class:`Prompts`.
 """
 
 from __future__ import annotations
@@ -33,30 +32,13 @@ class Prompts:
     token_ids: list[list[int]]
     """Token ids of each element, without padding."""
     texts: list[str] | None = None
-    """Text of each element, where there is a tokenizer."""
+    """Text of each element; ``None`` in tokens mode."""
     histories: list[History] | None = None
     """Conversation of each element, of shape ``(T,)``, in history mode."""
     assistant_masks: list[list[bool]] | None = None
-    """For each token whether the assistant wrote it; scoring a history only."""
+    """Which tokens the assistant wrote, when scoring histories."""
     masks: list[torch.Tensor] | None = None
-    """Where the tokens of each element stood in its row of the input, if asked for;
-    on the CPU."""
-
-
-def get_required(
-    td: TensorDictBase, key: NestedKey, mode: str, **get_kwargs: Any
-) -> Any:
-    """Returns the value under ``key`` of a flat batch.
-
-    Raises:
-        ConfigurationError: if there is none; the text is TorchRL's own.
-    """
-    if key not in td:
-        raise ConfigurationError(
-            f"Expected '{key}' key for {mode} input mode, but found keys: "
-            f"{list(td.keys())}"
-        )
-    return td.get(key, **get_kwargs)
+    """Which places of each padded input row held tokens, on the CPU, if asked for."""
 
 
 def read_history(
@@ -65,27 +47,15 @@ def read_history(
     *,
     tokenizer: Any,
     template: str,
-    tokens: list[list[int]] | None,
+    known_tokens: list[list[int]] | None,
     padding_value: int | None,
     generate: bool,
 ) -> Prompts:
-    """Reads conversations and templates them.
+    """Reads conversations, to be continued or complete, and applies the chat template.
 
-    Args:
-        td: flat batch.
-        key: where the :class:`~torchrl.data.llm.History` is.
-        tokenizer: of the model.
-        template: chat template; see :func:`.chat.find_template`.
-        tokens: when generating, token ids of the conversation's beginning that are
-            known already; see :func:`.chat.continue_tokens`.
-        padding_value: the padding token.
-        generate: whether the conversation shall be continued, or is complete.
-
-    Raises:
-        TypeError: if the value is not a ``History``.
-        ConfigurationError: if it is missing, or the template does not take it.
+    ``known_tokens`` are reused when generating; see :func:`.chat.continue_tokens`.
     """
-    history = get_required(td, key, "history")
+    history = _get(td, key, "history")
     if not isinstance(history, History):
         raise TypeError(f"Expected History object for '{key}', got {type(history)}")
     histories = list(history.unbind(0))
@@ -94,11 +64,11 @@ def read_history(
         texts = render(
             chats, tokenizer=tokenizer, template=template, add_generation_prompt=True
         )
-        ids = continue_tokens(texts, tokens, tokenizer, padding_value)
+        ids = continue_tokens(texts, known_tokens, tokenizer, padding_value)
         return Prompts(token_ids=ids, texts=texts, histories=histories)
-    texts, token_ids, masks = encode_full(chats, tokenizer=tokenizer, template=template)
+    texts, ids, masks = encode_full(chats, tokenizer=tokenizer, template=template)
     return Prompts(
-        token_ids=token_ids, texts=texts, histories=histories, assistant_masks=masks
+        token_ids=ids, texts=texts, histories=histories, assistant_masks=masks
     )
 
 
@@ -109,13 +79,8 @@ def read_text(
     tokenizer: Any,
     tokenizer_kwargs: Mapping[str, Any],
 ) -> Prompts:
-    """Reads texts and tokenizes them, special tokens included.
-
-    Raises:
-        TypeError: if the value does not hold strings.
-        ConfigurationError: if it is missing, or there is no tokenizer.
-    """
-    value = get_required(td, key, "text")
+    """Reads texts and tokenizes them, special tokens included."""
+    value = _get(td, key, "text")
     texts = value if isinstance(value, list) else getattr(value, "tolist", list)()
     if isinstance(texts, str):
         texts = [texts] * td.batch_size[0]
@@ -137,41 +102,49 @@ def read_tokens(
     padding_value: int | None,
     keep_layout: bool = False,
 ) -> Prompts:
-    """Reads token ids, ragged or padded, and leaves the padding out.
+    """Reads token ids, ragged or padded, and removes the padding.
 
-    An attention mask decides what is padding, if one of the right shape is there.
-    Otherwise leading padding tokens are left out and nothing else: a padding token in
-    the middle or at the end may be a real one (often the padding token is also the
-    one that ends a sequence).
-
-    Raises:
-        TypeError: if the value is not made of integer tensors.
-        ConfigurationError: if it is missing.
+    The first attention mask of the right shape decides. Without one, only leading
+    padding tokens are removed: a later one may be a real end-of-sequence token.
     """
-    rows = get_required(td, key, "tokens", as_list=True)
+    rows = _get(td, key, "tokens", as_list=True)
     if not all(isinstance(row, torch.Tensor) for row in rows):
         raise TypeError(f"Expected tensors for '{key}', got {type(rows[0])}")
-    masks: list[torch.Tensor] | None = None
-    for mask_key in attention_mask_keys:
-        if masks is None and mask_key in td:
-            found = td.get(mask_key, as_list=True)
-            if [mask.shape for mask in found] == [row.shape for row in rows]:
-                masks = found
     for row in rows:
         if row.is_floating_point() or row.dtype is torch.bool or row.ndim != 1:
             raise TypeError(
                 f"Expected one-dimensional integer tensors for '{key}', got shape "
                 f"{tuple(row.shape)} and {row.dtype}"
             )
+    masks = _find_masks(td, attention_mask_keys, [row.shape for row in rows])
     if masks is not None:
-        # What is scored is put together on the CPU, wherever the tokens were.
-        masks = [mask.to(device="cpu", dtype=torch.bool) for mask in masks]
-        kept = [row.cpu()[mask].tolist() for row, mask in zip(rows, masks, strict=True)]
+        ids = [row.cpu()[mask].tolist() for row, mask in zip(rows, masks, strict=True)]
     else:
-        kept = [strip_padding(row.tolist(), padding_value) for row in rows]
+        ids = [strip_padding(row.tolist(), padding_value) for row in rows]
         masks = [
-            torch.arange(len(row)) >= len(row) - len(ids)
-            for row, ids in zip(rows, kept, strict=True)
+            torch.arange(len(row)) >= len(row) - len(kept)
+            for row, kept in zip(rows, ids, strict=True)
             if keep_layout
         ]
-    return Prompts(token_ids=kept, masks=masks if keep_layout else None)
+    return Prompts(token_ids=ids, masks=masks if keep_layout else None)
+
+
+def _find_masks(
+    td: TensorDictBase, keys: Sequence[NestedKey], shapes: list[torch.Size]
+) -> list[torch.Tensor] | None:
+    """Returns the first masks of the given shapes, on the CPU."""
+    for key in keys:
+        masks = td.get(key, as_list=True) if key in td else []
+        if [mask.shape for mask in masks] == shapes:
+            return [mask.to(device="cpu", dtype=torch.bool) for mask in masks]
+    return None
+
+
+def _get(td: TensorDictBase, key: NestedKey, mode: str, **get_kwargs: Any) -> Any:
+    """Returns the value under ``key``, or raises with TorchRL's own message."""
+    if key not in td:
+        raise ConfigurationError(
+            f"Expected '{key}' key for {mode} input mode, but found keys: "
+            f"{list(td.keys())}"
+        )
+    return td.get(key, **get_kwargs)

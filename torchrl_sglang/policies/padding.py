@@ -1,18 +1,26 @@
-"""Ragged rows to rectangular tensors and back: pure."""
+"""Ragged rows to rectangular tensors and back. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["pad", "strip_padding"]
+__all__ = ["pad", "pad_samples", "restore_padding", "strip_padding"]
+
+_FILL: dict[str, float] = {"masks": False, "log_probs": 0.0, "generation_info": -1}
+"""Container -> padding value; tokens are padded with the padding token."""
+
+_FILL_OF_FIELD: dict[str, float] = {"top_log_probs": 0.0}
+"""Field -> padding value, where it differs from its container's."""
+
+_RESPONSE_FIELDS = ("response", "weight_version", "top_token_ids", "top_log_probs")
+"""Fields with one value per response token and none for the prompt."""
 
 
 def strip_padding(token_ids: list[int], padding_value: int | None) -> list[int]:
-    """Returns ``token_ids`` without the padding tokens that they begin with.
-
-    A row of padding tokens only keeps its last one, which a prompt can consist of.
+    """Returns ``token_ids`` without leading padding tokens, but never empty.
 
     Examples:
         >>> strip_padding([0, 0, 5, 0], 0)
@@ -24,15 +32,8 @@ def strip_padding(token_ids: list[int], padding_value: int | None) -> list[int]:
     return token_ids[start:] if start else token_ids
 
 
-def pad(
-    rows: Sequence[torch.Tensor], *, side: str, value: float | int | bool
-) -> torch.Tensor:
-    """Returns the rows as one tensor of shape ``(len(rows), longest)``.
-
-    Args:
-        rows: one-dimensional tensors of one dtype.
-        side: ``"left"`` or ``"right"``: where the padding goes.
-        value: what it is filled with.
+def pad(rows: Sequence[torch.Tensor], *, side: str, value: float) -> torch.Tensor:
+    """Returns one-dimensional rows as one tensor, padded on the left or right.
 
     Examples:
         >>> pad([torch.tensor([1, 2]), torch.tensor([3])], side="left", value=0)
@@ -42,3 +43,48 @@ def pad(
     return torch.nn.utils.rnn.pad_sequence(
         list(rows), batch_first=True, padding_value=value, padding_side=side
     )
+
+
+def pad_samples(
+    samples: Sequence[dict[str, dict[str, Any]]], padding_value: int
+) -> None:
+    """Pads prompts on the left and responses on the right, in place."""
+    fill = {"tokens": padding_value, **_FILL}
+    # A scored sequence has no response and is padded like a prompt.
+    splits = [
+        len(sample["tokens"]["prompt" if "prompt" in sample["tokens"] else "full"])
+        for sample in samples
+    ]
+    for name in fill.keys() & samples[0].keys():
+        for field, first in list(samples[0][name].items()):
+            if not isinstance(first, torch.Tensor) or not first.ndim:
+                continue
+            rows = [sample[name][field] for sample in samples]
+            value = _FILL_OF_FIELD.get(field, fill[name])
+            starts = [0] * len(rows) if field in _RESPONSE_FIELDS else splits
+            padded = _pad_around(rows, starts, value)
+            for sample, row in zip(samples, padded.unbind(0), strict=True):
+                sample[name][field] = row
+
+
+def _pad_around(
+    rows: Sequence[torch.Tensor], splits: Sequence[int], value: float
+) -> torch.Tensor:
+    """Pads each row's part before its split on the left, and the rest on the right."""
+    before = [row[:split] for row, split in zip(rows, splits, strict=True)]
+    after = [row[split:] for row, split in zip(rows, splits, strict=True)]
+    return torch.cat(
+        [pad(before, side="left", value=value), pad(after, side="right", value=value)],
+        dim=1,
+    )
+
+
+def restore_padding(
+    sample: dict[str, dict[str, Any]], mask: torch.Tensor, padding_value: int
+) -> None:
+    """Moves a scored sample's values to the places that its tokens had, in place."""
+    fill = {"tokens": padding_value, **_FILL}
+    for name in fill.keys() & sample.keys():
+        for field, row in sample[name].items():
+            padded = row.new_full(mask.shape, fill[name])
+            sample[name][field] = padded.masked_scatter_(mask, row)

@@ -1,8 +1,12 @@
-"""SGLangWrapper: the policy that a TorchRL collector calls.
+"""SGLangWrapper: an SGLang engine as a TorchRL policy, TensorDict in, TensorDict out.
 
-Arguments, keys and the order of the steps live here; what the steps do is in
-``inputs.py``, ``sampling.py`` and ``outputs.py``. Everything that is sent and recorded
-is token ids; text and conversations are decoded from them.
+One call of :meth:`SGLangWrapper.forward` passes through three modules::
+
+    TensorDict -- inputs.py ------> token ids    (chat.py applies chat templates)
+               -- engine_call.py -> completions  (batching.py gathers several threads)
+               -- outputs.py -----> TensorDict   (padding.py pads)
+
+Every mode exchanges token ids with the engine and decodes text from them.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -23,9 +28,12 @@ from tensordict import (
 )
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from torchrl_sglang.backends.async_sglang import AsyncSGLang
-from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.generation.request import check_logprobs_mode
+from torchrl_sglang.backends.base import (
+    RLSGLangEngine,
+    check_logprobs_mode,
+    connect,
+    start,
+)
 from torchrl_sglang.backends.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
@@ -43,7 +51,7 @@ from torchrl_sglang.policies.sampling import (
     check_numbers,
     translate,
 )
-from torchrl_sglang.policies.stopping import as_texts, single_tokens
+from torchrl_sglang.policies.stopping import turn_end_tokens
 from torchrl_sglang.policies.target import check_device, check_target
 from torchrl_sglang.types import Completion, LogProbsMode
 
@@ -54,14 +62,14 @@ Inplace = Literal[True, False, "empty"]
 
 
 class SGLangWrapper(LLMWrapperBase):
-    """Generates with an SGLang engine, or scores, on TensorDicts.
+    """Generates or scores TensorDicts with an SGLang engine.
 
-    It takes the place of :class:`~torchrl.modules.llm.vLLMWrapper`: same arguments,
-    same keys, same containers. The caller's tokenizer is never modified.
+    A drop-in replacement for :class:`~torchrl.modules.llm.vLLMWrapper` with the same
+    arguments, keys and containers. The tokenizer that is passed in is never modified.
 
     With ``generate=True`` it reads ``(input_mode, "prompt")`` and writes prompt,
-    response and both together; with ``generate=False`` it reads
-    ``(input_mode, "full")`` and writes the log-probability of each of its tokens.
+    response and both together; with ``generate=False`` it reads ``(input_mode,
+    "full")`` and writes the log-prob of each token.
 
     ===========  ======================================================
     input_mode   out_keys, in this order
@@ -71,82 +79,78 @@ class SGLangWrapper(LLMWrapperBase):
     tokens       masks, tokens, log_probs
     ===========  ======================================================
 
-    Every log-probability is the model's own, ``log_softmax(logits)``, whatever the
-    sampling parameters: what TorchRL's losses compute with the trained model, so that
-    their first ratio is 1, and what vLLM returns by default. ``logprobs_mode`` changes
-    that for sampled tokens. The first token of a scored sequence gets 0.0.
+    Log-probs are the model's own, ``log_softmax(logits)``, whatever the sampling
+    parameters: TorchRL's losses compute the same from the trained model, so importance
+    ratios start at 1. ``logprobs_mode`` changes that for sampled tokens. The first
+    token of a scored sequence gets 0.0.
 
     Args:
-        model (RLSGLangEngine or str): the engine; the URL of a server that runs; or
-            the name of a model to start a server for.
+        model (RLSGLangEngine or str): an engine, the URL of a running server, or the
+            name of a model to start a server for.
 
     Keyword Args:
         tokenizer (tokenizer or str, optional): defaults to the engine's.
         input_mode (str): ``"history"`` (default), ``"text"`` or ``"tokens"``.
-        input_key (NestedKey, optional): what to read instead of the default key.
-        attention_mask_key (NestedKey): in tokens mode, where a mask of the input may
-            be. Defaults to ``"attention_mask"``.
+        input_key (NestedKey, optional): key to read instead of the default.
+        attention_mask_key (NestedKey): key of an optional attention mask of the input,
+            in tokens mode. Defaults to ``"attention_mask"``.
         generate (bool): generate (default) or score.
-        generate_kwargs (dict, optional): how to generate, under TorchRL's standard
-            names, vLLM's or SGLang's own. ``max_new_tokens`` defaults to 16, as in
-            vLLM; ``None`` is as many as the context has room for.
-            ``prompt_logprobs=True`` returns the prompt's log-probabilities too.
-            ``logprobs=N`` writes the ``N`` likeliest tokens in each place to
-            ``generation_info_key``. ``include_stop_str_in_output=False`` ends a
-            response, its tokens and log-probs included, before the stop string.
-        tokenizer_kwargs (dict, optional): for tokenizing texts, in text mode.
+        generate_kwargs (dict, optional): sampling parameters, under TorchRL's standard
+            names, vLLM's or SGLang's. ``max_new_tokens`` defaults to 16, as in vLLM;
+            ``None`` allows what fits into the context. ``prompt_logprobs=True`` also
+            returns the prompt's log-probs. ``logprobs=N`` writes the top ``N`` tokens
+            at each position to ``generation_info_key``.
+            ``include_stop_str_in_output=False`` removes the stop string from the
+            response, its tokens and its log-probs.
+        tokenizer_kwargs (dict, optional): for tokenizing, in text mode.
         pad_output (bool): return rectangular tensors: prompts padded on the left,
             responses on the right. Defaults to False: ragged values, to be read with
             ``get(key, as_list=True)``.
-        pad_model_input: must be None; nothing is ever padded for the engine.
+        pad_model_input: must be None; inputs of the engine are never padded.
         inplace (bool or ``"empty"``, optional): write to the input (True, the default
             for one sample), to a new TensorDict (False), or to an empty one like the
-            input (``"empty"``). With several samples only False is possible.
-        device (torch.device, optional): where to put the results. Defaults to the
-            input's device.
-        layout (torch.layout, optional): kept for TorchRL; ``torch.strided`` when not
-            padding.
-        num_samples (int, optional): samples for each prompt. Adds a dimension of this
-            size behind the batch's. Also ``generate_kwargs["n"]`` if greater than 1.
-        chat_template_name (str, optional): one of TorchRL's chat templates. By default
-            the one that TorchRL has for models of this name, otherwise the
-            tokenizer's own.
-        chat_template (str, optional): a chat template; wins over a name.
+            input (``"empty"``). With several samples it must be False.
+        device (torch.device, optional): device of the results. Defaults to the input's.
+        layout (torch.layout, optional): for compatibility with TorchRL;
+            ``torch.strided`` when not padding.
+        num_samples (int, optional): samples per prompt; adds a dimension of this size
+            after the batch dimensions. Also ``generate_kwargs["n"]`` if greater than 1.
+        chat_template_name (str, optional): one of TorchRL's chat templates. Defaults
+            to TorchRL's for models of this name, otherwise the tokenizer's own.
+        chat_template (str, optional): a chat template; overrides the name.
         return_log_probs (bool, optional): defaults to True; must not be False when
             scoring.
         history_key, text_key, tokens_key, masks_key, log_probs_key (NestedKey): where
             to write each container.
-        batching (bool, optional): gather calls of several threads into one batch.
-            Also switched on by either size. SGLang runs concurrent calls together
-            anyway; batching saves requests.
-        min_batch_size (int, optional): prompts to wait for. Defaults to 1.
-        max_batch_size (int, optional): most prompts of a batch. A call with more of
-            them goes as several batches, one after the other, of which only the first
-            waits for other calls.
+        batching (bool, optional): batch the calls of several threads. Also enabled by
+            either size. SGLang runs concurrent calls together anyway; batching saves
+            requests.
+        min_batch_size (int, optional): number of prompts to wait for. Defaults to 1.
+        max_batch_size (int, optional): maximum prompts per batch. A larger call is
+            split into consecutive batches, of which only the first waits for others.
         batching_timeout (float): longest wait of a call, in seconds. Defaults to 10.
-        prefer_tokens (bool): in history mode, keep the tokens that are already there
-            under ``tokens_key`` (``"full"`` of the last turn, or ``"prompt"``), and
-            tokenize only what the conversation has behind them: what the model
-            generated is what it sees again. Tokens that are not the conversation's
-            beginning are not used. Defaults to False.
-        return_generation_info (bool): also write why each response ended, how much of
-            its prompt was cached, and the weight version of each of its tokens, as a
-            :class:`~torchrl_sglang.GenerationInfo`. Defaults to False.
+        prefer_tokens (bool): in history mode, reuse the tokens under ``tokens_key``
+            (``"full"`` of the last turn, or ``"prompt"``) and tokenize only the rest of
+            the conversation, so that the model sees exactly the tokens it generated.
+            Tokens that do not match the conversation's beginning are ignored. Defaults
+            to False.
+        return_generation_info (bool): also write a
+            :class:`~torchrl_sglang.GenerationInfo`: finish reason, cached prompt
+            tokens, and the weight version of each token. Defaults to False.
         generation_info_key (NestedKey): where to write it.
         adapter (str, optional): name of the LoRA adapter to generate and score with;
-            ``""`` for the base model. Defaults to the engine's, which weight updates
-            that send an adapter set.
-        logprobs_mode (str): whose log-probabilities of sampled tokens to write, and of
-            the likeliest ones in their places. ``"model"`` (default): the model's own.
-            Where the server gives others (with penalties, ``logit_bias``,
-            ``min_tokens`` or a grammar) it scores the response afterwards; a token of
-            weights that have been replaced by then gets NaN. ``"sampling"``: those of
-            what the tokens were drawn from, as far as SGLang tells: after temperature,
-            penalties, biases and grammar, and not renormalised over what top-p, top-k
-            and min-p keep. ``GenerationInfo.logprobs_mode`` says what was written.
+            ``""`` selects the base model. Defaults to the engine's default adapter,
+            which weight updates with ``transport="lora"`` set.
+        logprobs_mode (str): which log-probs to write for sampled tokens and top tokens.
+            ``"model"`` (default): the model's own. If the server returns others (with
+            penalties, ``logit_bias``, ``min_tokens`` or a grammar), the response is
+            scored in a second request; tokens whose weights were replaced meanwhile get
+            NaN. ``"sampling"``: those of the sampling distribution as SGLang returns
+            them: after temperature, penalties, biases and grammar, but not renormalised
+            over top-p, top-k and min-p. ``GenerationInfo.logprobs_mode`` records which.
 
     Raises:
-        ConfigurationError: (a ValueError) if an argument cannot be honoured.
+        ConfigurationError: (a ValueError) if an argument is invalid or unsupported.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -199,7 +203,7 @@ class SGLangWrapper(LLMWrapperBase):
         adapter: str | None = None,
         logprobs_mode: LogProbsMode = "model",
     ) -> None:
-        # What get_new_version starts from; locals() holds the arguments and no more.
+        # get_new_version starts from these; locals() holds the arguments and self.
         arguments = dict(locals())
         for name in ("self", "__class__"):
             arguments.pop(name, None)
@@ -215,50 +219,28 @@ class SGLangWrapper(LLMWrapperBase):
             raise ConfigurationError(
                 "pad_model_input is not supported by SGLangWrapper."
             )
-        generate = check_flag("generate", generate)
-        pad_output = check_flag("pad_output", pad_output)
-        prefer_tokens = check_flag("prefer_tokens", prefer_tokens)
-        return_generation_info = check_flag(
-            "return_generation_info", return_generation_info
-        )
-        if return_log_probs is not None:
-            return_log_probs = check_flag("return_log_probs", return_log_probs)
-        if return_log_probs is False and not generate:
-            raise ConfigurationError(
-                "return_log_probs must be True when generate=False."
-            )
-        if return_generation_info and not generate:
-            raise ConfigurationError(
-                "return_generation_info=True tells how responses came about, and "
-                "generate=False makes none."
-            )
-        self._set_batching(batching, min_batch_size, max_batch_size, batching_timeout)
-        # A name or an address is resolved once, for versions made from this one too.
-        self.model = self._arguments["model"] = _to_engine(model)
         self.input_mode = input_mode
-        self.attention_mask_key = attention_mask_key
-        self.generate = generate
+        self.generate = check_flag("generate", generate)
+        self.pad_output = check_flag("pad_output", pad_output)
+        self.prefer_tokens = check_flag("prefer_tokens", prefer_tokens)
+        self._set_returned(return_log_probs, return_generation_info)
+        self._set_batching(batching, min_batch_size, max_batch_size, batching_timeout)
+        # Resolved once, also for the versions made from this wrapper.
+        self.model = self._arguments["model"] = _to_engine(model)
         self.adapter = adapter
         self.logprobs_mode = check_logprobs_mode(logprobs_mode)
-        self.pad_output = pad_output
-        self.prefer_tokens = prefer_tokens
         self._device = None if device is None else torch.device(device)
         self.layout = torch.strided if not pad_output and layout is None else layout
         self.chat_template_name = chat_template_name
         self.chat_template = chat_template
-        self.return_log_probs = return_log_probs is not False
 
+        self.attention_mask_key = attention_mask_key
         self.history_key = history_key
         self.text_key = text_key
         self.tokens_key = tokens_key
         self.masks_key = masks_key
         self.log_probs_key = log_probs_key
         self.generation_info_key = generation_info_key
-        self.return_generation_info = return_generation_info
-        self.return_history = input_mode == "history"
-        self.return_text = input_mode in ("history", "text")
-        self.return_tokens = True
-        self.return_masks = True
         self.input_key = input_key or (input_mode, "prompt" if generate else "full")
         self.in_keys = [self.input_key]
         self._set_sampling(generate_kwargs, num_samples, inplace)
@@ -271,7 +253,7 @@ class SGLangWrapper(LLMWrapperBase):
     def _validate_parameter_combinations(
         cls, generate_kwargs: Mapping[str, Any]
     ) -> None:
-        """TorchRL's own checks, where SGLang's ``top_k=-1`` is no limit."""
+        """TorchRL's own checks, except that SGLang's ``top_k=-1`` is no limit."""
         check_numbers(generate_kwargs)
         compared = {
             name: value
@@ -284,8 +266,31 @@ class SGLangWrapper(LLMWrapperBase):
             remedy = "; give -1 for no limit." if "top_k" in str(error) else ""
             raise ConfigurationError(f"{error}{remedy}") from None
 
+    def _set_returned(
+        self, return_log_probs: bool | None, return_generation_info: bool
+    ) -> None:
+        if return_log_probs is not None:
+            return_log_probs = check_flag("return_log_probs", return_log_probs)
+        if return_log_probs is False and not self.generate:
+            raise ConfigurationError(
+                "return_log_probs must be True when generate=False."
+            )
+        self.return_log_probs = return_log_probs is not False
+        self.return_generation_info = check_flag(
+            "return_generation_info", return_generation_info
+        )
+        if self.return_generation_info and not self.generate:
+            raise ConfigurationError(
+                "return_generation_info=True needs generate=True: scoring makes no "
+                "responses."
+            )
+        self.return_history = self.input_mode == "history"
+        self.return_text = self.input_mode in ("history", "text")
+        self.return_tokens = True
+        self.return_masks = True
+
     def _key_by_container(self, params: SamplingParams) -> dict[str, NestedKey]:
-        """Container -> key that it is written to, in the order of ``out_keys``."""
+        """Maps each container to its key, in the order of ``out_keys``."""
         keys: dict[str, NestedKey] = {}
         if self.return_text:
             keys["text"] = self.text_key
@@ -298,6 +303,9 @@ class SGLangWrapper(LLMWrapperBase):
         if self.generate and self._wants_info(params):
             keys["generation_info"] = self.generation_info_key
         return keys
+
+    def _wants_info(self, params: SamplingParams) -> bool:
+        return self.return_generation_info or params.top_logprobs > 0
 
     def _set_sampling(
         self,
@@ -389,7 +397,7 @@ class SGLangWrapper(LLMWrapperBase):
         self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Uses another tokenizer. It is not modified."""
+        """Replaces the tokenizer, which is not modified."""
         self.tokenizer = tokenizer
         self._arguments["tokenizer"] = tokenizer
         padding_value = getattr(tokenizer, "pad_token_id", None)
@@ -408,11 +416,10 @@ class SGLangWrapper(LLMWrapperBase):
             )
 
     def get_new_version(self, **kwargs: Any) -> SGLangWrapper:
-        """Returns a wrapper like this one, but for the arguments given.
+        """Returns a wrapper with these arguments changed and all others kept.
 
-        Everything that is not given stays as it is, with two exceptions: a key that
-        was given for one ``input_mode`` and ``generate`` is not carried over to
-        others, and scoring returns log-probabilities and no generation info.
+        Two exceptions: an ``input_key`` is not kept for another ``input_mode`` or
+        ``generate``, and a scoring wrapper returns log-probs and no generation info.
         """
         arguments = {**self._arguments, **kwargs}
         if "num_samples" in kwargs and "generate_kwargs" not in kwargs:
@@ -442,24 +449,24 @@ class SGLangWrapper(LLMWrapperBase):
         """Generates or scores a batch.
 
         Args:
-            tensordict: of any batch shape, the empty one included.
+            tensordict: of any non-empty batch shape, ``()`` included.
 
         Keyword Args:
-            tensordict_out: what to write to; wins over ``inplace``.
+            tensordict_out: TensorDict to write to; overrides ``inplace``.
             logits_only: must be False: an engine returns no logits.
-            **kwargs: generation arguments for this call, over the defaults.
+            **kwargs: sampling parameters of this call; override ``generate_kwargs``.
 
         Returns:
             The TensorDict that was written to.
 
         Raises:
-            ConfigurationError: if the input lacks the key that is read, if a prompt
-                or an argument is wrong, or if the results cannot be written where
-                they shall be: it is locked, or of another shape. Nothing was sent.
-            TypeError: if the value there has the wrong type.
+            ConfigurationError: before anything is sent, if the input key is missing, a
+                prompt or argument is invalid, or the output TensorDict is locked or has
+                another shape.
+            TypeError: if the value under the input key has the wrong type.
         """
         if logits_only:
-            _no_logits()
+            _raise_no_logits()
         shape = tensordict.batch_size
         if shape.numel() == 0:
             raise ConfigurationError(
@@ -475,13 +482,15 @@ class SGLangWrapper(LLMWrapperBase):
             check_target(tensordict_out, keys.values(), shape)
         if self._device is not None:
             check_device(self._device)
+
         prompts = self._read(tensordict)
-        samples = self._run(prompts, params)
+        completions = self._complete(prompts, params)
+        samples = self._to_samples(prompts, completions, params)
         containers = outputs.assemble(
             samples,
             shape,
             pad_output=self.pad_output,
-            padding_value=self.padding_value if self.padding_value is not None else 0,
+            padding_value=self.padding_value or 0,
             device=tensordict.device,
         )
         target = self._target(tensordict, tensordict_out, shape)
@@ -495,7 +504,7 @@ class SGLangWrapper(LLMWrapperBase):
         params = translate(standard, defaults=self.sampling_params)
         if "num_return_sequences" in standard and params.n != (self.num_samples or 1):
             raise ConfigurationError(
-                f"The number of samples is part of the output's shape; build another "
+                f"The number of samples is part of the output's shape; make another "
                 f"wrapper with get_new_version(num_samples={params.n})."
             )
         return params
@@ -511,7 +520,7 @@ class SGLangWrapper(LLMWrapperBase):
                 self.input_key,
                 tokenizer=self.tokenizer,
                 template=self._template,
-                tokens=self._existing_tokens(td),
+                known_tokens=self._known_tokens(td),
                 padding_value=self.padding_value,
                 generate=self.generate,
             )
@@ -525,7 +534,7 @@ class SGLangWrapper(LLMWrapperBase):
 
     def _read_tokens(self, td: TensorDictBase, key: NestedKey) -> Prompts:
         return read_tokens(
-            # Rows of different lengths can be read one by one only.
+            # Only a lazy stack returns rows of different lengths.
             td if isinstance(td, LazyStackedTensorDict) else td.to_lazystack(0),
             key,
             attention_mask_keys=[
@@ -533,15 +542,12 @@ class SGLangWrapper(LLMWrapperBase):
                 _join(self.masks_key, "all_attention_mask"),
             ],
             padding_value=self.padding_value,
-            # Scores of padded tokens stand where the tokens do.
+            # Scores of a padded input keep its padding.
             keep_layout=self.pad_output and not self.generate,
         )
 
-    def _existing_tokens(self, td: TensorDictBase) -> list[list[int]] | None:
-        """Returns the tokens that are there already, if they are wanted.
-
-        In a conversation of several turns ``full`` is what the last turn wrote.
-        """
+    def _known_tokens(self, td: TensorDictBase) -> list[list[int]] | None:
+        """Returns the tokens of earlier turns, with ``prefer_tokens``."""
         if self.prefer_tokens and self.generate:
             for field in ("full", "prompt"):
                 key = _join(self.tokens_key, field)
@@ -549,138 +555,98 @@ class SGLangWrapper(LLMWrapperBase):
                     return self._read_tokens(td, key).token_ids
         return None
 
-    def _run(self, prompts: Prompts, params: SamplingParams) -> list[outputs.Sample]:
-        if not self.generate:
-            return self._score(prompts)
-        repeats = self.num_samples or 1
-        wanted = [params.for_sample(sample) for sample in range(repeats)]
-        completions = self._complete(
-            [
-                SampleRequest(
-                    input_ids=ids,
-                    sampling_params=own,
-                    return_logprobs=self.return_log_probs,
-                    return_prompt_logprobs=(
-                        self.return_log_probs and params.prompt_logprobs
-                    ),
-                    top_logprobs=params.top_logprobs,
-                    logprobs_mode=self.logprobs_mode,
-                    adapter=self.adapter,
-                    include_stop=params.include_stop_str_in_output,
-                )
-                for ids in prompts.token_ids
-                for own in wanted
-            ]
-        )
-        samples = [
-            outputs.generated(
-                prompts.token_ids[index // repeats],
-                completion,
-                return_log_probs=self.return_log_probs,
-            )
-            for index, completion in enumerate(completions)
-        ]
-        ends = self._turn_ends(params)
-        ended = [bool(c.token_ids) and c.token_ids[-1] in ends for c in completions]
-        if self._wants_info(params):
-            for index, sample in enumerate(samples):
-                sample["generation_info"] = outputs.info_rows(
-                    completions[index], ended[index], params.top_logprobs
-                )
-        if self.return_text:
-            self._write_text(samples, completions, prompts, ended, params)
-        return samples
-
-    def _wants_info(self, params: SamplingParams) -> bool:
-        return self.return_generation_info or params.top_logprobs > 0
-
-    def _turn_ends(self, params: SamplingParams) -> set[int]:
-        """Returns the tokens that end a turn when a response ends with one of them.
-
-        The server's reason does not tell: a response can end with such a token and be
-        as long as it may be, and a stop string can be the text of one token.
-        """
-        ends = set(params.engine.get("stop_token_ids", ()))
-        if not params.engine.get("ignore_eos"):
-            ends.update(self.model.capabilities.eos_token_ids)
-        if self.tokenizer is None:
-            return ends
-        if not params.engine.get("ignore_eos"):
-            ends.add(self.tokenizer.eos_token_id)
-        stops = single_tokens(as_texts(params.engine.get("stop", ())), self.tokenizer)
-        return ends.union(self._special_ids.intersection(stops))
-
-    def _complete(self, prompts: Sequence[SampleRequest]) -> Sequence[Completion]:
-        """Returns a completion for each prompt, batched with other threads' or not."""
+    def _complete(
+        self, prompts: Prompts, params: SamplingParams
+    ) -> Sequence[Completion]:
+        """Returns a completion for each sample, in row-major order."""
+        requests = self._to_requests(prompts, params)
         if self._batcher is not None:
-            return self._batcher.submit(prompts)
-        return self._ask_engine(prompts, return_exceptions=False)
+            return self._batcher.submit(requests)
+        return self._ask_engine(requests, return_exceptions=False)
+
+    def _to_requests(
+        self, prompts: Prompts, params: SamplingParams
+    ) -> list[SampleRequest]:
+        if self.generate:
+            request = partial(
+                SampleRequest,
+                return_logprobs=self.return_log_probs,
+                return_prompt_logprobs=(
+                    self.return_log_probs and params.prompt_logprobs
+                ),
+                top_logprobs=params.top_logprobs,
+                include_stop=params.include_stop_str_in_output,
+            )
+            per_sample = [params.for_sample(n) for n in range(self.num_samples or 1)]
+        else:
+            request = partial(SampleRequest, return_prompt_logprobs=True)
+            per_sample = [{"max_new_tokens": 0}]
+        return [
+            request(
+                input_ids=ids,
+                sampling_params=sampling_params,
+                logprobs_mode=self.logprobs_mode,
+                adapter=self.adapter,
+            )
+            for ids in prompts.token_ids
+            for sampling_params in per_sample
+        ]
 
     def _ask_engine(
-        self, prompts: Sequence[SampleRequest], return_exceptions: bool = True
+        self, requests: Sequence[SampleRequest], return_exceptions: bool = True
     ) -> list[Any]:
         return ask(
             self.model,
-            prompts,
+            requests,
             tokenizer=self.tokenizer,
             return_exceptions=return_exceptions,
         )
 
-    def _write_text(
+    def _to_samples(
         self,
-        samples: Sequence[outputs.Sample],
-        completions: Sequence[Completion],
         prompts: Prompts,
-        ended: Sequence[bool],
+        completions: Sequence[Completion],
         params: SamplingParams,
-    ) -> None:
-        rows = [completion.token_ids for completion in completions]
-        exact = responses = decode(self.tokenizer, rows)
-        if params.skip_special_tokens:
-            responses = decode(self.tokenizer, rows, skip_special_tokens=True)
-        turns = exact
-        if any(ended) and prompts.histories is not None:
-            ends = sorted(
-                {row[-1] for row, end in zip(rows, ended, strict=True) if end}
-            )
-            texts = decode(self.tokenizer, [[end] for end in ends])
-            text_of = dict(zip(ends, texts, strict=True))
-            turns = [
-                text.removesuffix(text_of[row[-1]]) if end else text
-                for text, row, end in zip(exact, rows, ended, strict=True)
-            ]
-        outputs.write_text(samples, prompts, responses, turns)
-
-    def _score(self, prompts: Prompts) -> list[outputs.Sample]:
-        params = {"max_new_tokens": 0}
-        completions = self._complete(
-            [
-                SampleRequest(
-                    input_ids=ids,
-                    sampling_params=params,
-                    return_prompt_logprobs=True,
-                    logprobs_mode=self.logprobs_mode,
-                    adapter=self.adapter,
-                )
-                for ids in prompts.token_ids
-            ]
+    ) -> list[outputs.Sample]:
+        if not self.generate:
+            return outputs.scored(prompts, completions, self.padding_value or 0)
+        samples = outputs.generated(
+            prompts, completions, log_probs=self.return_log_probs
         )
-        masks = prompts.assistant_masks
-        samples = []
-        for index, completion in enumerate(completions):
-            sample = outputs.scored(
-                prompts.token_ids[index],
-                completion,
-                assistant=None if masks is None else masks[index],
-            )
-            if prompts.masks is not None:
-                outputs.spread(sample, prompts.masks[index], self.padding_value or 0)
-            if prompts.texts is not None:
-                sample["text"] = outputs.full_text_row(prompts.texts[index])
-            if prompts.histories is not None:
-                sample["history"] = {"full": prompts.histories[index]}
-            samples.append(sample)
+        ends = turn_end_tokens(
+            params.engine,
+            eos_token_ids=self.model.capabilities.eos_token_ids,
+            tokenizer=self.tokenizer,
+            special_ids=self._special_ids,
+        )
+        ended = [bool(c.token_ids) and c.token_ids[-1] in ends for c in completions]
+        if self._wants_info(params):
+            outputs.add_info(samples, completions, ended, params.top_logprobs)
+        if self.return_text:
+            rows = [completion.token_ids for completion in completions]
+            exact = responses = decode(self.tokenizer, rows)
+            if params.skip_special_tokens:
+                responses = decode(self.tokenizer, rows, skip_special_tokens=True)
+            turns = exact
+            if any(ended) and self.return_history:
+                turns = self._remove_turn_ends(exact, rows, ended)
+            outputs.add_text(samples, prompts, responses, turns)
         return samples
+
+    def _remove_turn_ends(
+        self,
+        texts: Sequence[str],
+        rows: Sequence[Sequence[int]],
+        ended: Sequence[bool],
+    ) -> list[str]:
+        """Removes the last token's text where it ends a turn."""
+        ends = sorted({row[-1] for row, end in zip(rows, ended, strict=True) if end})
+        decoded = decode(self.tokenizer, [[end] for end in ends])
+        text_of = dict(zip(ends, decoded, strict=True))
+        return [
+            text.removesuffix(text_of[row[-1]]) if end else text
+            for text, row, end in zip(texts, rows, ended, strict=True)
+        ]
 
     def _target(
         self,
@@ -688,7 +654,7 @@ class SGLangWrapper(LLMWrapperBase):
         tensordict_out: TensorDictBase | None,
         shape: torch.Size,
     ) -> TensorDictBase:
-        """Returns what to write to, without the keys that will be written."""
+        """Returns the TensorDict to write to, without the keys to be written."""
         if tensordict_out is not None:
             return tensordict_out.exclude(*self.out_keys, inplace=True)
         if self.inplace == "empty":
@@ -698,10 +664,10 @@ class SGLangWrapper(LLMWrapperBase):
         return outputs.stack(empty, shape)
 
     def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Any:
-        """Scores ``data`` and returns the log-probability of each of its tokens.
+        """Scores ``data`` and returns the log-prob of each of its tokens.
 
         Args:
-            data: what ``forward`` takes; it is not modified.
+            data: input of :meth:`forward`; it is not modified.
             **get_kwargs: for :meth:`~tensordict.TensorDictBase.get`, such as
                 ``as_list=True`` or ``as_padded_tensor=True``.
 
@@ -715,7 +681,7 @@ class SGLangWrapper(LLMWrapperBase):
 
     def get_dist(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         """Raises NotImplementedError: an engine returns no logits."""
-        _no_logits()
+        _raise_no_logits()
 
     get_dist_with_prompt_mask = get_dist
     _get_dist_with_prompt_mask = get_dist
@@ -727,39 +693,37 @@ class SGLangWrapper(LLMWrapperBase):
     _get_generic_dist = get_dist
 
     def cleanup_batching(self, *, flush: bool = False) -> None:
-        """Fails the calls that wait to be batched; those with the engine come back.
+        """Fails the calls that wait to be batched; calls in flight complete.
 
         Args:
-            flush: ignored; a waiting call can run its own batch and needs no help.
+            flush: ignored; waiting calls run their own batches.
         """
         batcher = getattr(self, "_batcher", None)
         if batcher is not None:
             batcher.cancel()
 
     def get_batching_state(self) -> dict[str, Any]:
-        """Returns the batching settings and what is going on, under TorchRL's keys.
+        """Returns the batching settings and queue under TorchRL's keys.
 
-        ``queue_size`` counts the prompts that wait, ``pending_futures`` those that the
-        engine has as well. ``lock_state`` says what ``processing`` does: nothing is
-        locked while the engine works.
+        ``queue_size`` counts queued prompts, ``pending_futures`` also those in flight.
+        ``lock_state`` follows ``processing``: no lock is held while the engine works.
         """
         if self._batcher is None:
             return {"batching_enabled": False}
-        waiting, running = len(self._batcher), self._batcher.running
+        queued, in_flight = len(self._batcher), self._batcher.running
         return {
             "batching_enabled": True,
             "min_batch_size": self._min_batch_size,
             "max_batch_size": self._max_batch_size,
-            "queue_size": waiting,
-            "processing": running > 0,
-            "lock_state": "locked" if running else "unlocked",
-            "pending_futures": waiting + running,
+            "queue_size": queued,
+            "processing": in_flight > 0,
+            "lock_state": "locked" if in_flight else "unlocked",
+            "pending_futures": queued + in_flight,
             "timeout": self._batching_timeout,
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # The collector is reached through a weak reference, which stays here, as do
-        # the locks of batching.
+        # The weak reference to the collector and the batcher's locks cannot be pickled.
         state = dict(self.__dict__)
         state.pop("_collector", None)
         state["_batcher"] = None
@@ -770,7 +734,7 @@ class SGLangWrapper(LLMWrapperBase):
         self._batcher = self._make_batcher()
 
 
-def _no_logits() -> NoReturn:
+def _raise_no_logits() -> NoReturn:
     raise NotImplementedError(
         "SGLang does not return logits, so there is no distribution to build; use "
         "log_prob(), or TransformersWrapper for the trained model."
@@ -780,12 +744,10 @@ def _no_logits() -> NoReturn:
 def _to_engine(model: RLSGLangEngine | str) -> RLSGLangEngine:
     if isinstance(model, RLSGLangEngine):
         return model
-    if isinstance(model, str):
-        if model.startswith(("http://", "https://")):
-            return AsyncSGLang.connect(model)
-        return AsyncSGLang.from_pretrained(model)
-    if isinstance(model, os.PathLike):
-        return AsyncSGLang.from_pretrained(model)
+    if isinstance(model, str) and model.startswith(("http://", "https://")):
+        return connect(model)
+    if isinstance(model, (str, os.PathLike)):
+        return start(model)
     raise ConfigurationError(
         f"model must be an RLSGLangEngine, the URL of a server, or the name of a "
         f"model. Got {type(model)}"

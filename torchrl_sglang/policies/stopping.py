@@ -14,7 +14,7 @@ from typing import Any
 
 from torchrl_sglang.types import Completion
 
-__all__ = ["Stages", "cut", "truncate", "without_tokenizer"]
+__all__ = ["Stages", "cut", "truncate", "turn_end_tokens", "without_tokenizer"]
 
 NEVER = -1e9
 """Bias of a token that shall not come; its probability is 0 in float32."""
@@ -76,6 +76,29 @@ def single_tokens(texts: Sequence[str], tokenizer: Any) -> list[int]:
     """Returns the tokens that are the whole of one of the texts."""
     encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     return [ids[0] for ids in encoded if len(ids) == 1]
+
+
+def turn_end_tokens(
+    params: Mapping[str, Any],
+    *,
+    eos_token_ids: Sequence[int],
+    tokenizer: Any,
+    special_ids: set[int],
+) -> set[int]:
+    """Returns the tokens that end a turn when they are the last of a response.
+
+    The server's finish reason is not enough: a response can end with such a token at
+    its maximum length, and a stop string can be the text of one token.
+    """
+    ends = set(params.get("stop_token_ids", ()))
+    if not params.get("ignore_eos"):
+        ends.update(eos_token_ids)
+    if tokenizer is None:
+        return ends
+    if not params.get("ignore_eos"):
+        ends.add(tokenizer.eos_token_id)
+    stops = single_tokens(as_texts(params.get("stop", ())), tokenizer)
+    return ends.union(special_ids.intersection(stops))
 
 
 def cut(

@@ -1,7 +1,6 @@
-"""Checks of where results are written to, before anything is generated.
+"""Checks the output TensorDict and device before anything is generated.
 
-TensorDict and torch refuse with errors of their own. These would come when the
-responses are there and paid for, and take them along.
+TensorDict and torch would raise only afterwards, and the responses would be lost.
 """
 
 from __future__ import annotations
@@ -17,34 +16,23 @@ __all__ = ["check_device", "check_target"]
 
 
 def check_device(device: torch.device) -> None:
-    """Checks that tensors can be put on a device here.
-
-    Raises:
-        ConfigurationError: if there is none of this name.
-    """
+    """Raises :class:`ConfigurationError` unless this process has the device."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(
-            f"device={str(device)!r} cannot hold the results here: {error}. Give one "
-            f"that this process has, or leave it out for the input's."
+            f"device={str(device)!r} is not available in this process: {error}. Give "
+            f"another one, or leave it out for the input's device."
         ) from error
 
 
 def check_target(
     target: TensorDictBase, keys: Iterable[NestedKey], shape: Sequence[int]
 ) -> None:
-    """Checks that containers of a batch can be written under these keys.
+    """Raises :class:`ConfigurationError` unless results can be written under ``keys``.
 
-    Args:
-        target: what is written to.
-        keys: where.
-        shape: batch shape of the results.
-
-    Raises:
-        ConfigurationError: if ``target`` is no TensorDict, is locked or does not have
-            the shape, or if something below it that is written to does so.
-
+    ``target`` and its nested TensorDicts must be unlocked and fit ``shape``, the batch
+    shape of the results.
     """
     if not isinstance(target, TensorDictBase):
         raise ConfigurationError(

@@ -112,7 +112,7 @@ def test_no_template_is_an_error(tokenizer):
     tokenizer = named(tokenizer, "my/model", None)
     with pytest.raises(ConfigurationError, match=r"my/model.*no chat template.*Pass"):
         find_template(tokenizer)
-    with pytest.raises(ConfigurationError, match=r"'qwne' is none of .*qwen"):
+    with pytest.raises(ConfigurationError, match=r"'qwne' must be one of .*qwen"):
         find_template(tokenizer, name="qwne")
 
 

@@ -76,6 +76,5 @@ def test_padded_tokens_of_another_device_are_scored_on_the_cpu(masked):
     done = Completion(
         token_ids=[], prompt_log_probs=[float("nan"), -1.0], finish_reason="length"
     )
-    sample = outputs.scored([5, 6], done, assistant=None)
-    outputs.spread(sample, mask, 0)
+    (sample,) = outputs.scored(prompts, [done], 0)
     assert sample["log_probs"]["full"].tolist() == [0.0, 0.0, 0.0, -1.0]

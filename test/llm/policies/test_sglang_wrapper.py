@@ -430,6 +430,6 @@ def test_generation_info(restored_engine, tokenizer, pad_output):
     assert ended.finish_reason == ["stop"] * len(TEXTS)
     assert ended.truncated.tolist() == [False] * len(TEXTS)
     assert not wrapper.get_new_version(generate=False).return_generation_info
-    with pytest.raises(ConfigurationError, match="makes none"):
+    with pytest.raises(ConfigurationError, match="makes no responses"):
         SGLangWrapper(engine, generate=False, return_generation_info=True)
     sender.shutdown()

@@ -53,7 +53,7 @@ REFUSED = {
         None,
         r"at \('agent',\) has the batch size \(2, 4\)",
     ),
-    "device": ({"device": "cuda:99"}, prompts(), None, "'cuda:99' cannot hold"),
+    "device": ({"device": "cuda:99"}, prompts(), None, "'cuda:99' is not available"),
 }
 
 
