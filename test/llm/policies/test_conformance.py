@@ -986,7 +986,9 @@ REFUSALS = {
     "mode": Refusal(args={"input_mode": "speech"}),
     "pad_model_input": Refusal(args={"pad_model_input": True}),
     "pad_model_input=False": Refusal(args={"pad_model_input": False}),
-    "pad_output": Refusal(args={"pad_output": 1}),
+    "pad_output": Refusal(
+        args={"pad_output": 1}, message="pad_output must be a bool, got 1"
+    ),
     "score without log-probs": Refusal(
         args={"generate": False, "return_log_probs": False}
     ),

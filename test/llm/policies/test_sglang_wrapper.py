@@ -300,7 +300,7 @@ def test_log_prob(engine, tokenizer, score):
     [
         ({"input_mode": "speech"}, ValueError, ["input_mode must be one of"]),
         ({"pad_model_input": True}, ValueError, ["pad_model_input"]),
-        ({"pad_output": 1}, ValueError, ["boolean"]),
+        ({"pad_output": 1}, ValueError, ["must be a bool"]),
         (
             {"generate": False, "return_log_probs": False},
             ValueError,
