@@ -401,5 +401,5 @@ def test_an_aborted_response_is_an_error(engine):
         thread.join(0.2)
     thread.join()
     assert isinstance(outcome[0], GenerationAbortedError)
-    assert "not a finished one" in str(outcome[0])
+    assert "it is not finished" in str(outcome[0])
     assert len(wrapper(make_input(), max_new_tokens=2)["text"].response) == 3
