@@ -34,6 +34,7 @@ from torchrl_sglang.backends.generation.prefill import (
 )
 from torchrl_sglang.backends.generation.request import GenerateRequest
 from torchrl_sglang.backends.generation.sampling import dropped_by_router
+from torchrl_sglang.backends.generation.stale_responses import StaleResponses
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
@@ -80,6 +81,7 @@ class _Item:
 
 async def run_batch(
     dispatcher: Dispatcher,
+    stale: StaleResponses,
     requests: Mapping[int, GenerateRequest],
     *,
     deadline: float,
@@ -89,12 +91,6 @@ async def run_batch(
 
     One request's outcome does not depend on the others. Closing the generator aborts
     what is in flight.
-
-    Args:
-        dispatcher: sends requests.
-        requests: index -> checked request.
-        deadline: when the timeout of the batch ends.
-        request_timeout: timeout of each request from when it is sent, in seconds.
     """
     names = [request.request_id for request in requests.values()]
     with dispatcher.in_flight.registered(names) as tickets:
@@ -102,7 +98,7 @@ async def run_batch(
             _Item(index=index, request=request, ticket=ticket)
             for (index, request), ticket in zip(requests.items(), tickets, strict=True)
         ]
-        batch = _Batch(dispatcher, items, deadline, request_timeout)
+        batch = _Batch(dispatcher, stale, items, deadline, request_timeout)
         pending = batch.start()
         tasks = list(pending)
         ended: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
@@ -130,11 +126,13 @@ class _Batch:
     def __init__(
         self,
         dispatcher: Dispatcher,
+        stale: StaleResponses,
         items: Sequence[_Item],
         deadline: float,
         request_timeout: float | None,
     ) -> None:
         self._dispatcher = dispatcher
+        self._stale = stale
         self._items = items
         self._deadline = deadline
         self._request_timeout = request_timeout
@@ -196,7 +194,6 @@ class _Batch:
         self, item: _Item, before: asyncio.Task[None] | None
     ) -> Outcome:
         """Returns the outcome of one request, which is sent until it is not stale."""
-        stale = self._dispatcher.stale_responses
         try:
             if before is not None:
                 await asyncio.shield(before)
@@ -206,10 +203,7 @@ class _Batch:
             while True:
                 if response is None:
                     response = await self._send_alone(item, item.request)
-                outcome = response.outcome
-                if not await stale.is_stale(
-                    item.request, outcome, response.sent.weights
-                ):
+                if not await self._stale.is_stale(item.request, response):
                     scored = await self._score(item, response)
                     if scored is not None:
                         return scored
@@ -228,11 +222,10 @@ class _Batch:
         if not (item.request.score_response and isinstance(completion, Completion)):
             return completion
         request = to_scoring_request(item.request, completion)
-        stale = self._dispatcher.stale_responses
         for _ in range(MOST_SCORINGS):
             scores = await self._send_alone(item, request, like=response)
             outcome = scores.outcome
-            if await stale.is_stale(request, outcome, scores.sent.weights):
+            if await self._stale.is_stale(request, scores):
                 continue
             if isinstance(outcome, Completion):
                 return with_scores(completion, outcome)

@@ -21,6 +21,7 @@ from torchrl_sglang.backends.generation.request import (
     GenerateRequest,
     check_request,
 )
+from torchrl_sglang.backends.generation.stale_responses import StaleResponses
 from torchrl_sglang.errors import ServerUnavailableError, SGLangError
 from torchrl_sglang.types import Completion, VersionSpan
 
@@ -40,6 +41,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._fleet = dispatcher.fleet
         self._capabilities = dispatcher.capabilities
+        self._stale = StaleResponses(dispatcher.fleet, dispatcher.adapters)
         self._probe = TemperatureProbe(
             dispatcher.http, dispatcher.fleet, dispatcher.capabilities
         )
@@ -67,6 +69,7 @@ class Generation:
             yield index, error
         outcomes = run_batch(
             self._dispatcher,
+            self._stale,
             requests,
             deadline=deadline,
             request_timeout=batch.request_timeout,

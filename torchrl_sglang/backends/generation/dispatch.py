@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.weights_state import Weights
 from torchrl_sglang.backends.generation.aborts import Aborts
 from torchrl_sglang.backends.generation.in_flight import InFlight, Ticket
 from torchrl_sglang.backends.generation.metrics import Counters
@@ -24,10 +26,6 @@ from torchrl_sglang.backends.generation.protocol import (
 )
 from torchrl_sglang.backends.generation.request import GenerateRequest
 from torchrl_sglang.backends.generation.retries import RetryPolicy, seconds_left
-from torchrl_sglang.backends.generation.stale_responses import (
-    StaleResponses,
-    WeightsSnapshot,
-)
 from torchrl_sglang.backends.lora.registry import Adapters
 from torchrl_sglang.errors import (
     GenerationAbortedError,
@@ -52,8 +50,10 @@ class Sent:
 
     url: str
     """Server or router."""
-    weights: WeightsSnapshot
+    weights: Weights
     """State of the weights at that time."""
+    time: float
+    """That time, on the monotonic clock."""
     deadline: float
     """When the request's own timeout ends."""
 
@@ -89,7 +89,6 @@ class Dispatcher:
         self.counters = counters
         self.in_flight = InFlight(max_in_flight, counters)
         self.aborts = Aborts(http, fleet, self.in_flight)
-        self.stale_responses = StaleResponses(fleet, adapters)
         self._retries = retries
 
     async def send(
@@ -107,7 +106,7 @@ class Dispatcher:
         Args:
             attempt: sends them to an address, under their tickets' ``sent_as``.
             tickets: returns those that wait for a response.
-            session_id: as in :class:`.GenerateRequest`.
+            session_id: requests of one session go to one server.
             deadline: when their timeout ends.
             direct: send to a server, not to the router.
             prefer: server to choose if it serves and has not failed.
@@ -160,13 +159,7 @@ class Dispatcher:
     ) -> list[Response]:
         """Sends requests as one and returns their responses.
 
-        Args:
-            url: server or router.
-            requests: at least one.
-            tickets: one per request.
-            deadline: when their timeout ends.
-            like: compute them with the adapter of this response.
-            count: count them in the engine's metrics.
+        ``like`` is a response whose adapter they use; ``count`` is for the metrics.
         """
         with ExitStack() as stack:
             if like is None:
@@ -176,14 +169,8 @@ class Dispatcher:
             else:
                 adapters = [like.adapter] * len(requests)
                 stack.enter_context(self.adapters.held(adapters))
-            snapshot = self.stale_responses.snapshot()
-            answer = await self.http.request(
-                "POST",
-                f"{url}/generate",
-                self._payload(requests, tickets, snapshot, adapters),
-                timeout=seconds_left(deadline),
-                headers=routing_header(requests[0].session_id, tickets[0]),
-            )
+            sent, call = self._call(url, requests, tickets, adapters, deadline)
+            answer = await self.http.request("POST", **call)
         replies = answer.raise_for_status().json()
         if isinstance(replies, dict) and len(requests) == 1:
             replies = [replies]
@@ -192,7 +179,6 @@ class Dispatcher:
             raise ServerUnavailableError(
                 f"{url} was sent {len(requests)} prompts and answered {size}."
             )
-        sent = Sent(url=url, weights=snapshot, deadline=deadline)
         return [
             self._read(sent, *each, count=count)
             for each in zip(replies, requests, tickets, adapters, strict=True)
@@ -205,23 +191,17 @@ class Dispatcher:
         tickets: Sequence[Ticket],
         deadline: float,
     ) -> AsyncGenerator[tuple[int, Response | None], None]:
-        """Sends requests as one and yields each response when it is finished.
+        """Sends requests as one and yields the position and response of each.
 
-        Yields:
-            Position and response; ``None`` for a malformed response.
+        A response comes when it is finished; a malformed one is ``None``.
         """
         rids = [ticket.sent_as for ticket in tickets]
         names = [request.adapter for request in requests]
         with self.adapters.used(names) as adapters:
-            snapshot = self.stale_responses.snapshot()
-            sent = Sent(url=url, weights=snapshot, deadline=deadline)
-            events = self.http.events(
-                f"{url}/generate",
-                self._payload(requests, tickets, snapshot, adapters, stream=True),
-                timeout=seconds_left(deadline),
-                headers=routing_header(requests[0].session_id, tickets[0]),
+            sent, call = self._call(
+                url, requests, tickets, adapters, deadline, stream=True
             )
-            async with aclosing(events):
+            async with aclosing(self.http.events(**call)) as events:
                 async for event in events:
                     reply = finished_reply(event, url)
                     if reply is None:
@@ -236,23 +216,34 @@ class Dispatcher:
                         response = None
                     yield place, response
 
-    def _payload(
+    def _call(
         self,
+        url: str,
         requests: Sequence[GenerateRequest],
         tickets: Sequence[Ticket],
-        snapshot: WeightsSnapshot,
         adapters: Sequence[Adapter | None],
+        deadline: float,
         *,
         stream: bool = False,
-    ) -> dict[str, Any]:
-        return to_payload(
+    ) -> tuple[Sent, dict[str, Any]]:
+        """Returns the record of an HTTP call, and its arguments."""
+        weights = self.fleet.weights
+        payload = to_payload(
             requests,
             self.capabilities,
-            cache_key=snapshot.version,
+            cache_key=weights.version,
             rids=[ticket.sent_as for ticket in tickets],
             adapters=[None if each is None else each.served_as for each in adapters],
             stream=stream,
         )
+        return Sent(
+            url=url, weights=weights, time=time.monotonic(), deadline=deadline
+        ), {
+            "url": f"{url}/generate",
+            "payload": payload,
+            "timeout": seconds_left(deadline),
+            "headers": routing_header(requests[0].session_id, tickets[0]),
+        }
 
     def _read(
         self,

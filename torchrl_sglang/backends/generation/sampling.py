@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torchrl_sglang.backends.support.checks import nearest, to_python
@@ -33,16 +33,93 @@ __all__ = [
 LARGEST_BIAS = 3e38
 """A larger logit bias is infinite in float32."""
 
+_BOOL = (bool,)
+_INT = (int,)
 _NUMBER = (int, float)
+_IDS = (list, tuple, set, frozenset)
+_TEXT = (str,)
 _TEXTS = (str, list, tuple)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def check_token_ids(
+    token_ids: Sequence[int], capabilities: ServerCapabilities, name: str
+) -> None:
+    """Raises :class:`ConfigurationError` unless all ids are in the vocabulary."""
+    if not token_ids:
+        return
+    integers = set(map(type, token_ids)) == {int}
+    if integers and min(token_ids) >= 0 and max(token_ids) < capabilities.vocab_size:
+        return
+    for token in token_ids:
+        if type(token) is not int:
+            raise ConfigurationError(
+                f"{name} holds {token!r}, a {type(token).__name__}; token ids are "
+                f"Python integers (tolist() turns a tensor or an array into them)."
+            )
+        if not 0 <= token < capabilities.vocab_size:
+            raise ConfigurationError(
+                f"{name} holds the token id {token}, which is outside the vocabulary "
+                f"of {capabilities.model_path!r}: ids lie in "
+                f"[0, {capabilities.vocab_size}). Is this the served model's tokenizer?"
+            )
+
+
+def _check_stop_ids(
+    name: str, value: Any, capabilities: ServerCapabilities
+) -> list[int]:
+    stops = list(value)
+    check_token_ids(stops, capabilities, name)
+    return sorted(set(stops))
+
+
+def _check_texts(name: str, value: Any, capabilities: ServerCapabilities) -> list[str]:
+    """Returns ``stop`` or ``stop_regex`` as a list of texts that can match."""
+    texts = [value] if isinstance(value, str) else list(value)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ConfigurationError(
+                f"{name} holds {text!r}; it takes texts that are not empty (an empty "
+                f"one ends every response at its first token)."
+            )
+        if name == "stop_regex":
+            try:
+                re.compile(text)
+            except re.error as error:
+                raise ConfigurationError(
+                    f"{name} holds {text!r}, which is not a regular expression: "
+                    f"{error}."
+                ) from None
+    return texts
+
+
+def _check_bias(
+    name: str, bias: Mapping[Any, Any], capabilities: ServerCapabilities
+) -> dict[str, float]:
+    """Returns ``logit_bias`` with JSON's text keys and finite values."""
+    checked: dict[str, float] = {}
+    for token, value in bias.items():
+        try:
+            token_id = int(token)
+        except (TypeError, ValueError):
+            token_id = token
+        check_token_ids([token_id], capabilities, name)
+        if not isinstance(value, _NUMBER) or not abs(value) <= LARGEST_BIAS:
+            raise ConfigurationError(
+                f"{name} gives the token {token} the value {value!r}; it must be "
+                f"a number in [{-LARGEST_BIAS:g}, {LARGEST_BIAS:g}] (give -1e9 to "
+                f"forbid a token)."
+            )
+        checked[str(token_id)] = float(value)
+    return checked
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParameter:
     """One sampling parameter of SGLang."""
 
     types: tuple[type, ...]
     """Types of its values; ``bool`` does not count as a number."""
+    _: KW_ONLY
     least: float = -math.inf
     """Smallest number."""
     greatest: float = math.inf
@@ -58,63 +135,50 @@ class SamplingParameter:
     """The server must have a grammar backend."""
     needs_tokenizer: bool = False
     """The server must have a tokenizer."""
+    check: Callable[[str, Any, ServerCapabilities], Any] | None = None
+    """Checks what ``types`` cannot say, and returns the value for JSON."""
     dropped_by_router: bool = False
     """sglang-router 0.3.2 silently removes it from requests."""
 
 
+_Row = SamplingParameter
+
 SAMPLING_PARAMETERS: dict[str, SamplingParameter] = {
-    "ebnf": SamplingParameter(
-        types=(str,),
-        aliases=("grammar", "guided_grammar"),
-        neutral=("",),
-        needs_grammar=True,
+    "ebnf": _Row(
+        _TEXT, aliases=("grammar", "guided_grammar"), neutral=("",), needs_grammar=True
     ),
-    "frequency_penalty": SamplingParameter(
-        types=_NUMBER, least=-2.0, greatest=2.0, neutral=(0,)
+    "frequency_penalty": _Row(_NUMBER, least=-2.0, greatest=2.0, neutral=(0,)),
+    "ignore_eos": _Row(_BOOL),
+    "json_schema": _Row(_TEXT, neutral=("",), needs_grammar=True),
+    "logit_bias": _Row(
+        (dict,), neutral=({},), check=_check_bias, dropped_by_router=True
     ),
-    "ignore_eos": SamplingParameter(types=(bool,)),
-    "json_schema": SamplingParameter(types=(str,), neutral=("",), needs_grammar=True),
-    "logit_bias": SamplingParameter(
-        types=(dict,), neutral=({},), dropped_by_router=True
+    "max_new_tokens": _Row(_INT, least=0, aliases=("max_tokens",)),
+    "min_new_tokens": _Row(_INT, least=0, aliases=("min_tokens",), neutral=(0,)),
+    "min_p": _Row(_NUMBER, least=0.0, greatest=1.0),
+    "no_stop_trim": _Row(_BOOL),
+    "presence_penalty": _Row(_NUMBER, least=-2.0, greatest=2.0, neutral=(0,)),
+    "regex": _Row(_TEXT, aliases=("guided_regex",), neutral=("",), needs_grammar=True),
+    "repetition_penalty": _Row(
+        _NUMBER, least=0.0, greatest=2.0, excludes_least=True, neutral=(1,)
     ),
-    "max_new_tokens": SamplingParameter(types=(int,), least=0, aliases=("max_tokens",)),
-    "min_new_tokens": SamplingParameter(
-        types=(int,), least=0, aliases=("min_tokens",), neutral=(0,)
+    "sampling_seed": _Row(_INT, least=-(2**63), greatest=2**63 - 1, aliases=("seed",)),
+    "skip_special_tokens": _Row(_BOOL),
+    "spaces_between_special_tokens": _Row(_BOOL, dropped_by_router=True),
+    "stop": _Row(
+        _TEXTS, aliases=("stop_sequences",), needs_tokenizer=True, check=_check_texts
     ),
-    "min_p": SamplingParameter(types=_NUMBER, least=0.0, greatest=1.0),
-    "no_stop_trim": SamplingParameter(types=(bool,)),
-    "presence_penalty": SamplingParameter(
-        types=_NUMBER, least=-2.0, greatest=2.0, neutral=(0,)
+    "stop_regex": _Row(
+        _TEXTS, needs_tokenizer=True, check=_check_texts, dropped_by_router=True
     ),
-    "regex": SamplingParameter(
-        types=(str,), aliases=("guided_regex",), neutral=("",), needs_grammar=True
+    "stop_token_ids": _Row(_IDS, check=_check_stop_ids),
+    "structural_tag": _Row(
+        _TEXT, neutral=("",), needs_grammar=True, dropped_by_router=True
     ),
-    "repetition_penalty": SamplingParameter(
-        types=_NUMBER, least=0.0, greatest=2.0, excludes_least=True, neutral=(1,)
-    ),
-    "sampling_seed": SamplingParameter(
-        types=(int,), least=-(2**63), greatest=2**63 - 1, aliases=("seed",)
-    ),
-    "skip_special_tokens": SamplingParameter(types=(bool,)),
-    "spaces_between_special_tokens": SamplingParameter(
-        types=(bool,), dropped_by_router=True
-    ),
-    "stop": SamplingParameter(
-        types=_TEXTS, aliases=("stop_sequences",), needs_tokenizer=True
-    ),
-    "stop_regex": SamplingParameter(
-        types=_TEXTS, needs_tokenizer=True, dropped_by_router=True
-    ),
-    "stop_token_ids": SamplingParameter(types=(list, tuple, set, frozenset)),
-    "structural_tag": SamplingParameter(
-        types=(str,), neutral=("",), needs_grammar=True, dropped_by_router=True
-    ),
-    "temperature": SamplingParameter(types=_NUMBER, least=0.0),
+    "temperature": _Row(_NUMBER, least=0.0),
     # 2**30 is SGLang's own value for the whole vocabulary; 2**31 kills a server.
-    "top_k": SamplingParameter(types=(int,), least=-1, greatest=2**30),
-    "top_p": SamplingParameter(
-        types=_NUMBER, least=0.0, greatest=1.0, excludes_least=True
-    ),
+    "top_k": _Row(_INT, least=-1, greatest=2**30),
+    "top_p": _Row(_NUMBER, least=0.0, greatest=1.0, excludes_least=True),
 }
 """SGLang's name -> parameter. Any other name is refused."""
 
@@ -125,12 +189,7 @@ SAMPLING_ALIASES = {
 
 
 def dropped_by_router(params: Mapping[str, Any]) -> bool:
-    """Returns whether sglang-router would drop one of these parameters.
-
-    Examples:
-        >>> dropped_by_router({"temperature": 0.7, "logit_bias": {"5": 1.0}})
-        True
-    """
+    """Returns whether sglang-router would drop one of these parameters."""
     return any(SAMPLING_PARAMETERS[name].dropped_by_router for name in params)
 
 
@@ -161,12 +220,7 @@ def temperature_of(
 def check_sampling_params(
     params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> dict[str, Any]:
-    """Returns parameters under SGLang's names, without those that are ``None``.
-
-    Raises:
-        ConfigurationError: for an unknown name, a wrong type or a value out of range.
-        UnsupportedByServerError: for a parameter that this server would ignore.
-    """
+    """Returns valid parameters under SGLang's names; ``None`` counts as not given."""
     checked: dict[str, Any] = {}
     for given_name, given in params.items():
         value = to_python(given)
@@ -181,18 +235,11 @@ def check_sampling_params(
         row = SAMPLING_PARAMETERS[name]
         _check_value(given_name, value, row)
         _check_supported(given_name, row, capabilities)
+        if row.check is not None:
+            value = row.check(given_name, value, capabilities)
         checked[name] = value
     _check_seed(checked, capabilities)
-    _check_limits_together(checked)
-    for name in ("stop", "stop_regex"):
-        if name in checked:
-            checked[name] = _check_texts(name, checked[name])
-    if "stop_token_ids" in checked:
-        stops = list(checked["stop_token_ids"])
-        check_token_ids(stops, capabilities, "stop_token_ids")
-        checked["stop_token_ids"] = sorted(set(stops))
-    if "logit_bias" in checked:
-        checked["logit_bias"] = _check_bias(checked["logit_bias"], capabilities)
+    _check_together(checked)
     return checked
 
 
@@ -257,7 +304,7 @@ def _check_seed(params: Mapping[str, Any], capabilities: ServerCapabilities) -> 
         )
 
 
-def _check_limits_together(params: Mapping[str, Any]) -> None:
+def _check_together(params: Mapping[str, Any]) -> None:
     if params.get("top_k") == 0:
         raise ConfigurationError(
             "The sampling parameter top_k=0 keeps no token; give -1 for no limit, or "
@@ -275,47 +322,6 @@ def _check_limits_together(params: Mapping[str, Any]) -> None:
         )
 
 
-def _check_texts(name: str, value: Any) -> list[str]:
-    """Returns ``stop`` or ``stop_regex`` as a list of texts that can match."""
-    texts = [value] if isinstance(value, str) else list(value)
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise ConfigurationError(
-                f"{name} holds {text!r}; it takes texts that are not empty (an empty "
-                f"one ends every response at its first token)."
-            )
-        if name == "stop_regex":
-            try:
-                re.compile(text)
-            except re.error as error:
-                raise ConfigurationError(
-                    f"{name} holds {text!r}, which is not a regular expression: "
-                    f"{error}."
-                ) from None
-    return texts
-
-
-def _check_bias(
-    bias: Mapping[Any, Any], capabilities: ServerCapabilities
-) -> dict[str, float]:
-    """Returns ``logit_bias`` with JSON's text keys and finite values."""
-    checked: dict[str, float] = {}
-    for token, value in bias.items():
-        try:
-            token_id = int(token)
-        except (TypeError, ValueError):
-            token_id = token
-        check_token_ids([token_id], capabilities, "logit_bias")
-        if not isinstance(value, _NUMBER) or not abs(value) <= LARGEST_BIAS:
-            raise ConfigurationError(
-                f"logit_bias gives the token {token} the value {value!r}; it must be "
-                f"a number in [{-LARGEST_BIAS:g}, {LARGEST_BIAS:g}] (give -1e9 to "
-                f"forbid a token)."
-            )
-        checked[str(token_id)] = float(value)
-    return checked
-
-
 def hint(name: str, others: Sequence[str] = ()) -> str:
     """Returns the end of a message about an unknown name: the nearest valid one."""
     valid = sorted({*SAMPLING_PARAMETERS, *others})
@@ -323,26 +329,3 @@ def hint(name: str, others: Sequence[str] = ()) -> str:
     if near is not None:
         return f" Did you mean {near!r}?"
     return f" The valid ones are {', '.join(valid)}."
-
-
-def check_token_ids(
-    token_ids: Sequence[int], capabilities: ServerCapabilities, name: str
-) -> None:
-    """Raises :class:`ConfigurationError` unless all ids are in the vocabulary."""
-    if not token_ids:
-        return
-    integers = set(map(type, token_ids)) == {int}
-    if integers and min(token_ids) >= 0 and max(token_ids) < capabilities.vocab_size:
-        return
-    for token in token_ids:
-        if type(token) is not int:
-            raise ConfigurationError(
-                f"{name} holds {token!r}, a {type(token).__name__}; token ids are "
-                f"Python integers (tolist() turns a tensor or an array into them)."
-            )
-        if not 0 <= token < capabilities.vocab_size:
-            raise ConfigurationError(
-                f"{name} holds the token id {token}, which is outside the vocabulary "
-                f"of {capabilities.model_path!r}: ids lie in "
-                f"[0, {capabilities.vocab_size}). Is this the served model's tokenizer?"
-            )

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import math
+import time
 
 from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.generation.dispatch import Response, Sent
 from torchrl_sglang.backends.generation.request import GenerateRequest
 from torchrl_sglang.backends.lora.registry import Adapters
 from torchrl_sglang.backends.support.versions import version_order
-from torchrl_sglang.errors import (
-    GenerationAbortedError,
-    SGLangError,
-    WeightSyncStateError,
-)
+from torchrl_sglang.errors import GenerationAbortedError, WeightSyncStateError
 from torchrl_sglang.types import Completion
 
-__all__ = ["StaleResponses", "WeightsSnapshot"]
+__all__ = ["StaleResponses"]
 
 MOST_CHECKS = 3
 """How often in a row servers are checked for older weights without finding any."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsSnapshot:
-    """State of the weights when a request is sent."""
-
-    version: str
-    """Weight version, which separates prefix-cache entries."""
-    abort_epoch: int
-    """How often weight updates had aborted what was in flight."""
-    checks: int
-    """How often servers had been checked for older weights."""
 
 
 class StaleResponses:
@@ -40,27 +26,19 @@ class StaleResponses:
     def __init__(self, fleet: Fleet, adapters: Adapters) -> None:
         self._fleet = fleet
         self._adapters = adapters
-        self._checks = self._vain_checks = 0
+        self._checked_at = -math.inf
+        self._vain_checks = 0
         self._checking: asyncio.Task[None] | None = None
 
-    def snapshot(self) -> WeightsSnapshot:
-        """Returns the state of the weights now."""
-        weights = self._fleet.weights
-        return WeightsSnapshot(weights.version, weights.abort_epoch, self._checks)
-
-    async def is_stale(
-        self,
-        request: GenerateRequest,
-        outcome: Completion | SGLangError,
-        sent_at: WeightsSnapshot,
-    ) -> bool:
+    async def is_stale(self, request: GenerateRequest, response: Response) -> bool:
         """Returns whether a request has to be sent again.
 
         Raises:
             WeightSyncStateError: if servers go on answering with older weights than
-                those of ``sent_at``.
+                were current when it was sent.
         """
-        aborted = self._fleet.weights.abort_epoch > sent_at.abort_epoch
+        outcome, sent = response.outcome, response.sent
+        aborted = self._fleet.weights.abort_epoch > sent.weights.abort_epoch
         if isinstance(outcome, GenerationAbortedError):
             return aborted and not outcome.requested
         if not isinstance(outcome, Completion):
@@ -74,16 +52,17 @@ class StaleResponses:
             return True
         if outcome.weight_version is None:
             return False
-        if version_order(outcome.weight_version) < version_order(sent_at.version):
+        if version_order(outcome.weight_version) < version_order(sent.weights.version):
             # Another process restarted the server, and this one did not know.
-            await self._check_servers(sent_at)
+            await self._check_servers(sent)
             return True
         self._vain_checks = 0
-        return self._used_stale_cache(outcome, outcome.weight_version, sent_at.version)
+        self._fleet.weights_state.observe(outcome.weight_version)
+        return self._used_stale_cache(outcome, sent.weights.version)
 
-    async def _check_servers(self, sent_at: WeightsSnapshot) -> None:
+    async def _check_servers(self, sent: Sent) -> None:
         """Takes servers with older weights out of rotation, once for all requests."""
-        if sent_at.checks < self._checks:
+        if sent.time < self._checked_at:
             # They have been checked since.
             return
         if self._checking is None or self._checking.done():
@@ -101,22 +80,22 @@ class StaleResponses:
         if self._fleet.poll is not None:
             self._fleet.suspect_all()
             await self._fleet.poll()
-        self._checks += 1
+        self._checked_at = time.monotonic()
 
-    def _used_stale_cache(self, completion: Completion, last: str, key: str) -> bool:
-        """Adopts a newer weight version; returns whether the KV cache may be stale.
+    def _used_stale_cache(self, completion: Completion, key: str) -> bool:
+        """Returns whether a response may rest on a KV cache of older weights.
 
-        A response that began with newer weights than ``key``, and with a cached prefix
-        that was looked up under ``key``, may rest on KV cache of older weights: another
-        engine object updated them meanwhile, or the cache was not flushed.
+        It may if it began with newer weights than ``key``, with a cached prefix that
+        was looked up under ``key``: another engine object updated the weights
+        meanwhile, or the cache was not flushed.
         """
         weights = self._fleet.weights
-        self._fleet.weights_state.observe(last)
         if completion.versions:
             first = completion.versions[0].version
             suspect = first not in weights.clean_versions
         else:
             # It may have begun with any of them.
-            first, suspect = last, last not in weights.in_place_versions
+            first = completion.weight_version or ""
+            suspect = first not in weights.in_place_versions
         newer = version_order(first) > version_order(key)
         return newer and suspect and completion.cached_tokens > 0
