@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
     from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
     from torchrl_sglang.weight_update.sender import SGLangWeightSender
-    from torchrl_sglang.weight_update.sources.source import get_model_metadata
+    from torchrl_sglang.weight_update.sources.resolve import get_model_metadata
 
 _HOME = {
     "AsyncSGLang": "backends.async_sglang",
@@ -34,7 +34,7 @@ _HOME = {
     "SGLangWrapper": "policies.sglang_wrapper",
     "attach": "collectors.weight_sync",
     "attach_weight_sync": "collectors.weight_sync",
-    "get_model_metadata": "weight_update.sources.source",
+    "get_model_metadata": "weight_update.sources.resolve",
     "make_sglang_server": "backends.launch.local",
 }
 """Public name -> module that defines it."""

@@ -54,7 +54,7 @@ PUBLIC = {
     "__version__": None,
     "attach": "collectors.weight_sync",
     "attach_weight_sync": "collectors.weight_sync",
-    "get_model_metadata": "weight_update.sources.source",
+    "get_model_metadata": "weight_update.sources.resolve",
     "make_sglang_server": "backends.launch.local",
 }
 """Public name -> where it is defined."""

@@ -1,8 +1,9 @@
-"""New weights to the servers. Knows torch.distributed, and the engine's contract.
+"""Sends new weights to the servers; knows torch.distributed and the engine's contract.
 
-``source.py`` (with ``peft_source.py``) turns what a caller calls weights into tensors,
-``names.py`` finds the servers' names for them, ``ranks.py`` has several ranks send as
-one, ``buckets.py`` lays them out,
-``transports/`` carries the bytes, ``session.py`` orders pause, send and resume, and
-``scheme.py`` with ``sender.py`` and ``receiver.py`` is TorchRL's view of it all.
+``scheme`` is TorchRL's view: it takes ``options`` and an engine (``servers``) and gives
+a ``sender``. For each update the sender resolves what it was given into a source
+(``sources/``; on several ``ranks`` they gather it together), maps that to the served
+names (``weights``), and hands it with a transport (``transports/``, which read it in
+``buckets``) to ``session``, which orders pause, send and resume. ``verify`` compares
+afterwards, and ``recovery`` goes back to the checkpoint.
 """

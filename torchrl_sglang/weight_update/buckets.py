@@ -1,77 +1,49 @@
-"""Parameter specifications to aligned buckets: pure.
+"""Groups tensors into buckets, the unit in which weights are sent.
 
-A bucket is one flat run of bytes in which tensors lie one after the other. The server
-rebuilds them from names, types and shapes alone (``FlattenedTensorBucket`` in
-``sglang/srt/weight_sync/tensor_bucket.py``), so there are no gaps, and a tensor can be
-viewed in place only where its offset is a multiple of its item size. Largest items
-first keeps both.
+A bucket is a flat run of bytes without gaps. The server rebuilds it from names, types
+and shapes alone (``FlattenedTensorBucket`` in
+``sglang/srt/weight_sync/tensor_bucket.py``) and views each tensor in place, which needs
+an offset that is a multiple of its item size. Largest item size first gives that.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
+from torchrl_sglang.weight_update.weights import NamedTensors, TensorSpec, Weights
 
-__all__ = ["Bucket", "TensorSpec", "plan_buckets"]
+__all__ = ["Bucket", "flatten", "plan_buckets", "read_buckets"]
 
 SMALL_SHARE = 8
-"""A bucket of small tensors is smaller than others by this factor: they are held until
-it is full, beside the others."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """One tensor, without its values."""
-
-    name: str
-    """Parameter name, as the server's loader takes it."""
-    dtype: torch.dtype
-    """Type that it is sent in."""
-    shape: torch.Size
-    """Its shape."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+"""Buckets of small tensors are smaller by this factor: they are held beside the others
+until they are full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Tensors that travel together."""
+    """Tensors that are sent together."""
 
     specs: tuple[TensorSpec, ...]
-    """The tensors, in the order in which they lie."""
+    """The tensors, in the order of their bytes."""
     offsets: tuple[int, ...]
     """Byte at which each one begins."""
     num_bytes: int
-    """Size of them all."""
+    """Size of all tensors."""
     small: bool
-    """Each of them is too small to travel by itself at the speed of a link."""
+    """Its tensors are below ``small_below``, see :func:`plan_buckets`."""
 
 
 def plan_buckets(
     specs: Iterable[TensorSpec], max_bytes: int, small_below: int = 0
 ) -> list[Bucket]:
-    """Returns buckets of at most ``max_bytes``; a larger tensor has one to itself.
+    """Groups tensors into buckets of at most ``max_bytes``, in the order of ``specs``.
 
-    Every tensor of a bucket comes before all those of the next one that are of the
-    same kind, small or not, so that whoever reads the tensors in order never has to
-    hold more than a bucket of each kind.
-
-    Args:
-        specs: tensors with distinct names.
-        max_bytes: target size, in bytes.
-        small_below: tensors smaller than that, in bytes, travel among themselves, in
-            buckets of an eighth of the size.
-
-    Raises:
-        ConfigurationError: if ``max_bytes`` is not positive.
+    A larger tensor has a bucket to itself. Tensors below ``small_below`` bytes have
+    buckets of their own, of an eighth of the size.
 
     Examples:
         >>> half = TensorSpec(name="a", dtype=torch.float16, shape=torch.Size([3]))
@@ -82,17 +54,17 @@ def plan_buckets(
     """
     if max_bytes <= 0:
         raise ConfigurationError(
-            f"bucket_bytes={max_bytes} is not a size; give a positive number of bytes."
+            f"bucket_bytes must be a positive number of bytes, got {max_bytes}."
         )
     buckets: list[Bucket] = []
     groups: dict[bool, list[TensorSpec]] = {False: [], True: []}
-    room = {False: max_bytes, True: max_bytes // SMALL_SHARE}
-    left = dict(room)
+    limits = {False: max_bytes, True: max_bytes // SMALL_SHARE}
+    left = dict(limits)
     for spec in specs:
         small = spec.num_bytes < small_below
         if groups[small] and spec.num_bytes > left[small]:
             buckets.append(_lay_out(groups[small], small))
-            groups[small], left[small] = [], room[small]
+            groups[small], left[small] = [], limits[small]
         groups[small].append(spec)
         left[small] -= spec.num_bytes
     return buckets + [
@@ -101,7 +73,6 @@ def plan_buckets(
 
 
 def _lay_out(group: list[TensorSpec], small: bool) -> Bucket:
-    # Item sizes are powers of two, so in falling order every offset is aligned.
     ordered = sorted(group, key=lambda spec: -spec.dtype.itemsize)
     offsets, end = [], 0
     for spec in ordered:
@@ -110,3 +81,83 @@ def _lay_out(group: list[TensorSpec], small: bool) -> Bucket:
     return Bucket(
         specs=tuple(ordered), offsets=tuple(offsets), num_bytes=end, small=small
     )
+
+
+def read_buckets(
+    weights: Weights, max_bytes: int, small_below: int = 0
+) -> Iterator[tuple[Bucket, NamedTensors]]:
+    """Reads weights bucket by bucket; the tensors may still have to be cast.
+
+    Raises:
+        WeightMismatchError: if the source yields other tensors than its specs announce.
+
+    Examples:
+        >>> spec = TensorSpec(name="a", dtype=torch.float16, shape=torch.Size([3]))
+        >>> weights = Weights(
+        ...     specs=(spec,),
+        ...     read=lambda: iter([("a", torch.ones(3))]),
+        ...     device=torch.device("cpu"),
+        ...     stable=True,
+        ... )
+        >>> [list(tensors) for bucket, tensors in read_buckets(weights, max_bytes=8)]
+        [['a']]
+    """
+    announced = {spec.name: tuple(spec.shape) for spec in weights.specs}
+    source = weights.read()
+    held: NamedTensors = {}
+    for bucket in plan_buckets(weights.specs, max_bytes, small_below):
+        names = [spec.name for spec in bucket.specs]
+        while not held.keys() >= set(names):
+            name, value = _next(source, announced)
+            held[name] = value
+            del value
+        tensors = {name: held.pop(name) for name in names}
+        yield bucket, tensors
+        if not weights.stable:
+            # This generator is suspended while the next tensors are made.
+            tensors.clear()
+    if next(source, None) is not None:
+        raise WeightMismatchError(
+            f"The source of the weights yields more than the {len(announced)} tensors "
+            f"that it announced."
+        )
+
+
+def _next(
+    source: Iterator[tuple[str, torch.Tensor]],
+    announced: Mapping[str, tuple[int, ...]],
+) -> tuple[str, torch.Tensor]:
+    item = next(source, None)
+    if item is None:
+        raise WeightMismatchError(
+            f"The source of the weights ended before it had yielded all "
+            f"{len(announced)} tensors."
+        )
+    name, value = item
+    if tuple(value.shape) != announced.get(name):
+        raise WeightMismatchError(
+            f"The source of the weights yields {name} of shape {tuple(value.shape)}, "
+            f"and announced {announced.get(name, 'no such tensor')}."
+        )
+    return name, value
+
+
+def flatten(
+    bucket: Bucket, tensors: NamedTensors, device: torch.device
+) -> torch.Tensor:
+    """Copies a bucket into new memory, uint8 ``(bucket.num_bytes,)``.
+
+    Copies cast and move in one step. On a GPU they may still be in flight.
+    """
+    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+    targets = [
+        flat[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
+        for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)
+    ]
+    torch._foreach_copy_(
+        targets,
+        [tensors[spec.name].detach() for spec in bucket.specs],
+        # Host memory is read as soon as this returns.
+        non_blocking=device.type == "cuda",
+    )
+    return flat

@@ -1,11 +1,9 @@
-"""One update by several ranks: all gather, one sends, all learn how it ended.
+"""Several ranks of a trainer make one update: all gather, the first one sends.
 
-Every rank that holds a part of the model calls the sender. The first one talks to the
-servers; the others are told what to gather, gather it in the same order and let it go,
-and wait for the outcome. Whatever goes wrong on the first rank, it still takes part in
-every collective that the others are in, so nobody is left in one. How long a rank waits
-for one that is gone, or for a server's time budget on the first rank, is the timeout of
-the trainer's own process group.
+Every rank that holds a part of the model calls the sender. The first rank tells the
+others which tensors to gather, sends them, and shares the outcome. Whatever goes wrong
+there, it takes part in every collective that the others are in, so no rank is left in
+one. The process group's own timeout limits how long a rank waits for another one.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.types import SyncReport
-from torchrl_sglang.weight_update.sources.tensors import Source, Wanted
+from torchrl_sglang.weight_update.sources.base import Source, Wanted
 
 __all__ = ["Ranks", "find_ranks", "is_copy"]
 
@@ -37,27 +35,22 @@ Send: TypeAlias = Callable[[Source], SyncReport]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gather:
-    """What the first rank tells the others to gather."""
+    """Tells the other ranks which tensors to gather."""
 
     dtypes: Mapping[str, torch.dtype]
-    """Name in the source -> type that it is served in."""
+    """Name in the source -> served type."""
     shapes: Mapping[str, torch.Size]
-    """Name -> shape, which must be the same everywhere."""
+    """Name -> shape, which must be the same on all ranks."""
 
 
 def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks | None:
-    """Returns the ranks that hold the tensors of a source together.
+    """Returns the ranks that hold a source together; None if this one holds it whole.
 
-    Args:
-        source: tells, if its tensors are DTensors.
-        group: the ranks, if the caller names them.
-
-    Returns:
-        ``None`` if this process holds them whole, and so sends by itself.
+    They are those of its DTensors, or of ``group``.
     """
     if group is not None:
         return Ranks([group])
-    meshes = {known.mesh for known in source.found.values() if known.mesh is not None}
+    meshes = {spec.mesh for spec in source.specs.values() if spec.mesh is not None}
     if not meshes:
         return None
     # Tensors on a part of the ranks are gathered by that part.
@@ -66,10 +59,7 @@ def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks 
 
 
 def is_copy(weights: Any) -> bool:
-    """Returns whether another rank has the same model, and is the one to send it.
-
-    That is so for ranks other than 0 of :class:`DistributedDataParallel`.
-    """
+    """Returns whether this is another rank than 0 of DistributedDataParallel."""
     while isinstance(weights, nn.Module):
         if isinstance(weights, DistributedDataParallel):
             return dist.get_rank(weights.process_group) != 0
@@ -81,9 +71,7 @@ def is_copy(weights: Any) -> bool:
 class Ranks:
     """The ranks of a trainer that hold one model together.
 
-    Args:
-        groups: process groups that have this rank in common, one for each dimension of
-            the mesh that all ranks form.
+    ``groups`` are process groups of this rank, one per dimension of the ranks' mesh.
     """
 
     def __init__(self, groups: list[Any]) -> None:
@@ -95,19 +83,9 @@ class Ranks:
         return all(dist.get_rank(group) == 0 for group in self._groups)
 
     def update(self, source: Source, send: Send) -> SyncReport:
-        """Sends a source from the first rank; all ranks call this.
+        """Sends a source from the first rank; all ranks call this, each with its part.
 
-        Args:
-            source: the same one on all ranks, each with its part.
-            send: brings a source to the servers; called on the first rank.
-
-        Returns:
-            The first rank's report, on all of them.
-
-        Raises:
-            SGLangError: the first rank's error, on all of them.
-            WeightTransferError: if the first rank failed with an error that is not
-                one of this package, or is gone.
+        All return the first rank's report or raise its error.
         """
         if self.sends:
             return self._lead(source, send)
@@ -129,7 +107,7 @@ class Ranks:
         message = self.share(None)
         if isinstance(message, _Gather):
             if self.agree(_find_difference(source, message)) is None:
-                _let_go(source.read(message.dtypes))
+                _exhaust(source.read(message.dtypes))
             message = self.share(None)
         if isinstance(message, BaseException):
             raise message
@@ -141,9 +119,9 @@ class Ranks:
         try:
             for group in self._groups:
                 # Along one dimension after the other it reaches the whole mesh.
-                box = [value]
-                dist.broadcast_object_list(box, group=group, group_src=0)
-                value = box[0]
+                values = [value]
+                dist.broadcast_object_list(values, group=group, group_src=0)
+                value = values[0]
         except RuntimeError as error:
             raise WeightTransferError(
                 f"A rank of the trainer was lost during a weight update: {error}"
@@ -153,23 +131,23 @@ class Ranks:
     def agree(self, problem: str | None) -> str | None:
         """Returns the problems of all ranks, or ``None`` if no rank has one."""
         for group in self._groups:
-            told: list[str | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, problem, group=group)
+            problems: list[str | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(problems, problem, group=group)
             # Ranks of one column have the same by now.
-            problem = " ".join(dict.fromkeys(each for each in told if each)) or None
+            problem = " ".join(dict.fromkeys(p for p in problems if p)) or None
         return problem
 
 
-def _let_go(tensors: Iterable[Any]) -> None:
+def _exhaust(tensors: Iterable[Any]) -> None:
     """Reads to the end, and holds nothing while the next tensor is made."""
     deque(tensors, maxlen=0)
 
 
 def _find_difference(source: Source, message: _Gather) -> str | None:
     for name, shape in message.shapes.items():
-        known = source.found.get(name)
-        if known is None or known.shape != shape:
-            own = "nothing of that name" if known is None else tuple(known.shape)
+        spec = source.specs.get(name)
+        if spec is None or spec.shape != shape:
+            own = "nothing of that name" if spec is None else tuple(spec.shape)
             return (
                 f"Rank {dist.get_rank()} of the trainer has {own} where the first one "
                 f"has {name} of shape {tuple(shape)}; send the same model on all ranks."
@@ -196,18 +174,14 @@ class _Gathering:
         self._left: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def read(self, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
-        """Has all ranks gather, and yields what they have gathered."""
+        """Makes all ranks gather, and yields the gathered tensors."""
         if self._left is not None:
             raise WeightSyncStateError(
                 "Tensors that are spread over ranks can be read once for an update."
             )
         self._left = iter(())
-        self._ranks.share(
-            _Gather(
-                dtypes=dict(wanted),
-                shapes={name: self._source.found[name].shape for name in wanted},
-            )
-        )
+        shapes = {name: self._source.specs[name].shape for name in wanted}
+        self._ranks.share(_Gather(dtypes=dict(wanted), shapes=shapes))
         problem = self._ranks.agree(None)
         if problem is not None:
             raise WeightSyncStateError(problem)
@@ -226,8 +200,8 @@ class _Gathering:
             del tensor
 
     def finish(self) -> None:
-        """Takes part in what the other ranks have yet to gather."""
+        """Gathers the tensors that the other ranks have yet to gather."""
         try:
-            _let_go(self._left or ())
-        except Exception as error:  # noqa: BLE001 - The first error is the one to tell.
+            _exhaust(self._left or ())
+        except Exception as error:  # noqa: BLE001 - The first error is the one to raise.
             torchrl_logger.warning(f"Ranks could not gather to the end: {error}")

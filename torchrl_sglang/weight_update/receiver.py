@@ -1,25 +1,22 @@
-"""The servers' side, as the trainer sees it: SGLang receives by itself."""
+"""The receiving side of TorchRL's contract: SGLang receives by itself."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import UnsupportedByServerError
 from torchrl_sglang.types import ModelMetadata
 
-if TYPE_CHECKING:
-    from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
-
 __all__ = ["SGLangWeightReceiver"]
 
 
 class SGLangWeightReceiver:
-    """What is known of the receiving servers.
+    """Answers questions about the servers that receive weights.
 
-    A server joins the group, receives and loads when the sender asks it to, over HTTP,
-    so there is nothing to run here. The receiver answers questions about the result.
+    A server joins the process group, receives and loads when the sender asks it to,
+    over HTTP, so nothing runs here.
 
     Examples:
         >>> receiver = SGLangWeightSyncScheme(engine).create_receiver()
@@ -27,8 +24,7 @@ class SGLangWeightReceiver:
         True
     """
 
-    def __init__(self, scheme: SGLangWeightSyncScheme, engine: RLSGLangEngine) -> None:
-        self._scheme = scheme
+    def __init__(self, engine: RLSGLangEngine) -> None:
         self._engine = engine
 
     def weight_versions(self) -> list[str]:
@@ -43,7 +39,7 @@ class SGLangWeightReceiver:
         return False
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Raises: weights reach a server through a sender only."""
+        """Raises :class:`UnsupportedByServerError`: only a sender sends weights."""
         raise UnsupportedByServerError(
             "Weights cannot be applied to an SGLang server from here; send them with "
             "SGLangWeightSender.update_weights(weights)."

@@ -1,8 +1,7 @@
-"""Back to whole weights after an update that nobody will finish.
+"""Brings servers back to the checkpoint that they were started with.
 
-A trainer that gives up, or another one in the place of a trainer that was killed, has
-the servers load the checkpoint that they were started with. It is a weight update like
-any other, with the servers' own files as the transport.
+It is a weight update like any other, for a trainer that gives up or that was killed;
+the servers' own files are the transport.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.types import PauseMode, SyncReport
 from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.buckets import TensorSpec
-from torchrl_sglang.weight_update.sources.weights import Weights
+from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
-__all__ = ["recover"]
+__all__ = ["checkpoint_path", "recover"]
 
 LOAD_TIMEOUT_SECONDS = 600.0
-"""Default budget for the servers to read their checkpoint."""
+"""Default timeout for the servers to read their checkpoint."""
 
 
 def recover(
@@ -39,32 +37,23 @@ def recover(
     load_timeout: float = LOAD_TIMEOUT_SECONDS,
     held: WeightUpdate | None = None,
 ) -> SyncReport:
-    """Has every server load the checkpoint that it was started with, and generate.
+    """Makes every server load its checkpoint as a new weight version, and generate.
 
-    Args:
-        engine: the servers; paused, in an open session, in doubt or well.
-        version: what they report as their weight version from then on.
-        pause_mode: what happens to requests that run meanwhile.
-        load_timeout: budget for the servers to read their files, in seconds.
-        held: the caller's hold of the engine, if it has one.
-
-    Raises:
-        UnsupportedByServerError: if the servers were started without a checkpoint.
-        WeightTransferError: if they cannot load it; their weights stay inconsistent.
-        WeightSyncStateError: if an update is under way, or weights are asleep.
+    The servers may be paused, in an open session, or inconsistent.
     """
-    path = checkpoint_path(engine)
-    # Names are for the report alone; the files are read by the servers.
+    transport = _CheckpointTransport(engine, checkpoint_path(engine), load_timeout)
+    # For the report alone; the servers read the files.
     specs = tuple(
         TensorSpec(name=name, dtype=dtype, shape=shape)
         for name, (dtype, shape) in engine.get_model_metadata().items()
     )
+    weights = Weights(
+        specs=specs, read=lambda: iter(()), device=torch.device("cpu"), stable=True
+    )
     return session.update_weights(
         engine,
-        _OwnFiles(engine, path, load_timeout),
-        Weights(
-            specs=specs, read=lambda: iter(()), device=torch.device("cpu"), stable=True
-        ),
+        transport,
+        weights,
         version=version,
         pause_mode="retract" if pause_mode == "none" else pause_mode,
         whole=False,
@@ -74,11 +63,7 @@ def recover(
 
 
 def checkpoint_path(engine: RLSGLangEngine) -> str:
-    """Returns what the servers were started with, as they see it.
-
-    Raises:
-        UnsupportedByServerError: if that was no checkpoint.
-    """
+    """Returns the path, as the servers see it, that they were started with."""
     capabilities = engine.capabilities
     if capabilities.server_args.get("load_format") == "dummy":
         raise UnsupportedByServerError(
@@ -89,11 +74,12 @@ def checkpoint_path(engine: RLSGLangEngine) -> str:
     return str(capabilities.server_args.get("model_path") or capabilities.model_path)
 
 
-class _OwnFiles:
-    """A transport that carries nothing: every server has the weights already."""
+class _CheckpointTransport:
+    """Makes every server load files that it has."""
 
     name: ClassVar[str] = "checkpoint"
     in_session: ClassVar[bool] = False
+    adapter_only: ClassVar[bool] = False
 
     def __init__(self, engine: RLSGLangEngine, path: str, timeout: float) -> None:
         self._engine = engine
@@ -114,14 +100,13 @@ class _OwnFiles:
         except RequestRefusedError as error:
             # The usual case: no trainer has left its session open.
             torchrl_logger.debug(f"Before the checkpoint is loaded: {error}")
+        loading = control.update_weights_from_disk(
+            self._path, weight_version=version, timeout=self._timeout
+        )
         try:
-            run_sync(
-                control.update_weights_from_disk(
-                    self._path, weight_version=version, timeout=self._timeout
-                )
-            )
+            run_sync(loading)
         except ServerError as error:
-            # What they held before is what nobody trusts: it counts as touched.
+            # The weights before were not trusted, so the servers count as touched.
             raise WeightTransferError(
                 f"The checkpoint {self._path!r} could not be loaded: {error}"
             ) from error

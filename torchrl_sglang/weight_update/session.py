@@ -1,11 +1,12 @@
-"""One weight update from beginning to end: the only place that orders these calls.
+"""Orders the calls of one weight update; nothing else does.
 
-pause → flush → begin → send → end → resume → verify
+Whole weights: pause → flush → begin → send → end → resume → verify. A LoRA adapter is
+loaded beside the served weights, so it is only sent and verified.
 
-Whatever fails before the first byte leaves the servers as they were, and generation
-goes on. Whatever fails later leaves a mix of old and new weights that nobody may
-generate with: the servers stay paused, the engine refuses, and the next update that
-succeeds heals both. Where an answer is lost, the worse of the two is assumed.
+A failure before the first byte leaves the servers as they were, and generation goes on.
+A later one leaves a mix of old and new weights: the servers stay paused and the engine
+refuses to generate until an update succeeds. Where an answer is lost, the worse is
+assumed.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
-from torchrl_sglang.backends.client.control import (
+from torchrl_sglang.backends.base import (
     CONTROL_TIMEOUT_SECONDS,
-    ControlPlane,
+    RLSGLangEngine,
+    WeightUpdate,
 )
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
@@ -32,51 +32,20 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.types import PauseMode, SyncReport
-from torchrl_sglang.weight_update.sources.weights import Weights
 from torchrl_sglang.weight_update.transports.base import WeightTransport
+from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = ["update_weights"]
 
 TAKE_OVER_SECONDS = 20.0
-"""A session that another sender has open is taken for one of a sender that is gone when
-it is still open after so long. ``recover()`` does not wait."""
+"""After this long, another sender's open session is considered abandoned. ``recover()``
+does not wait."""
 
 TAKE_OVER_POLL_SECONDS = 0.2
-"""How often it is looked for."""
+"""How often another sender's session is polled."""
 
 CLEANUP_SECONDS = 5.0
-"""Budget for each call that tidies up after a failure."""
-
-
-class _Phases:
-    """Measures how long each phase takes."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = time.perf_counter() - start
-
-
-@dataclass
-class _State:
-    """What is known of the servers while an update goes on."""
-
-    touched: bool
-    """They may hold other weights than they did when they last generated."""
-    adapter: str | None = None
-    """What requests carried before, and carry no longer."""
-    opened: set[str] = field(default_factory=set)
-    """Servers that said that they opened a session for this update."""
-    unclear: set[str] = field(default_factory=set)
-    """Servers that were told to, and whose answer was lost."""
-    committed: bool = False
-    """They said that they hold the new weights, whole."""
+"""Timeout of each call after a failure."""
 
 
 def update_weights(
@@ -94,90 +63,44 @@ def update_weights(
     held: WeightUpdate | None = None,
     checkpoint: bool = False,
 ) -> SyncReport:
-    """Brings new weights to every server of an engine.
+    """Sends weights to every server of an engine, and reports what was done.
 
-    Afterwards, requests that select no LoRA adapter are computed with these weights
-    alone: an adapter that requests carried, whoever published it, is dropped from every
-    server before they generate again, and what was under way is sent again without it.
+    After whole weights, requests that select no LoRA adapter are computed with these
+    alone: published adapters are dropped from every server before it generates again,
+    and requests in flight are sent again without them.
 
     Args:
         engine: the servers.
         transport: carries the weights.
-        weights: all parameters of the served model.
-        version: what the servers report as their weight version from then on.
-        pause_mode: what happens to the requests that run meanwhile.
-        verify: raises :class:`WeightMismatchError` if the servers do not generate with
-            these weights; called when they do again.
-        flush: empty the prefix caches, where the servers can. Requests carry the weight
-            version as a key of the cache, so nothing stale is in reach without it, for
-            whoever sends that key. With ``"retract"`` it is done anyway: requests that
-            were put off carry the key that they began with.
-        whole: what they hold now is whole, as far as is known; if it is not, they are
-            in doubt even after a failure that comes before the first byte.
+        weights: all parameters of the served model, or a LoRA adapter.
+        version: weight version that the servers report from then on.
+        pause_mode: what happens to requests in flight.
+        verify: called when the servers generate again; raises
+            :class:`WeightMismatchError` if they do so with other weights.
+        flush: empty the prefix caches. ``"retract"`` does so anyway: retracted requests
+            keep the cache key of the old version.
+        whole: the servers hold whole weights, as far as is known; otherwise a failure
+            before the first byte leaves them inconsistent, too.
         reason: why this transport; a sentence for the report.
-        control_timeout: budget for each call that moves no weights, in seconds.
-        held: the caller's hold of the engine, if it has one already.
+        control_timeout: timeout of each call that moves no weights, in seconds.
+        held: the engine's weight update, if the caller has begun it.
         checkpoint: the weights are those that the servers were started with.
-
-    Raises:
-        WeightTransferError: if it failed. ``untouched`` tells whether the old weights
-            are still whole; if not, the engine refuses to generate until an update
-            succeeds.
-        WeightMismatchError: if the servers took the weights and generate with others.
-        WeightSyncStateError: if another update is under way, weights are asleep, or
-            requests run that nothing pauses.
     """
-    phase = _Phases()
-    control = engine.control
     start = time.perf_counter()
     with engine.weight_update() if held is None else nullcontext(held) as update:
+        session = _Session(
+            engine, update, transport, version, pause_mode, control_timeout
+        )
         if not transport.connected:
-            with phase("connect"):
+            with session.phase("connect"):
                 transport.connect()
         # What an earlier update left half done is not made whole by sending nothing.
-        state = _State(touched=update.was_inconsistent or not whole)
-        try:
-            with phase("pause"):
-                _pause(update, control, pause_mode, control_timeout)
-                published = engine.published_adapters(timeout=control_timeout)
-                if published or engine.default_adapter is not None:
-                    state.adapter = engine.default_adapter
-                    _select(engine, None, update, pause_mode, control_timeout)
-            if flush or pause_mode == "retract":
-                with phase("flush"):
-                    _flush(update, control, pause_mode, control_timeout)
-            count = _send(
-                control,
-                transport,
-                weights,
-                version,
-                phase,
-                state,
-                pause_mode,
-                control_timeout,
-            )
-            if control.capabilities.has_lora:
-                with phase("withdraw"):
-                    engine.withdraw_adapters(timeout=control_timeout)
-            update.commit(version, checkpoint=checkpoint)
-            state.committed = True
-            # An update that failed, or memory that was given back, left them paused.
-            if pause_mode != "none" or control.pausing.paused:
-                with phase("resume"):
-                    _resume(control, control_timeout)
-        except SGLangError as error:
-            raise _clean_up(error, engine, update, state) from error
-        except BaseException as error:
-            _clean_up(error, engine, update, state)
-            raise
-        if verify is not None and engine.asleep:
-            torchrl_logger.warning(
-                f"Weights of version {version} were not verified: nothing generates "
-                f"while {', '.join(sorted(engine.asleep))} is asleep."
-            )
-        elif verify is not None:
-            with phase("verify"):
-                _verify(verify, update, control)
+        session.touched = update.was_inconsistent or not whole
+        if transport.adapter_only:
+            count = session.publish(weights)
+        else:
+            count = session.replace(weights, flush=flush, checkpoint=checkpoint)
+        session.verify(verify)
     report = SyncReport(
         version=version,
         transport=transport.name,
@@ -186,274 +109,353 @@ def update_weights(
         num_bytes=weights.num_bytes,
         num_buckets=count,
         seconds=time.perf_counter() - start,
-        phase_seconds=phase.seconds,
+        phase_seconds=session.seconds,
     )
     torchrl_logger.info(
-        f"Weights of version {version} on {len(control.urls)} server(s): "
+        f"Weights of version {version} on {len(engine.control.urls)} server(s): "
         f"{report.num_bytes / 1e9:.3f} GB in {report.seconds:.3f} s by "
         f"{report.transport}, {report.gb_per_second:.1f} GB/s while sending."
     )
     return report
 
 
-def _flush(
-    update: WeightUpdate, control: ControlPlane, mode: PauseMode, timeout: float
-) -> None:
-    """Empties the prefix caches.
+class _Session:
+    """One update, and what is known of the servers meanwhile."""
 
-    New requests carry the new weight version as a key and find no older entry. Those
-    that were put off carry the old one, and would find their own prefix: where the
-    caches cannot be emptied while they wait, they are to begin anew.
-    """
-    flushed = run_sync(control.flush_cache(timeout=timeout))
-    if not flushed and mode == "retract":
-        update.aborts_requests()
-        run_sync(control.abort_all(timeout=timeout))
-        flushed = run_sync(control.flush_cache(timeout=timeout))
-    if flushed:
-        if mode != "none":
-            # What others send meanwhile waits.
-            update.flushed()
-        return
-    torchrl_logger.debug(
-        "A prefix cache could not be flushed; its entries are out of reach because "
-        "requests carry the new weight version."
-    )
+    def __init__(
+        self,
+        engine: RLSGLangEngine,
+        update: WeightUpdate,
+        transport: WeightTransport,
+        version: str,
+        pause_mode: PauseMode,
+        timeout: float,
+    ) -> None:
+        self._engine = engine
+        self._control = engine.control
+        self._update = update
+        self._transport = transport
+        self._version = version
+        self._pause_mode = pause_mode
+        self._timeout = timeout
+        self.seconds: dict[str, float] = {}
+        # The servers may hold other weights than when they last generated.
+        self.touched = False
+        # All servers said that they hold the new weights.
+        self._committed = False
+        # The adapter that requests carried before.
+        self._adapter: str | None = None
+        # Servers with a session of this update, and those whose answer was lost.
+        self._opened: set[str] = set()
+        self._unclear: set[str] = set()
 
-
-def _send(
-    control: ControlPlane,
-    transport: WeightTransport,
-    weights: Weights,
-    version: str,
-    phase: _Phases,
-    state: _State,
-    pause_mode: PauseMode,
-    timeout: float,
-) -> int:
-    """Returns how many transfers it took; tells ``state`` when the first has begun."""
-    if transport.in_session:
-        with phase("begin"):
-            if _begin(control, state, timeout) and pause_mode != "none":
-                # The sender that had them open has let generation go on.
-                run_sync(control.pause(pause_mode, timeout=timeout))
-    with phase("send"):
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures a phase."""
+        start = time.perf_counter()
         try:
-            count = transport.send(weights, version=version)
-        except WeightTransferError as error:
-            state.touched = state.touched or not error.untouched
-            raise
-        except BaseException:
-            state.touched = True
-            raise
-    state.touched = True
-    if transport.in_session:
-        with phase("end"):
-            run_sync(control.end_weight_update(timeout=timeout))
-    return count
+            yield
+        finally:
+            self.seconds[name] = time.perf_counter() - start
 
+    def publish(self, weights: Weights) -> int:
+        """Loads an adapter beside the served weights, while generation goes on."""
+        problem = self._engine.base_problem
+        if problem is not None and self._update.was_inconsistent:
+            raise WeightSyncStateError(
+                f"A LoRA adapter alone does not help: {problem} Bring the base weights "
+                f"back with sender.recover(), or send whole weights with another "
+                f"transport."
+            )
+        if problem is not None:
+            torchrl_logger.warning(
+                f"A LoRA adapter is published over a base that may not be the one that "
+                f"it was trained on: {problem}"
+            )
+        with self.phase("send"):
+            return self._transport.send(weights, version=self._version)
 
-def _pause(
-    update: WeightUpdate,
-    control: ControlPlane,
-    mode: PauseMode,
-    timeout: float,
-) -> None:
-    if mode != "none":
+    def replace(self, weights: Weights, *, flush: bool, checkpoint: bool) -> int:
+        """Replaces the served weights; a failure leaves the servers safe."""
+        try:
+            with self.phase("pause"):
+                self._pause()
+                self._drop_default_adapter()
+            if flush or self._pause_mode == "retract":
+                with self.phase("flush"):
+                    self._flush()
+            count = self._send(weights)
+            if self._control.capabilities.has_lora:
+                with self.phase("withdraw"):
+                    self._engine.withdraw_adapters(timeout=self._timeout)
+            self._update.commit(self._version, checkpoint=checkpoint)
+            self._committed = True
+            # A failed update, or released memory, may have left them paused.
+            if self._pause_mode != "none" or self._control.pausing.paused:
+                with self.phase("resume"):
+                    self._resume(self._timeout)
+        except SGLangError as error:
+            raise self._clean_up(error) from error
+        except BaseException as error:
+            self._clean_up(error)
+            raise
+        return count
+
+    def verify(self, check: Callable[[], None] | None) -> None:
+        """Compares servers and trainer, where servers generate."""
+        if check is None:
+            return
+        if self._engine.asleep and not self._transport.adapter_only:
+            torchrl_logger.warning(
+                f"Weights of version {self._version} were not verified: nothing "
+                f"generates while {', '.join(sorted(self._engine.asleep))} is asleep."
+            )
+            return
+        with self.phase("verify"):
+            try:
+                check()
+            except BaseException as error:
+                self._update.mark_inconsistent(_text(error))
+                if not self._transport.adapter_only:
+                    self._stay_paused()
+                raise
+
+    def _pause(self) -> None:
+        if self._pause_mode != "none":
+            if self._pause_mode == "in_place":
+                self._update.keeps_requests()
+            run_sync(self._control.pause(self._pause_mode, timeout=self._timeout))
+            return
+        # The engine refuses to generate from here on, and nothing may be running.
+        if not self._update.was_inconsistent:
+            self._update.mark_inconsistent(
+                "A weight update without a pause is in flight."
+            )
+        running = run_sync(self._control.running_requests(timeout=self._timeout))
+        if running:
+            raise WeightSyncStateError(
+                f"{running} request(s) run, and pause_mode='none' pauses none of them; "
+                f"wait for them to end, or use pause_mode='retract'."
+            )
+
+    def _drop_default_adapter(self) -> None:
+        published = self._engine.published_adapters(timeout=self._timeout)
+        if published or self._engine.default_adapter is not None:
+            self._adapter = self._engine.default_adapter
+            self._select(None, self._pause_mode, self._timeout)
+
+    def _select(self, adapter: str | None, mode: PauseMode, timeout: float) -> None:
+        """Makes requests carry another adapter, also those on paused servers."""
+        self._engine.default_adapter = adapter
         if mode == "in_place":
-            update.keeps_requests()
-        run_sync(control.pause(mode, timeout=timeout))
-        return
-    # The engine refuses to generate from here on, and nothing may be running.
-    if not update.was_inconsistent:
-        update.mark_inconsistent("A weight update without a pause is in progress.")
-    running = run_sync(control.running_requests(timeout=timeout))
-    if running:
-        raise WeightSyncStateError(
-            f"{running} request(s) run, and pause_mode='none' pauses none of them; "
-            f"wait for them to end, or use pause_mode='retract'."
-        )
+            # A server that is paused in place does not end running requests.
+            run_sync(self._control.pause("retract", timeout=timeout))
+        # They are sent again, and look up their adapter then.
+        self._update.aborts_requests()
+        run_sync(self._control.abort_all(timeout=timeout))
 
+    def _flush(self) -> None:
+        """Empties the prefix caches.
 
-def _verify(
-    verify: Callable[[], None], update: WeightUpdate, control: ControlPlane
-) -> None:
-    try:
-        verify()
-    except BaseException as error:
-        update.mark_inconsistent(_told(error))
-        _stay_paused(control)
-        raise
+        New requests carry the new weight version as a key and hit no older entry.
+        Retracted requests carry the old one and would hit their own prefix, so they are
+        aborted and sent again where a cache cannot be flushed while they wait.
+        """
+        flushed = run_sync(self._control.flush_cache(timeout=self._timeout))
+        if not flushed and self._pause_mode == "retract":
+            self._update.aborts_requests()
+            run_sync(self._control.abort_all(timeout=self._timeout))
+            flushed = run_sync(self._control.flush_cache(timeout=self._timeout))
+        if not flushed:
+            torchrl_logger.debug(
+                "A prefix cache could not be flushed; its entries are out of reach "
+                "because requests carry the new weight version."
+            )
+        elif self._pause_mode != "none":
+            # Requests that other clients send meanwhile wait.
+            self._update.flushed()
 
+    def _send(self, weights: Weights) -> int:
+        """Sends the weights, in an update session where the transport needs one."""
+        in_session = self._transport.in_session
+        if in_session:
+            with self.phase("begin"):
+                if self._begin() and self._pause_mode != "none":
+                    # The sender that had a session open has resumed generation.
+                    mode, timeout = self._pause_mode, self._timeout
+                    run_sync(self._control.pause(mode, timeout=timeout))
+        with self.phase("send"):
+            try:
+                count = self._transport.send(weights, version=self._version)
+            except WeightTransferError as error:
+                self.touched = self.touched or not error.untouched
+                raise
+            except BaseException:
+                self.touched = True
+                raise
+        self.touched = True
+        if in_session:
+            with self.phase("end"):
+                run_sync(self._control.end_weight_update(timeout=self._timeout))
+        return count
 
-def _begin(control: ControlPlane, state: _State, timeout: float) -> bool:
-    """Opens a session on every server.
+    def _begin(self) -> bool:
+        """Opens a session on every server; returns whether another sender had one open.
 
-    One that another sender has open is waited for, and closed when that sender seems to
-    be gone.
+        Such a session is waited for, and closed when its sender seems to be gone.
+        """
+        deadline = time.monotonic() + min(self._timeout, TAKE_OVER_SECONDS)
+        waiting = list(self._control.urls)
+        others = closed = False
+        while True:
+            outcomes = self._open_sessions(waiting, self._timeout)
+            waiting = [url for url, error in outcomes.items() if _is_open(error)]
+            errors = [error for error in outcomes.values() if error is not None]
+            failures = [error for error in errors if not _is_open(error)]
+            if failures:
+                raise failures[0]
+            if not waiting:
+                return others
+            # An abandoned session may have left half of its weights.
+            self.touched = others = True
+            if time.monotonic() < deadline:
+                time.sleep(TAKE_OVER_POLL_SECONDS)
+            elif closed:
+                raise errors[0]
+            else:
+                closed = True
+                run_sync(
+                    self._control.end_weight_update(timeout=self._timeout, urls=waiting)
+                )
 
-    Returns:
-        Whether another sender had one open.
-    """
-    deadline = time.monotonic() + min(timeout, TAKE_OVER_SECONDS)
-    waiting = list(control.urls)
-    others = False
-    given_up = False
-    while True:
-        # Until there is an answer, also where this is interrupted.
-        asked = set(waiting)
-        state.unclear |= asked
+    def _open_sessions(
+        self, urls: list[str], timeout: float
+    ) -> dict[str, SGLangError | None]:
+        """Asks servers to open a session, and keeps which ones did."""
+        # Unclear until there is an answer, also where this is interrupted.
+        self._unclear |= set(urls)
         outcomes = run_sync(
-            control.begin_weight_update_on_each(waiting, timeout=timeout)
+            self._control.begin_weight_update_on_each(urls, timeout=timeout)
         )
-        state.opened.update(url for url, error in outcomes.items() if error is None)
-        lost = {url for url, error in outcomes.items() if not _is_answer(error)}
-        state.unclear = state.unclear - asked | lost
-        waiting = [url for url, error in outcomes.items() if _is_open(error)]
-        failures = [e for e in outcomes.values() if e is not None and not _is_open(e)]
-        if failures:
-            raise failures[0]
-        if not waiting:
-            return others
-        # Whoever left a session open may have left half of its weights.
-        state.touched = others = True
-        if time.monotonic() < deadline:
-            time.sleep(TAKE_OVER_POLL_SECONDS)
-        elif given_up:
-            raise next(error for error in outcomes.values() if error is not None)
-        else:
-            given_up = True
-            run_sync(control.end_weight_update(timeout=timeout, urls=waiting))
+        for url, error in outcomes.items():
+            if error is None:
+                self._opened.add(url)
+            if error is None or isinstance(error, RequestRefusedError):
+                self._unclear.discard(url)
+        return outcomes
+
+    def _resume(self, timeout: float) -> None:
+        """Resumes generation, twice where the answer was lost, which does no harm."""
+        try:
+            run_sync(self._control.resume(timeout=timeout))
+        except ServerError as error:
+            torchrl_logger.debug(f"Generation is resumed once more: {error}")
+            run_sync(self._control.resume(timeout=min(timeout, CLEANUP_SECONDS)))
+
+    def _clean_up(self, error: BaseException) -> WeightSyncError:
+        """Leaves the servers safe after a failure, and returns the error to raise."""
+        if self.touched:
+            self._update.mark_inconsistent(_text(error))
+        if self._close_sessions():
+            self.touched = True
+        if not self.touched and self._others_update():
+            # They resume generation, with weights that are not known here.
+            self.touched = True
+        problem, outcome = _text(error), _outcome(committed=self._committed)
+        safe = not self.touched
+        if safe:
+            self._update.abort()
+            try:
+                self._restore()
+            except SGLangError as secondary:
+                safe = False
+                problem = f"{error} Generation could not be resumed: {secondary}"
+                outcome = (
+                    f"The servers still hold the old weights, and generation could not "
+                    f"be resumed: {secondary} Send the weights again."
+                )
+            else:
+                outcome = (
+                    "The servers still hold the old weights and generate with them; "
+                    "the update can be tried again."
+                )
+        if not safe:
+            self._update.mark_inconsistent(problem)
+            # Other clients of the servers do not know that they are inconsistent.
+            self._stay_paused()
+        message = f"{error} {outcome}"
+        kind = (
+            type(error) if isinstance(error, WeightSyncError) else WeightTransferError
+        )
+        if issubclass(kind, WeightTransferError):
+            return kind(message, untouched=not self.touched)
+        return kind(message)
+
+    def _restore(self) -> None:
+        """Lets untouched servers generate as before."""
+        if self._adapter is not None and self._engine.default_adapter is None:
+            self._select(self._adapter, "retract", CLEANUP_SECONDS)
+        if self._control.pausing.paused:
+            self._resume(CLEANUP_SECONDS)
+
+    def _close_sessions(self) -> bool:
+        """Closes this update's sessions; returns whether an unclear one was open.
+
+        Then the weights of that server are not known.
+        """
+        found = False
+        for url in sorted(self._opened | self._unclear):
+            try:
+                closing = self._control.end_weight_update(
+                    timeout=CLEANUP_SECONDS, urls=[url]
+                )
+                run_sync(closing)
+            except SGLangError as error:
+                torchrl_logger.debug(f"After a failed weight update: {error}")
+                none_open = isinstance(error, RequestRefusedError)
+            else:
+                none_open = False
+            if url in self._unclear and not none_open:
+                found = True
+        return found
+
+    def _others_update(self) -> bool:
+        """Returns whether another sender has a session open.
+
+        Only opening one tells. Sessions that could be opened are closed at once.
+        """
+        urls = [
+            url for url in self._control.urls if url not in self._opened | self._unclear
+        ]
+        self._opened, self._unclear = set(), set()
+        outcomes = self._open_sessions(urls, CLEANUP_SECONDS)
+        self._close_sessions()
+        return any(_is_open(error) for error in outcomes.values())
+
+    def _stay_paused(self) -> None:
+        try:
+            run_sync(self._control.pause("retract", timeout=CLEANUP_SECONDS))
+        except SGLangError as error:
+            torchrl_logger.debug(f"An inconsistent server could not be paused: {error}")
 
 
-def _is_answer(error: SGLangError | None) -> bool:
-    return error is None or isinstance(error, RequestRefusedError)
+def _outcome(*, committed: bool) -> str:
+    if committed:
+        return (
+            "The servers hold the new weights, and generation could not be resumed; "
+            "send the weights again."
+        )
+    return (
+        "The servers may hold a mix of old and new weights. They stay paused, and the "
+        "engine refuses to generate until a weight update succeeds; send the weights "
+        "again."
+    )
 
 
 def _is_open(error: SGLangError | None) -> bool:
     return isinstance(error, RequestRefusedError) and "already open" in str(error)
 
 
-def _resume(control: ControlPlane, timeout: float) -> None:
-    """Lets generation go on.
-
-    Twice does no harm, and the answer of a server that does generate may be lost.
-    """
-    try:
-        run_sync(control.resume(timeout=timeout))
-    except ServerError as error:
-        torchrl_logger.debug(f"Generation is to be resumed once more: {error}")
-        run_sync(control.resume(timeout=min(timeout, CLEANUP_SECONDS)))
-
-
-def _close_session(control: ControlPlane, state: _State) -> None:
-    """Closes the sessions of an update that failed, and nobody else's.
-
-    Where the answer to opening one was lost, the answer to closing it tells: if one was
-    open, what that server holds is not known.
-    """
-    for url in sorted(state.opened | state.unclear):
-        try:
-            run_sync(control.end_weight_update(timeout=CLEANUP_SECONDS, urls=[url]))
-        except SGLangError as error:
-            torchrl_logger.debug(f"After a failed weight update: {error}")
-            known = isinstance(error, RequestRefusedError)
-        else:
-            known = False
-        if url in state.unclear and not known:
-            state.touched = True
-
-
-def _others_update(control: ControlPlane, state: _State) -> bool:
-    """Returns whether another sender has a session open.
-
-    Only opening a session tells. One that could be opened is closed at once.
-    """
-    urls = [url for url in control.urls if url not in state.opened | state.unclear]
-    outcomes = run_sync(
-        control.begin_weight_update_on_each(urls, timeout=CLEANUP_SECONDS)
-    )
-    opened = {url for url, error in outcomes.items() if error is None}
-    lost = {url for url, error in outcomes.items() if not _is_answer(error)}
-    _close_session(control, _State(touched=False, opened=opened, unclear=lost))
-    return any(_is_open(error) for error in outcomes.values())
-
-
-def _told(error: BaseException) -> str:
-    # An interrupt has nothing to say.
+def _text(error: BaseException) -> str:
+    # An interrupt has no text.
     return str(error) or f"{type(error).__name__}."
-
-
-def _select(
-    engine: RLSGLangEngine,
-    adapter: str | None,
-    update: WeightUpdate,
-    mode: PauseMode,
-    timeout: float,
-) -> None:
-    """Has requests carry another adapter, also those that wait on paused servers."""
-    engine.default_adapter = adapter
-    if mode == "in_place":
-        # A server that is paused in place ends nothing that runs.
-        run_sync(engine.control.pause("retract", timeout=timeout))
-    # They are sent again, and what they carry is looked up when they are.
-    update.aborts_requests()
-    run_sync(engine.control.abort_all(timeout=timeout))
-
-
-def _clean_up(
-    error: BaseException, engine: RLSGLangEngine, update: WeightUpdate, state: _State
-) -> WeightSyncError:
-    """Leaves the servers safe after a failure, and returns the error that tells."""
-    control = engine.control
-    if state.touched:
-        update.mark_inconsistent(_told(error))
-    _close_session(control, state)
-    if not state.touched and _others_update(control, state):
-        # Generation is theirs to resume, and what they have sent is not known.
-        state.touched = True
-    safe, doubt = not state.touched, _told(error)
-    if safe:
-        update.abort()
-        outcome = (
-            "The servers still hold the old weights and generate with them; the update "
-            "can be tried again."
-        )
-        try:
-            if state.adapter is not None and engine.default_adapter is None:
-                _select(engine, state.adapter, update, "retract", CLEANUP_SECONDS)
-            if control.pausing.paused:
-                _resume(control, CLEANUP_SECONDS)
-        except SGLangError as secondary:
-            safe, doubt = False, f"{error} Generation could not be resumed: {secondary}"
-            outcome = (
-                f"The servers still hold the old weights, and generation could not be "
-                f"resumed: {secondary} Send the weights again."
-            )
-    elif state.committed:
-        outcome = (
-            "The servers hold the new weights, and generation could not be resumed; "
-            "send the weights again."
-        )
-    else:
-        outcome = (
-            "The servers may hold a mix of old and new weights. They stay paused, and "
-            "the engine refuses to generate until a weight update succeeds; send the "
-            "weights again."
-        )
-    if not safe:
-        update.mark_inconsistent(doubt)
-        # Other users of the servers know nothing of this engine's doubt.
-        _stay_paused(control)
-    message = f"{error} {outcome}"
-    kind = type(error) if isinstance(error, WeightSyncError) else WeightTransferError
-    if issubclass(kind, WeightTransferError):
-        return kind(message, untouched=not state.touched)
-    return kind(message)
-
-
-def _stay_paused(control: ControlPlane) -> None:
-    try:
-        run_sync(control.pause("retract", timeout=CLEANUP_SECONDS))
-    except SGLangError as error:
-        torchrl_logger.debug(f"A server in doubt could not be paused: {error}")

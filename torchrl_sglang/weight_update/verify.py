@@ -1,13 +1,12 @@
-"""Whether the servers hold, and generate with, the weights that were sent.
+"""Verifies that the servers hold, and generate with, the weights that were sent.
 
-Two comparisons, each where it is possible. *Values*: the first rows of a few
-parameters, as every server holds them, must equal what was sent, bit for bit; this
-finds a server that kept its old weights, however little they differ. *Log-probs*: what
-every server makes of a few prompts must be what the trainer's model makes of them; this
-finds weights that are not where they belong.
+Two comparisons, each where it is possible. *Values*: the first rows of a few parameters
+of every server must equal the trainer's, bit for bit; this finds a server that kept its
+old weights, however little they differ. *Log-probs* of a few prompts on every server
+must be those of the trainer's model; this finds weights in the wrong place.
 
-What the trainer's side of it needs is kept and computed before and while the weights
-are sent, so that the trainer's model may change afterwards.
+The trainer's side is computed before and while the weights are sent, so that its model
+may change afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import dataclasses
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -31,22 +31,22 @@ from torchrl_sglang.errors import (
     WeightMismatchError,
     WeightSyncStateError,
 )
-from torchrl_sglang.weight_update.sources.lora import peft_model_in
-from torchrl_sglang.weight_update.sources.weights import Weights
+from torchrl_sglang.weight_update.sources.adapter import peft_model_in
+from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = ["Verifier", "allowed_difference", "choose_names", "whole_model"]
 
 ROWS = 2
-"""How many rows of a matrix are compared."""
+"""Rows of a matrix that are compared."""
 
 ELEMENTS = 256
-"""How many elements of a vector are compared."""
+"""Elements of a vector that are compared."""
 
 NUM_PROMPTS = 4
-"""How many prompts each server scores."""
+"""Prompts that each server scores."""
 
 PROMPT_TOKENS = 32
-"""How long each of them is; a shorter context makes them shorter."""
+"""Length of a prompt, where the context allows it."""
 
 FLOAT32_TOLERANCE = 1e-3
 """Allowed mean difference of log-probs in float32. Engine and trainer were measured to
@@ -58,8 +58,8 @@ Rounding was measured to cost up to 0.046 in bfloat16 and 0.006 in float16, over
 of 2 to 16 layers and five scales of weights; two models that have nothing in common
 differ by 1.0 to 1.2."""
 
-# In the order of the layers that they are taken from, the first to the last. Rows of
-# these are the same on a tensor-parallel server's first rank and in the checkpoint.
+# Compared parameters, from the first layer to the last. Their rows are the same on a
+# tensor-parallel server's first rank and in the checkpoint.
 _KINDS = (
     "embed_tokens.weight",
     "q_proj.weight",
@@ -69,43 +69,44 @@ _KINDS = (
     "lm_head.weight",
 )
 
-Check = Callable[[], None]
+Check: TypeAlias = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Expected:
+    """The trainer's side of a comparison of log-probs."""
+
+    prompts: list[list[int]]
+    """Prompts that every server scores."""
+    log_probs: torch.Tensor
+    """Log-probs of the trainer's model, ``(prompts, tokens - 1)``."""
+    allowed: float
+    """Mean difference that rounding explains."""
 
 
 class Verifier:
-    """Compares servers with what a sender sends; made once for each sender.
-
-    Args:
-        engine: the servers.
-    """
+    """Compares servers with the weights that a sender sends."""
 
     def __init__(self, engine: RLSGLangEngine) -> None:
         self._engine = engine
         self._readable: frozenset[str] | None = None
 
     def watch(
-        self, weights: Weights, source: Any, *, version: str
+        self, weights: Weights, given: Any, *, version: str
     ) -> tuple[Weights, Check]:
-        """Returns the weights to send instead, and what to call when they are there.
+        """Returns the weights to send instead, and the comparison to call afterwards.
 
-        Args:
-            weights: what is to be sent.
-            source: what it was made from; a model that can be called is asked for
-                log-probs.
-            version: of the weights, when they are there.
-
-        Raises:
-            UnsupportedByServerError: if nothing can be compared; nothing was sent.
-            WeightSyncStateError: if the model that was given cannot be called.
+        ``given`` is the caller's model, asked for log-probs if it can be called. Raises
+        :class:`UnsupportedByServerError` if nothing can be compared.
         """
-        names, model = self._find_comparable(weights, source)
+        if weights.adapter is not None:
+            return weights, self._watch_adapter(given, version)
+        names, model = self._find_comparable(weights, given)
+        dtypes = {spec.name: spec.dtype for spec in weights.specs}
         expected = None
         if model is not None:
-            expected = self._expect(
-                model, {spec.dtype for spec in weights.specs}, version
-            )
+            expected = self._expect(model, set(dtypes.values()), version)
         sent: dict[str, torch.Tensor] = {}
-        dtypes = {spec.name: spec.dtype for spec in weights.specs}
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights.read():
@@ -120,54 +121,47 @@ class Verifier:
             for name, value in sent.items():
                 self._compare_values(name, value)
             if expected is not None:
-                self._compare_log_probs(*expected, version=version)
+                self._compare_log_probs(expected, version=version)
 
         return dataclasses.replace(weights, read=read), check
 
-    def watch_adapter(self, source: Any, *, version: str) -> Callable[[str], None]:
-        """Returns what to call with the server-side name of an adapter that is there.
-
-        Args:
-            source: the model whose adapter is sent.
-            version: of the adapter.
-
-        Raises:
-            UnsupportedByServerError: if the model cannot be called here, or nothing
-                generates; nothing was sent.
-        """
-        model = None if self._engine.asleep else whole_model(source)
+    def _watch_adapter(self, given: Any, version: str) -> Check:
+        model = None if self._engine.asleep else whole_model(given)
         if model is None:
             raise UnsupportedByServerError(
                 f"verify=True has nothing to compare: log-probs need awake servers and "
                 f"a model that is whole on this rank and can be called with input_ids, "
-                f"got {type(source).__name__}. Leave verify=True out."
+                f"got {type(given).__name__}. Leave verify=True out."
             )
         served = self._engine.capabilities.dtype or torch.bfloat16
         expected = self._expect(model, {served}, version)
-        return lambda adapter: self._compare_log_probs(
-            *expected, version=version, adapter=adapter
-        )
+
+        def check() -> None:
+            published = self._engine.adapters[self._engine.default_adapter or ""]
+            self._compare_log_probs(
+                expected, version=version, adapter=published.served_as
+            )
+
+        return check
 
     def _expect(
         self, model: nn.Module, served: set[torch.dtype], version: str
-    ) -> tuple[list[list[int]], torch.Tensor, float]:
-        """Returns prompts, what the trainer makes of them, and the allowed difference.
-
-        Either side may compute in half precision.
-        """
+    ) -> _Expected:
+        """Scores prompts with the trainer's model."""
         capabilities = self._engine.capabilities
         prompts = _make_prompts(
             version, capabilities.vocab_size, capabilities.max_prompt
         )
         log_probs = _score(model, prompts)
-        kinds = {value.dtype for value in model.parameters()} | served
-        allowed = max(allowed_difference(kind, log_probs) for kind in kinds)
-        return prompts, log_probs, allowed
+        # Either side may compute in half precision.
+        dtypes = {value.dtype for value in model.parameters()} | served
+        allowed = max(allowed_difference(dtype, log_probs) for dtype in dtypes)
+        return _Expected(prompts=prompts, log_probs=log_probs, allowed=allowed)
 
     def _find_comparable(
-        self, weights: Weights, source: Any
+        self, weights: Weights, given: Any
     ) -> tuple[frozenset[str], nn.Module | None]:
-        """Returns the parameters whose values can be read, and what to score with."""
+        """Returns the names of readable parameters, and the model that scores."""
         capabilities = self._engine.capabilities
         quantization = capabilities.server_args.get("quantization")
         if quantization:
@@ -177,13 +171,13 @@ class Verifier:
             )
         names = self._find_readable(weights)
         # Servers cannot generate before their cache is awake.
-        model = None if self._engine.asleep else whole_model(source)
+        model = None if self._engine.asleep else whole_model(given)
         if not names and model is None:
             raise UnsupportedByServerError(
                 f"verify=True has nothing to compare: the servers of "
                 f"{capabilities.model_path!r} do not tell the values of weights, and "
                 f"log-probs need awake servers and a model that is whole on this rank "
-                f"and can be called, got {type(source).__name__}. Register such a "
+                f"and can be called, got {type(given).__name__}. Register such a "
                 f"model, or leave verify=True out."
             )
         return names, model
@@ -234,66 +228,51 @@ class Verifier:
             )
 
     def _compare_log_probs(
-        self,
-        prompts: Sequence[Sequence[int]],
-        expected: torch.Tensor,
-        allowed: float,
-        *,
-        version: str,
-        adapter: str | None = None,
+        self, expected: _Expected, *, version: str, adapter: str | None = None
     ) -> None:
         control = self._engine.control
         answers = run_sync(
-            control.prompt_log_probs(prompts, cache_key=version, adapter=adapter)
+            control.prompt_log_probs(
+                expected.prompts, cache_key=version, adapter=adapter
+            )
         )
         for url, answer in zip(control.urls, answers, strict=True):
             found = torch.tensor(answer, dtype=torch.float32)
-            differs = (found - expected).abs()
+            differs = (found - expected.log_probs).abs()
             # A NaN is a difference.
-            if bool(differs.mean() <= allowed):
+            if bool(differs.mean() <= expected.allowed):
                 continue
             where = int(differs.nan_to_num(torch.inf).argmax())
             raise WeightMismatchError(
                 f"After the update, {url} does not generate with what was sent there: "
                 f"its log-probs differ from the trainer's by {differs.mean():.3g} on "
-                f"average; rounding explains {allowed:.3g}. Furthest apart are "
-                f"{found.flatten()[where]:.4f} and {expected.flatten()[where]:.4f}."
+                f"average; rounding explains {expected.allowed:.3g}. Furthest apart "
+                f"are {found.flatten()[where]:.4f} and "
+                f"{expected.log_probs.flatten()[where]:.4f}."
             )
 
 
 def choose_names(names: Sequence[str]) -> list[str]:
-    """Returns a handful of parameters, of every kind and from every depth.
-
-    Args:
-        names: of all parameters, in the order of the layers.
-    """
+    """Returns some parameters, of every kind and from every depth."""
     chosen = []
     for position, kind in enumerate(_KINDS):
         found = [name for name in names if name.endswith(kind)]
         if found:
             chosen.append(found[position * (len(found) - 1) // (len(_KINDS) - 1)])
-    # An architecture that calls them something else.
+    # An architecture with other names.
     step = max(len(names) // len(_KINDS), 1)
     return list(dict.fromkeys(chosen)) or list(names)[::step]
 
 
 def allowed_difference(dtype: torch.dtype, expected: torch.Tensor) -> float:
-    """Returns how much log-probs may differ on average.
-
-    Args:
-        dtype: type that one side computes in.
-        expected: the trainer's log-probs.
-    """
+    """Returns how much log-probs may differ from a side that computes in ``dtype``."""
     if dtype not in HALF_TOLERANCE:
         return FLOAT32_TOLERANCE
     return max(HALF_TOLERANCE[dtype] * float(expected.std()), FLOAT32_TOLERANCE)
 
 
 def whole_model(source: Any) -> nn.Module | None:
-    """Returns the language model that a source of weights is, or None.
-
-    None if it is no model, or if this rank does not hold all of it.
-    """
+    """Returns the model in ``source`` that can score; None if a part is elsewhere."""
     if isinstance(source, LLMWrapperBase):
         source = source.model
     if isinstance(source, nn.parallel.DistributedDataParallel):
@@ -302,7 +281,7 @@ def whole_model(source: Any) -> nn.Module | None:
     source = getattr(source, "_orig_mod", source)
     adapted = peft_model_in(source)
     if adapted is not None:
-        # PEFT's own face may take anything; the model in it has the adapter's layers.
+        # PEFT's own forward may take anything; the base model has the adapter's layers.
         source = adapted.get_base_model()
     if not isinstance(source, nn.Module):
         return None
@@ -315,10 +294,7 @@ def whole_model(source: Any) -> nn.Module | None:
 
 
 def _head(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the first rows as a server holds them, in float32 and memory of its own.
-
-    Every half-precision value is one of float32's.
-    """
+    """Copies the first rows as a server holds them, in float32, which is exact."""
     first = tensor.detach()[: ELEMENTS if tensor.dim() == 1 else ROWS]
     return first.to("cpu", dtype, copy=True).float()
 

@@ -16,9 +16,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.buckets import TensorSpec
-from torchrl_sglang.weight_update.sources.weights import Weights
-from torchrl_sglang.weight_update.transports import make_transport
+from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 pytestmark = NEEDS_GPU
 
@@ -93,7 +91,7 @@ def test_a_source_that_fails_in_the_middle(same_gpu):
     before = torch.cuda.memory_allocated()
     scheme = SGLangWeightSyncScheme(same_gpu, transport="cuda_ipc", bucket_bytes=SMALL)
     device = torch.device("cuda:0")
-    transport, _ = make_transport(scheme, device)
+    transport, _ = scheme.options.make_transport(scheme.engine, device)
     served = same_gpu.get_model_metadata()
 
     def read():

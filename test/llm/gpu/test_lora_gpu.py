@@ -9,7 +9,11 @@ import torch
 from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, start
 from helpers.log_probs import response_difference
 
-from torchrl_sglang.weight_update.sources.lora import adapter_from_model
+from torchrl_sglang.weight_update.sources.adapter import (
+    adapter_from_model,
+    adapter_source,
+)
+from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
 
 pytestmark = NEEDS_GPU
@@ -48,6 +52,10 @@ def make(path: str, seed: int, **config):
     model = peft.get_peft_model(base, peft.LoraConfig(**settings))
     change(model, seed)
     return model.to("cuda:0").eval()
+
+
+def adapter_weights(model):
+    return open_weights(adapter_source(model), {})
 
 
 def ask(engine, adapter=None, count=1, **settings):
@@ -90,14 +98,14 @@ def test_adapters_from_memory_and_from_a_folder(
 def test_versions_are_published_while_requests_run(gpu_lora_engine, gpu_model_path):
     transport = LoraTransport(gpu_lora_engine)
     models = {version: make(gpu_model_path, int(version) + 1) for version in "123"}
-    transport.publish(*adapter_from_model(models["1"]), "1")
+    transport.send(adapter_weights(models["1"]), version="1")
     answers = []
     with ThreadPoolExecutor() as pool:
         for version in "23":
             begun = pool.submit(ask, gpu_lora_engine, count=32, max_new_tokens=512)
             while not gpu_lora_engine.stats().in_flight and not begun.done():
                 pass
-            transport.publish(*adapter_from_model(models[version]), version)
+            transport.send(adapter_weights(models[version]), version=version)
             answers += ask(gpu_lora_engine)
             assert answers[-1].versions[0].version == version
             answers += begun.result()

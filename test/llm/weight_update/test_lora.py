@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,14 +19,15 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
     WeightTransferError,
 )
-from torchrl_sglang.weight_update.sources.lora import (
+from torchrl_sglang.weight_update.sources.adapter import (
     adapter_from_folder,
     adapter_from_model,
+    adapter_source,
     is_peft_model,
     is_plain_lora,
 )
-from torchrl_sglang.weight_update.sources.source import find_source, open_weights
-from torchrl_sglang.weight_update.transports.lora import LoraTransport
+from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights
+from torchrl_sglang.weight_update.transports.lora import LoraOptions, LoraTransport
 from torchrl_sglang.weight_update.verify import Verifier
 
 TOLERANCE = 1e-4
@@ -35,6 +37,10 @@ PROMPT = [5, 6, 7, 8, 9, 10]
 @pytest.fixture
 def transport(lora_engine):
     return LoraTransport(lora_engine)
+
+
+def adapter_weights(model):
+    return open_weights(adapter_source(model), {})
 
 
 def ask(engine, **settings):
@@ -57,7 +63,7 @@ def test_each_step_of_training_is_what_generates(transport, lora_engine, peft_mo
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        transport.publish(*adapter_from_model(model), version)
+        transport.send(adapter_weights(model), version=version)
         answer = ask(lora_engine)
         assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
         assert [span.version for span in answer.versions] == [version]
@@ -77,9 +83,9 @@ def test_each_step_of_training_is_what_generates(transport, lora_engine, peft_mo
 
 def test_a_batch_that_waits_gets_the_newest(lora_engine, peft_models):
     """Versions are those of the moment in which a request is sent, and exact."""
-    transport = LoraTransport(lora_engine, "policy", pinned=True)
+    transport = LoraTransport(lora_engine, LoraOptions(pin_adapter=True))
     models = {version: peft_models.make(int(version)) for version in "12"}
-    transport.publish(*adapter_from_model(models["1"]), "1")
+    transport.send(adapter_weights(models["1"]), version="1")
     with ThreadPoolExecutor() as pool:
         answers = []
         begun = pool.submit(
@@ -94,7 +100,7 @@ def test_a_batch_that_waits_gets_the_newest(lora_engine, peft_models):
         while not answers and not begun.done():
             begun_now = ask(lora_engine, max_new_tokens=1)
             assert begun_now.versions[0].version == "1"
-        transport.publish(*adapter_from_model(models["2"]), "2")
+        transport.send(adapter_weights(models["2"]), version="2")
         begun.result()
     for _, answer in answers:
         (span,) = answer.versions
@@ -105,26 +111,28 @@ def test_a_batch_that_waits_gets_the_newest(lora_engine, peft_models):
 
 def test_a_failure_changes_nothing(transport, lora_engine, peft_models):
     model = peft_models.make(3)
-    tensors, config = adapter_from_model(model)
-    transport.publish(tensors, config, "1")
+    weights = adapter_weights(model)
+    transport.send(weights, version="1")
     for bad in ({"r": 16}, {"use_dora": True}, {"lora_alpha": None}):
+        worse = replace(weights, adapter={**weights.adapter, **bad})
         with pytest.raises(WeightTransferError, match="version '2'.*from before") as e:
-            transport.publish(tensors, {**config, **bad}, "2")
+            transport.send(worse, version="2")
         assert e.value.untouched
     answer = ask(lora_engine)
     assert answer.versions[0].version == "1"
     assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
-    transport.publish(tensors, config, "2")
+    transport.send(weights, version="2")
     assert ask(lora_engine).versions[0].version == "2"
 
 
 def test_servers_without_lora(engine):
     with pytest.raises(ConfigurationError, match="enable_lora=True"):
-        LoraTransport(engine)
+        LoraTransport(engine).connect()
 
 
 def test_the_wrapper_carries_the_adapter(transport, lora_engine, peft_models, hf_model):
     model = peft_models.make(4)
+    (base,) = run_sync(lora_engine.control.weight_versions())
     options = {
         "input_mode": "tokens",
         "generate_kwargs": {"max_new_tokens": 8, "ignore_eos": True},
@@ -132,12 +140,12 @@ def test_the_wrapper_carries_the_adapter(transport, lora_engine, peft_models, hf
     }
     by_default = SGLangWrapper(lora_engine, **options)
     of_base = SGLangWrapper(lora_engine, adapter="", **options)
-    transport.publish(*adapter_from_model(model), "7")
+    transport.send(adapter_weights(model), version="7")
     by_name = by_default.get_new_version(adapter="policy")
     for wrapper, oracle, version in (
         (by_default, model, 7),
         (by_name, model, 7),
-        (of_base, hf_model, -1),
+        (of_base, hf_model, int(base) if base.isdigit() else -1),
     ):
         td = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.tensor(PROMPT)))])
         out = wrapper(td)
@@ -327,10 +335,10 @@ def test_verification_notices_another_adapter(lora_engine, peft_models):
     )
     train(other, steps=3)
     verifier = Verifier(lora_engine)
-    check = verifier.watch_adapter(other, version="1")
-    LoraTransport(lora_engine).publish(*adapter_from_model(model), "1")
+    weights, check = verifier.watch(adapter_weights(model), other, version="1")
+    LoraTransport(lora_engine).send(weights, version="1")
     with pytest.raises(WeightMismatchError, match="does not generate with"):
-        check(lora_engine.adapters["policy"].served_as)
+        check()
 
 
 def test_arguments_of_an_adapter(engine, lora_engine, hf_model):

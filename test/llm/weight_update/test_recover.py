@@ -25,8 +25,10 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.sources.source import open_weights
-from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
+from torchrl_sglang.weight_update.sources.resolve import open_weights
+from torchrl_sglang.weight_update.transports.broadcast import (
+    BroadcastTransport,
+)
 
 difference = partial(log_probs.difference, timeout=30)
 
@@ -93,14 +95,18 @@ from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.support.event_loop import submit
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.sources.source import open_weights
-from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
+from torchrl_sglang.weight_update.sources.resolve import open_weights
+from torchrl_sglang.weight_update.transports.broadcast import (
+    BroadcastOptions,
+    BroadcastTransport,
+)
 
 url, place = sys.argv[1:]
 engine = AsyncSGLang.connect(url)
 model = make_tiny_model(make_tiny_tokenizer(), seed=77)
 weights = open_weights(model, engine.get_model_metadata())
-transport = BroadcastTransport(engine, device=torch.device("cpu"), bucket_bytes=20_000)
+options = BroadcastOptions(bucket_bytes=20_000)
+transport = BroadcastTransport(engine, options, device=torch.device("cpu"))
 
 def stop():
     if place == "in a broadcast":

@@ -13,7 +13,7 @@ from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import RequestRefusedError, WeightTransferError
 from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.sources.weights import Weights
+from torchrl_sglang.weight_update.weights import Weights
 
 BEGIN, PAUSE, FLUSH = "/begin_weight_update", "/pause_generation", "/flush_cache"
 
@@ -21,7 +21,7 @@ BEGIN, PAUSE, FLUSH = "/begin_weight_update", "/pause_generation", "/flush_cache
 class Nothing:
     """A transport that carries nothing, in a session."""
 
-    name, in_session, connected = "nothing", True, True
+    name, in_session, adapter_only, connected = "nothing", True, False, True
 
     def connect(self) -> None:
         pass

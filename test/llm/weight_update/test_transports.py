@@ -38,9 +38,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.buckets import TensorSpec
-from torchrl_sglang.weight_update.sources.weights import Weights
-from torchrl_sglang.weight_update.transports import make_transport
+from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 PROMPT = "the prefix of this prompt is cached"
 NAMES = ["broadcast", "cuda_ipc", "disk"]
@@ -81,8 +79,8 @@ def transport(restored_engine, arguments):
 
 
 def transport_of(engine, **arguments):
-    scheme = SGLangWeightSyncScheme(engine, **arguments)
-    return make_transport(scheme, torch.device("cpu"))[0]
+    options = SGLangWeightSyncScheme(engine, **arguments).options
+    return options.make_transport(engine, torch.device("cpu"))[0]
 
 
 def weights_of(model, engine, *, interfere=None, stable=True):

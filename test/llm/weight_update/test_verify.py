@@ -16,7 +16,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.sources.source import open_weights
+from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 from torchrl_sglang.weight_update.verify import (
     Verifier,

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 from torchrl_sglang.weight_update.transports.base import BUCKET_BYTES
-from torchrl_sglang.weight_update.transports.choose import TransportName
 from torchrl_sglang.weight_update.transports.rendezvous import (
     gloo_listens_on,
     open_store,
@@ -57,7 +56,7 @@ def measure_weights(
     *,
     repeats: int = 5,
     bucket_bytes: int = BUCKET_BYTES,
-    transport: TransportName = "broadcast",
+    transport: str = "broadcast",
 ) -> dict[str, Any]:
     """Replaces the served weights by random ones; returns median seconds.
 

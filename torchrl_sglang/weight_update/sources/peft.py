@@ -1,8 +1,8 @@
-"""A model with adapters of PEFT, merged layer by layer while it is sent.
+"""Merges a PEFT model's adapters layer by layer while it is sent.
 
-Merging is PEFT's own, on a copy of one layer, so that no adapter changes and no second
-model exists. What is sent is what the model computes with now: a layer whose adapters
-are disabled is sent without them, and one that is merged already as it is.
+PEFT merges a copy of one layer at a time, so the model does not change and no second
+one exists. The weights are those that the model computes with now: a layer whose
+adapters are disabled is sent without them, and a merged layer as it is.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.weight_update.sources.tensors import (
+from torchrl_sglang.weight_update.sources.base import (
     Source,
     Wanted,
     describe,
-    make_whole,
+    gather,
     module_tensors,
     read_tensors,
     shrink,
@@ -39,12 +39,12 @@ _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-"""What of a module must not be copied with it: hooks can hold anything."""
+"""Attributes of a module that are not copied with it: hooks can hold anything."""
 
 
 def has_adapters(module: nn.Module) -> bool:
     """Returns whether PEFT has changed a module or a part of it."""
-    # Whoever has such a module has imported PEFT.
+    # PEFT made such a module, so it is imported.
     if "peft" not in sys.modules:
         return False
     return any(isinstance(part, _adapted_types()) for part in module.modules())
@@ -59,22 +59,18 @@ def _adapted_types() -> tuple[Any, ...]:
 
 
 def merge_while_reading(module: nn.Module) -> Source:
-    """Returns the tensors of a model with its adapters merged, under its own names.
-
-    Raises:
-        ConfigurationError: if PEFT cannot merge them.
-    """
-    _refuse_what_has_no_weights(module)
+    """Makes a source of a model with its adapters merged, under the model's names."""
+    _refuse_other_adapters(module)
     layers = dict(_adapted_layers(module))
     models = [name for name, part in module.named_modules() if _is_peft_model(part)]
     tensors = {
         name: value
         for name, value in module_tensors(module).items()
-        # A model of PEFT holds what its layers share, beside the model inside.
+        # A PEFT model holds tensors that its layers share, beside the base model.
         if not any(_is_beside(name, outer) for outer in models)
         if _prefixes(name).isdisjoint(layers)
     }
-    found = {name: describe(value) for name, value in tensors.items()}
+    specs = {name: describe(name, value) for name, value in tensors.items()}
     rehearsed: set[Hashable] = set()
     for name, layer in layers.items():
         changes = _changes(layer)
@@ -82,17 +78,17 @@ def merge_while_reading(module: nn.Module) -> Source:
             rehearsed.add(kind)
             _rehearse(name, layer)
         for inner, value in module_tensors(_outcome(layer)).items():
-            known = describe(value)
+            spec = describe(f"{name}.{inner}", value)
             if changes:
-                known = replace(known, identity=("merged", id(layer), inner))
-            found[f"{name}.{inner}"] = known
+                spec = replace(spec, identity=("merged", id(layer), inner))
+            specs[spec.name] = spec
 
     def read(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
         yield from read_tensors(tensors, wanted)
         for name, layer in layers.items():
             yield from _read_layer(name, layer, wanted)
 
-    return Source(found=found, read=read, stable=False)
+    return Source(specs=specs, read=read, stable=False)
 
 
 def _is_peft_model(module: nn.Module) -> bool:
@@ -109,7 +105,7 @@ def _prefixes(name: str) -> set[str]:
     return {".".join(parts[:end]) for end in range(1, len(parts))}
 
 
-def _refuse_what_has_no_weights(module: nn.Module) -> None:
+def _refuse_other_adapters(module: nn.Module) -> None:
     part: Any
     for part in module.modules():
         if not _is_peft_model(part):
@@ -120,13 +116,12 @@ def _refuse_what_has_no_weights(module: nn.Module) -> None:
             if config.is_prompt_learning or kind in ("ADAPTION_PROMPT", "XLORA"):
                 raise ConfigurationError(
                     f"The adapter {name!r} of type {kind} is no change of weights, so "
-                    f"it cannot be merged into what is sent; train one that is, such "
-                    f"as LoRA."
+                    f"it cannot be merged; train one that is, such as LoRA."
                 )
 
 
 def _adapted_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the outermost layers that PEFT has put in the place of others."""
+    """Yields the outermost layers that PEFT has replaced."""
     above: set[str] = set()
     for name, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, _adapted_types()[2:]) and not above & _prefixes(name):
@@ -135,9 +130,7 @@ def _adapted_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_wrapper(layer: nn.Module) -> bool:
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return isinstance(layer, AuxiliaryTrainingWrapper)
+    return isinstance(layer, _adapted_types()[3])
 
 
 def _changes(layer: Any) -> bool:
@@ -176,7 +169,7 @@ def _kind(layer: Any) -> Hashable:
 
 
 def _rehearse(name: str, layer: nn.Module) -> None:
-    """Merges a layer of each kind without its values: PEFT refuses some kinds."""
+    """Merges a blank copy of a layer: PEFT refuses some kinds of layers."""
     blank = {
         id(value): nn.Parameter(
             torch.zeros(value.shape, dtype=value.dtype, device=value.device),
@@ -188,8 +181,8 @@ def _rehearse(name: str, layer: nn.Module) -> None:
         _merge(layer, blank)
     except Exception as error:
         raise ConfigurationError(
-            f"PEFT cannot merge the adapters of layer {name} into its weights, which "
-            f"is what is sent ({type(error).__name__}: {error})."
+            f"PEFT cannot merge the adapters of layer {name} into its weights "
+            f"({type(error).__name__}: {error})."
         ) from error
 
 
@@ -211,7 +204,7 @@ def _read_layer(
         return
     merged = _merge_whole(layer)
     for inner, dtype in dtypes.items():
-        # Taken out, so that a merged tensor is held by whom it is given to.
+        # Popped, so that only the receiver holds the merged tensor.
         yield f"{name}.{inner}", shrink(merged.pop(inner), dtype)
 
 
@@ -219,9 +212,9 @@ def _merge_whole(layer: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the merged tensors of a layer; all ranks that hold it call this."""
     copies = {}
     for value in layer.parameters():
-        whole = make_whole(value, value.dtype)
+        whole = gather(value, value.dtype)
         # PEFT merges in place, and gathering does not copy what is whole already.
-        if describe(whole).identity == describe(value).identity:
+        if describe("", whole).identity == describe("", value).identity:
             whole = whole.clone()
         copies[id(value)] = nn.Parameter(whole, requires_grad=False)
     module = _merge(layer, copies)
@@ -239,7 +232,7 @@ def _merge(layer: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:
     layer_copy: Any = copy.deepcopy(layer, memo)
     for part in layer_copy.modules():
         if hasattr(part, "merged_adapters"):
-            # Some kinds of layers have one list for all of them.
+            # Some kinds of layers share one list.
             part.merged_adapters = list(part.merged_adapters)
     if _is_wrapper(layer_copy):
         layer_copy = layer_copy.token_adapter

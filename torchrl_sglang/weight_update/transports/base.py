@@ -1,60 +1,144 @@
-"""What a transport of weights is: the seam between the session and the bytes."""
+"""The protocol of a weight transport: the seam between the session and the bytes."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
-from torchrl_sglang.weight_update.sources.weights import Weights
+import torch
 
-__all__ = ["BUCKET_BYTES", "SEND_TIMEOUT_SECONDS", "WeightTransport"]
+from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.support.checks import check_count, check_seconds
+from torchrl_sglang.errors import RequestRefusedError, WeightTransferError
+from torchrl_sglang.weight_update.transports.placement import Facts
+from torchrl_sglang.weight_update.weights import Weights
+
+__all__ = [
+    "BUCKET_BYTES",
+    "SEND_TIMEOUT_SECONDS",
+    "SelectableTransport",
+    "TransportOptions",
+    "WeightTransport",
+    "send_to_each",
+]
 
 BUCKET_BYTES = 2 << 30
-"""Default size of a transfer. A server needs some milliseconds for every request, and a
-link of 370 GB/s six for a bucket."""
+"""Default size of a bucket: a request takes a server some milliseconds, and a link of
+370 GB/s six for this much."""
 
 SEND_TIMEOUT_SECONDS = 300.0
-"""Default budget for one transfer."""
+"""Default timeout of one transfer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportOptions:
+    """Options of every transport; each adds its own in a subclass."""
+
+    bucket_bytes: int = BUCKET_BYTES
+    """Size of a transfer, in bytes."""
+    send_timeout: float = SEND_TIMEOUT_SECONDS
+    """Timeout of one transfer, in seconds."""
+
+    def __post_init__(self) -> None:
+        self._set("bucket_bytes", check_count("bucket_bytes", self.bucket_bytes))
+        self._set("send_timeout", check_seconds("send_timeout", self.send_timeout))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
 
 class WeightTransport(Protocol):
     """Carries weights to every server of an engine.
 
-    It carries, and no more: pausing, flushing, sessions and resuming are the business
-    of ``session.py``.
+    Pausing, flushing, update sessions and resuming are the business of ``session.py``.
+    No call may hang: each has a timeout, and a collective runs where it can be
+    abandoned.
     """
 
     name: ClassVar[str]
-    """What a scheme's ``transport`` argument calls it."""
+    """Its name in ``SGLangWeightSyncScheme(transport=...)`` and in reports."""
     in_session: ClassVar[bool]
-    """Whether servers take the tensors between begin and end calls only, where they
-    have such calls."""
+    """Servers take the tensors only between begin and end calls, if they have these."""
+    adapter_only: ClassVar[bool]
+    """It loads a LoRA adapter beside the served weights, so nothing is paused."""
 
     @property
     def connected(self) -> bool:
         """Whether :meth:`send` can be called; False again after a failure."""
 
     def connect(self) -> None:
-        """Meets the servers. Touches no weights.
+        """Connects to the servers; touches no weights.
 
         Raises:
-            WeightTransferError: if a server refuses or does not come in time.
-            UnsupportedByServerError: if these servers cannot be reached in this way.
+            WeightTransferError: if a server refuses or does not answer in time.
+            UnsupportedByServerError: if this transport cannot reach these servers.
         """
 
     def send(self, weights: Weights, *, version: str) -> int:
-        """Has every server load all weights, and waits until all have.
+        """Makes every server load the weights, and returns the number of transfers.
 
         Args:
             weights: the tensors; read once, never more than a bucket ahead.
-            version: what the servers report from then on.
-
-        Returns:
-            How many transfers it took.
+            version: weight version that the servers report from then on.
 
         Raises:
-            WeightTransferError: if that failed. Its attribute ``untouched`` is True
-                where no server has received anything.
+            WeightTransferError: if that failed; ``untouched`` is True if no server has
+                received anything.
         """
 
     def close(self) -> None:
-        """Leaves the servers. Safe to call twice; never waits long."""
+        """Disconnects from the servers. Safe to call twice; never waits long."""
+
+
+class SelectableTransport(WeightTransport, Protocol):
+    """A transport of the registry, which a scheme can name and ``"auto"`` can take."""
+
+    options_type: ClassVar[type[TransportOptions]]
+    """Its options, which are arguments of the scheme."""
+
+    def __init__(
+        self, engine: RLSGLangEngine, options: Any, *, device: torch.device
+    ) -> None:
+        """Makes the transport; ``device`` is where buckets are put together."""
+
+    @classmethod
+    def reason(cls, facts: Facts) -> str | None:
+        """Returns why ``"auto"`` takes this transport, or None if it does not."""
+
+
+async def send_to_each(
+    urls: Sequence[str],
+    call: Callable[[int, str], Awaitable[Any]],
+    *,
+    refusals: Sequence[str],
+    describe: Callable[[BaseException], str] = str,
+    grace_seconds: float | None = None,
+) -> None:
+    """Calls every server, and raises :class:`WeightTransferError` if one fails.
+
+    Its ``untouched`` is True if all servers refused with one of ``refusals``. With
+    ``grace_seconds``, calls end that long after the first failure; otherwise all are
+    awaited.
+    """
+    tasks = [asyncio.ensure_future(call(*pair)) for pair in enumerate(urls)]
+    until = asyncio.FIRST_EXCEPTION if grace_seconds else asyncio.ALL_COMPLETED
+    try:
+        _, pending = await asyncio.wait(tasks, return_when=until)
+        if pending:
+            await asyncio.wait(pending, timeout=grace_seconds)
+        errors = [task.exception() if task.done() else None for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+    for error in errors:
+        if error is not None:
+            untouched = all(_is_refusal(each, refusals) for each in errors)
+            raise WeightTransferError(describe(error), untouched=untouched) from error
+
+
+def _is_refusal(error: BaseException | None, words: Sequence[str]) -> bool:
+    return isinstance(error, RequestRefusedError) and any(
+        each in str(error) for each in words
+    )

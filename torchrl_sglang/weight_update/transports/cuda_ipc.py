@@ -1,18 +1,17 @@
-"""Handles of GPU memory, for servers that share a GPU with the trainer.
+"""Servers that share a GPU with the trainer open its memory and copy from it.
 
-Nothing travels but where the weights lie: the server opens the memory and copies from
-it, at the speed of the GPU's own memory. Large tensors that are as they are served are
-opened in place. The smallest, and those that are to be converted, are put together.
+Only memory handles travel. Large tensors in their served type are opened in place; the
+smallest, and those that have to be converted, are put together first.
 
-From the CPU, requests hold the values themselves. That is slow, and needs no GPU.
+From the CPU, requests hold the values themselves, which is slow and needs no GPU.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -21,71 +20,96 @@ import torch
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.support.event_loop import submit
 from torchrl_sglang.errors import (
-    RequestRefusedError,
+    ConfigurationError,
     UnsupportedByServerError,
     WeightTransferError,
 )
-from torchrl_sglang.weight_update.buckets import Bucket, TensorSpec, plan_buckets
-from torchrl_sglang.weight_update.sources.weights import NamedTensors, Weights
-from torchrl_sglang.weight_update.transports.base import (
-    BUCKET_BYTES,
-    SEND_TIMEOUT_SECONDS,
+from torchrl_sglang.weight_update.buckets import (
+    Bucket,
+    flatten,
+    plan_buckets,
+    read_buckets,
 )
-from torchrl_sglang.weight_update.transports.choose import reach_of
-from torchrl_sglang.weight_update.transports.facts import find_facts
-from torchrl_sglang.weight_update.transports.flat import flatten
+from torchrl_sglang.weight_update.transports.base import TransportOptions, send_to_each
 from torchrl_sglang.weight_update.transports.handles import pack
+from torchrl_sglang.weight_update.transports.placement import (
+    Facts,
+    find_facts,
+    reach_of,
+)
+from torchrl_sglang.weight_update.weights import NamedTensors, TensorSpec, Weights
 
-__all__ = ["CudaIpcTransport"]
+__all__ = ["CudaIpcOptions", "CudaIpcTransport"]
 
 VALUE_BYTES = 1 << 26
-"""Most bytes of values in one request: it is a text that is parsed as a whole."""
+"""Most bytes of values in one request, whose text is parsed as a whole."""
 
 GRACE_SECONDS = 10.0
-"""A request and its fence end with their budgets, or this much later."""
+"""Grace period after the timeouts of a request and its fence."""
 
 TOGETHER_BELOW_BYTES = 192 << 20
-"""A tensor larger than that is copied in the time that it takes to open it."""
+"""Larger tensors take longer to copy than to open, so they are never put together."""
 
 LoadFormat: TypeAlias = Literal["flattened_bucket"] | None
 
 _NOTHING_LOADED = ("must run between",)
-"""What a server's refusal says when it has not touched its weights."""
+"""Refusals of a server that has not touched its weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaIpcOptions(TransportOptions):
+    """Options of ``transport="cuda_ipc"``; ``bucket_bytes`` limits conversions."""
 
 
 class CudaIpcTransport:
-    """Has every server open the trainer's memory and copy from it.
+    """Makes every server open the trainer's memory and copy from it.
 
-    Args:
-        engine: the servers. Each must be on this machine and see the GPU of the
-            weights.
-        device: where the weights are, or are converted.
-        bucket_bytes: most memory that conversions take, in bytes.
-        send_timeout: budget for one request, in seconds.
+    Each server must be on this machine and see the GPU of the weights.
     """
 
     name: ClassVar[str] = "cuda_ipc"
     in_session: ClassVar[bool] = True
+    adapter_only: ClassVar[bool] = False
+    options_type: ClassVar[type[TransportOptions]] = CudaIpcOptions
 
     def __init__(
         self,
         engine: RLSGLangEngine,
+        options: CudaIpcOptions | None = None,
         *,
         device: torch.device,
-        bucket_bytes: int = BUCKET_BYTES,
-        send_timeout: float = SEND_TIMEOUT_SECONDS,
     ) -> None:
+        options = options or CudaIpcOptions()
         self._engine = engine
         self._device = device
         if device.type == "cuda" and device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = options.bucket_bytes
         if device.type == "cpu":
-            self._bucket_bytes = min(bucket_bytes, VALUE_BYTES)
-        self._send_timeout = send_timeout
+            self._bucket_bytes = min(options.bucket_bytes, VALUE_BYTES)
+        self._send_timeout = options.send_timeout
         self._membership = -1
         self._in_place = False
         self._held: deque[_Content] = deque()
+
+    @classmethod
+    def reason(cls, facts: Facts) -> str | None:
+        """Takes weights whose GPU a server shares: NCCL does not allow that."""
+        if facts.pp_size > 1:
+            return None
+        reaches = [reach_of(server, facts) for server in facts.servers]
+        if not any(reach.shares for reach in reaches):
+            return None
+        for reach in reaches:
+            if not reach.opens:
+                why = reach.why or "It is not known which GPUs it sees."
+                raise ConfigurationError(
+                    f"A server computes on the GPU of the weights ({facts.device}), "
+                    f"which NCCL does not allow, and the server at {reach.url} cannot "
+                    f"open their memory: {why} Give directory=..., a folder that this "
+                    f"process and every server see under the same path."
+                )
+        return f"The servers share the GPU of the weights, {facts.device}."
 
     @property
     def connected(self) -> bool:
@@ -93,7 +117,7 @@ class CudaIpcTransport:
         return self._membership == self._engine.control.membership_epoch
 
     def connect(self) -> None:
-        """Finds out where the servers are; see :class:`.WeightTransport`."""
+        """Checks that all servers reach the weights; see :class:`.WeightTransport`."""
         capabilities = self._engine.capabilities
         if capabilities.pp_size > 1 or capabilities.dp_size > 1:
             raise UnsupportedByServerError(
@@ -113,35 +137,32 @@ class CudaIpcTransport:
                         f"weights on {self._device}: {reach.why} Use "
                         f"transport='broadcast', or transport='disk'."
                     )
-            # A rank on another GPU makes a copy of all that it opens at once.
+            # A rank on another GPU copies everything that it opens at once.
             self._in_place = capabilities.tp_size == 1 and all(
                 reach.shares for reach in reaches
             )
         self._membership = self._engine.control.membership_epoch
 
     def send(self, weights: Weights, *, version: str) -> int:
-        """Has the servers copy all weights; see :class:`.WeightTransport`.
+        """Makes the servers copy all weights; returns the number of requests.
 
-        While servers copy what one request names, the next one is made.
-
-        Returns:
-            How many requests it took.
+        While servers copy the tensors of one request, the next one is made.
         """
         self._held.clear()
-        under_way: deque[Future[None]] = deque()
+        in_flight: deque[Future[None]] = deque()
         count, seen = 0, 0
         try:
             for content in self._contents(weights):
                 seen += content.num_tensors
                 last = seen == len(weights.specs)
-                under_way.append(self._request(content, version if last else None))
+                in_flight.append(self._request(content, version if last else None))
                 count += 1
                 del content
-                # What is made next takes the place of all but the latest.
-                self._settle(under_way, keep=1)
-            self._settle(under_way, keep=0)
+                # The next content takes the memory of all but the latest.
+                self._settle(in_flight, keep=1)
+            self._settle(in_flight, keep=0)
         except BaseException as error:
-            failure = self._give_up(error, under_way, count)
+            failure = self._give_up(error, in_flight, count)
             if not isinstance(error, Exception):
                 raise
             raise failure from error
@@ -149,23 +170,23 @@ class CudaIpcTransport:
         return count
 
     def close(self) -> None:
-        """Lets go of what a server that failed might still have read."""
+        """Releases memory that a server that failed might still have read."""
         self._membership = -1
         self._held.clear()
 
     def _contents(self, weights: Weights) -> Iterator[_Content]:
-        """Yields what each request names; no more than a bucket is alive in new memory.
+        """Yields the content of each request, with at most a bucket in new memory.
 
-        A server takes a tenth of a millisecond to open what lies by itself, and as long
-        to copy a hundred megabytes. So the smallest tensors are put together.
+        A server opens a tensor in a tenth of a millisecond, the time of copying a
+        hundred megabytes, so the smallest tensors are put together.
         """
         if not (self._in_place and weights.stable):
             half = max(self._bucket_bytes // 2, 1)
-            for bucket, tensors in weights.buckets(half):
+            for bucket, tensors in read_buckets(weights, half):
                 yield self._content(bucket, tensors)
             return
         found: NamedTensors = {}
-        for _, some in weights.buckets(self._bucket_bytes):
+        for _, some in read_buckets(weights, self._bucket_bytes):
             found.update(some)
         together, apart = divide(
             weights.specs,
@@ -186,7 +207,7 @@ class CudaIpcTransport:
         return _Flat(bucket, flatten(bucket, tensors, self._device))
 
     def _is_ready(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
-        """Whether a server can copy from the tensor itself."""
+        """Returns whether a server can copy from the tensor itself."""
         return (
             self._device.type == "cuda"
             and tensor.dtype == spec.dtype
@@ -196,46 +217,43 @@ class CudaIpcTransport:
 
     def _request(self, content: _Content, version: str | None) -> Future[None]:
         if self._device.type == "cuda":
-            # A server reads as soon as it is told where.
+            # A server reads as soon as it has the handle.
             torch.cuda.current_stream(self._device).synchronize()
-        # What a server that does not answer may still read stays until the next time.
+        # A server that does not answer may still read this, so it stays until the next
+        # update.
         self._held.append(content)
         entries = self._pack(content)
         return submit(self._post(entries, content.load_format, version))
 
-    def _settle(self, under_way: deque[Future[None]], *, keep: int) -> None:
-        while len(under_way) > keep:
-            under_way.popleft().result()
+    def _settle(self, in_flight: deque[Future[None]], *, keep: int) -> None:
+        while len(in_flight) > keep:
+            in_flight.popleft().result()
             self._held.popleft()
 
     def _give_up(
-        self, error: BaseException, under_way: deque[Future[None]], count: int
+        self, error: BaseException, in_flight: deque[Future[None]], count: int
     ) -> WeightTransferError:
-        """Returns the error that tells, when nothing is under way any more.
+        """Waits until nothing is in flight, and returns the error to raise.
 
-        A request that was left could be served in the middle of the next update.
+        A server could serve an abandoned request in the middle of the next update.
         """
         outcomes: list[BaseException | None] = [
-            each.exception(2 * self._send_timeout + GRACE_SECONDS) for each in under_way
+            each.exception(2 * self._send_timeout + GRACE_SECONDS) for each in in_flight
         ]
-        if isinstance(error, WeightTransferError):
+        transfer = isinstance(error, WeightTransferError)
+        if transfer:
             outcomes.append(error)
         answered = count - len(outcomes)
         untouched = answered <= 0 and all(
             isinstance(each, WeightTransferError) and each.untouched
             for each in outcomes
         )
-        failure = WeightTransferError(
-            str(error)
-            if isinstance(error, WeightTransferError)
-            else f"The weights did not arrive: {error}",
-            untouched=untouched,
-        )
         self._membership = -1
         if self._device.type == "cuda":
-            # Frees what no receiver counts any more.
+            # Frees memory that no receiver counts any more.
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        return failure
+        message = str(error) if transfer else f"The weights did not arrive: {error}"
+        return WeightTransferError(message, untouched=untouched)
 
     def _pack(self, content: _Content) -> list[str]:
         """Returns an entry for every rank of every server; each is opened once."""
@@ -252,42 +270,38 @@ class CudaIpcTransport:
     ) -> None:
         await self._post_once(entries, load_format, version)
         if self._engine.capabilities.tp_size > 1:
-            # The first rank answers for all, and another may still be copying. None
-            # can have taken a further request before it is done.
-            nothing = [pack([])[0]] * self._engine.get_world_size()
+            # The first rank answers for all, and another may still be copying. It takes
+            # no further request before it is done, so an empty one is a fence.
+            fence = [pack([])[0]] * self._engine.get_world_size()
             try:
-                await self._post_once(nothing, None, None)
+                await self._post_once(fence, None, None)
             except WeightTransferError as error:
                 raise error.replace(untouched=False) from error.__cause__
 
     async def _post_once(
         self, entries: Sequence[str], load_format: LoadFormat, version: str | None
     ) -> None:
-        control = self._engine.control
         ranks = self._engine.capabilities.tp_size
-        outcomes = await asyncio.gather(
-            *(
-                control.update_weights_from_tensor(
-                    entries[index * ranks : (index + 1) * ranks],
-                    load_format=load_format,
-                    weight_version=version,
-                    timeout=self._send_timeout,
-                    urls=[url],
-                )
-                for index, url in enumerate(control.urls)
-            ),
-            return_exceptions=True,
+
+        async def post(index: int, url: str) -> None:
+            await self._engine.control.update_weights_from_tensor(
+                entries[index * ranks : (index + 1) * ranks],
+                load_format=load_format,
+                weight_version=version,
+                timeout=self._send_timeout,
+                urls=[url],
+            )
+
+        await send_to_each(
+            self._engine.control.urls,
+            post,
+            refusals=_NOTHING_LOADED,
+            describe=lambda error: f"A server did not take the weights: {error}",
         )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise WeightTransferError(
-                    f"A server did not take the weights: {outcome}",
-                    untouched=all(map(_nothing_loaded, outcomes)),
-                ) from outcome
 
 
 class _Content:
-    """What one request names, and what must live until servers have read it."""
+    """The content of one request, and the memory that servers read."""
 
     load_format: LoadFormat = None
 
@@ -298,7 +312,7 @@ class _Content:
 
 
 class _Named(_Content):
-    """Tensors where they lie."""
+    """Tensors in their own memory."""
 
     def __init__(self, specs: Sequence[TensorSpec], tensors: NamedTensors) -> None:
         super().__init__(
@@ -307,7 +321,7 @@ class _Named(_Content):
 
 
 class _Flat(_Content):
-    """Tensors in one run of bytes.
+    """Tensors in one flat run of bytes.
 
     SGLang reads these attributes of each (``FlattenedTensorMetadata`` in
     ``sglang/srt/weight_sync/tensor_bucket.py``), of an object of any kind.
@@ -333,14 +347,12 @@ class _Flat(_Content):
 
 
 def divide(
-    specs: Sequence[TensorSpec], ready: Collection[str], room: int
+    specs: Sequence[TensorSpec], ready: Collection[str], num_bytes: int
 ) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Returns the tensors that are put together, and those opened where they lie.
+    """Returns the tensors that are put together, and those that are opened in place.
 
-    Args:
-        specs: all tensors.
-        ready: names of those that a server can copy from.
-        room: bytes that may be put together beyond what has to be.
+    ``ready`` names the tensors that a server can copy from; the smallest of them fill
+    up ``num_bytes``.
 
     Examples:
         >>> sizes = {"a": 100, "b": 10, "c": 20}
@@ -348,12 +360,12 @@ def divide(
         ...     TensorSpec(name=name, dtype=torch.uint8, shape=torch.Size([size]))
         ...     for name, size in sizes.items()
         ... ]
-        >>> together, apart = divide(specs, ready={"a", "b", "c"}, room=35)
+        >>> together, apart = divide(specs, ready={"a", "b", "c"}, num_bytes=35)
         >>> [spec.name for spec in together], [spec.name for spec in apart]
         (['b', 'c'], ['a'])
     """
     chosen = {spec.name for spec in specs if spec.name not in ready}
-    left = room - sum(spec.num_bytes for spec in specs if spec.name in chosen)
+    left = num_bytes - sum(spec.num_bytes for spec in specs if spec.name in chosen)
     for spec in sorted(specs, key=lambda spec: spec.num_bytes):
         if spec.name in chosen:
             continue
@@ -364,10 +376,4 @@ def divide(
     return (
         [spec for spec in specs if spec.name in chosen],
         [spec for spec in specs if spec.name not in chosen],
-    )
-
-
-def _nothing_loaded(outcome: BaseException | None) -> bool:
-    return isinstance(outcome, RequestRefusedError) and any(
-        words in str(outcome) for words in _NOTHING_LOADED
     )

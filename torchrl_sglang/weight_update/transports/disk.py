@@ -1,13 +1,12 @@
-"""Checkpoints on a file system that trainer and servers share.
+"""Writes checkpoints to a file system that trainer and servers share.
 
 For servers that nothing faster reaches: on other machines, or with pipeline stages.
-What is published is a whole checkpoint that any server can be started from. It appears
-under its name in one step, so whoever finds it finds all of it.
+Each checkpoint appears under its name in one step, so readers always find a complete
+one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import json
@@ -17,54 +16,37 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.client.checkpoint_mark import MARK, write_mark
+from torchrl_sglang.backends.base import MARK, RLSGLangEngine, write_mark
 from torchrl_sglang.backends.support.event_loop import run_sync
-from torchrl_sglang.errors import RequestRefusedError, WeightTransferError
-from torchrl_sglang.weight_update.buckets import Bucket, plan_buckets
-from torchrl_sglang.weight_update.sources.weights import NamedTensors, Weights
-from torchrl_sglang.weight_update.transports.base import (
-    BUCKET_BYTES,
-    SEND_TIMEOUT_SECONDS,
-)
+from torchrl_sglang.errors import ConfigurationError, WeightTransferError
+from torchrl_sglang.weight_update.buckets import flatten, plan_buckets, read_buckets
+from torchrl_sglang.weight_update.transports.base import TransportOptions, send_to_each
+from torchrl_sglang.weight_update.transports.placement import Facts
+from torchrl_sglang.weight_update.weights import Weights
 
-__all__ = ["DiskTransport"]
+__all__ = ["DiskOptions", "DiskTransport"]
 
 KEPT = 2
-"""How many checkpoints stay: the current one, and the one that a server which is slow
-to take it may still read."""
+"""Checkpoints that stay: the current one, and one that a slow server still reads."""
 
 UNFINISHED = ".unfinished-"
-"""Begins the name of a folder that is being written or removed."""
+"""Prefix of a folder that is being written or removed."""
 
 UNFINISHED_NAME = re.compile(re.escape(UNFINISHED) + "[0-9a-f]{32}")
-"""The whole name."""
 
 LOAD_FORMAT = "safetensors"
-"""What the servers are told to read: one that was started with ``load_format="dummy"``
-would read nothing."""
+"""A server with ``load_format="dummy"`` would read nothing otherwise."""
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The names of types in the safetensors format."""
+_CPU = torch.device("cpu")
 
 _WEIGHT_FILES = (
     "*.safetensors",
@@ -77,45 +59,69 @@ _WEIGHT_FILES = (
     "*.onnx",
     "*.index.json",
 )
-"""What of a model's folder is not copied: weights, and lists of them."""
+"""Files of a model's folder that are not copied: weights, and their indexes."""
 
 _NOTHING_LOADED = ("Failed to get weights iterator", "Failed to get model loader")
-"""How a server's refusal begins when it has not touched its weights."""
+"""Refusals of a server that has not touched its weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskOptions(TransportOptions):
+    """Options of ``transport="disk"``; ``send_timeout`` is for loading everything."""
+
+    directory: str | os.PathLike[str] | None = None
+    """Folder for this trainer alone, under the same path here and on every server's
+    machine; made if it is missing. The last two checkpoints stay there."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        path = self.directory
+        if path is None:
+            raise ConfigurationError(
+                "transport='disk' needs directory=..., a folder that this process and "
+                "every server see under the same path."
+            )
+        path = os.fspath(path) if isinstance(path, os.PathLike) else path
+        if not isinstance(path, str) or not path.strip():
+            raise ConfigurationError(
+                f"directory must be a folder that this process and every server see, "
+                f"got {self.directory!r}."
+            )
+        self._set("directory", path)
 
 
 class DiskTransport:
-    """Writes ``<directory>/v<version>``, and has every server load that.
+    """Writes ``<directory>/v<version>``, and makes every server load it.
 
     The folder holds the weights in safetensors files and the rest of the served model's
-    folder (configuration, tokenizer), so that a server can be started from it. The last
-    two stay; older ones that this package has written are removed.
-
-    Args:
-        engine: the servers.
-        directory: where to write; the same path here and on every server's machine,
-            and used by one trainer only. It is made where it is missing.
-        bucket_bytes: most bytes of a file; a larger tensor has one to itself.
-        send_timeout: budget for the servers to load the weights, in seconds.
+    folder (configuration, tokenizer), so a server can be started from it.
     """
 
     name: ClassVar[str] = "disk"
     # A server restores and processes its weights by itself when it loads from disk.
     in_session: ClassVar[bool] = False
+    adapter_only: ClassVar[bool] = False
+    options_type: ClassVar[type[TransportOptions]] = DiskOptions
 
     def __init__(
         self,
         engine: RLSGLangEngine,
+        options: DiskOptions,
         *,
-        directory: str | os.PathLike[str],
-        bucket_bytes: int = BUCKET_BYTES,
-        send_timeout: float = SEND_TIMEOUT_SECONDS,
+        device: torch.device | None = None,
     ) -> None:
         self._engine = engine
+        self._options = options
         # A server has a working directory of its own.
-        self._directory = Path(directory).absolute()
-        self._bucket_bytes = bucket_bytes
-        self._send_timeout = send_timeout
+        self._directory = Path(str(options.directory)).absolute()
         self._connected = False
+
+    @classmethod
+    def reason(cls, facts: Facts) -> str | None:
+        """Takes weights whenever a directory is given."""
+        if facts.directory is None:
+            return None
+        return f"A directory was given: {facts.directory!r}."
 
     @property
     def connected(self) -> bool:
@@ -131,11 +137,7 @@ class DiskTransport:
         self._connected = True
 
     def send(self, weights: Weights, *, version: str) -> int:
-        """Publishes a checkpoint and has it loaded; see :class:`.WeightTransport`.
-
-        Returns:
-            How many files hold the tensors.
-        """
+        """Publishes a checkpoint and has it loaded; returns the number of its files."""
         with ExitStack() as held:
             with self._before_servers():
                 held.enter_context(_locked(self._directory))
@@ -146,7 +148,7 @@ class DiskTransport:
         return count
 
     def close(self) -> None:
-        """Leaves what was written where it is."""
+        """Leaves the checkpoints where they are."""
         self._connected = False
 
     def _publish(self, weights: Weights, version: str) -> tuple[Path, int]:
@@ -162,11 +164,11 @@ class DiskTransport:
         try:
             write_mark(folder, model)
             _copy_model_files(model, folder)
-            count = _write_weights(weights, folder, self._bucket_bytes)
+            count = _write_weights(weights, folder, self._options.bucket_bytes)
             _sync(folder)
             if target.exists():
-                # Of an earlier run, whose versions began at the same number, or of an
-                # update that failed.
+                # From an earlier run, whose versions began at the same number, or from
+                # an update that failed.
                 self._remove(target)
             folder.rename(target)
         except BaseException:
@@ -178,50 +180,47 @@ class DiskTransport:
     def _load(self, folder: Path, version: str) -> None:
         control = self._engine.control
 
-        async def load() -> list[BaseException | None]:
-            return await asyncio.gather(
-                *(
-                    control.update_weights_from_disk(
-                        str(folder),
-                        load_format=LOAD_FORMAT,
-                        weight_version=version,
-                        timeout=self._send_timeout,
-                        urls=[url],
-                    )
-                    for url in control.urls
-                ),
-                return_exceptions=True,
+        async def load(_: int, url: str) -> None:
+            await control.update_weights_from_disk(
+                str(folder),
+                load_format=LOAD_FORMAT,
+                weight_version=version,
+                timeout=self._options.send_timeout,
+                urls=[url],
             )
 
-        outcomes = run_sync(load())
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise WeightTransferError(
-                    f"A server did not load {folder}: {outcome} Does every server see "
-                    f"that path?",
-                    untouched=all(map(_nothing_loaded, outcomes)),
-                ) from outcome
+        run_sync(
+            send_to_each(
+                control.urls,
+                load,
+                refusals=_NOTHING_LOADED,
+                describe=lambda error: (
+                    f"A server did not load {folder}: {error} Does every server see "
+                    f"that path?"
+                ),
+            )
+        )
 
     def _remove_old(self) -> None:
-        """Removes what this package has written here, but for the latest."""
+        """Removes all checkpoints of this package here but the latest."""
         try:
             marks = self._directory.glob(f"v*/{MARK}")
             by_age = sorted(marks, key=lambda mark: mark.stat().st_mtime_ns)
             for mark in by_age[:-KEPT]:
                 self._remove(mark.parent)
         except OSError as error:
-            # The servers have the new weights: that is what was asked for.
+            # The servers have the new weights, so the update has succeeded.
             torchrl_logger.warning(f"Old weights could not be removed: {error}")
 
     def _remove_unfinished(self) -> None:
-        """Removes what a trainer that was killed has left; nobody writes now."""
+        """Removes the folders that a killed trainer left; the lock is held."""
         for folder in self._directory.glob(f"{UNFINISHED}*"):
-            # One that was just made, or is half removed, has no mark.
+            # A folder that was just made, or is half removed, has no mark.
             if UNFINISHED_NAME.fullmatch(folder.name) and folder.is_dir():
                 _delete(folder)
 
     def _remove(self, folder: Path) -> None:
-        # Half of a checkpoint must not be found under its name.
+        # No reader may find half of a checkpoint under its name.
         gone = self._unfinished()
         folder.rename(gone)
         _delete(gone)
@@ -231,18 +230,18 @@ class DiskTransport:
 
     @contextmanager
     def _before_servers(self) -> Iterator[None]:
-        """Turns whatever fails before a server is told anything into what it means."""
+        """Converts failures before any server is told to untouched transfer errors."""
         try:
             yield
         except WeightTransferError as error:
             raise error.replace(untouched=True) from error.__cause__
-        except OSError as error:
-            room = ""
+        except (OSError, SafetensorError) as error:
+            free = ""
             with suppress(OSError):
-                free = shutil.disk_usage(self._directory).free
-                room = f" There are {free / 1e9:.3g} GB left."
+                left = shutil.disk_usage(self._directory).free
+                free = f" There are {left / 1e9:.3g} GB left."
             raise WeightTransferError(
-                f"Weights cannot be written to {self._directory}: {error}.{room} Make "
+                f"Weights cannot be written to {self._directory}: {error}.{free} Make "
                 f"room, or give another directory.",
                 untouched=True,
             ) from error
@@ -250,12 +249,6 @@ class DiskTransport:
             raise WeightTransferError(
                 f"No checkpoint could be written: {error}", untouched=True
             ) from error
-
-
-def _nothing_loaded(outcome: BaseException | None) -> bool:
-    return isinstance(outcome, RequestRefusedError) and any(
-        words in str(outcome) for words in _NOTHING_LOADED
-    )
 
 
 @contextmanager
@@ -278,51 +271,38 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _write_weights(weights: Weights, folder: Path, bucket_bytes: int) -> int:
-    """Writes files of tensors and the list of them; returns how many files."""
+    """Writes the tensors and their index; returns the number of files with tensors."""
     total = len(plan_buckets(weights.specs, bucket_bytes))
-    places: dict[str, str] = {}
-    for index, (bucket, tensors) in enumerate(weights.buckets(bucket_bytes)):
+    files: dict[str, str] = {}
+    for index, (bucket, tensors) in enumerate(read_buckets(weights, bucket_bytes)):
         name = f"model-{index + 1:05}-of-{total:05}.safetensors"
-        _write_tensors(folder / name, bucket, tensors)
-        places.update(dict.fromkeys((spec.name for spec in bucket.specs), name))
-        # The next bucket is made after this line, and this one is to be gone by then.
+        flat = flatten(bucket, tensors, _CPU)
+        # The next bucket is made after this iteration, and this one must be gone then.
         del tensors
-    content = {
-        "metadata": {"total_size": weights.num_bytes},
-        "weight_map": places,
-    }
-    _write(folder / "model.safetensors.index.json", json.dumps(content).encode())
+        views = {
+            spec.name: flat[offset : offset + spec.num_bytes]
+            .view(spec.dtype)
+            .view(spec.shape)
+            for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)
+        }
+        save_file(views, folder / name, metadata={"format": "pt"})
+        _sync(folder / name)
+        files.update(dict.fromkeys(views, name))
+        del flat, views
+    _write_json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": weights.num_bytes}, "weight_map": files},
+    )
     return total
 
 
-def _write_tensors(path: Path, bucket: Bucket, tensors: NamedTensors) -> None:
-    """Writes a bucket in the safetensors format: it has the layout of one already."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
-        if spec.dtype not in _DTYPES:
-            raise WeightTransferError(
-                f"{spec.name} is served as {spec.dtype}, which a checkpoint cannot "
-                f"hold; use transport='broadcast'."
-            )
-        header[spec.name] = {
-            "dtype": _DTYPES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.num_bytes],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for spec in bucket.specs:
-            value = tensors[spec.name].detach().to("cpu", spec.dtype).contiguous()
-            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content))
+    _sync(path)
 
 
 def _copy_model_files(model: str, folder: Path) -> None:
-    """Copies what makes weights a model: configuration, tokenizer, code."""
+    """Copies the files that make weights a model: configuration, tokenizer, code."""
     source = _folder_of(model)
     if source is None:
         torchrl_logger.warning(
@@ -333,7 +313,8 @@ def _copy_model_files(model: str, folder: Path) -> None:
     for path in sorted(source.iterdir()):
         hidden = path.name.startswith(".")
         if path.is_file() and not hidden and not any(map(path.match, _WEIGHT_FILES)):
-            _write(folder / path.name, path.read_bytes())
+            shutil.copyfile(path, folder / path.name)
+            _sync(folder / path.name)
 
 
 def _folder_of(model: str) -> Path | None:
@@ -344,21 +325,14 @@ def _folder_of(model: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(model, "config.json")
-    except ValueError:  # It has not the form of a hub name.
+    except ValueError:  # It is no hub name.
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Has the names in a folder survive a power failure, as its files do."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    """Flushes a file, or the names in a folder, so that it survives a power failure."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

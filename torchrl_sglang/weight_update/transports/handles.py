@@ -1,15 +1,14 @@
-"""Tensors as a server's process opens them: the pickle that ``cuda_ipc.py`` sends.
+"""Packs tensors as a server's process opens them: the pickle that ``cuda_ipc`` sends.
 
-SGLang reads pickles of lists of (name, tensor), and of what they may refer to it allows
-little. A tensor on a GPU is written as a handle of its memory. A tensor on the CPU is
-written with its values: handles of shared memory on the host need a helper process and
-leave files behind, and a server that cannot open one ends.
+SGLang unpickles lists of (name, tensor), with a short list of allowed types. A tensor
+on a GPU is pickled as a handle of its memory. A tensor on the CPU is pickled with its
+values: handles of shared host memory need a helper process and leave files behind, and
+kill a server that cannot open one.
 """
 
 from __future__ import annotations
 
 import base64
-import functools
 import io
 import pickle
 from typing import Any
@@ -17,24 +16,20 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-__all__ = ["gpu_uuid", "pack"]
+from torchrl_sglang.weight_update.transports.placement import gpu_uuid
+
+__all__ = ["pack"]
 
 _DEVICE, _WAIT = 6, -1
-"""Where ``rebuild_cuda_tensor`` takes the GPU's index, and whether the receiver has to
-wait for an event of the sender."""
+"""Positions in the arguments of ``rebuild_cuda_tensor`` of the GPU's index, and of
+whether the receiver has to wait for an event of the sender."""
 
 
 def pack(content: Any) -> tuple[str, list[torch.Tensor]]:
-    """Returns the text that one rank of a server opens, once.
+    """Returns the text for one rank of a server, and what must live until it was read.
 
-    What was asked of the tensors' devices must be done before it is sent.
-
-    Args:
-        content: a list of names and tensors, or a flattened bucket; all tensors
-            plain ones without gradient.
-
-    Returns:
-        The text, and what must be kept until the rank has let go of the tensors.
+    ``content`` is a list of names and tensors or a flattened bucket, whose values must
+    be complete on their devices before the text is sent.
 
     Examples:
         >>> text, kept = pack([("a", torch.ones(2))])
@@ -45,12 +40,6 @@ def pack(content: Any) -> tuple[str, list[torch.Tensor]]:
     pickler = _Pickler(buffer)
     pickler.dump(content)
     return base64.b64encode(buffer.getbuffer()).decode("ascii"), pickler.kept
-
-
-@functools.cache
-def gpu_uuid(device: torch.device) -> str:
-    """Returns the name of a GPU that is the same in every process."""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class _Pickler(pickle.Pickler):
@@ -65,7 +54,7 @@ class _Pickler(pickle.Pickler):
         self.kept.append(alias)
         rebuild, arguments = reductions.reduce_tensor(alias)  # type: ignore[no-untyped-call]
         changed = list(arguments)
-        # Processes number their GPUs differently. SGLang reads names, too.
+        # Processes number their GPUs differently. SGLang takes UUIDs, too.
         changed[_DEVICE] = gpu_uuid(obj.device)
         # Opening an event takes longer than a small tensor, and this process waits.
         changed[_WAIT] = False
@@ -75,9 +64,8 @@ class _Pickler(pickle.Pickler):
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor in the same memory, which does not own it.
 
-    Sharing wraps the storage that is shared in a count of its receivers, which stays as
-    long as the storage does: for a parameter, one more with every update. An alias goes
-    when the update ends.
+    Sharing adds a count of receivers to the shared storage, for as long as it lives:
+    for a parameter, one with every update. An alias's storage ends with the update.
     """
     storage = tensor.untyped_storage()
     same = torch._C._construct_storage_from_data_pointer(

@@ -1,87 +1,96 @@
-"""New weights as a LoRA adapter: megabytes beside a model that stays as it is.
+"""Publishes a LoRA adapter as a weight version, beside weights that stay as they are.
 
-Nothing is paused and nothing can be half done: servers are given the new adapter beside
-the old one, and requests name the new one when every server holds it.
+Nothing is paused and nothing can be half done: servers load the new adapter beside the
+old one, and requests select the new one when every server holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.base import RLSGLangEngine, check_name
+from torchrl_sglang.backends.support.checks import check_flag
 from torchrl_sglang.errors import ConfigurationError, SGLangError, WeightTransferError
+from torchrl_sglang.weight_update.transports.base import TransportOptions
+from torchrl_sglang.weight_update.transports.placement import Facts
+from torchrl_sglang.weight_update.weights import Weights
 
-__all__ = ["LoraTransport"]
+__all__ = ["LoraOptions", "LoraTransport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions(TransportOptions):
+    """Options of ``transport="lora"``; ``send_timeout`` is that of the whole load."""
+
+    adapter: str = "policy"
+    """Name of the published adapter. Requests that select no adapter carry it."""
+    pin_adapter: bool = False
+    """Servers always keep it among the adapters that batches are computed with."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_name(self.adapter)
+        self._set("pin_adapter", check_flag("pin_adapter", self.pin_adapter))
 
 
 class LoraTransport:
-    """Publishes adapters as weight versions.
+    """Loads an adapter on every server, and makes requests carry it.
 
-    Args:
-        engine: servers that were started with ``enable_lora=True``.
-        name: what requests can select the adapter by. They need not: every request
-            that selects none carries it after the first update.
-        pinned: keep it among those that the servers compute batches with.
-        timeout: budget for each update, in seconds. Defaults to the engine's.
-
-    Raises:
-        ConfigurationError: if the servers take no adapters.
+    Requests in flight end with the adapter that they began with. Each completion names
+    its version in ``versions``.
     """
 
     name: ClassVar[str] = "lora"
+    in_session: ClassVar[bool] = False
+    adapter_only: ClassVar[bool] = True
+    options_type: ClassVar[type[TransportOptions]] = LoraOptions
 
     def __init__(
         self,
         engine: RLSGLangEngine,
-        name: str = "policy",
+        options: LoraOptions | None = None,
         *,
-        pinned: bool = False,
-        timeout: float | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        if not engine.capabilities.has_lora:
+        self._engine = engine
+        self._options = options or LoraOptions()
+
+    @classmethod
+    def reason(cls, facts: Facts) -> str | None:
+        """Takes the adapter of a model that trains nothing else."""
+        if facts.adapter:
+            return "The model trains a LoRA adapter, and the servers take adapters."
+        return None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the servers take adapters."""
+        return self._engine.capabilities.has_lora
+
+    def connect(self) -> None:
+        """Raises :class:`ConfigurationError` if the servers take no adapters."""
+        if not self.connected:
             raise ConfigurationError(
-                f"The servers at {engine.server_url} take no LoRA adapters; start them "
-                f"with enable_lora=True, max_lora_rank=... and "
+                f"The servers at {self._engine.server_url} take no LoRA adapters; "
+                f"start them with enable_lora=True, max_lora_rank=... and "
                 f"lora_target_modules=['all'], or send whole weights."
             )
-        self._engine = engine
-        self._adapter = name
-        self._pinned = pinned
-        self._timeout = timeout
 
-    def publish(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        config: Mapping[str, Any],
-        version: str,
-    ) -> None:
-        """Has every request that is sent from now on use these weights.
-
-        Requests under way end with the weights that they began with. Each completion
-        tells in its ``versions`` which ones these were.
-
-        Args:
-            tensors: the adapter's, as :func:`.lora_source.adapter_from_model` returns
-                them; read before this returns.
-            config: its configuration, from the same.
-            version: weight version that completions report.
-
-        Raises:
-            WeightTransferError: if that failed. ``untouched`` is True: every request
-                uses what it used before.
-        """
+    def send(self, weights: Weights, *, version: str) -> int:
+        """Publishes the adapter; see :class:`.WeightTransport`."""
+        tensors = dict(weights.read())
         try:
             self._engine.load_adapter(
-                self._adapter,
+                self._options.adapter,
                 tensors=tensors,
-                config=config,
-                pinned=self._pinned,
+                config=weights.adapter,
+                pinned=self._options.pin_adapter,
                 version=version,
                 default=True,
-                timeout=self._timeout,
+                timeout=self._options.send_timeout,
             )
         except SGLangError as error:
             raise WeightTransferError(
@@ -89,3 +98,7 @@ class LoraTransport:
                 f"The servers still use the weights from before.",
                 untouched=True,
             ) from error
+        return 1
+
+    def close(self) -> None:
+        """Leaves the published adapter where it is."""

@@ -1,11 +1,11 @@
-"""The settings of NCCL that a trainer and SGLang's servers must share.
+"""The NCCL setting that a trainer and SGLang's servers must share.
 
-SGLang sets ``NCCL_CUMEM_ENABLE`` in its own processes: to 0, unless it was started with
-symmetric memory or finds a value in its environment, as one that is started here finds
-the trainer's. NCCL maps memory between processes in the way that this names, and reads
-it once, with the first communicator of a process. Where the two sides differ, the first
-broadcast fails with "invalid argument". What is never needed is to disable peer access
-or shared memory: that works around the difference at a fiftieth of the link's speed.
+SGLang sets ``NCCL_CUMEM_ENABLE`` in its processes: to 0, unless it was started with
+symmetric memory or inherits a value, as servers that are started here do. NCCL maps
+memory between processes accordingly, and reads the variable with the first communicator
+of a process. Where both sides differ, the first broadcast fails with "invalid
+argument". Disabling peer access or shared memory works around that, at a fiftieth of
+the link's speed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,15 @@ __all__ = ["advice", "decide", "share_settings"]
 VARIABLE = "NCCL_CUMEM_ENABLE"
 
 SLOW = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
-"""Settings that take the fast way between GPUs away."""
+"""Settings that disable the fast path between GPUs."""
 
 
 def decide(
     environment: Mapping[str, str], servers: str, begun: bool
 ) -> Literal["agree", "set", "late", "differ"]:
-    """Returns what is to be done about the trainer's setting. Pure.
+    """Compares the trainer's setting with the servers' value. Pure.
 
-    Args:
-        environment: the trainer's.
-        servers: the value in the servers' processes.
-        begun: whether NCCL has made a communicator in this process already.
+    ``begun``: NCCL has made a communicator in this process.
 
     Examples:
         >>> decide({}, "0", begun=False)
@@ -51,21 +48,16 @@ def decide(
 
 
 def share_settings(server_args: Mapping[str, Any], *, refuse: bool) -> None:
-    """Sets what the servers have, where the trainer has not decided.
+    """Sets the servers' value unless the trainer has one.
 
-    Args:
-        server_args: what a server says about its arguments.
-        refuse: whether to raise where that is not possible.
-
-    Raises:
-        ConfigurationError: if NCCL has begun without the servers' setting.
+    With ``refuse``, raises :class:`ConfigurationError` if NCCL has begun without it.
     """
     servers = str(int(bool(server_args.get("enable_symm_mem"))))
     for name in SLOW:
         if os.environ.get(name, "0") not in ("", "0"):
             torchrl_logger.warning(
-                f"{name}={os.environ[name]} keeps NCCL from the fast way between GPUs; "
-                f"it is not needed, unset it."
+                f"{name}={os.environ[name]} keeps NCCL from the fast path between "
+                f"GPUs; it is not needed, unset it."
             )
     decision = decide(os.environ, servers, _has_begun())
     if decision == "set":
@@ -98,7 +90,7 @@ def _has_begun() -> bool:
             backend: Any = group._get_backend(torch.device("cuda"))
         except RuntimeError:  # It has none for GPUs.
             continue
-        # Other backends that take GPUs do not know the question.
+        # Other backends for GPUs lack this method.
         if getattr(backend, "_is_initialized", lambda: False)():
             return True
     return False

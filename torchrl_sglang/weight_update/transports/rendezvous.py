@@ -1,8 +1,7 @@
-"""Where the ranks of a process group meet: it listens on one address, never on all.
+"""Opens the store of a process group on one address, never on all of them.
 
-A store of PyTorch takes values from whoever connects and asks nobody for a key, and by
-itself it listens on every address of the machine. gloo listens on the address that the
-machine's name stands for.
+PyTorch's store takes values from anybody who connects, and listens on every address of
+the machine by default. gloo listens on the address of the machine's host name.
 """
 
 from __future__ import annotations
@@ -25,24 +24,13 @@ LISTEN_BACKLOG = 512
 """Ranks that can connect at the same moment."""
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Names the network interface that gloo listens on."""
+"""Environment variable with the network interface that gloo listens on."""
 
 
 def open_store(
     address: str, port: int, world_size: int, timeout: datetime.timedelta
 ) -> dist.TCPStore:
-    """Returns a store that ranks reach at an address.
-
-    Args:
-        address: where they meet.
-        port: at which port; 0 for one that is free.
-        world_size: how many ranks there are.
-        timeout: for what is awaited in it.
-
-    Raises:
-        OSError: if it cannot listen there.
-        RuntimeError: if PyTorch cannot reach it.
-    """
+    """Opens a store that ranks reach at an address; port 0 is any free one."""
     listener = listen_at(address, port)
     return dist.TCPStore(
         address,
@@ -51,20 +39,15 @@ def open_store(
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        # The store closes it at its end.
+        # The store closes it.
         master_listen_fd=listener.detach(),
     )
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """Returns a socket that listens on an address alone.
+    """Listens on an address alone, or on all with a warning where it is not local.
 
-    An address that is none of this machine's can lead here, where a network translates
-    addresses, and a name that is loopback's here can be another address's elsewhere.
-    Then the socket listens on all of this machine's, with a warning.
-
-    Raises:
-        OSError: if the port is taken, or the address is unknown.
+    A network can translate an address, and a name can be loopback's here only.
     """
     ((family, _, _, _, place), *_) = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM
@@ -79,18 +62,15 @@ def listen_at(address: str, port: int) -> socket.socket:
                 raise
     torchrl_logger.warning(
         f"master_address={address!r} is no address at which other machines reach this "
-        f"one, so servers are awaited on all of its addresses, where others can "
-        f"connect, too."
+        f"one, so the process group's store listens on all addresses of this machine, "
+        f"where others can connect, too."
     )
     return socket.create_server(("", port), family=family, backlog=LISTEN_BACKLOG)
 
 
 @contextmanager
 def gloo_listens_on(address: str) -> Iterator[None]:
-    """Has gloo groups that are made inside listen on loopback, if ranks meet there.
-
-    What the user has chosen stays.
-    """
+    """Makes gloo listen on loopback if ranks meet there and the user chose nothing."""
     if not is_loopback(address) or GLOO_INTERFACE in os.environ:
         yield
         return

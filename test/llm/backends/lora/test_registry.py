@@ -27,7 +27,7 @@ from torchrl_sglang.errors import (
     WeightMismatchError,
 )
 from torchrl_sglang.types import VersionSpan
-from torchrl_sglang.weight_update.sources.lora import adapter_from_model
+from torchrl_sglang.weight_update.sources.adapter import adapter_from_model
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]

@@ -113,4 +113,4 @@ def test_scalars_of_numpy(engine):
     assert len(answer.token_ids) == len(answer.log_probs) == 4
     scheme = SGLangWeightSyncScheme(engine, flush_cache=np.False_, verify=np.True_)
     assert scheme.flush_cache is False
-    assert scheme.verify is True
+    assert scheme.options.verify is True

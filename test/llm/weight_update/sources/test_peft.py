@@ -16,7 +16,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from torchrl_sglang import SGLangWeightSyncScheme, get_model_metadata
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
-from torchrl_sglang.weight_update.sources.source import open_weights
+from torchrl_sglang.weight_update.buckets import read_buckets
+from torchrl_sglang.weight_update.sources.resolve import open_weights
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -264,7 +265,7 @@ def test_one_bucket_of_merged_tensors_is_alive(hf_model, served):
 
     bucket = 70_000
     count = 0
-    for _, tensors in dataclasses.replace(weights, read=read).buckets(bucket):
+    for _, tensors in read_buckets(dataclasses.replace(weights, read=read), bucket):
         count += 1
         del tensors
     assert count > 5

@@ -23,8 +23,9 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl_sglang import SGLangWeightSyncScheme, get_model_metadata
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
-from torchrl_sglang.weight_update.sources.source import (
-    Remembered,
+from torchrl_sglang.weight_update.buckets import read_buckets
+from torchrl_sglang.weight_update.sources.exporter import ExporterCache
+from torchrl_sglang.weight_update.sources.resolve import (
     check_metadata,
     find_source,
     open_weights,
@@ -256,7 +257,7 @@ def test_what_holds_no_weights_is_refused(weights, words):
 
 def test_an_exporter_is_asked_for_names_once(hf_model, served):
     exporter = Exporter(hf_model)
-    remembered = Remembered()
+    remembered = ExporterCache()
     # A bound method is a new object every time, and means the same exporter.
     for expected in (2, 3, 4):
         weights = open_weights(find_source(exporter.export, remembered), served)
@@ -313,7 +314,7 @@ BUCKET = 70_000
 
 def read_in_buckets(weights) -> int:
     count = 0
-    for _bucket, tensors in weights.buckets(BUCKET):
+    for _bucket, tensors in read_buckets(weights, BUCKET):
         count += 1
         del tensors
     return count

@@ -1,10 +1,11 @@
-"""The LoRA adapter that the caller trains, as PEFT saves it: tensors, configuration.
+"""The LoRA adapter of a PEFT model, or of a folder that PEFT has saved it in.
 
-PEFT is needed only where a model of its own is given.
+PEFT is imported only where a model of its own is given.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
@@ -14,14 +15,9 @@ import torch
 from torch import nn
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from torchrl_sglang.backends.lora.payload import read_folder, why_not
+from torchrl_sglang.backends.base import read_folder, why_not
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.weight_update.sources.tensors import (
-    Source,
-    describe,
-    make_whole,
-    read_tensors,
-)
+from torchrl_sglang.weight_update.sources.base import Source, gather, tensor_source
 
 __all__ = [
     "adapter_from_folder",
@@ -32,9 +28,10 @@ __all__ = [
     "peft_model_in",
 ]
 
+adapter_from_folder = read_folder
 
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Ways in which PEFT begins an adapter and leaves the weights under it as they were."""
+"""Values of ``init_lora_weights`` with which PEFT leaves the base weights unchanged."""
 
 
 def is_peft_model(model: Any) -> bool:
@@ -43,61 +40,44 @@ def is_peft_model(model: Any) -> bool:
 
 
 def is_plain_lora(model: Any, server_args: Mapping[str, Any] | None = None) -> bool:
-    """Returns whether all that ``model`` trains is one adapter that servers take.
+    """Returns whether ``model`` trains nothing but one adapter that servers take.
 
-    Args:
-        model: anything that can be sent as weights.
-        server_args: what the servers say about their own arguments; by default those of
-            servers that take every rank and every module.
+    Without ``server_args``, of servers that take every rank and every module.
     """
     found = peft_model_in(model)
     if found is None or len(found.active_adapters) != 1:
         return False
     name = found.active_adapters[0]
-    config = _plain(found.peft_config[name].to_dict())
+    config = _to_json(found.peft_config[name].to_dict())
     if config.get("init_lora_weights", True) not in _KEEPS_BASE:
-        # It is nothing without the changed weights under it, which servers lack.
+        # It needs the changed base weights, which servers lack.
         return False
-    of_adapter = re.compile(rf"([^.]+)\.lora_[^.]+\.{re.escape(name)}(\.|$)")
+    adapter = re.compile(rf"([^.]+)\.lora_[^.]+\.{re.escape(name)}(\.|$)")
     modules = set()
     for path, parameter in found.named_parameters():
-        place = of_adapter.search(path)
-        if place is not None:
-            modules.add(place[1])
+        module = adapter.search(path)
+        if module is not None:
+            modules.add(module[1])
         elif parameter.requires_grad:
-            # It is trained too, and would stay behind.
+            # It is trained too, and would not be sent.
             return False
     return why_not(config, modules, server_args or {}) is None
 
 
-def adapter_source(given: Any) -> tuple[Source, dict[str, Any]]:
-    """Returns the tensors of an adapter as a source, and its configuration.
-
-    Args:
-        given: a model of PEFT, or a wrapper around one; or a folder that PEFT has saved
-            an adapter in.
-
-    Raises:
-        ConfigurationError: if it has no adapter.
-    """
+def adapter_source(given: Any) -> Source:
+    """Resolves the adapter of a PEFT model, or of a folder that PEFT has saved."""
     if isinstance(given, (str, os.PathLike)):
-        tensors, config = adapter_from_folder(given)
+        tensors, config = read_folder(given)
     else:
         tensors, config = _parts_of(given, None)
-    return (
-        Source(
-            found={name: describe(tensor) for name, tensor in tensors.items()},
-            read=lambda wanted: read_tensors(tensors, wanted),
-            stable=True,
-        ),
-        config,
-    )
+    source = tensor_source(tensors)
+    return dataclasses.replace(source, adapter=config)
 
 
 def adapter_from_model(
     model: Any, adapter_name: str | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns the tensors and the configuration of a model's adapter.
+    """Returns the tensors and the configuration of a model's adapter, as PEFT saves it.
 
     Sharded tensors are gathered, one at a time; all ranks call this together. The
     tensors share memory with the model's where they can.
@@ -105,7 +85,7 @@ def adapter_from_model(
     Args:
         model: a :class:`peft.PeftModel`, or a wrapper (of TorchRL, DDP or
             torch.compile) around one.
-        adapter_name: which of its adapters. By default the active one.
+        adapter_name: name of the adapter. Defaults to the active one.
 
     Raises:
         ConfigurationError: if it has none, or not this one, or several are active.
@@ -118,8 +98,7 @@ def adapter_from_model(
         (4, 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight')
     """
     tensors, config = _parts_of(model, adapter_name)
-    whole = {name: make_whole(tensor, tensor.dtype) for name, tensor in tensors.items()}
-    return whole, config
+    return {name: gather(value, value.dtype) for name, value in tensors.items()}, config
 
 
 def _parts_of(
@@ -139,26 +118,11 @@ def _parts_of(
     tensors = get_peft_model_state_dict(
         found, adapter_name=name, save_embedding_layers=False
     )
-    config = _plain(found.peft_config[name].to_dict())
-    return tensors, config
-
-
-def adapter_from_folder(
-    path: str | os.PathLike[str],
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns the tensors and the configuration of an adapter that PEFT has saved.
-
-    Args:
-        path: folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
-
-    Raises:
-        ConfigurationError: if one of the files is missing or cannot be read.
-    """
-    return read_folder(path)
+    return tensors, _to_json(found.peft_config[name].to_dict())
 
 
 def peft_model_in(model: Any) -> Any:
-    """Returns the model of PEFT that is, or is in, ``model``; or None."""
+    """Returns the PEFT model that is, or is wrapped in, ``model``; or None."""
     while isinstance(model, nn.Module):
         if _is_peft(model):
             return model
@@ -181,8 +145,8 @@ def _name_of(model: Any, name: str | None) -> str:
         active = model.active_adapters
         if len(active) != 1:
             raise ConfigurationError(
-                f"The model has {len(active)} active adapters, {active}; say which one "
-                f"is to be sent."
+                f"The model has {len(active)} active adapters, {active}; select the "
+                f"one to send with model.set_adapter(name)."
             )
         name = active[0]
     if name not in model.peft_config:
@@ -192,13 +156,13 @@ def _name_of(model: Any, name: str | None) -> str:
     return str(name)
 
 
-def _plain(value: Any) -> Any:
-    """Returns PEFT's configuration as its JSON file has it."""
+def _to_json(value: Any) -> Any:
+    """Converts PEFT's configuration to the values of its JSON file."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
-        return sorted(_plain(item) for item in value)
+        return sorted(_to_json(item) for item in value)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     inner = getattr(value, "value", value)
     return inner if isinstance(inner, (str, int, float, type(None))) else str(inner)

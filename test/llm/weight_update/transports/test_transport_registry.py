@@ -12,13 +12,9 @@ from torchrl_sglang.backends.launch.gpus import gpus_of_server
 from torchrl_sglang.backends.launch.local import find_gpus, replica_specs
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ServerPlacement
-from torchrl_sglang.weight_update.transports.choose import (
-    Facts,
-    check_arguments,
-    choose,
-    reach_of,
-)
 from torchrl_sglang.weight_update.transports.handles import pack
+from torchrl_sglang.weight_update.transports.placement import Facts, reach_of
+from torchrl_sglang.weight_update.transports.registry import check_options, choose
 
 UUID = "GPU-5f2a0000-aaaa-bbbb-cccc-000000000000"
 
@@ -120,10 +116,10 @@ def test_reach(place, opens, shares):
 
 
 def test_auto_takes_every_argument_that_one_transport_uses():
-    check_arguments("auto", {"master_port": 5, "connect_timeout": 3.0})
-    check_arguments("auto", {"directory": "/x"})
+    check_options("auto", {"master_port": 5, "connect_timeout": 3.0})
+    check_options("auto", {"directory": "/x"})
     with pytest.raises(ConfigurationError, match="does not use it"):
-        check_arguments("cuda_ipc", {"master_port": 5})
+        check_options("cuda_ipc", {"master_port": 5})
 
 
 @pytest.mark.parametrize(

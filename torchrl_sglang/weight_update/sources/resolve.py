@@ -1,0 +1,235 @@
+"""Resolves a module, state dict, TensorDict, pairs or exporter into a ``Source``.
+
+:func:`open_weights` validates a source against the served model and gives the
+:class:`~torchrl_sglang.weight_update.weights.Weights` that a transport sends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torchrl.modules.llm.policies import LLMWrapperBase
+
+from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.types import FusedParameter, ModelMetadata
+from torchrl_sglang.weight_update.sources.base import (
+    Source,
+    module_tensors,
+    tensor_source,
+)
+from torchrl_sglang.weight_update.sources.exporter import (
+    ExporterCache,
+    empty_error,
+    read_pairs,
+)
+from torchrl_sglang.weight_update.sources.peft import has_adapters, merge_while_reading
+from torchrl_sglang.weight_update.sources.served import plan_names
+from torchrl_sglang.weight_update.weights import TensorSpec, Weights
+
+__all__ = [
+    "check_metadata",
+    "find_source",
+    "get_model_metadata",
+    "open_weights",
+    "refuse_fsdp1",
+]
+
+_COLLECTED = (Mapping, Iterator, Sequence, AbstractSet, MappingView)
+"""Hold their tensors, or can be read only once."""
+
+_NO_WEIGHTS = (str, bytes, type)
+"""Can be iterated over or called, and hold no weights."""
+
+
+def open_weights(
+    weights: Any,
+    served: ModelMetadata,
+    fused: Mapping[str, FusedParameter] | None = None,
+) -> Weights:
+    """Validates weights, or their source, against the served model."""
+    source = weights if isinstance(weights, Source) else find_source(weights)
+    if source.adapter is None:
+        plan = plan_names(source.specs, served, fused)
+        _check_devices(source.specs[name] for name in plan)
+    else:
+        plan = {name: (spec,) for name, spec in source.specs.items()}
+    return Weights(
+        specs=tuple(spec for parts in plan.values() for spec in parts),
+        read=lambda: _read(source, plan),
+        device=_main_device(source.specs[name] for name in plan),
+        stable=source.stable,
+        adapter=source.adapter,
+    )
+
+
+def _check_devices(specs: Iterable[TensorSpec]) -> None:
+    for spec in specs:
+        if spec.device.type not in ("cuda", "cpu"):
+            raise ConfigurationError(
+                f"The weight {spec.name} is on {spec.device}; weights are sent from "
+                f"'cuda' or 'cpu'."
+                + (" A tensor there has no values." * (spec.device.type == "meta"))
+            )
+
+
+def _main_device(specs: Iterable[TensorSpec]) -> torch.device:
+    """Returns the device that most bytes are sent from."""
+    sizes: dict[torch.device, int] = {}
+    for spec in specs:
+        device = spec.device
+        if spec.mesh is not None and spec.mesh.device_type != device.type:
+            # Shards on the host are gathered on their mesh's devices.
+            index = torch.cuda.current_device()
+            device = torch.device(spec.mesh.device_type, index)
+        sizes[device] = sizes.get(device, 0) + spec.num_bytes
+    return max(sizes, key=lambda device: sizes[device], default=torch.device("cpu"))
+
+
+def _read(
+    source: Source, plan: Mapping[str, tuple[TensorSpec, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    # Nothing here may hold a tensor while the next one is made.
+    wanted = {name: parts[0].dtype for name, parts in plan.items()}
+    for name, tensor in source.read(wanted):
+        for spec in plan[name]:
+            yield spec.name, _take(tensor, spec)
+        del tensor
+
+
+def _take(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if spec.part is None:
+        return tensor
+    # A part is described in contiguous memory; this is a view where the tensor is.
+    whole = tensor.contiguous()
+    offset = whole.storage_offset() + spec.part.offset
+    return whole.as_strided(spec.part.shape, spec.part.stride, offset)
+
+
+def find_source(weights: Any, cache: ExporterCache | None = None) -> Source:
+    """Resolves weights, without gathering or sending them.
+
+    An iterator of pairs is used up; an exporter is run once to learn names and shapes,
+    unless ``cache`` has them, and once for every update.
+    """
+    if isinstance(weights, LLMWrapperBase):
+        kind, weights = type(weights).__name__, weights.model
+        if not isinstance(weights, nn.Module):
+            raise ConfigurationError(
+                f"The {kind} that was given as weights is an inference wrapper around "
+                f"a {type(weights).__name__}, and holds no weights itself. Register "
+                f"the model that is trained with sender.register_model(model)."
+            )
+    # A TensorDict of parameters is a module too, with names of its own.
+    if isinstance(weights, TensorDictBase):
+        return _from_tensordict(weights)
+    if isinstance(weights, nn.Module):
+        return _from_module(weights)
+    if not isinstance(weights, _NO_WEIGHTS):
+        cache = cache or ExporterCache()
+        if isinstance(weights, _COLLECTED):
+            items: Any = weights.items() if isinstance(weights, Mapping) else weights
+            return tensor_source(_collect(items, weights))
+        if isinstance(weights, Iterable):
+            return cache.source(weights, lambda: weights)
+        if callable(weights):
+            return cache.source(weights, weights)
+    raise _no_weights_error(weights)
+
+
+def _no_weights_error(weights: Any) -> ConfigurationError:
+    if isinstance(weights, RLSGLangEngine):
+        return ConfigurationError(
+            f"The {type(weights).__name__} that was given as weights is the engine "
+            f"that they are sent to. Register the model that is trained with "
+            f"sender.register_model(model)."
+        )
+    if isinstance(weights, (str, os.PathLike)):
+        return ConfigurationError(
+            f"Weights are no path, got {type(weights).__name__} "
+            f"{os.fspath(weights)!r}. If PEFT has saved an adapter in this folder, "
+            f"give the scheme transport='lora'; otherwise load the model, and give it."
+        )
+    return ConfigurationError(
+        f"Weights are a module, a state dict, a TensorDict, an iterable of (name, "
+        f"tensor) or a function that returns one, got {type(weights).__name__}."
+    )
+
+
+def _from_module(module: nn.Module) -> Source:
+    refuse_fsdp1(module)
+    if has_adapters(module):
+        return merge_while_reading(module)
+    tensors = module_tensors(module)
+    if not tensors:
+        raise empty_error(module)
+    return tensor_source(tensors)
+
+
+def refuse_fsdp1(module: nn.Module) -> None:
+    """Raises :class:`ConfigurationError` for a model that FSDP1 has flattened."""
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise ConfigurationError(
+            "FullyShardedDataParallel (FSDP1) keeps parameters in flat pieces that "
+            "cannot be gathered one by one; shard the model with "
+            "torch.distributed.fsdp.fully_shard (FSDP2)."
+        )
+
+
+def _from_tensordict(weights: TensorDictBase) -> Source:
+    tensors = _collect(weights.flatten_keys(".").items(), weights)
+    # A module's TensorDict holds its buffers too; most are computed, not trained.
+    trained = any(isinstance(value, nn.Parameter) for value in tensors.values())
+    computed = {
+        name
+        for name, value in tensors.items()
+        if trained and not isinstance(value, nn.Parameter)
+    }
+    return tensor_source(tensors, frozenset(computed))
+
+
+def _collect(items: Iterable[Any], given: Any) -> dict[str, torch.Tensor]:
+    tensors = dict(read_pairs(lambda: items, given))
+    if not tensors:
+        raise empty_error(given)
+    return tensors
+
+
+def get_model_metadata(model: Any) -> ModelMetadata:
+    """Returns name -> (dtype, shape) of a model's parameters; tied ones appear once.
+
+    Args:
+        model: anything that can be sent as weights.
+
+    Examples:
+        >>> metadata = get_model_metadata(torch.nn.Linear(2, 3))
+        >>> metadata["weight"]
+        (torch.float32, torch.Size([3, 2]))
+    """
+    seen = set()
+    metadata: ModelMetadata = {}
+    for name, spec in find_source(model).specs.items():
+        if spec.identity not in seen and not spec.computed:
+            seen.add(spec.identity)
+            metadata[name] = (spec.dtype, spec.shape)
+    return metadata
+
+
+def check_metadata(
+    metadata: ModelMetadata,
+    served: ModelMetadata,
+    fused: Mapping[str, FusedParameter] | None = None,
+) -> None:
+    """Validates names and shapes of weights that do not exist yet."""
+    specs = {
+        name: TensorSpec(name=name, dtype=dtype, shape=torch.Size(shape))
+        for name, (dtype, shape) in metadata.items()
+    }
+    plan_names(specs, served, fused)
