@@ -337,11 +337,13 @@ class _Session:
         outcomes = run_sync(
             self._control.begin_weight_update_on_each(urls, timeout=timeout)
         )
+        # Servers without sessions have no outcome.
+        self._unclear -= set(urls)
         for url, error in outcomes.items():
             if error is None:
                 self._opened.add(url)
-            if error is None or isinstance(error, RequestRefusedError):
-                self._unclear.discard(url)
+            elif not isinstance(error, RequestRefusedError):
+                self._unclear.add(url)
         return outcomes
 
     def _resume(self, timeout: float) -> None:
