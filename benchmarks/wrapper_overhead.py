@@ -14,6 +14,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ class InstantEngine(AsyncSGLang):
         self._tokenizer = tokenizer
         self.response_tokens = length
 
-    def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:
+    def generate_requests(
+        self, requests: Sequence[Any], **options: Any
+    ) -> list[Completion]:
         """Returns responses of slightly different lengths."""
         return [
             Completion(
@@ -68,7 +71,7 @@ class InstantEngine(AsyncSGLang):
                 log_probs=[-1.0] * (self.response_tokens - index % 16),
                 finish_reason="length",
             )
-            for index, _ in enumerate(kwargs["input_ids"])
+            for index, _ in enumerate(requests)
         ]
 
 

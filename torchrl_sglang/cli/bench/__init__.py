@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchrl_sglang.backends.support.urls import hide_passwords
-from torchrl_sglang.cli.bench.models import BUILT_IN, start_engine
-from torchrl_sglang.cli.interrupts import uninterrupted
+from torchrl_sglang.cli.bench.models import BUILT_IN, closing, start_engine
 from torchrl_sglang.cli.options import (
     START_OPTIONS,
     Parser,
@@ -185,11 +184,8 @@ def _open_engine(
             model=model,
             api_key=read_key(arguments.api_key_file),
         )
-        try:
+        with closing(engine):
             yield engine
-        finally:
-            with uninterrupted():
-                engine.shutdown()
         return
     assert model is not None  # The plan names one.
     options = {"device": default_device(), **start_arguments(arguments)}

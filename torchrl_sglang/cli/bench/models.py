@@ -14,30 +14,24 @@ from torchrl_sglang.cli.interrupts import uninterrupted
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
-__all__ = ["BUILT_IN", "SHAPES", "save_model", "start_engine"]
+__all__ = ["BUILT_IN", "SHAPES", "closing", "save_model", "start_engine"]
 
 SHAPES: dict[str, dict[str, Any]] = {
-    # From the config.json of Qwen2.5.
-    "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "vocab_size": 151_936,
-    },
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "vocab_size": 152_064,
-    },
+    name: {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": tied,
+        "vocab_size": vocabulary,
+    }
+    for name, hidden, intermediate, layers, heads, kv_heads, tied, vocabulary in (
+        ("0.5b", 896, 4864, 24, 14, 2, True, 151_936),
+        ("7b", 3584, 18_944, 28, 28, 4, False, 152_064),
+    )
 }
-"""Models of which only the configuration is written; the server makes up weights."""
+"""Configurations of Qwen2.5; the server makes up the weights."""
 
 SMALL_MODELS: dict[str, dict[str, Any]] = {
     # Head sizes that the kernels of a GPU support, too.
@@ -84,8 +78,15 @@ def start_engine(model: str, *, device: str, **options: Any) -> Iterator[AsyncSG
             model, needed = save_model(model, folder, device=device)
             options = {**needed, **options}
         engine = AsyncSGLang.from_pretrained(model, device=device, **options)
-        try:
+        with closing(engine):
             yield engine
-        finally:
-            with uninterrupted():
-                engine.shutdown()
+
+
+@contextlib.contextmanager
+def closing(engine: AsyncSGLang) -> Iterator[AsyncSGLang]:
+    """Shuts the engine down at the end of the block, undisturbed by signals."""
+    try:
+        yield engine
+    finally:
+        with uninterrupted():
+            engine.shutdown()
