@@ -16,6 +16,7 @@ import torchrl_sglang
 PACKAGE = "torchrl_sglang"
 ROOT = Path(torchrl_sglang.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+ENGINE_FILES = [path for path in FILES if path.is_relative_to(ROOT / "backends")]
 
 FLOOR = {
     "errors": 0,
@@ -107,6 +108,45 @@ def test_imports_point_down(path):
         if own is None or other is None or own == other:
             continue
         assert FLOOR[other] < FLOOR[own], f"{own} imports {name}"
+
+
+REACHES_ENGINE = ("base", "support", "generation.sampling")
+"""What ``policies``, ``weight_update`` and ``collectors`` may import of the engine: its
+interface, helpers, and the table of sampling parameters."""
+
+ENGINE_FLOOR = {
+    "support": 0,
+    "client": 1,
+    "fleet": 2,
+    "generation": 2,
+    "lora": 2,
+    "launch": 3,
+    "base": 4,
+    "async_sglang": 5,
+}
+"""A folder of ``backends`` imports itself, those on its floor, and what lies below."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_the_engine_is_reached_through_its_base(path):
+    if relative(path).startswith(("policies/", "weight_update/", "collectors/")):
+        for name, _ in imports(path):
+            inner = name.removeprefix(f"{PACKAGE}.backends.")
+            assert inner == name or inner.startswith(REACHES_ENGINE), name
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "backends").rglob("*.py")), ids=relative
+)
+def test_imports_within_the_engine_point_down(path):
+    own = relative(path).split("/")[1].removesuffix(".py")
+    if own in ("base", "__init__"):  # The interface names types of what lies below.
+        return
+    for name, _ in imports(path):
+        package, _, inner = name.partition(f"{PACKAGE}.backends.")
+        other = inner.partition(".")[0]
+        if not package and other:
+            assert ENGINE_FLOOR[other] <= ENGINE_FLOOR[own], f"{own} imports {name}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
