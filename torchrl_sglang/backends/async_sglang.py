@@ -41,7 +41,6 @@ from torchrl_sglang.backends.client.router import find_workers
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.poller import ServerPoller
 from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle, format_tags
-from torchrl_sglang.backends.fleet.revive import revive
 from torchrl_sglang.backends.fleet.routing import RemoteRouter, RouterHandle
 from torchrl_sglang.backends.fleet.sleep import (
     DRAIN_TIMEOUT_SECONDS,
@@ -50,7 +49,11 @@ from torchrl_sglang.backends.fleet.sleep import (
     check_tags,
     check_weights_awake,
 )
-from torchrl_sglang.backends.fleet.supervisor import PROGRESS_SECONDS, Supervisor
+from torchrl_sglang.backends.fleet.supervisor import (
+    PROGRESS_SECONDS,
+    Supervisor,
+    revive,
+)
 from torchrl_sglang.backends.generation.completions import Generation
 from torchrl_sglang.backends.generation.dispatch import Dispatcher
 from torchrl_sglang.backends.generation.metrics import Counters
@@ -66,14 +69,14 @@ from torchrl_sglang.backends.launch.local import LocalLauncher
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
 from torchrl_sglang.backends.launch.router import router_arguments
+from torchrl_sglang.backends.lora.names import check_name
 from torchrl_sglang.backends.lora.payload import prepare_adapter
 from torchrl_sglang.backends.lora.registry import (
     LOAD_SECONDS,
-    UNLOAD_SECONDS,
-    Adapters,
-    check_name,
-    why_no_lora,
+    AdapterRegistry,
+    no_lora_error,
 )
+from torchrl_sglang.backends.lora.retirement import UNLOAD_SECONDS
 from torchrl_sglang.backends.support.checks import (
     check_count,
     check_flag,
@@ -191,7 +194,7 @@ class AsyncSGLang(RLSGLangEngine):
         self._counters = Counters()
         self._update_lock = threading.Lock()
         self._control = ControlPlane(self._http, self._fleet, self._capabilities)
-        self._adapters = Adapters(self._control, self._fleet, self._capabilities)
+        self._adapters = AdapterRegistry(self._control, self._fleet, self._capabilities)
         self._dispatcher = Dispatcher(
             self._http,
             self._fleet,
@@ -848,7 +851,7 @@ class AsyncSGLang(RLSGLangEngine):
         if timeout is not None:
             check_seconds("timeout", timeout)
         if not self._capabilities.has_lora:
-            raise why_no_lora()
+            raise no_lora_error()
         content = prepare_adapter(
             path=path,
             tensors=tensors,

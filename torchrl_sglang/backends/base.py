@@ -28,8 +28,8 @@ from torchrl_sglang.backends.generation.resume import (
     join_completions,
     resume_request,
 )
+from torchrl_sglang.backends.lora.names import check_name, parse_served_name
 from torchrl_sglang.backends.lora.payload import read_folder, why_not
-from torchrl_sglang.backends.lora.registry import check_name, parse_served_name
 from torchrl_sglang.backends.support.checks import (
     check_count,
     check_port,

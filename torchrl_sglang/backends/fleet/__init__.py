@@ -1,7 +1,7 @@
 """The servers of one engine, and the version of their weights.
 
-``membership.Fleet`` holds the ``replica``s and decides which of them serve; ``routing``
+``membership.Fleet`` holds each ``replica`` and decides which of them serve; ``routing``
 chooses where a request goes; ``weights_state`` alone changes weight versions and
 consistency. ``poller`` asks servers for their state, ``supervisor`` restarts those that
-end, ``revive`` those that hang, and ``sleep`` releases their GPU memory.
+end or hang, and ``sleep`` releases their GPU memory.
 """

@@ -269,7 +269,7 @@ class Fleet:
     def report_version(self, replica: Replica, version: str) -> None:
         """Records the version that a server reports, and whether it serves with it.
 
-        The newest version that a server has is the current one, whoever sent it.
+        The newest version that any server has is the current one.
         """
         with self._lock:
             replica.version = version
@@ -307,6 +307,11 @@ class Fleet:
 
     # Servers that leave and join.
 
+    def change(self, replica: Replica, **fields: Any) -> None:
+        """Changes fields of a replica that do not decide whether it serves."""
+        with self._lock:
+            vars(replica).update(fields)
+
     def notice_deaths(self) -> None:
         """Marks servers whose process has ended as down."""
         for replica in self.running:
@@ -324,11 +329,6 @@ class Fleet:
             self.weights_state.begin_membership_epoch()
         self.on_change()
 
-    def set_reason(self, replica: Replica, reason: str) -> None:
-        """Records why a server still does not serve."""
-        with self._lock:
-            replica.reason = reason
-
     def begin_restart(self, replica: Replica, max_restarts: int) -> bool:
         """Counts a restart; returns False if there were too many: it is lost."""
         with self._lock:
@@ -338,16 +338,9 @@ class Fleet:
             replica.restarts += 1
             return True
 
-    def restart_failed(self, replica: Replica, error: BaseException) -> None:
-        """Records that a server did not start."""
-        with self._lock:
-            replica.failures += 1
-            replica.reason = f"The server at {replica.url} did not start: {error}"
-
     def joined(self, replica: Replica, handle: ServerHandle) -> None:
         """Takes a server that was started again; it is polled before it serves."""
         with self._lock:
-            replica.failures = 0
             if not (self.closed or self.asleep):
                 replica.handle = handle
                 replica.start_id, replica.released = "", frozenset()
@@ -382,11 +375,6 @@ class Fleet:
                 replica.reason = self._why_stale(replica)
                 self.weights_state.begin_membership_epoch()
         self.on_change()
-
-    def set_start_id(self, replica: Replica, start_id: str) -> None:
-        """Records which start of a server this is."""
-        with self._lock:
-            replica.start_id = start_id
 
     # LoRA adapters.
 
@@ -461,11 +449,6 @@ class Fleet:
             still = frozenset[str]().union(*(each.released for each in self.running))
             self.asleep -= tags - still
         self.on_change()
-
-    def set_released(self, replica: Replica, tags: frozenset[str]) -> None:
-        """Records which kinds of memory a server has released."""
-        with self._lock:
-            replica.released = tags
 
     # The router.
 

@@ -118,7 +118,8 @@ class ServerPoller:
             (held,) = await control.adapters(timeout=timeout, urls=urls)
             fleet.report_adapters(replica, held, before)
             if not replica.start_id:
-                fleet.set_start_id(replica, await control.start_id(replica.url))
+                start_id = await control.start_id(replica.url)
+                fleet.change(replica, start_id=start_id)
         (version,) = await control.weight_versions(timeout=timeout, urls=urls)
         return version
 
@@ -150,4 +151,4 @@ class ServerPoller:
             )
             fleet.mark_down(replica, str(error))
         else:
-            fleet.set_reason(replica, str(error))
+            fleet.change(replica, reason=str(error))

@@ -75,8 +75,6 @@ class Replica:
     """Why it does not serve: usually the end of its log."""
     restarts: int = 0
     """Number of times that it was started again."""
-    failures: int = 0
-    """Number of its last starts that failed in a row."""
     restarted: bool = False
     """It was started again and has not served since."""
     start_id: str = ""

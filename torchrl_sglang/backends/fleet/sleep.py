@@ -14,7 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 from torchrl_sglang.backends.client.capabilities import what_keeps_awake
@@ -37,9 +44,6 @@ MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 
 DRAIN_TIMEOUT_SECONDS = 60.0
 """Default timeout for requests to end before a server is put to sleep."""
-
-DRAIN_POLL_SECONDS = 0.05
-"""Interval between checks whether they have ended."""
 
 MEMORY_TIMEOUT_SECONDS = 120.0
 """Timeout to release or resume memory; weights with a CPU backup are copied."""
@@ -135,17 +139,10 @@ class SleepControl:
                         f"was released, and generation goes on. Give a longer "
                         f"drain_timeout, or abort_first=True."
                     )
-                await asyncio.sleep(DRAIN_POLL_SECONDS)
+                await asyncio.sleep(0.05)
 
     async def _release(self, replicas: Sequence[Replica], tags: frozenset[str]) -> None:
         fleet, control = self._fleet, self._control
-
-        async def release(replica: Replica) -> None:
-            await control.release_memory_occupation(
-                tags - replica.released,
-                urls=[replica.url],
-                timeout=MEMORY_TIMEOUT_SECONDS,
-            )
 
         try:
             for mode in _pauses(control):
@@ -153,10 +150,13 @@ class SleepControl:
         except SGLangError as error:
             failures = [error]
         else:
-            failures = await self._each(release, replicas, lambda held: held | tags)
+            failures = await self._each(
+                control.release_memory_occupation,
+                {replica: tags - replica.released for replica in replicas},
+            )
         lost = not control.capabilities.keeps_weights
         if lost and any("weights" in replica.released for replica in replicas):
-            fleet.weights_state.set_inconsistent(
+            fleet.weights_state.mark_inconsistent(
                 "Their memory was released by sleep(), so they hold nothing."
             )
         if failures:
@@ -178,15 +178,10 @@ class SleepControl:
     async def _resume(self, tags: frozenset[str]) -> None:
         fleet, control = self._fleet, self._control
         replicas = [replica for replica in fleet.running if replica.released & tags]
-
-        async def resume(replica: Replica) -> None:
-            await control.resume_memory_occupation(
-                replica.released & tags,
-                urls=[replica.url],
-                timeout=MEMORY_TIMEOUT_SECONDS,
-            )
-
-        failures = await self._each(resume, replicas, lambda held: held - tags)
+        failures = await self._each(
+            control.resume_memory_occupation,
+            {replica: tags & replica.released for replica in replicas},
+        )
         before = fleet.asleep
         fleet.wake_up(tags)
         if failures:
@@ -215,24 +210,23 @@ class SleepControl:
 
     async def _each(
         self,
-        call: Callable[[Replica], Coroutine[Any, Any, None]],
-        replicas: Sequence[Replica],
-        changed: Callable[[frozenset[str]], frozenset[str]],
+        call: Callable[..., Awaitable[None]],
+        missing: Mapping[Replica, frozenset[str]],
     ) -> list[SGLangError]:
-        """Calls every server, records what it has released then; returns the errors."""
+        """Releases or resumes memory of each server; returns the errors."""
 
-        async def one(replica: Replica) -> SGLangError | None:
+        async def one(replica: Replica, tags: frozenset[str]) -> SGLangError | None:
             failure = None
             try:
-                await call(replica)
+                await call(tags, urls=[replica.url], timeout=MEMORY_TIMEOUT_SECONDS)
             except SGLangError as error:
                 failure = error
             if failure is None or isinstance(failure, ServerTimeoutError):
                 # After a timeout it has the call, and serves it before any later one.
-                self._fleet.set_released(replica, changed(replica.released))
+                self._fleet.change(replica, released=replica.released ^ tags)
             return failure
 
-        outcomes = await asyncio.gather(*map(one, replicas))
+        outcomes = await asyncio.gather(*(one(*each) for each in missing.items()))
         return [failure for failure in outcomes if failure is not None]
 
     def _failure(

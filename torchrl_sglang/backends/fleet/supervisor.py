@@ -1,6 +1,6 @@
 """Keeps the servers of an engine running: restarts those that end or hang.
 
-It runs on the background loop while somebody holds the fleet. A server that keeps
+It runs on the background loop while the engine holds the fleet. A server that keeps
 ending is given up. An engine that owns no server restarts none: its supervisor only
 runs while a server is out of rotation, and polls it.
 """
@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.client.liveness import hangs
 from torchrl_sglang.backends.fleet.membership import Fleet
@@ -26,23 +28,27 @@ from torchrl_sglang.backends.fleet.poller import ServerPoller
 from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle
 from torchrl_sglang.backends.fleet.routing import RouterHandle
 from torchrl_sglang.backends.support.event_loop import get_loop
-from torchrl_sglang.errors import ServerUnavailableError, SGLangError
+from torchrl_sglang.errors import (
+    ServerTimeoutError,
+    ServerUnavailableError,
+    SGLangError,
+)
 from torchrl_sglang.types import ServerCapabilities
 
-__all__ = ["Supervisor"]
+__all__ = ["Supervisor", "revive"]
 
 H = TypeVar("H", ServerHandle, RouterHandle)
 
 CHECK_SECONDS = 0.5
 """Interval between checks of the processes."""
 
-PROGRESS_SECONDS = 120.0
-"""Default time without a completed request, while some are in flight, after which
-servers are asked to generate: long responses are normal."""
-
 ADAPTER_CHECK_SECONDS = 2.0
 """Interval between checks that servers of another owner still hold the LoRA adapters
 that this engine loaded: after a restart they do not."""
+
+PROGRESS_SECONDS = 120.0
+"""Default time without a completed request, while some are in flight, after which
+servers are asked to generate: long responses are normal."""
 
 FIRST_RESTART_SECONDS = 0.5
 """Wait before a restart; it doubles with each start that fails."""
@@ -53,20 +59,52 @@ LONGEST_RESTART_SECONDS = 60.0
 STOP_SECONDS = 10.0
 """Timeout for pending starts to be cancelled."""
 
-STOP_POLL_SECONDS = 0.02
-"""Interval between looks for them."""
+ANSWER_SECONDS = 20.0
+"""Timeout for a router, or for a scheduler, which a long prompt keeps busy."""
 
-ROUTER_TIMEOUT_SECONDS = 20.0
-"""Timeout for the router to answer."""
+
+async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None:
+    """Restarts servers that do not answer, and waits for all that are not lost.
+
+    A scheduler that waits in a collective for a trainer that is gone answers nothing,
+    while its process runs and its HTTP server reports that it is healthy.
+    """
+    deadline = time.monotonic() + timeout
+    fleet.notice_deaths()
+    asked = {replica.url: replica.handle for replica in fleet.replicas}
+    outcomes = await control.schedulers_answer(timeout=ANSWER_SECONDS)
+    for replica in fleet.replicas:
+        error = outcomes.get(replica.url)
+        # The supervisor may have started it again meanwhile.
+        same = replica.handle is asked[replica.url]
+        if error is None or not replica.runs or not same:
+            continue
+        if replica.handle is None:
+            raise type(error)(
+                f"{error} This engine does not own the server at {replica.url}, so it "
+                f"cannot start it again; its owner has to."
+            ) from error
+        torchrl_logger.warning(f"{error} The server is started again.")
+        fleet.mark_down(replica, str(error))
+        await asyncio.to_thread(replica.handle.stop)
+    # The supervisor starts owned servers again; others wait for their owner.
+    while down := [r for r in fleet.replicas if r.state == "down" and fleet.owns(r)]:
+        if time.monotonic() > deadline:
+            reasons = " ".join(replica.reason for replica in down)
+            raise ServerTimeoutError(
+                f"Servers that were started again are not there after {timeout:g} s. "
+                f"{reasons}"
+            )
+        await asyncio.sleep(0.2)
+    if not fleet.urls:
+        raise fleet.no_server_error()
 
 
 class Supervisor:
     """Watches one fleet, which it holds weakly.
 
-    Args:
-        progress: returns (requests in flight, requests completed).
-        may_probe: returns whether the servers of a fleet are expected to generate:
-            not while generation is paused. It must not hold the fleet.
+    ``progress`` returns how many requests are in flight and how many have completed;
+    ``may_probe``, which must not hold the fleet, whether its servers should generate.
     """
 
     def __init__(
@@ -100,7 +138,8 @@ class Supervisor:
         self._wake = asyncio.Event()
         # Address -> handle of a server or router that starts; None before its start.
         self._starting: dict[str, ServerHandle | RouterHandle | None] = {}
-        self._router_failures = 0
+        # Address -> starts that failed in a row.
+        self._failures: Counter[str] = Counter()
         self._routing: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._last_progress = (time.monotonic(), 0)
@@ -144,7 +183,7 @@ class Supervisor:
         while self._starting and time.monotonic() < deadline:
             for url in list(self._starting):
                 self._cancel_start(url)
-            time.sleep(STOP_POLL_SECONDS)
+            time.sleep(0.02)
 
     def _cancel_start(self, url: str) -> None:
         starting = self._starting.get(url)
@@ -235,20 +274,13 @@ class Supervisor:
         router = fleet.router
         if router is None or fleet.start_router is None or not router.usable:
             return
-        if not await self._answers(f"{router.url}/workers"):
-            torchrl_logger.warning(f"{router!r} does not answer.")
-            await asyncio.to_thread(router.stop)
-
-    async def _answers(self, url: str) -> bool:
         try:
-            answer = await self._http.request(
-                "GET", url, timeout=ROUTER_TIMEOUT_SECONDS
-            )
-            answer.raise_for_status()
+            url = f"{router.url}/workers"
+            response = await self._http.request("GET", url, timeout=ANSWER_SECONDS)
+            response.raise_for_status()
         except SGLangError as error:
-            torchrl_logger.debug(f"A probe failed: {error}")
-            return False
-        return True
+            torchrl_logger.warning(f"{router!r} does not answer: {error}")
+            await asyncio.to_thread(router.stop)
 
     def _poll(self, fleet: Fleet) -> None:
         # As a task: a server can take long to answer.
@@ -279,15 +311,13 @@ class Supervisor:
 
         def begin() -> RouterHandle:
             router.stop()
-            self._wait(self._router_failures)
+            self._wait(router.url)
             return start(known)
 
         def done(fleet: Fleet, found: RouterHandle) -> None:
-            self._router_failures = 0
             fleet.set_router(found, known)
 
         def failed(error: BaseException) -> None:
-            self._router_failures += 1
             torchrl_logger.warning(f"The router did not start: {error}")
 
         self._in_thread(router.url, begin, done, failed)
@@ -312,7 +342,7 @@ class Supervisor:
             if replica.handle is not None:
                 # Removes its log and what is left of its process tree.
                 replica.handle.stop()
-            self._wait(replica.failures)
+            self._wait(replica.url)
             return restart()
 
         def done(fleet: Fleet, handle: ServerHandle) -> None:
@@ -320,14 +350,15 @@ class Supervisor:
 
         def failed(error: BaseException) -> None:
             if (fleet := self._fleet()) is not None:
-                fleet.restart_failed(replica, error)
+                reason = f"The server at {replica.url} did not start: {error}"
+                fleet.change(replica, reason=reason)
 
         self._in_thread(replica.url, begin, done, failed)
 
-    def _wait(self, failures: int) -> None:
+    def _wait(self, url: str) -> None:
         """Waits before a start: a killed process needs a moment to release its port."""
-        delay = min(FIRST_RESTART_SECONDS * 2.0**failures, LONGEST_RESTART_SECONDS)
-        if self._stopped.wait(delay):
+        delay = FIRST_RESTART_SECONDS * 2.0 ** self._failures[url]
+        if self._stopped.wait(min(delay, LONGEST_RESTART_SECONDS)):
             raise ServerUnavailableError("The engine was shut down meanwhile.")
 
     def _in_thread(
@@ -350,8 +381,10 @@ class Supervisor:
                 if fleet is None or self._stopped.is_set():
                     found.stop()
                 else:
+                    self._failures[url] = 0
                     done(fleet, found)
             except BaseException as error:  # noqa: BLE001 - A thread has no caller.
+                self._failures[url] += 1
                 failed(error)
             finally:
                 # Last: until then it is not started a second time.

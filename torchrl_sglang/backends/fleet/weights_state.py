@@ -94,7 +94,7 @@ class WeightsState:
             newest = max(self._now.newest, version, key=version_order)
             self._now = replace(self._now, newest=newest)
 
-    def set_inconsistent(self, reason: str | None) -> None:
+    def mark_inconsistent(self, reason: str | None) -> None:
         """Sets why the servers may hold a mix of weights, or ``None``."""
         with self._lock:
             self._now = replace(self._now, inconsistent=reason)
@@ -150,11 +150,11 @@ class PendingUpdate:
 
     def abort(self) -> None:
         """The servers hold what they held when the update began."""
-        self._state.set_inconsistent(self._reason_before)
+        self._state.mark_inconsistent(self._reason_before)
 
     def mark_inconsistent(self, reason: str) -> None:
         """The servers may hold a mix of old and new weights: refuse to generate."""
-        self._state.set_inconsistent(reason)
+        self._state.mark_inconsistent(reason)
 
     def aborts_requests(self) -> None:
         """In-flight requests are about to be aborted: send them again."""

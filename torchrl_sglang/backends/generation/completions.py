@@ -103,7 +103,7 @@ class Generation:
             collected,
         )
         adapters = [request.adapter for request in checked.values()]
-        await self._dispatcher.adapters.look(adapters)
+        await self._dispatcher.adapters.refresh(adapters)
         ignores = None
         if any(depends_on_server(each, limits) for each in checked.values()):
             ignores = await self._probe.ignores_temperature(deadline)

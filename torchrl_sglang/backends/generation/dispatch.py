@@ -26,7 +26,7 @@ from torchrl_sglang.backends.generation.protocol import (
 )
 from torchrl_sglang.backends.generation.request import GenerateRequest
 from torchrl_sglang.backends.generation.retries import RetryPolicy, seconds_left
-from torchrl_sglang.backends.lora.registry import Adapters
+from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
@@ -76,7 +76,7 @@ class Dispatcher:
         http: HttpClient,
         fleet: Fleet,
         capabilities: ServerCapabilities,
-        adapters: Adapters,
+        adapters: AdapterRegistry,
         *,
         retries: RetryPolicy,
         max_in_flight: int,

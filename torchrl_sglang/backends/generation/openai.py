@@ -42,7 +42,7 @@ async def post_openai(
     seconds = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
     content = dict(payload)
     name = content.pop("lora_path", None)
-    await dispatcher.adapters.look([name])
+    await dispatcher.adapters.refresh([name])
     deadline = time.monotonic() + seconds
     with dispatcher.in_flight.registered([None]) as (ticket,):
 

@@ -9,7 +9,7 @@ import time
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.generation.dispatch import Response, Sent
 from torchrl_sglang.backends.generation.request import GenerateRequest
-from torchrl_sglang.backends.lora.registry import Adapters
+from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.backends.support.versions import version_order
 from torchrl_sglang.errors import GenerationAbortedError, WeightSyncStateError
 from torchrl_sglang.types import Completion
@@ -23,7 +23,7 @@ MOST_CHECKS = 3
 class StaleResponses:
     """Decides whether a response must be generated again after a weight update."""
 
-    def __init__(self, fleet: Fleet, adapters: Adapters) -> None:
+    def __init__(self, fleet: Fleet, adapters: AdapterRegistry) -> None:
         self._fleet = fleet
         self._adapters = adapters
         self._checked_at = -math.inf

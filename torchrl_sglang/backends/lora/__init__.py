@@ -1,1 +1,6 @@
-"""LoRA adapters: ``payload`` reads and checks one, ``registry`` loads it everywhere."""
+"""LoRA adapters of the servers.
+
+``payload`` reads and checks an adapter; ``registry`` loads it into every server and
+keeps the wanted set, which ``wanted`` computes from what servers hold; ``retirement``
+drops an adapter after its last request; ``names`` tells the loads of an adapter apart.
+"""

@@ -1,11 +1,9 @@
-"""LoRA adapters as servers take them: checked, completed, and written as text. Pure.
+"""Reads a LoRA adapter in PEFT's format, and checks and completes it for servers. Pure.
 
-A server takes what it is given and finds out later: a tensor of another shape kills its
-scheduler when the first request names the adapter, scaling by the root of the rank is
-ignored, and an adapter of ``v_proj`` alone is misread. So everything is checked here,
-against the parameters of the served model, before any of it is sent.
-
-Format: that of PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``.
+A server only finds out later: a tensor of another shape kills its scheduler when the
+first request selects the adapter, scaling by the root of the rank is ignored, and an
+adapter of ``v_proj`` alone is misread. So everything is checked here, against the
+parameters of the served model, before anything is sent.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model inside."""
+"""What PEFT prepends to parameter names."""
 
 _NAME = re.compile(
     r"(?P<module>.+)\.lora_(?P<side>A|B)(\.(?P<adapter>[^.]+))?\.weight"
@@ -40,7 +38,7 @@ _NAME = re.compile(
 )
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    # name in PEFT's configuration: (values that mean nothing, what else it would mean)
+    # PEFT's name: (values that change nothing, why other values are refused)
     "use_dora": ((False,), "SGLang has no DoRA"),
     "bias": (("none",), "SGLang does not load an adapter's biases"),
     "lora_bias": ((False,), "SGLang does not load an adapter's biases"),
@@ -58,22 +56,25 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "monteclora_config": ((), "SGLang has no MonteCLoRA"),
 }
 
-_STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules that a server computes as one, and so wants the adapters of all of them."""
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Modules that a server computes as one, so that it needs adapters of all of them."""
 
 _UNCHECKED = re.compile(r"\.experts(\.|$)")
-"""Modules whose parameters transformers and PEFT name differently."""
+"""Modules whose parameters have different names in transformers and in PEFT."""
 
-_LISTED = 8
-"""How many names an error lists."""
+MAX_PROBLEMS = 8
+"""Problems that one error lists."""
+
+Pair = Mapping[str, torch.Tensor]
+"""Side (``"A"``, ``"B"``, ``"embedding_A"``, ``"embedding_B"``) -> tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What servers are sent of an adapter; kept for those that start later."""
+    """What servers are sent of an adapter; kept to load it again after a restart."""
 
     path: str | None = None
-    """Where the servers read it themselves."""
+    """Folder or hub name that the servers read."""
     tensors: str = field(default="", repr=False)
     """Its tensors as text, instead."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -88,13 +89,7 @@ def prepare_adapter(
     capabilities: ServerCapabilities,
     get_metadata: Callable[[], ModelMetadata],
 ) -> Content:
-    """Returns what to send, checked; reads the folder where it is one here.
-
-    Raises:
-        ConfigurationError: if the adapter is not given once and whole, or servers do
-            not honour what it says.
-        WeightMismatchError: if its tensors do not fit the served model.
-    """
+    """Returns an adapter, checked for the servers; reads the folder if it is local."""
     if (path is None) == (tensors is None):
         raise ConfigurationError(
             "Give a LoRA adapter either as path=... or as tensors=... with config=..."
@@ -122,14 +117,7 @@ def prepare_adapter(
 def read_folder(
     path: str | os.PathLike[str],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns the tensors and the configuration of an adapter that PEFT has saved.
-
-    Args:
-        path: folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
-
-    Raises:
-        ConfigurationError: if one of the files is missing or cannot be read.
-    """
+    """Returns the tensors and the configuration of an adapter that PEFT has saved."""
     from safetensors.torch import load_file
 
     folder = Path(path)
@@ -152,15 +140,7 @@ def read_folder(
 def check_config(
     config: Mapping[str, Any], server_args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns an adapter's configuration in the form that servers honour.
-
-    Args:
-        config: content of ``adapter_config.json``.
-        server_args: what the servers say about their own arguments.
-
-    Raises:
-        ConfigurationError: if something is missing, or means what no server does.
-    """
+    """Returns a configuration as servers take it; refuses what they would ignore."""
     if not isinstance(config, Mapping):
         raise ConfigurationError(
             f"The configuration of a LoRA adapter is a {type(config).__name__}; give "
@@ -192,14 +172,12 @@ def check_config(
             f"The LoRA adapter has the rank r={rank}, and the servers were started "
             f"with max_lora_rank={most}; start them with max_lora_rank={rank}."
         )
-    alpha = config["lora_alpha"]
-    if config.get("use_rslora"):
-        # Servers scale by alpha / r, whatever they are told.
-        alpha *= math.sqrt(rank)
+    # Servers always scale by alpha / r.
+    scale = math.sqrt(rank) if config.get("use_rslora") else 1
     return {
         "peft_type": "LORA",
         "r": rank,
-        "lora_alpha": alpha,
+        "lora_alpha": config["lora_alpha"] * scale,
         "base_model_name_or_path": str(config.get("base_model_name_or_path") or ""),
     }
 
@@ -207,12 +185,7 @@ def check_config(
 def why_not(
     config: Mapping[str, Any], modules: Collection[str], server_args: Mapping[str, Any]
 ) -> str | None:
-    """Returns why servers do not take an adapter, as a sentence, or None if they do.
-
-    Args:
-        config: content of ``adapter_config.json``.
-        modules: last parts of the names of the modules that it adapts.
-        server_args: what the servers say about their own arguments.
+    """Returns why servers do not take an adapter of these modules, or None if they do.
 
     Examples:
         >>> config = {"r": 16, "lora_alpha": 16}
@@ -230,7 +203,7 @@ def why_not(
         return None
     taken = {name.rpartition(".")[2] for name in served}
     # One of those that are computed together stands for all of them.
-    taken |= {name for group in _STACKED if taken & {*group} for name in group}
+    taken |= {name for group in _FUSED if taken & {*group} for name in group}
     lacking = sorted(set(modules) - taken)
     if not lacking:
         return None
@@ -243,17 +216,9 @@ def why_not(
 def check_tensors(
     tensors: Mapping[str, torch.Tensor], config: dict[str, Any], served: ModelMetadata
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns tensors and configuration that servers read as PEFT does.
+    """Returns tensors and configuration, checked and completed for servers.
 
-    Args:
-        tensors: name -> tensor, as :func:`peft.get_peft_model_state_dict` has them, or
-            with the adapter's name in theirs.
-        config: from :func:`check_config`.
-        served: parameters of the served model.
-
-    Raises:
-        ConfigurationError: if ``tensors`` is no mapping of names to tensors.
-        WeightMismatchError: if they do not fit the served model.
+    Names are PEFT's, with or without the adapter's name in them.
     """
     if not isinstance(tensors, Mapping) or not all(
         isinstance(value, torch.Tensor) for value in tensors.values()
@@ -262,46 +227,50 @@ def check_tensors(
             "The tensors of a LoRA adapter are a mapping of names to tensors; "
             "peft.get_peft_model_state_dict(model) returns one."
         )
-    pairs: dict[str, dict[str, torch.Tensor]] = {}
-    tables: dict[str, torch.Tensor] = {}
-    problems: list[str] = []
-    for name, value in tensors.items():
-        found = _NAME.fullmatch(name.removeprefix(PREFIX))
-        if found is None:
-            problems.append(f"{name} is no part of a LoRA adapter")
-        elif found["table"]:
-            tables[f"{found['table']}.lora_embedding_{found['half']}"] = value
-            pairs.setdefault(found["table"], {})[f"embedding_{found['half']}"] = value
-        else:
-            pairs.setdefault(found["module"], {})[found["side"]] = value
+    pairs, problems = _pair(tensors)
     for module, pair in pairs.items():
         problems += _problems(module, pair, config["r"], served)
     if not pairs:
         problems.append("there is no tensor in it")
     if problems:
-        more = ", ..." if len(problems) > _LISTED else ""
+        more = ", ..." if len(problems) > MAX_PROBLEMS else ""
         raise WeightMismatchError(
             f"The LoRA adapter does not fit the served model, so it was not sent: "
-            f"{'; '.join(problems[:_LISTED])}{more}. Train it on the model that the "
-            f"servers were started with."
+            f"{'; '.join(problems[:MAX_PROBLEMS])}{more}. Train it on the model that "
+            f"the servers were started with."
         )
-    linear = _completed({n: p for n, p in pairs.items() if "A" in p}, served)
+    pairs |= _missing_pairs(pairs, served)
     complete = {
-        f"{PREFIX}{module}.lora_{side}.weight": pair[side]
-        for module, pair in linear.items()
-        for side in ("A", "B")
+        f"{PREFIX}{module}.lora_{side}{'.weight' if len(side) == 1 else ''}": value
+        for module, pair in pairs.items()
+        for side, value in pair.items()
     }
-    complete |= {PREFIX + name: value for name, value in tables.items()}
-    # A pattern, which PEFT allows, is one thing to PEFT and another to SGLang.
-    targets = sorted({module.rpartition(".")[2] for module in [*pairs, *linear]})
+    # PEFT also takes a pattern, which means something else in SGLang.
+    targets = sorted({module.rpartition(".")[2] for module in pairs})
     return complete, {**config, "target_modules": targets}
 
 
-def _problems(
-    module: str, pair: Mapping[str, torch.Tensor], rank: int, served: ModelMetadata
-) -> list[str]:
+def _pair(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, dict[str, torch.Tensor]], list[str]]:
+    """Returns module -> tensors of both sides, and the names that do not belong."""
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    problems = []
+    for name, value in tensors.items():
+        found = _NAME.fullmatch(name.removeprefix(PREFIX))
+        if found is None:
+            problems.append(f"{name} is no part of a LoRA adapter")
+        elif found["table"]:
+            pairs.setdefault(found["table"], {})[f"embedding_{found['half']}"] = value
+        else:
+            pairs.setdefault(found["module"], {})[found["side"]] = value
+    return pairs, problems
+
+
+def _problems(module: str, pair: Pair, rank: int, served: ModelMetadata) -> list[str]:
     """Returns what is wrong with the tensors of one module."""
-    sides = ("embedding_A", "embedding_B") if "embedding_A" in pair else ("A", "B")
+    embedding = "embedding_A" in pair
+    sides = ("embedding_A", "embedding_B") if embedding else ("A", "B")
     missing = [side for side in sides if side not in pair]
     if missing:
         return [f"{module} has no lora_{missing[0]}"]
@@ -314,51 +283,41 @@ def _problems(
     known = served.get(f"{module}.weight", served.get(tied))
     if known is None:
         return []
-    rows, columns = known[1]
-    if sides[0] == "embedding_A":
-        rows, columns = columns, rows
-    problems = []
-    for side, shape in ((sides[0], (rank, columns)), (sides[1], (rows, rank))):
-        if tuple(pair[side].shape) != shape:
-            problems.append(
-                f"{module}.lora_{side} has the shape {tuple(pair[side].shape)}, and "
-                f"with r={rank} it is {shape}"
-            )
-    return problems
+    rows, columns = reversed(known[1]) if embedding else known[1]
+    return [
+        f"{module}.lora_{side} has the shape {tuple(pair[side].shape)}, and with "
+        f"r={rank} it is {shape}"
+        for side, shape in zip(sides, ((rank, columns), (rows, rank)), strict=True)
+        if tuple(pair[side].shape) != shape
+    ]
 
 
-def _completed(
-    pairs: Mapping[str, Mapping[str, torch.Tensor]], served: ModelMetadata
-) -> dict[str, Mapping[str, torch.Tensor]]:
-    """Adds adapters that do nothing where a server wants those of several modules."""
-    complete = dict(pairs)
+def _missing_pairs(
+    pairs: Mapping[str, Pair], served: ModelMetadata
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns adapters that change nothing, for the rest of each fused module."""
+    added: dict[str, dict[str, torch.Tensor]] = {}
     for module, pair in pairs.items():
         parent, _, leaf = module.rpartition(".")
-        for group in _STACKED:
-            if leaf not in group or _UNCHECKED.search(module):
+        others = next((group for group in _FUSED if leaf in group), ())
+        if "A" not in pair or _UNCHECKED.search(module):
+            continue
+        for name in (f"{parent}.{other}" for other in others):
+            if name in pairs or name in added or f"{name}.weight" not in served:
                 continue
-            for other in group:
-                name = f"{parent}.{other}"
-                if name in complete or f"{name}.weight" not in served:
-                    continue
-                shape = served[f"{name}.weight"][1]
-                a, b = pair["A"], pair["B"]
-                complete[name] = {
-                    "A": a.new_zeros(a.shape[0], shape[1]),
-                    "B": b.new_zeros(shape[0], b.shape[1]),
-                }
-    return complete
+            rows, columns = served[f"{name}.weight"][1]
+            a, b = pair["A"], pair["B"]
+            added[name] = {
+                "A": a.new_zeros(a.shape[0], columns),
+                "B": b.new_zeros(rows, b.shape[1]),
+            }
+    return added
 
 
 def to_text(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> str:
-    """Returns tensors, by value, in the text form that servers read.
+    """Returns tensors as text that servers on any machine read, also later.
 
-    It holds the numbers themselves and no handle of this process, so it works for
-    servers on other machines, and for those that start after this process has ended.
-
-    Args:
-        tensors: name -> tensor, on any device.
-        dtype: type to cast to; ``None`` for their own.
+    ``dtype`` is the type to cast to; ``None`` keeps their own.
     """
     copies = {
         # A clone: of a view, the whole storage would be written.

@@ -1,4 +1,4 @@
-"""Several servers: who gets what, and what becomes of it when one misbehaves."""
+"""Several servers: which one gets a request, and what happens when one misbehaves."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_nobody_is_healthy_where_nobody_runs(engine, three):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_uses_the_same_servers(engine, three):
-    """Its parent's loop, connections and requests under way are not its own."""
+    """Its parent's loop, connections and in-flight requests are not its own."""
     with three[0].misbehaving("hang"), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
             engine.generate, input_ids=prompts(3), sampling_params=SHORT

@@ -1,4 +1,4 @@
-"""Which servers get requests, decided without any."""
+"""Which servers get requests, decided without servers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import pytest
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.routing import RemoteRouter
-from torchrl_sglang.backends.generation.retries import RetryPolicy
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
-    RequestRefusedError,
     ServerDiedError,
-    ServerTimeoutError,
     ServerUnavailableError,
     WeightSyncStateError,
 )
@@ -143,7 +140,7 @@ def test_a_server_of_older_weights_waits_for_the_next_update():
         fleet.pick(None, ())
 
 
-def test_who_joins_in_the_middle_of_an_update_is_not_part_of_it():
+def test_a_server_that_joins_during_an_update_is_not_part_of_it():
     fleet = make_fleet(2)
     fleet.replicas[0].handle.state = "dead"
     fleet.notice_deaths()
@@ -215,34 +212,6 @@ def test_after_the_shutdown():
         fleet.pick(None, ())
 
 
-# --- when a request is sent again
-
-
-@pytest.mark.parametrize(
-    ("error", "again"),
-    [
-        (ServerUnavailableError("no", transient=True), True),
-        (ServerUnavailableError("no", transient=False), False),
-        (RequestRefusedError("no"), False),
-        (ServerTimeoutError("no"), False),
-        (ServerDiedError("no"), False),
-    ],
-)
-def test_what_is_sent_again(error, again):
-    assert (RetryPolicy().delay(error, 1) is not None) == again
-
-
-def test_waits_grow_up_to_a_limit():
-    policy = RetryPolicy(attempts=20, first_delay=0.1, longest_delay=2.0)
-    error = ServerUnavailableError("no", transient=True)
-    waits = [policy.delay(error, attempt) for attempt in range(1, 20)]
-    for attempt, wait in enumerate(waits):
-        limit = min(0.1 * 2**attempt, 2.0)
-        assert limit / 2 <= wait <= limit
-    assert policy.delay(error, 20) is None
-    assert RetryPolicy(attempts=1).delay(error, 1) is None
-
-
 @pytest.mark.parametrize("joins", ["from before", "from within"])
 def test_a_server_started_again_in_the_middle_of_the_first_update(joins):
     """It has the checkpoint's weights, whether it took part at the beginning or not."""
@@ -289,7 +258,7 @@ def test_a_server_that_is_ready_after_the_shutdown_is_ended():
     assert late.state == "stopped"
 
 
-def test_a_server_that_somebody_else_has_sent_the_weights_to():
+def test_a_server_that_another_engine_has_sent_the_weights_to():
     fleet = make_fleet(2)
     commit(fleet, "3")
     fleet.replicas[0].handle.state = "dead"
@@ -301,7 +270,7 @@ def test_a_server_that_somebody_else_has_sent_the_weights_to():
     assert fleet.replicas[0].state == "serving"
 
 
-def test_the_newest_weights_are_the_current_ones_whoever_sent_them():
+def test_the_newest_weights_of_any_engine_are_the_current_ones():
     fleet = make_fleet(3, owned=False)
     first, second, third = fleet.replicas
     fleet.report_version(first, "5")
@@ -339,7 +308,7 @@ def test_a_server_serves_with_every_adapter_that_requests_may_name():
     assert fleet.pick(None, ()) == URLS[0]
 
 
-def test_a_server_of_somebody_else_that_is_away_and_comes_back():
+def test_a_server_of_another_owner_that_is_away_and_comes_back():
     fleet = make_fleet(2, owned=False)
     before = fleet.membership_epoch
     fleet.mark_down(fleet.replicas[0], "No connection.")
@@ -352,7 +321,7 @@ def test_a_server_of_somebody_else_that_is_away_and_comes_back():
     assert fleet.to_poll == []
 
 
-def test_somebody_elses_router_gets_nothing_while_a_server_is_out():
+def test_a_remote_router_gets_nothing_while_a_server_is_out():
     """It does not know, and would send requests there."""
     fleet = make_fleet(2, router=RemoteRouter(url="http://router"), owned=False)
     assert set(picks(fleet)) == {"http://router"}

@@ -1,4 +1,4 @@
-"""Servers of somebody else: each engine object follows what they say of themselves."""
+"""Servers of another owner: each engine object polls them for what they hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.poller import ServerPoller
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.supervisor import Supervisor
-from torchrl_sglang.backends.lora.registry import Adapters
+from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import ServerUnavailableError, WeightSyncStateError
 
@@ -69,7 +69,7 @@ def versions(engine, count=12) -> set[str]:
 
 
 def test_one_that_was_stale_is_taken_back(three):
-    """At the time of connecting; somebody else sends it the weights later."""
+    """At the time of connecting; another engine sends it the weights later."""
     three[0].restart()
     with AsyncSGLang.connect(urls=[server.url for server in three]) as engine:
         assert states(engine) == ["stale", "serving", "serving"]
@@ -196,7 +196,7 @@ def test_an_engine_that_watches_can_be_dropped(three):
     wait_for(lambda: gc.collect() >= 0 and fleet() is None)
 
 
-def test_an_update_of_somebody_else_is_not_interfered_with(engine, three):
+def test_an_update_of_another_engine_is_not_disturbed(engine, three):
     """Some have the newer weights already; the others follow."""
     three[0].weight_version = "6"
     engine._fleet.suspect_all()
@@ -225,7 +225,7 @@ def names(server) -> list[str]:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_adapter_of_a_copy_survives_a_restart(three, count):
-    """Only the copy has it; the servers belong to somebody else."""
+    """Only the copy has it; the servers have another owner."""
     with ExitStack() as stack:
         urls = [server.url for server in three[:count]]
         engine = stack.enter_context(AsyncSGLang.connect(urls=urls))
@@ -337,7 +337,7 @@ def test_a_server_that_is_paused_does_not_hang(three, tells):
         assert not ask()
         stack.enter_context(server.misbehaving("hang", "/health_generate"))
         assert ask()
-        # Somebody else pauses it: a request waits at the door.
+        # Another engine pauses it: requests wait in the server.
         server.paused = True
         stack.enter_context(server.misbehaving("hang", "/generate"))
         assert not ask()
@@ -358,7 +358,7 @@ class Process:
         self.state = "stopped"
 
 
-def test_an_owner_leaves_a_server_alone_that_somebody_else_has_paused(three):
+def test_an_owner_does_not_restart_a_server_that_another_engine_paused(three):
     """However long that takes; one that hangs it ends."""
     server, *_ = three
     with AsyncSGLang.connect(server.url) as engine:
@@ -367,7 +367,7 @@ def test_an_owner_leaves_a_server_alone_that_somebody_else_has_paused(three):
         fleet = Fleet(
             replicas=[Replica(url=server.url, handle=process)], weight_version="5"
         )
-        adapters = Adapters(
+        adapters = AdapterRegistry(
             ControlPlane(http, fleet, capabilities), fleet, capabilities
         )
         server.paused = True
@@ -376,7 +376,7 @@ def test_an_owner_leaves_a_server_alone_that_somebody_else_has_paused(three):
                 fleet,
                 http,
                 capabilities,
-                # One request is under way, and none ends.
+                # One request is in flight, and none completes.
                 progress=lambda: (1, 0),
                 may_probe=lambda fleet: True,
                 poller=ServerPoller(http, capabilities, adapters, model=None),

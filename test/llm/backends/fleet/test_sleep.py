@@ -352,7 +352,7 @@ def test_arguments_that_keep_a_server_awake(capabilities, name, value):
 
 
 def test_a_server_that_dies_asleep(tiny_model_path, saver_python, hf_model, score):
-    """Its memory is somebody else's until it is woken up: it is started again then."""
+    """A trainer uses its memory until the wake-up: it is started again then."""
     with start(tiny_model_path, saver_python) as engine:
         engine.sleep()
         os.kill(engine.servers[0].pid, signal.SIGKILL)

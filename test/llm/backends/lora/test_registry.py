@@ -173,7 +173,7 @@ def test_each_prompt_selects_its_own(lora_engine, peft_models, hf_model):
         input_ids=[PROMPT] * 2, sampling_params=SETTINGS, adapter=["a", ""]
     )
     assert {index: answer.adapter for index, answer in stream} == {0: "a", 1: None}
-    with pytest.raises(ConfigurationError, match="2 values of adapter"):
+    with pytest.raises(ConfigurationError, match="2 adapter values"):
         lora_engine.generate(input_ids=[PROMPT], adapter=["a", "b"])
 
 
@@ -424,7 +424,7 @@ def test_what_only_the_server_refuses(lora_engine, peft_models, tmp_path):
 
 
 def test_copies_of_the_engine_find_what_was_published(lora_engine, peft_models):
-    """A copy in another process, and an engine of somebody else."""
+    """A copy in another process, and another engine."""
     copy = pickle.loads(pickle.dumps(lora_engine))
     model = peft_models.make(27)
     load(lora_engine, "policy", model, version="1", default=True)

@@ -1,0 +1,74 @@
+"""Names of LoRA adapters: what requests select, and what servers call each load.
+
+``policy@7#18a3f`` is load 0x18a3f of ``policy``, with weight version 7. Requests that
+select no adapter use one with ``@``, and not one with ``~``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.types import Adapter
+
+__all__ = [
+    "check_name",
+    "is_published",
+    "load_number",
+    "make_served_name",
+    "parse_served_name",
+]
+
+_NAME = re.compile(r"[A-Za-z0-9._/-]+")
+
+_SERVED = re.compile(
+    r"(?P<name>[^@~#]+)([@~](?P<version>[^#]*))?(#(?P<load>[0-9a-f]+))?"
+)
+
+
+def check_name(name: str) -> None:
+    """Checks the name of an adapter; model names in OpenAI's protocol contain it."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{name!r} is no name of a LoRA adapter; give letters, digits, '.', '_', "
+            f"'-' and '/'."
+        )
+
+
+def make_served_name(name: str, version: str | None, *, published: bool) -> str:
+    """Returns a name for a new load; its number is the time, so the newest wins."""
+    mark = "@" if published else "~"
+    return f"{name}{mark}{version or ''}#{time.time_ns():x}"
+
+
+def parse_served_name(served_as: str) -> Adapter:
+    """Returns the adapter that a server calls so.
+
+    Examples:
+        >>> parse_served_name("policy@7#18a3f").version
+        '7'
+        >>> parse_served_name("style").name
+        'style'
+    """
+    found = _SERVED.fullmatch(served_as)
+    if found is None:
+        return Adapter(name=served_as, served_as=served_as)
+    version = found["version"] or None
+    return Adapter(name=found["name"], served_as=served_as, version=version)
+
+
+def is_published(served_as: str) -> bool:
+    """Returns whether requests that select no adapter use this one.
+
+    Examples:
+        >>> is_published("policy@7#18a3f"), is_published("style~#18a40")
+        (True, False)
+    """
+    return served_as.startswith(f"{parse_served_name(served_as).name}@")
+
+
+def load_number(served_as: str) -> int:
+    """Returns the number of a load; 0 where another program chose the name."""
+    found = _SERVED.fullmatch(served_as)
+    return int(found["load"] or "0", 16) if found else 0
