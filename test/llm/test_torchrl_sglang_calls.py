@@ -34,13 +34,13 @@ from torchrl_sglang import (
     SGLangWeightSyncScheme,
     get_model_metadata,
 )
-from torchrl_sglang.backends.base import WEIGHT_UPDATE_GROUP
 from torchrl_sglang.backends.launch.server_flags import (
     ServerFlag,
     check_names,
     to_flags,
 )
 from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.torchrl_calls import WEIGHT_UPDATE_GROUP
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
@@ -207,7 +207,7 @@ def test_generate(engine):
         ({"sampling_params": {"top_p": 1.0}, "top_p": 0.5}, "'top_p' is given in sam"),
         ({"sampling_params": 5, "top_p": 0.5}, "sampling_params must be a mapping"),
         ({"return_logprob": True}, "Did you mean 'return_logprobs'"),
-        ({"n": 2}, "give the prompt that many times"),
+        ({"n": 2}, "repeat the prompt"),
         ({"prompts": "A"}, "Cannot provide both"),
     ],
 )

@@ -23,13 +23,14 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 from torchrl._utils import logger as torchrl_logger
+from typing_extensions import override
 
-from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
+from torchrl_sglang.backends.base import WeightUpdate
 from torchrl_sglang.backends.client import capabilities as capabilities_module
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient
@@ -87,9 +88,11 @@ from torchrl_sglang.backends.support.open_files import limit_in_flight
 from torchrl_sglang.backends.support.urls import (
     address_facing,
     hide_passwords,
+    is_this_machine,
     split_credentials,
 )
 from torchrl_sglang.backends.support.versions import version_order
+from torchrl_sglang.backends.torchrl_calls import TorchRLCalls
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerError,
@@ -145,7 +148,7 @@ class Settings:
         check_seconds("progress_timeout", self.progress_timeout, endless=True)
 
 
-class AsyncSGLang(RLSGLangEngine):
+class AsyncSGLang(TorchRLCalls):
     """SGLang as an engine for TorchRL.
 
     Make one with :meth:`from_pretrained`, which starts a server and owns it, or with
@@ -507,8 +510,8 @@ class AsyncSGLang(RLSGLangEngine):
         return cls(fleet, known, model=model, http=http, settings=settings)
 
     @property
+    @override
     def server_url(self) -> str:
-        """Address that generation requests go to."""
         router = self._fleet.router
         return self._fleet.replicas[0].url if router is None else router.url
 
@@ -519,67 +522,61 @@ class AsyncSGLang(RLSGLangEngine):
         return tuple(handle for handle in found if handle is not None)
 
     @property
+    @override
     def capabilities(self) -> ServerCapabilities:
-        """What the server can do."""
         return self._capabilities
 
     @property
+    @override
     def model_path(self) -> str:
-        """Folder or hub name of the served model, as it can be read from here."""
         return self._model or self._capabilities.model_path
 
     @property
+    @override
     def placements(self) -> tuple[ServerPlacement, ...]:
-        """Where the servers that run are, in the order of their ranks."""
-        known = {replica.url: replica for replica in self._fleet.replicas}
+        replicas = {replica.url: replica for replica in self._fleet.replicas}
+        device = self._capabilities.server_args.get("device")
+        nodes = int(self._capabilities.server_args.get("nnodes") or 1)
         return tuple(
-            replace(
-                place,
-                gpus=known[place.url].gpus,
-                visible_gpus=known[place.url].visible_gpus,
+            ServerPlacement(
+                url=url,
+                local=nodes == 1 and is_this_machine(url),
+                device=device if isinstance(device, str) else None,
+                gpus=replicas[url].gpus,
+                visible_gpus=replicas[url].visible_gpus,
             )
-            for place in super().placements
+            for url in self._control.urls
         )
 
     @property
+    @override
     def control(self) -> ControlPlane:
-        """Control calls to the server; to be awaited on the background loop."""
         return self._control
 
     @property
+    @override
     def weight_version(self) -> str:
-        """Version of the weights that requests are computed with.
-
-        That of the default adapter, where a weight update has published one.
-        """
         adapter = self.adapters.get(self.default_adapter or "")
         if adapter is not None and adapter.version is not None:
             return adapter.version
         return self._fleet.weights.version
 
     @property
+    @override
     def newest_version(self) -> str:
-        """Newest version that weights or an adapter of these servers have had."""
         return self._fleet.weights.newest
 
     @property
+    @override
     def base_problem(self) -> str | None:
-        """Why an adapter over what the servers hold may not make a policy.
-
-        ``None`` if they hold the checkpoint that they were started with.
-        """
         return self._fleet.base_problem
 
     @property
+    @override
     def asleep(self) -> frozenset[str]:
-        """What of the servers' memory is released; empty while they are awake.
-
-        Examples:
-            >>> sorted(engine.asleep)
-            []
-        """
         return self._fleet.asleep
 
+    @override
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
@@ -598,61 +595,6 @@ class AsyncSGLang(RLSGLangEngine):
         logprobs_mode: LogProbsMode = "model",
         **sampling: Any,
     ) -> list[Completion]:
-        """Continues a batch of prompts and returns the responses in the same order.
-
-        Args:
-            prompts: one text or several; the tokenizer turns them into tokens here.
-            sampling_params: one mapping for all or one for each, under SGLang's names
-                or TorchRL's (``max_tokens``, ``stop_sequences``, ``seed``).
-                ``max_new_tokens`` is cut to what the context leaves room for;
-                ``max_new_tokens=0`` scores the prompt.
-            input_ids: token ids of one prompt or of several, instead of ``prompts``.
-            return_logprobs: also return the log-probability of each response token;
-                ``logprobs_mode`` says whose.
-            return_prompt_logprobs: also return that of each prompt token, which is the
-                model's own. Like the next one, for all or one for each prompt.
-            top_logprobs: also return this many of the likeliest tokens in the place of
-                each response token, with their log-probabilities.
-            request_ids: a name for each prompt, for :meth:`abort`. Several prompts can
-                have one name.
-            session_ids: requests of one session go to one server, where their prefix is
-                cached; one for all or one for each.
-            timeout: budget for the batch, in seconds. Defaults to 1800.
-            request_timeout: budget for each request from when it is sent, in seconds.
-                One that uses it up is an error of that item.
-            return_exceptions: put the error of an item in its place, whatever it is,
-                instead of raising the first one. Without it, the others that are in
-                flight are aborted, and those that were finished are the error's
-                ``completions``.
-            adapter: name of the LoRA adapter to compute them with, for all or one for
-                each; ``""`` for the base model. Defaults to :attr:`default_adapter`.
-            logprobs_mode: whose log-probabilities of response tokens, and of the
-                likeliest ones in their places. ``"model"`` are the model's own,
-                ``log_softmax(logits)``, whatever the sampling parameters: what the
-                trained model computes for the same tokens, and vLLM's default. Where
-                the server gives others (penalties, ``logit_bias``, ``min_new_tokens``
-                and grammars change the logits before), the response is scored when it
-                is finished, by the same weights: tokens that weights generated which
-                have been replaced meanwhile get NaN, and where these are all of a
-                response, it is generated again. ``"sampling"`` are those of what the
-                tokens were drawn from, as far as SGLang tells: after temperature,
-                penalties, biases and grammar, and before top-p, top-k and min-p.
-            **sampling: further sampling parameters, for all prompts.
-
-        Returns:
-            One completion for each prompt.
-
-        Raises:
-            ConfigurationError: if a prompt or a parameter is wrong. Nothing was sent.
-            RequestRefusedError: if a server refused an item; ``index`` tells which.
-            GenerationAbortedError: if a response was cut off by an abort.
-            ServerUnavailableError: if no server can be reached, after retries.
-            ServerDiedError: if every server that this engine owns has ended.
-            ServerTimeoutError: if a budget is used up.
-            UnsupportedByServerError: for a seed, a grammar or log-probabilities that
-                the servers cannot give.
-            WeightSyncStateError: if a failed update left the weights inconsistent.
-        """
         batch = self._to_batch(
             prompts,
             sampling_params,
@@ -671,6 +613,7 @@ class AsyncSGLang(RLSGLangEngine):
         )
         return run_sync(self._generation.run(batch))
 
+    @override
     def generate_requests(
         self,
         requests: Sequence[GenerateRequest],
@@ -679,7 +622,6 @@ class AsyncSGLang(RLSGLangEngine):
         request_timeout: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Completion]:
-        """The same as :meth:`generate`, for requests that are made already."""
         self._check_usable()
         batch = Batch(
             requests=requests,
@@ -773,33 +715,21 @@ class AsyncSGLang(RLSGLangEngine):
         return run_sync(self._dispatcher.aborts.abort(request_ids))
 
     @property
+    @override
     def adapters(self) -> dict[str, Adapter]:
-        """Name -> LoRA adapter, of those that requests can select.
-
-        Examples:
-            >>> engine.adapters
-            {}
-        """
         return self._adapters.table
 
     @property
+    @override
     def default_adapter(self) -> str | None:
-        """Name of the LoRA adapter of requests that select none.
-
-        Weight updates that send an adapter set it, here and in every copy of the engine
-        and other engine of these servers. ``None`` is the base model.
-
-        Raises:
-            ConfigurationError: when it is set to one that is not loaded.
-            UnsupportedByServerError: when it is set to one, and the servers were
-                started without LoRA.
-        """
         return self._adapters.default
 
     @default_adapter.setter
+    @override
     def default_adapter(self, name: str | None) -> None:
         self._adapters.default = name
 
+    @override
     def load_adapter(
         self,
         name: str,
@@ -812,33 +742,6 @@ class AsyncSGLang(RLSGLangEngine):
         default: bool = False,
         timeout: float | None = None,
     ) -> Adapter:
-        """Loads a LoRA adapter into every server, or replaces the one of this name.
-
-        Requests that are sent from then on use the new one; those under way end with
-        the old one, which is dropped after them. Generation is not paused.
-
-        Args:
-            name: what requests select it by.
-            path: folder that PEFT has saved it in. One that is not on this machine, or
-                a hub name, is read by the servers.
-            tensors: its tensors instead, as ``peft.get_peft_model_state_dict`` returns
-                them, on any device.
-            config: content of PEFT's ``adapter_config.json``, with ``tensors``.
-            pinned: keep it among those that batches are computed with; the servers
-                leave at least one place for others.
-            version: weight version that completions with it report.
-            default: use it for requests that select none, of every engine object of
-                these servers, until whole weights take its place.
-            timeout: budget, in seconds. Defaults to 120.
-
-        Raises:
-            ConfigurationError: if it is not whole, if servers refuse it (its rank, its
-                modules), or if they have no room for one more.
-            WeightMismatchError: if its tensors do not fit the served model.
-            UnsupportedByServerError: if the servers were started without LoRA.
-            ServerTimeoutError: if the budget is used up. After any error, requests use
-                what they used before.
-        """
         self._check_open()
         check_name(name)
         if version is not None and not (
@@ -875,18 +778,8 @@ class AsyncSGLang(RLSGLangEngine):
         self._supervisor.begin()
         return loaded
 
+    @override
     def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
-        """Drops a LoRA adapter from every server, after the requests that use it.
-
-        Args:
-            name: what it was loaded as.
-            timeout: budget for those requests to end, in seconds. Defaults to 60.
-
-        Raises:
-            ConfigurationError: if there is none of this name.
-            ServerTimeoutError: if the budget is used up; no new request uses it, and it
-                is dropped after the last one that does.
-        """
         self._check_open()
         check_name(name)
         if timeout is not None:
@@ -897,50 +790,19 @@ class AsyncSGLang(RLSGLangEngine):
             )
         )
 
+    @override
     def look_at_servers(self) -> None:
-        """Finds out which servers answer, and what other engine objects sent them.
-
-        It is done by itself where a request fails, and before a weight update.
-
-        Examples:
-            >>> engine.look_at_servers()
-            >>> engine.stats().servers[0].state
-            'serving'
-        """
         self._check_open()
         self._fleet.suspect_all()
         run_sync(self._supervisor.poll_now())
 
+    @override
     def published_adapters(self, *, timeout: float) -> frozenset[str]:
-        """Returns the LoRA adapters that requests carry unless they select another one.
-
-        Weight updates have published them, or :meth:`load_adapter` with
-        ``default=True``, of this engine object or of others. The servers are asked.
-
-        Args:
-            timeout: budget, in seconds.
-
-        Returns:
-            What the servers call them.
-
-        Examples:
-            >>> engine.published_adapters(timeout=10.0)
-            frozenset()
-        """
         self._check_open()
         return run_sync(self._adapters.published(timeout=timeout))
 
+    @override
     def withdraw_adapters(self, *, timeout: float) -> None:
-        """Has servers drop the published adapters; a part of whole-weight updates.
-
-        Generation must be paused, or nothing may run: requests with one are aborted.
-
-        Args:
-            timeout: budget, in seconds.
-
-        Raises:
-            SGLangError: if a server still holds one when the budget is used up.
-        """
         self._check_open()
         run_sync(self._adapters.withdraw(timeout=timeout))
 
@@ -1110,12 +972,8 @@ class AsyncSGLang(RLSGLangEngine):
                 f"weights again."
             )
 
+    @override
     def get_tokenizer(self) -> Any:
-        """Returns the tokenizer of the served model, loaded at the first call.
-
-        Raises:
-            ConfigurationError: if it cannot be read from here.
-        """
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
@@ -1135,51 +993,31 @@ class AsyncSGLang(RLSGLangEngine):
                 ) from error
         return self._tokenizer
 
+    @override
     def get_model_metadata(self) -> ModelMetadata:
-        """Returns (dtype, shape) of every parameter, under Hugging Face's names.
-
-        Tied weights appear once. These are the names that the server's weight loader
-        takes, with the type that it serves them in.
-        """
         trusted = self._settings.trust_remote_code
         config = capabilities_module.load_model_config(self.model_path, trusted)
         return metadata_from_config(
             config, self._capabilities.dtype, trust_remote_code=trusted
         )
 
+    @override
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
-        """Returns the parameters that a module holds otherwise than checkpoints do.
-
-        The names of :meth:`get_model_metadata` are a checkpoint's. Where the module's
-        own differ, this is how to get from the one to the other.
-
-        Examples:
-            >>> engine.get_fused_parameters()  # None in a dense model.
-            {}
-        """
         trusted = self._settings.trust_remote_code
         config = capabilities_module.load_model_config(self.model_path, trusted)
         return fused_from_config(config, trust_remote_code=trusted)
 
+    @override
     def get_master_address(self) -> str:
-        """Returns the address of this machine at which servers meet a sender.
-
-        It is loopback where every server is reached by loopback, and otherwise the
-        address that this machine has towards them.
-        """
         return address_facing(self._control.urls)
 
+    @override
     def get_master_port(self) -> int:
-        """Returns a free port for that meeting; a new one at every call."""
         return find_free_port()
 
+    @override
     @contextmanager
     def weight_update(self) -> Iterator[WeightUpdate]:
-        """Holds the engine for one weight update; a second one is refused meanwhile.
-
-        Raises:
-            WeightSyncStateError: if an update is under way, or weights are asleep.
-        """
         self._check_open()
         with self._alone():
             check_weights_awake(self._fleet.asleep)
@@ -1199,6 +1037,7 @@ class AsyncSGLang(RLSGLangEngine):
         finally:
             self._update_lock.release()
 
+    @override
     def sleep(
         self,
         tags: str | Iterable[str] = ("weights", "kv_cache"),
@@ -1206,44 +1045,6 @@ class AsyncSGLang(RLSGLangEngine):
         abort_first: bool = False,
         drain_timeout: float = DRAIN_TIMEOUT_SECONDS,
     ) -> None:
-        """Has every server give GPU memory back, for a trainer on the same GPU.
-
-        The servers must have been started with ``enable_memory_saver=True``. From the
-        call on, new requests are refused with :class:`WeightSyncStateError`; those that
-        run are waited for, those of other users of the servers too. A request that
-        somebody else sends later than that waits in the server until :meth:`wake_up`.
-
-        The order of a step of a trainer that shares the GPU::
-
-            engine.sleep()
-            ...  # Train.
-            engine.wake_up("weights")
-            sender.update_weights(model)
-            engine.wake_up("kv_cache")
-
-        Released weights are lost, unless the servers were started with
-        ``enable_weights_cpu_backup=True``: the engine refuses to generate from
-        :meth:`wake_up` to the next weight update. Put servers to sleep and wake them up
-        with one engine object; others, and copies made before, do not know of it.
-
-        A server that ends meanwhile is started again after :meth:`wake_up`.
-
-        Args:
-            tags: ``"weights"``, ``"kv_cache"`` and ``"cuda_graph"`` (which frees
-                something where ``SGLANG_MEMORY_SAVER_CUDA_GRAPH=1`` was in the
-                servers' environment). What is asleep already stays so.
-            abort_first: end what runs, of all users, instead of waiting for it.
-            drain_timeout: budget for what runs to end, in seconds.
-
-        Raises:
-            ConfigurationError: if a tag is unknown or the budget is none.
-            UnsupportedByServerError: if the servers cannot give memory back.
-            ServerTimeoutError: if requests still run when the budget is used up.
-                Nothing was released, and generation goes on.
-            WeightSyncStateError: if a weight update is under way.
-            ServerError: if a server failed; the message tells which. The engine stays
-                asleep: a second call completes it, and :meth:`wake_up` undoes it.
-        """
         self._check_open()
         wanted = check_tags(tags)
         check_can_sleep(self._capabilities, self.server_url)
@@ -1255,63 +1056,32 @@ class AsyncSGLang(RLSGLangEngine):
                 )
             )
 
+    @override
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
-        """Has the servers take memory again that :meth:`sleep` released.
-
-        When all of it is back, and the weights are no lost ones, generation goes on.
-
-        Args:
-            tags: as for :meth:`sleep`; by default all that is asleep. What is awake
-                stays so.
-
-        Raises:
-            ConfigurationError: if a tag is unknown.
-            WeightSyncStateError: if a weight update is under way.
-            ServerError: if a server failed, as where another process still has the
-                memory; the message tells which. A second call completes it.
-
-        Examples:
-            >>> engine.wake_up()
-            >>> sorted(engine.asleep)
-            []
-        """
         self._check_open()
         wanted = self._fleet.asleep if tags is None else check_tags(tags)
         with self._alone():
             run_sync(self._sleep_control.wake_up(wanted))
 
+    @override
     def revive(self, *, timeout: float = START_TIMEOUT_SECONDS) -> None:
-        """Starts servers again that do not answer, and waits for all that are started.
-
-        A server that was started again holds the checkpoint's weights, and waits for
-        a weight update if the others hold newer ones.
-
-        Args:
-            timeout: budget for them to be ready, in seconds.
-
-        Raises:
-            ServerTimeoutError: if a server that this engine does not own does not
-                answer, or if the budget is used up.
-            ServerUnavailableError: if such a server cannot be reached.
-            ServerDiedError: if every server has been started too often.
-        """
         self._check_open()
         check_seconds("timeout", timeout)
         check_weights_awake(self._fleet.asleep)
         run_sync(revive(self._fleet, self._control, timeout=timeout))
 
+    @override
     def flush_cache(self) -> bool:
-        """Empties the prefix cache; returns False if the server is too busy for it."""
         self._check_open()
         return run_sync(self._control.flush_cache())
 
+    @override
     def health(self) -> bool:
-        """Returns whether the server answers."""
         alive = all(replica.runs for replica in self._fleet.replicas)
         return not self._closed and alive and run_sync(self._control.healthy())
 
+    @override
     def shutdown(self) -> None:
-        """Ends the server if this engine owns it, and closes the connections."""
         if self._closed:
             return
         self._closed = True

@@ -1,17 +1,19 @@
-"""The contract between the engine and those who use it: policies and weight updates.
+"""What the layers above the engine need of it.
 
-:class:`RLSGLangEngine` is the only thing of this room that the others know. Its one
-implementation is :class:`~torchrl_sglang.AsyncSGLang`; a test or an application can
-bring another.
+:class:`RLSGLangEngine` combines three protocols: an engine generates, takes weights and
+holds adapters. :class:`~torchrl_sglang.AsyncSGLang` implements them; a test or an
+application can bring another engine. ``policies`` and ``weight_update`` import the
+engine's helpers from here and from ``support`` only.
 """
 
 from __future__ import annotations
 
 import abc
+import importlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -30,21 +32,7 @@ from torchrl_sglang.backends.generation.resume import (
 )
 from torchrl_sglang.backends.lora.names import check_name, parse_served_name
 from torchrl_sglang.backends.lora.payload import read_folder, why_not
-from torchrl_sglang.backends.support.checks import (
-    check_count,
-    check_port,
-    check_seconds,
-)
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.backends.support.gpus import visible_devices
-from torchrl_sglang.backends.support.urls import is_this_machine
-from torchrl_sglang.backends.support.versions import next_version
-from torchrl_sglang.errors import (
-    ConfigurationError,
-    RequestRefusedError,
-    UnsupportedByServerError,
-    WeightSyncStateError,
-)
 from torchrl_sglang.types import (
     Adapter,
     Completion,
@@ -60,7 +48,10 @@ __all__ = [
     "MARK",
     "ControlPlane",
     "GenerateRequest",
+    "Generates",
+    "HoldsAdapters",
     "RLSGLangEngine",
+    "TakesWeights",
     "WeightUpdate",
     "check_logprobs_mode",
     "check_name",
@@ -75,77 +66,46 @@ __all__ = [
     "write_mark",
 ]
 
-JOIN_TIMEOUT_SECONDS = 60.0
-"""Default budget for servers to join a process group."""
 
-RECEIVE_TIMEOUT_SECONDS = 300.0
-"""Default budget for servers to receive one tensor."""
-
-WEIGHT_UPDATE_GROUP = "weight_update_group"
-"""SGLang's own name for the process group that weights are broadcast in."""
+def connect(url: str) -> RLSGLangEngine:
+    """Connects to a server that runs already; see :meth:`.AsyncSGLang.connect`."""
+    engine: RLSGLangEngine = _engine_class().connect(url)
+    return engine
 
 
-class RLSGLangEngine(abc.ABC):
-    """An SGLang engine for reinforcement learning: it generates and takes new weights.
+def start(model: str | os.PathLike[str]) -> RLSGLangEngine:
+    """Starts a server for a model; see :meth:`.AsyncSGLang.from_pretrained`."""
+    engine: RLSGLangEngine = _engine_class().from_pretrained(model)
+    return engine
 
-    Every method that waits has a time budget, and none leaves an error of another
-    library through.
 
-    Examples:
-        >>> isinstance(engine, RLSGLangEngine), engine.num_replicas
-        (True, 1)
-    """
+def _engine_class() -> Any:
+    # By name, as that module imports this one.
+    module = importlib.import_module("torchrl_sglang.backends.async_sglang")
+    return module.AsyncSGLang
 
-    @property
-    @abc.abstractmethod
-    def server_url(self) -> str:
-        """Address that generation requests go to."""
+
+class Generates(Protocol):
+    """An engine that generates."""
 
     @property
-    @abc.abstractmethod
     def capabilities(self) -> ServerCapabilities:
         """What the servers can do."""
 
     @property
-    @abc.abstractmethod
-    def control(self) -> ControlPlane:
-        """Control calls to every server; to be awaited on the background loop."""
-
-    @property
-    @abc.abstractmethod
     def weight_version(self) -> str:
-        """Version of the weights that the servers generate with."""
+        """Version of the weights that requests are computed with.
 
-    @property
-    @abc.abstractmethod
-    def asleep(self) -> frozenset[str]:
-        """What of the servers' memory is released; empty while they are awake."""
+        This is the version of the default adapter, where a weight update published one.
+        """
 
-    @property
-    def model_path(self) -> str:
-        """Folder or hub name of the model that the servers were started with."""
-        return self.capabilities.model_path
+    def get_tokenizer(self) -> Any:
+        """Returns the tokenizer of the served model, loaded at the first call.
 
-    @property
-    def placements(self) -> tuple[ServerPlacement, ...]:
-        """Where the servers run, in the order of their ranks."""
-        device = self.capabilities.server_args.get("device")
-        nodes = int(self.capabilities.server_args.get("nnodes") or 1)
-        return tuple(
-            ServerPlacement(
-                url=url,
-                local=nodes == 1 and is_this_machine(url),
-                device=device if isinstance(device, str) else None,
-            )
-            for url in self.control.urls
-        )
+        Raises:
+            ConfigurationError: if it cannot be read from here.
+        """
 
-    @property
-    def num_replicas(self) -> int:
-        """Number of servers."""
-        return len(self.control.urls)
-
-    @abc.abstractmethod
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
@@ -164,9 +124,63 @@ class RLSGLangEngine(abc.ABC):
         logprobs_mode: LogProbsMode = "model",
         **sampling: Any,
     ) -> list[Completion]:
-        """Continues a batch of prompts; see :meth:`AsyncSGLang.generate`."""
+        """Continues a batch of prompts and returns the responses in the same order.
 
-    @abc.abstractmethod
+        Args:
+            prompts: one text or several; the tokenizer turns them into tokens here.
+            sampling_params: one mapping for all or one for each prompt, under SGLang's
+                names or TorchRL's (``max_tokens``, ``stop_sequences``, ``seed``).
+                ``max_new_tokens`` is cut to the rest of the context;
+                ``max_new_tokens=0`` scores the prompt.
+            input_ids: token ids of one prompt or of several, instead of ``prompts``.
+            return_logprobs: also return the log-probability of each response token, as
+                ``logprobs_mode`` defines it. Like the next two, for all prompts or one
+                for each.
+            return_prompt_logprobs: also return the model's log-probability of each
+                prompt token.
+            top_logprobs: also return the top-k tokens at the position of each response
+                token, with their log-probabilities, for this k.
+            request_ids: a name for each prompt, for :meth:`.AsyncSGLang.abort`. Several
+                prompts can have the same name.
+            session_ids: requests of one session go to one server, where their prefix is
+                cached; one for all or one for each.
+            timeout: of the batch, in seconds. Defaults to 1800.
+            request_timeout: of each request from when it is sent, in seconds. One that
+                times out is an error of that item.
+            return_exceptions: put the error of an item in its place, whatever it is,
+                instead of raising the first one. Otherwise, the other in-flight
+                requests are aborted, and finished responses are the error's
+                ``completions``.
+            adapter: name of the LoRA adapter to compute them with, for all or one for
+                each; ``""`` for the base model. Defaults to :attr:`default_adapter`.
+            logprobs_mode: whose log-probabilities of response tokens and of top-k
+                tokens. ``"model"`` are the model's own, ``log_softmax(logits)``,
+                whatever the sampling parameters: what the trained model computes for
+                the same tokens, and vLLM's default. Where the server gives others
+                (penalties, ``logit_bias``, ``min_new_tokens`` and grammars change the
+                logits before), the finished response is scored by the same weights:
+                tokens of weights that were replaced meanwhile get NaN, and a response
+                of nothing else is generated again. ``"sampling"`` are those of the
+                distribution that the tokens were drawn from, as far as SGLang tells:
+                after temperature, penalties, biases and grammar, and before top-p,
+                top-k and min-p.
+            **sampling: further sampling parameters, for all prompts.
+
+        Returns:
+            One completion for each prompt.
+
+        Raises:
+            ConfigurationError: if a prompt or a parameter is wrong. Nothing was sent.
+            RequestRefusedError: if a server refused an item, see ``index``.
+            GenerationAbortedError: if an abort cut a response off.
+            ServerUnavailableError: if no server can be reached, after retries.
+            ServerDiedError: if every server that this engine owns has ended.
+            ServerTimeoutError: after a timeout.
+            UnsupportedByServerError: for a seed, a grammar or log-probabilities that
+                the servers cannot give.
+            WeightSyncStateError: if a failed update left the weights inconsistent.
+        """
+
     def generate_requests(
         self,
         requests: Sequence[GenerateRequest],
@@ -177,21 +191,38 @@ class RLSGLangEngine(abc.ABC):
     ) -> list[Completion]:
         """The same as :meth:`generate`, for requests that are made already."""
 
-    @property
-    @abc.abstractmethod
-    def adapters(self) -> dict[str, Adapter]:
-        """Name -> LoRA adapter, of those that the servers hold."""
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache; returns False if a server is too busy to."""
+
+
+class HoldsAdapters(Protocol):
+    """An engine that holds LoRA adapters."""
 
     @property
-    @abc.abstractmethod
+    def adapters(self) -> dict[str, Adapter]:
+        """Name -> LoRA adapter, of those that requests can select.
+
+        Examples:
+            >>> engine.adapters
+            {}
+        """
+
+    @property
     def default_adapter(self) -> str | None:
-        """Name of the LoRA adapter of requests that select none."""
+        """Name of the LoRA adapter of requests that select none.
+
+        Weight updates that send an adapter set it, here and in every copy of the engine
+        and other engine of these servers. ``None`` is the base model.
+
+        Raises:
+            ConfigurationError: when it is set to one that is not loaded.
+            UnsupportedByServerError: when it is set to one, and the servers were
+                started without LoRA.
+        """
 
     @default_adapter.setter
-    @abc.abstractmethod
     def default_adapter(self, name: str | None) -> None: ...
 
-    @abc.abstractmethod
     def load_adapter(
         self,
         name: str,
@@ -204,297 +235,75 @@ class RLSGLangEngine(abc.ABC):
         default: bool = False,
         timeout: float | None = None,
     ) -> Adapter:
-        """Loads or replaces an adapter; see :meth:`AsyncSGLang.load_adapter`."""
+        """Loads a LoRA adapter into every server, or replaces the one of this name.
 
-    @abc.abstractmethod
+        Later requests use the new one; in-flight requests end with the old one, which
+        is dropped after them. Generation is not paused.
+
+        Args:
+            name: for requests to select it by.
+            path: folder that PEFT saved it in. A folder that is not on this machine, or
+                a hub name, is read by the servers.
+            tensors: its tensors instead, as ``peft.get_peft_model_state_dict`` returns
+                them, on any device.
+            config: content of PEFT's ``adapter_config.json``, with ``tensors``.
+            pinned: keep it among the adapters that batches are computed with; the
+                servers leave at least one place for others.
+            version: weight version that completions with it report.
+            default: use it for requests that select none, of every engine object of
+                these servers, until whole weights replace it.
+            timeout: in seconds. Defaults to 120.
+
+        Raises:
+            ConfigurationError: if it is incomplete, if servers refuse it (its rank, its
+                modules), or if they have no space for one more.
+            WeightMismatchError: if its tensors do not fit the served model.
+            UnsupportedByServerError: if the servers were started without LoRA.
+            ServerTimeoutError: after the timeout. After any error, requests use what
+                they used before.
+        """
+
     def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
-        """Drops a LoRA adapter; see :meth:`AsyncSGLang.unload_adapter`."""
+        """Drops a LoRA adapter from every server, after the requests that use it.
 
-    @abc.abstractmethod
-    def look_at_servers(self) -> None:
-        """Finds out which servers answer, and what other engine objects sent them."""
+        Args:
+            name: as it was loaded.
+            timeout: for those requests to end, in seconds. Defaults to 60.
 
-    @abc.abstractmethod
+        Raises:
+            ConfigurationError: if there is no adapter of this name.
+            ServerTimeoutError: after the timeout; no new request uses the adapter, and
+                it is dropped after the last one that does.
+        """
+
     def published_adapters(self, *, timeout: float) -> frozenset[str]:
-        """Returns the LoRA adapters that requests carry unless they select another one.
+        """Asks the servers for the adapters of requests that select none.
 
-        Those of every engine object of these servers, as the servers call them.
-        """
-
-    @abc.abstractmethod
-    def withdraw_adapters(self, *, timeout: float) -> None:
-        """Has servers drop these, when whole weights take their place.
-
-        Raises:
-            SGLangError: if a server still holds one when the budget is used up.
-        """
-
-    @abc.abstractmethod
-    def get_tokenizer(self) -> Any:
-        """Returns the tokenizer of the served model."""
-
-    @abc.abstractmethod
-    def get_model_metadata(self) -> ModelMetadata:
-        """Returns the name, type and shape of every parameter of the served model."""
-
-    def get_fused_parameters(self) -> dict[str, FusedParameter]:
-        """Returns the parameters that a module holds otherwise than checkpoints do."""
-        return {}
-
-    @abc.abstractmethod
-    def get_master_address(self) -> str:
-        """Returns the address at which servers meet a sender of weights."""
-
-    @abc.abstractmethod
-    def get_master_port(self) -> int:
-        """Returns a free port for that meeting; a new one at every call."""
-
-    @abc.abstractmethod
-    @contextmanager
-    def weight_update(self) -> Iterator[WeightUpdate]:
-        """Holds the engine for one weight update; a second one is refused meanwhile.
-
-        Raises:
-            WeightSyncStateError: if an update is under way, or weights are asleep.
-        """
-
-    @abc.abstractmethod
-    def sleep(
-        self,
-        tags: str | Iterable[str] = ("weights", "kv_cache"),
-        *,
-        abort_first: bool = False,
-        drain_timeout: float = 60.0,
-    ) -> None:
-        """Has every server give GPU memory back; see :meth:`AsyncSGLang.sleep`."""
-
-    @abc.abstractmethod
-    def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
-        """Has them take it again; see :meth:`AsyncSGLang.wake_up`."""
-
-    @abc.abstractmethod
-    def revive(self, *, timeout: float = 600.0) -> None:
-        """Gets servers back that do not answer; see :meth:`AsyncSGLang.revive`."""
-
-    @abc.abstractmethod
-    def flush_cache(self) -> bool:
-        """Empties the prefix cache; returns False if the server is too busy for it."""
-
-    @abc.abstractmethod
-    def health(self) -> bool:
-        """Returns whether every server answers."""
-
-    @abc.abstractmethod
-    def shutdown(self) -> None:
-        """Ends what this engine owns."""
-
-    @property
-    @abc.abstractmethod
-    def newest_version(self) -> str:
-        """Newest version that weights or an adapter of these servers have had."""
-
-    @property
-    @abc.abstractmethod
-    def base_problem(self) -> str | None:
-        """Why an adapter over what the servers hold may not make a policy.
-
-        ``None`` if they hold the checkpoint that they were started with.
-        """
-
-    # The calls below are those of TorchRL's engines for SGLang and vLLM.
-
-    def generate_batch(
-        self,
-        prompts: Sequence[str],
-        sampling_params: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> list[Completion]:
-        """Continues several texts; the same as :meth:`generate` with a list of them."""
-        return self.generate(list(prompts), sampling_params, **kwargs)
-
-    def reset_prefix_cache(self) -> bool:
-        """Empties the prefix cache; vLLM's name for :meth:`flush_cache`."""
-        return self.flush_cache()
-
-    def get_num_unfinished_requests(
-        self, actor_index: int | None = None
-    ) -> int | list[int]:
-        """Returns how many requests each server computes or has waiting, of all users.
+        Weight updates published them, or :meth:`load_adapter` with ``default=True``, of
+        this engine object or of others.
 
         Args:
-            actor_index: the one of this server only.
-        """
-        loads = run_sync(self.control.loads())
-        return _chosen([running + queued for running, queued in loads], actor_index)
-
-    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Returns how much of each server's KV cache is in use, from 0 to 1.
-
-        Args:
-            actor_index: the one of this server only.
-
-        Raises:
-            UnsupportedByServerError: if a server does not tell.
-        """
-        return _chosen(run_sync(self.control.cache_usages()), actor_index)
-
-    def init_weight_update_group(
-        self,
-        master_address: str | None = None,
-        master_port: int | None = None,
-        *,
-        timeout: float = JOIN_TIMEOUT_SECONDS,
-    ) -> None:
-        """Has every server join a process group whose first rank is the caller's.
-
-        For a trainer that runs its own collectives. It opens the store at the address
-        and joins meanwhile, in another thread. A
-        :class:`~torchrl_sglang.SGLangWeightSyncScheme` does all of this by itself.
-
-        Args:
-            master_address: where the servers meet the trainer. Defaults to
-                :meth:`get_master_address`.
-            master_port: likewise; TorchRL's default makes no sense without a store.
-            timeout: budget, in seconds.
-
-        Raises:
-            ConfigurationError: if there is no port.
-            ServerError: if a server does not join.
-        """
-        if master_port is None:
-            raise ConfigurationError(
-                "init_weight_update_group needs the master_port of a store that the "
-                "trainer has opened. SGLangWeightSyncScheme(engine).create_sender() "
-                "opens its own, and needs nothing."
-            )
-        run_sync(
-            self._join(
-                master_address=master_address or self.get_master_address(),
-                master_port=check_port("master_port", master_port),
-                world_size=1 + self.get_world_size(),
-                group_name=WEIGHT_UPDATE_GROUP,
-                backend="gloo" if self._on_cpu() else "nccl",
-                timeout=check_seconds("timeout", timeout),
-            )
-        )
-
-    def update_weights_from_distributed(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        shape: Sequence[int],
-        *,
-        timeout: float = RECEIVE_TIMEOUT_SECONDS,
-    ) -> str:
-        """Has every server receive one tensor that the trainer broadcasts meanwhile.
-
-        It is an update with a weight version of its own, and the engine must be idle.
-        :meth:`.SGLangWeightSender.update_weights` sends all tensors as one.
-
-        Args:
-            name: of the parameter.
-            dtype: its type.
-            shape: its shape.
-            timeout: budget, in seconds.
+            timeout: in seconds.
 
         Returns:
-            The weight version that the servers report from now on.
+            Their served names.
+
+        Examples:
+            >>> engine.published_adapters(timeout=10.0)
+            frozenset()
+        """
+
+    def withdraw_adapters(self, *, timeout: float) -> None:
+        """Has servers drop the published adapters; a part of whole-weight updates.
+
+        Generation must be paused, or nothing may run: requests with one are aborted.
+
+        Args:
+            timeout: in seconds.
 
         Raises:
-            WeightSyncStateError: if a request or another update runs.
-            ServerError: if a server did not receive it. Generation is refused until an
-                update succeeds.
+            SGLangError: if a server still holds one after the timeout.
         """
-        timeout = check_seconds("timeout", timeout)
-        with self.weight_update() as update:
-            current = run_sync(self.control.weight_versions())
-            known = [*current, self.weight_version, self.newest_version]
-            version = next_version(known)
-            # The engine refuses to generate from here on, and nothing may be running.
-            update.mark_inconsistent(f"The parameter {name!r} is being received.")
-            if any(map(sum, run_sync(self.control.loads()))):
-                update.abort()
-                raise WeightSyncStateError(
-                    f"{name!r} cannot be received while the servers compute requests; "
-                    f"wait for them, or write SGLangWeightSyncScheme(engine)"
-                    f".create_sender().update_weights(model), which pauses them."
-                )
-            run_sync(
-                self._receive(
-                    names=[name],
-                    dtypes=[str(dtype).removeprefix("torch.")],
-                    shapes=[list(shape)],
-                    weight_version=version,
-                    timeout=timeout,
-                )
-            )
-            update.commit(version)
-        return version
-
-    async def _join(self, *, group_name: str, **where: Any) -> None:
-        with suppress(RequestRefusedError):
-            # One that a trainer before has left; mostly there is none.
-            await self.control.destroy_weights_update_group(group_name)
-        await self.control.init_weights_update_group(group_name=group_name, **where)
-
-    async def _receive(self, **what: Any) -> None:
-        await self.control.begin_weight_update()
-        await self.control.update_weights_from_distributed(
-            group_name=WEIGHT_UPDATE_GROUP, load_format=None, **what
-        )
-        await self.control.end_weight_update()
-        await self.control.flush_cache()
-
-    def update_weights(self, weights: Any) -> NoReturn:
-        """Raises :class:`UnsupportedByServerError`: a sender sends weights."""
-        raise UnsupportedByServerError(
-            "An engine does not send weights; write "
-            "SGLangWeightSyncScheme(engine).create_sender().update_weights(weights)."
-        )
-
-    def _on_cpu(self) -> bool:
-        return self.capabilities.server_args.get("device") == "cpu"
-
-    def get_tp_size(self) -> int:
-        """Returns the tensor-parallel size of each server."""
-        return self.capabilities.tp_size
-
-    def get_dp_size(self) -> int:
-        """Returns the number of model copies that generate: replicas times dp_size."""
-        return self.capabilities.dp_size * self.num_replicas
-
-    def get_world_size(self) -> int:
-        """Returns the number of ranks that receive weights, over all servers."""
-        return self.capabilities.tp_size * self.capabilities.pp_size * self.num_replicas
-
-
-Number = TypeVar("Number", int, float)
-
-
-def _chosen(numbers: list[Number], actor_index: int | None) -> Number | list[Number]:
-    """Returns the number of one server, or of each one."""
-    if actor_index is None:
-        return numbers
-    if check_count("actor_index", actor_index, least=0) >= len(numbers):
-        raise ConfigurationError(
-            f"actor_index={actor_index} is none of the {len(numbers)} servers; they "
-            f"count from 0."
-        )
-    return numbers[actor_index]
-
-
-def connect(url: str) -> RLSGLangEngine:
-    """Connects to a server that runs already; see :meth:`.AsyncSGLang.connect`."""
-    from torchrl_sglang.backends.async_sglang import AsyncSGLang
-
-    return AsyncSGLang.connect(url)
-
-
-def start(model: str | os.PathLike[str]) -> RLSGLangEngine:
-    """Starts a server for a model; see :meth:`.AsyncSGLang.from_pretrained`."""
-    from torchrl_sglang.backends.async_sglang import AsyncSGLang
-
-    return AsyncSGLang.from_pretrained(model)
 
 
 class WeightUpdate(Protocol):
@@ -526,3 +335,210 @@ class WeightUpdate(Protocol):
 
     def flushed(self) -> None:
         """The KV cache of the old weights is gone."""
+
+
+class TakesWeights(Protocol):
+    """An engine whose servers take new weights."""
+
+    @property
+    def server_url(self) -> str:
+        """Address that generation requests go to."""
+
+    @property
+    def control(self) -> ControlPlane:
+        """Control calls to every server; to be awaited on the background loop."""
+
+    @property
+    def model_path(self) -> str:
+        """Folder or hub name of the served model, as it can be read from here."""
+
+    @property
+    def placements(self) -> tuple[ServerPlacement, ...]:
+        """Where the running servers are, in the order of their ranks."""
+
+    @property
+    def newest_version(self) -> str:
+        """Newest version that weights or an adapter of these servers have had."""
+
+    @property
+    def base_problem(self) -> str | None:
+        """Why an adapter over the servers' weights may not make a policy.
+
+        ``None`` if they hold the checkpoint that they were started with.
+        """
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Tags of the servers' memory that is released; empty while they are awake.
+
+        Examples:
+            >>> sorted(engine.asleep)
+            []
+        """
+
+    def get_model_metadata(self) -> ModelMetadata:
+        """Returns (dtype, shape) of every parameter, under Hugging Face's names.
+
+        Tied weights appear once. These are the names that the server's weight loader
+        takes, with the dtype that it serves them in.
+        """
+
+    def get_fused_parameters(self) -> dict[str, FusedParameter]:
+        """Returns the parameters that a module and a checkpoint hold differently.
+
+        The names of :meth:`get_model_metadata` are a checkpoint's. Where the module
+        fuses some of them, this tells which.
+
+        Examples:
+            >>> engine.get_fused_parameters()  # None in a dense model.
+            {}
+        """
+
+    def get_master_address(self) -> str:
+        """Returns the address of this machine at which servers meet a sender.
+
+        It is loopback where every server is reached by loopback, and otherwise this
+        machine's address as they see it.
+        """
+
+    def get_master_port(self) -> int:
+        """Returns a free port for that meeting; a new one at every call."""
+
+    def look_at_servers(self) -> None:
+        """Polls which servers respond, and what other engine objects sent them.
+
+        The engine polls by itself where a request fails, and before a weight update.
+
+        Examples:
+            >>> engine.look_at_servers()
+            >>> engine.stats().servers[0].state
+            'serving'
+        """
+
+    def weight_update(self) -> AbstractContextManager[WeightUpdate]:
+        """Reserves the engine for one weight update; a second one is refused meanwhile.
+
+        Raises:
+            WeightSyncStateError: if an update is in progress, or weights are asleep.
+        """
+
+    def revive(self, *, timeout: float = 600.0) -> None:
+        """Restarts servers that do not respond, and waits for all that are started.
+
+        A restarted server holds the checkpoint's weights, and waits for a weight update
+        if the others hold newer ones.
+
+        Args:
+            timeout: for them to be ready, in seconds.
+
+        Raises:
+            ServerTimeoutError: if a server that this engine does not own does not
+                respond, or after the timeout.
+            ServerUnavailableError: if such a server cannot be reached.
+            ServerDiedError: if every server has been restarted too often.
+        """
+
+
+class RLSGLangEngine(Generates, TakesWeights, HoldsAdapters):
+    """An SGLang engine for reinforcement learning: it generates and takes new weights.
+
+    Every method that waits has a timeout, and every error is one of this package.
+
+    Examples:
+        >>> isinstance(engine, RLSGLangEngine), engine.num_replicas
+        (True, 1)
+    """
+
+    @abc.abstractmethod
+    def sleep(
+        self,
+        tags: str | Iterable[str] = ("weights", "kv_cache"),
+        *,
+        abort_first: bool = False,
+        drain_timeout: float = 60.0,
+    ) -> None:
+        """Has every server release GPU memory, for a trainer on the same GPU.
+
+        The servers must have been started with ``enable_memory_saver=True``. From the
+        call on, new requests are refused with :class:`WeightSyncStateError`; running
+        requests of all users are waited for. A later request of another user waits in
+        the server until :meth:`wake_up`.
+
+        The order of a step of a trainer that shares the GPU::
+
+            engine.sleep()
+            ...  # Train.
+            engine.wake_up("weights")
+            sender.update_weights(model)
+            engine.wake_up("kv_cache")
+
+        Released weights are lost, unless the servers were started with
+        ``enable_weights_cpu_backup=True``: the engine refuses to generate from
+        :meth:`wake_up` to the next weight update. Use one engine object to put servers
+        to sleep and to wake them up; others, and copies made before, do not know of it.
+
+        A server that ends meanwhile is restarted after :meth:`wake_up`.
+
+        Args:
+            tags: ``"weights"``, ``"kv_cache"`` and ``"cuda_graph"`` (which frees
+                something where ``SGLANG_MEMORY_SAVER_CUDA_GRAPH=1`` was in the
+                servers' environment). Memory that is asleep already stays so.
+            abort_first: abort running requests, of all users, instead of waiting.
+            drain_timeout: for running requests to end, in seconds.
+
+        Raises:
+            ConfigurationError: if a tag or the timeout is wrong.
+            UnsupportedByServerError: if the servers cannot release memory.
+            ServerTimeoutError: if requests still run after the timeout. Nothing was
+                released, and generation continues.
+            WeightSyncStateError: if a weight update is in progress.
+            ServerError: if a server failed; the message tells which. The engine stays
+                asleep: a second call completes it, and :meth:`wake_up` undoes it.
+        """
+
+    @abc.abstractmethod
+    def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
+        """Has the servers allocate memory again that :meth:`sleep` released.
+
+        When all of it is back, and the weights are not lost, generation continues.
+
+        Args:
+            tags: as for :meth:`sleep`; by default all that is asleep. Memory that is
+                awake stays so.
+
+        Raises:
+            ConfigurationError: if a tag is unknown.
+            WeightSyncStateError: if a weight update is in progress.
+            ServerError: if a server failed, as where another process still has the
+                memory; the message tells which. A second call completes it.
+
+        Examples:
+            >>> engine.wake_up()
+            >>> sorted(engine.asleep)
+            []
+        """
+
+    @abc.abstractmethod
+    def health(self) -> bool:
+        """Returns whether every server responds."""
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """Ends the servers that this engine owns, and closes the connections."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of servers."""
+        return len(self.control.urls)
+
+    def get_tp_size(self) -> int:
+        """Returns the tensor-parallel size of each server."""
+        return self.capabilities.tp_size
+
+    def get_dp_size(self) -> int:
+        """Returns the number of model copies that generate: replicas times dp_size."""
+        return self.capabilities.dp_size * self.num_replicas
+
+    def get_world_size(self) -> int:
+        """Returns the number of ranks that receive weights, over all servers."""
+        return self.capabilities.tp_size * self.capabilities.pp_size * self.num_replicas
