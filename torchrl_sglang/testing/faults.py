@@ -172,18 +172,6 @@ class FaultyProxy:
             injection.happened.set()
         return found[0].fault if found else None
 
-    def _forward(
-        self, method: str, path: str, body: bytes, headers: dict[str, str]
-    ) -> tuple[int, str, bytes]:
-        connection = http.client.HTTPConnection(*self._target, timeout=FORWARD_SECONDS)
-        try:
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            kind = response.headers.get("Content-Type", "application/json")
-            return response.status, kind, response.read()
-        finally:
-            connection.close()
-
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
@@ -229,15 +217,20 @@ class _Handler(BaseHTTPRequestHandler):
         self._hang_up()
 
     def _forward_request(self, body: bytes) -> tuple[int, str, bytes] | None:
+        """Returns the server's status, content type and body; None if it hung up."""
+        target = http.client.HTTPConnection(
+            *self.owner._target, timeout=FORWARD_SECONDS
+        )
         headers = {
-            name: value
-            for name, value in self.headers.items()
-            if name.lower() not in HOP_HEADERS
+            k: v for k, v in self.headers.items() if k.lower() not in HOP_HEADERS
         }
-        try:
-            return self.owner._forward(self.command, self.path, body, headers)
-        except (OSError, http.client.HTTPException):
-            return None  # The server hung up, and so does the proxy.
+        hang_ups = (OSError, http.client.HTTPException)
+        with contextlib.suppress(*hang_ups), contextlib.closing(target):
+            target.request(self.command, self.path, body, headers)
+            response = target.getresponse()
+            kind = response.headers.get("Content-Type", "application/json")
+            return response.status, kind, response.read()
+        return None
 
     def _respond(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
