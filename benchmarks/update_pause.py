@@ -28,25 +28,27 @@ from torchrl_sglang.testing.gpu import server_arguments
 TOKENS_BEFORE = 32
 """Tokens that come before an update begins."""
 
+PROMPT = list(range(5, 69))
 TOKENS = 4000
-"""Tokens of a stream: more than come before and during an update."""
+"""Most tokens of a stream: more than come before and during an update."""
 
 
 class Stream:
     """A raw client that records when its tokens arrive, until it is told to stop."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tokens: int) -> None:
         self.times: list[float] = []
         self.begun = threading.Event()
         self.stop = threading.Event()
         self._url = url
+        self._tokens = tokens
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         body = {
-            "input_ids": list(range(5, 69)),
-            "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True},
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": self._tokens, "ignore_eos": True},
             "stream": True,
         }
         with requests.post(
@@ -97,9 +99,10 @@ def main() -> None:
             engine, transport=transport, pause_mode=mode
         ).create_sender()
         sender.update_weights(weights)
+        tokens = min(TOKENS, engine.capabilities.max_context - len(PROMPT) - 1)
         beyond, updates = [], []
         for _ in range(arguments.repeats):
-            stream = Stream(engine.server_url)
+            stream = Stream(engine.server_url, tokens)
             if not stream.begun.wait(120):
                 raise SystemExit("No tokens came.")
             since = time.perf_counter()
