@@ -1,4 +1,4 @@
-"""Rooms, and who may import whom: the test of the first section of the design."""
+"""Which layer may import which: the layers of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLOOR = {
     "cli": 5,
     "__main__": 6,
 }
-"""A room imports itself and what lies below; ``testing`` anything that is no tool."""
+"""A layer imports itself and the layers below it."""
 
 RUN_BY_SGLANG = {"backends/launch/cpu/launch.py"}
 """Runs in SGLang's own Python, where this package is not."""
@@ -82,8 +82,8 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
             yield name, id(node) not in inner
 
 
-def room(module: str) -> str | None:
-    """The room of ``torchrl_sglang.<room>...``; None for the package and others."""
+def layer_of(module: str) -> str | None:
+    """Returns the layer of a module; None for the package itself and other packages."""
     package, _, rest = module.partition(".")
     name = rest.partition(".")[0]
     return name if package == PACKAGE and name in FLOOR else None
@@ -93,18 +93,18 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def test_every_file_has_a_room():
+def test_every_file_has_a_layer():
     assert len(FILES) > 30
     for path in FILES:
         top = relative(path).partition("/")[0].removesuffix(".py")
-        assert top in FLOOR or top == "__init__", f"{path} is in no room"
+        assert top in FLOOR or top == "__init__", f"{path} is in no layer"
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_imports_point_down(path):
-    own = room(f"{PACKAGE}.{relative(path).replace('/', '.').removesuffix('.py')}")
+    own = layer_of(f"{PACKAGE}.{relative(path).replace('/', '.').removesuffix('.py')}")
     for name, _ in imports(path):
-        other = room(name)
+        other = layer_of(name)
         if own is None or other is None or own == other:
             continue
         assert FLOOR[other] < FLOOR[own], f"{own} imports {name}"
@@ -122,6 +122,7 @@ ENGINE_FLOOR = {
     "lora": 2,
     "launch": 3,
     "base": 4,
+    "torchrl_calls": 4,
     "async_sglang": 5,
 }
 """A folder of ``backends`` imports itself, those on its floor, and what lies below."""

@@ -1,4 +1,4 @@
-"""``serve``: starts an engine in a process of its own, for other processes to use."""
+"""``serve``: starts an engine in a separate process, for other processes to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serving, in a process of its own, with a real server."""
+"""``serve`` in a separate process, with a real server."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def measure_throughput(
     """Returns tokens per second of each client on whole batches, medians of all rounds.
 
     ``ratio`` is the engine's share of the raw client's; with ``wrapper``,
-    ``wrapper_ratio`` is that of an :class:`~torchrl_sglang.SGLangWrapper`.
+    ``wrapper_ratio`` is the share of an :class:`~torchrl_sglang.SGLangWrapper`.
     """
     _check_length(engine, load)
 
