@@ -1,1 +1,1 @@
-"""What the tests stand on: a strict fake server, and quick starts of real ones."""
+"""Test helpers: a strict fake server, and quick starts of real ones."""

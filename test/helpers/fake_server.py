@@ -1,9 +1,9 @@
 """A server that speaks SGLang's protocol and computes nothing.
 
-For what a healthy engine cannot show: answers that are late, broken, short or missing,
-and the time that a client takes when its engine takes none. It is as strict as SGLang
-0.5.23: what that refuses, it refuses in the same words, and a request that would kill
-an SGLang server ends this one too. Tests of what an engine *does* need a real one.
+It produces late, broken, short and missing answers, and shows the time that a client
+takes. It is as strict as SGLang 0.5.23: it refuses the same requests with the same
+messages, and a request that would kill an SGLang server ends this one too. Tests of
+generated tokens need a real server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Fault: TypeAlias = Literal[
     "abort_400",  # end each response as a late refusal does
     "abort_last",  # abort the last item of a batch, and answer the others
 ]
-"""How the server can be told to misbehave."""
+"""Faults that the server can be told to show."""
 
 VERSION = "0.5.23"
 RESERVED_TOKENS = 2
@@ -61,14 +61,14 @@ CHANGES_LOGITS = (
     "repetition_penalty",
     "structural_tag",
 )
-"""What SGLang applies to the logits before it takes log-probabilities."""
+"""Parameters that SGLang applies to the logits before it takes log-probs."""
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 LOG_PROB = -1.5
-"""Of every token, as the model has it."""
+"""Log-prob of every token under the model."""
 SAMPLING_LOG_PROB = -0.5
-"""Of every sampled token, where penalties, masks or temperature changed the logits."""
+"""Log-prob of every sampled token under changed logits."""
 HOT = 100.0
-"""A temperature with which all tokens are equally likely."""
+"""At this temperature all tokens are equally probable."""
 
 _LORA_TENSORS = "/load_lora_adapter_from_tensors"
 
@@ -170,17 +170,17 @@ class FakeServer:
 
     @property
     def num_connections(self) -> int:
-        """How many connections have been made so far."""
+        """Number of connections so far."""
         return len(self._peers)
 
     @property
     def most_connections(self) -> int:
-        """The most connections that were open at once."""
+        """Most connections that were open at once."""
         return self._most_open
 
     @contextmanager
     def misbehaving(self, fault: Fault, path: str = "/generate") -> Iterator[None]:
-        """Makes every request to a path go wrong inside the ``with`` block."""
+        """Shows a fault at every request to a path, inside the ``with`` block."""
         self._faults[path] = fault
         try:
             yield
@@ -188,11 +188,11 @@ class FakeServer:
             self._faults.pop(path, None)
 
     def die(self) -> None:
-        """Breaks every connection from now on, as a server that has ended does."""
+        """Breaks every connection from now on, like a dead server."""
         self._dead = True
 
     def restart(self) -> None:
-        """Begins anew, with the checkpoint's weights and without adapters."""
+        """Restarts with the checkpoint's weights and without adapters."""
         self._starts += 1
         self.weight_version = "default"
         self.adapters.clear()
@@ -200,7 +200,7 @@ class FakeServer:
         self._in_session = self.paused = self._dead = False
 
     def recover(self) -> None:
-        """Misbehaves no more, and ends every request that hangs as an abort does."""
+        """Ends all faults, and aborts every request that hangs."""
         self._faults.clear()
 
         def release() -> None:
@@ -385,7 +385,7 @@ class FakeServer:
         }
 
     def _describe(self) -> dict[str, Any]:
-        """Its answer to ``/openapi.json``."""
+        """The answer to ``/openapi.json``."""
         paths: dict[str, Any] = {path: {} for path in self.routes}
         if _LORA_TENSORS in paths:
             name = "LoadLoRAAdapterFromTensorsReqInput"
@@ -606,7 +606,7 @@ class FakeServer:
 
 
 class _Events(web.StreamResponse):
-    """The responses of a batch, each with what SGLang sends when it has begun."""
+    """The events of a batch: the begin and the end of each response."""
 
     def __init__(self, replies: list[dict[str, Any]], *, whole: bool = True) -> None:
         super().__init__(headers={"Content-Type": "text/event-stream"})
@@ -614,7 +614,7 @@ class _Events(web.StreamResponse):
         self._whole = whole
 
     async def send(self, request: web.Request) -> None:
-        """Sends them, and closes the connection if they are not whole."""
+        """Sends the events; closes the connection if some are left out."""
         await self.prepare(request)
         for reply in self._replies:
             meta = {**reply["meta_info"], "finish_reason": None}
@@ -654,7 +654,7 @@ class _RefusedError(Exception):
 
 
 class _FatalError(Exception):
-    """A request that an SGLang server does not survive."""
+    """A request that would kill an SGLang server."""
 
 
 def _as_batch(content: Any) -> Any:
@@ -749,7 +749,7 @@ def _check_parameter(name: str, value: Any) -> None:
 
 
 def _spoil(reply: dict[str, Any], fault: Fault | None) -> None:
-    """Breaks one item of a reply in the way that was asked for."""
+    """Breaks one item of a reply according to a fault."""
     meta = reply["meta_info"]
     entries = meta.get("output_token_logprobs")
     if fault in ("abort", "abort_last"):

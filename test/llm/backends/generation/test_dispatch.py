@@ -1,4 +1,4 @@
-"""What becomes of a batch when the server does not answer it as it should."""
+"""Outcomes of a batch when the server fails, refuses or changes its weights."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_faults(fake, fake_engine, fault, error, words):
 
 
 @pytest.mark.parametrize("fault", ["abort", "abort_400"])
-def test_a_response_that_was_cut_off_tells_which(fake, fake_engine, fault):
+def test_an_aborted_response_has_its_index(fake, fake_engine, fault):
     with fake.misbehaving(fault):
         outcomes = generate(fake_engine, return_exceptions=True)
     assert [outcome.index for outcome in outcomes] == [0, 1, 2]
 
 
-def test_the_others_are_answered(fake, fake_engine):
+def test_an_aborted_response_leaves_the_others_alone(fake, fake_engine):
     with fake.misbehaving("abort_last"):
         *good, bad = generate(fake_engine, return_exceptions=True)
         assert [answer.token_ids for answer in good] == [[5, 5, 5, 5], [6, 7, 6, 7]]
@@ -75,7 +75,7 @@ def test_the_others_are_answered(fake, fake_engine):
     assert caught.value.__notes__ == ["It is item 2 of 3."]
 
 
-def test_places_in_the_batch_where_not_all_of_it_is_sent(fake, fake_engine):
+def test_indices_when_only_a_part_of_the_batch_is_sent(fake, fake_engine):
     prompts = [[5], [], [6], [10**6], [7], [8]]
     params = [SHORT] * 4 + [REFUSED, SHORT]
     with fake.misbehaving("abort_last"):
@@ -100,8 +100,8 @@ def test_places_in_the_batch_where_not_all_of_it_is_sent(fake, fake_engine):
     assert sorted(sent[1:]) == [[[5]], [[6]], [[7]], [[8]]]
 
 
-def test_cached_state_that_may_be_of_older_weights_is_not_used(fake, fake_engine):
-    """Somebody else has updated the weights since this engine looked."""
+def test_a_response_on_a_stale_kv_cache_is_not_used(fake, fake_engine):
+    """Another process updates the weights between two requests."""
     generate(fake_engine)
     fake.weight_version = "3"
     generate(fake_engine)
@@ -113,9 +113,7 @@ def test_cached_state_that_may_be_of_older_weights_is_not_used(fake, fake_engine
     assert keys == ["default", "default", "3", "4", "4", "4"]
 
 
-def test_an_answer_that_a_weight_update_made_stale_is_asked_for_at_once(
-    fake, tiny_model_path
-):
+def test_a_stale_response_is_requested_again_at_once(fake, tiny_model_path):
     """It does not wait for the others of its batch."""
     with (
         FakeServer(tiny_model_path) as slow,
@@ -133,8 +131,8 @@ def test_an_answer_that_a_weight_update_made_stale_is_asked_for_at_once(
         answers.close()
 
 
-def test_requests_carry_the_version_of_when_they_are_sent(fake):
-    """Not that of when their batch was begun."""
+def test_requests_carry_the_weight_version_at_the_time_of_sending(fake):
+    """Not the version at the beginning of their batch."""
     answer = fake.routes["/generate"]
 
     def update(content):
@@ -154,7 +152,7 @@ TWENTY = [[index] for index in range(19)] + [[POISON]]
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_one_poisoned_prompt_costs_nobody_else(fake, tiny_model_path, servers):
+def test_a_poisoned_prompt_fails_alone(fake, tiny_model_path, servers):
     with FakeServer(tiny_model_path) as other:
         fake.poison = other.poison = {POISON}
         urls = [fake.url, other.url][:servers]
@@ -174,8 +172,8 @@ def test_one_poisoned_prompt_costs_nobody_else(fake, tiny_model_path, servers):
 @pytest.mark.parametrize(
     "fault", ["malformed_json", "error_500", "hang_up", "other_tokens"]
 )
-def test_every_error_is_in_its_place(fake, tiny_model_path, fault):
-    """None of them ends the batch where errors are to be returned."""
+def test_errors_are_returned_in_their_places(fake, tiny_model_path, fault):
+    """With return_exceptions, none of them ends the batch."""
     with (
         AsyncSGLang.connect(fake.url, max_attempts=2) as engine,
         fake.misbehaving(fault),
@@ -201,7 +199,7 @@ def ending_in_the_middle(fake):
     fake.routes["/generate"] = answer
 
 
-def test_what_was_finished_outlives_its_server(fake):
+def test_finished_responses_survive_the_death_of_their_server(fake):
     """A server that ends in the middle of a batch takes only the rest with it."""
     prompts = [[index] for index in range(10)]
     with AsyncSGLang.connect(fake.url, max_attempts=2) as engine:
@@ -223,7 +221,7 @@ def test_what_was_finished_outlives_its_server(fake):
         }
 
 
-def test_a_server_that_comes_back_answers_the_rest(fake, fake_engine):
+def test_a_recovered_server_gets_only_the_unfinished_requests(fake, fake_engine):
     answer = fake.routes["/generate"]
 
     def break_once(content):
@@ -238,7 +236,7 @@ def test_a_server_that_comes_back_answers_the_rest(fake, fake_engine):
     assert [p["input_ids"] for p in fake.payloads()] == [prompts, prompts[5:]]
 
 
-def test_a_batch_larger_than_a_server_likes_is_several_requests(fake, fake_engine):
+def test_a_large_batch_is_several_requests(fake, fake_engine):
     prompts = [[index % 90] for index in range(LARGEST_BATCH + 3)]
     answers = generate(fake_engine, input_ids=prompts)
     assert [answer.token_ids[0] for answer in answers] == [p[0] for p in prompts]
@@ -246,7 +244,7 @@ def test_a_batch_larger_than_a_server_likes_is_several_requests(fake, fake_engin
     assert sizes == [3, LARGEST_BATCH]
 
 
-def test_a_server_that_streams_deltas_is_asked_one_by_one(fake):
+def test_a_server_that_streams_deltas_gets_single_requests(fake):
     tell = fake.routes["/server_info"]
 
     def incremental(content):
@@ -260,8 +258,8 @@ def test_a_server_that_streams_deltas_is_asked_one_by_one(fake):
     assert [payload["stream"] for payload in fake.payloads()] == [False] * 3
 
 
-def test_versions_that_a_server_does_not_tell_apart(tiny_model_path):
-    """Of a response during whose generation the weights were updated."""
+def test_versions_of_a_server_that_reports_only_the_last(tiny_model_path):
+    """A weight update during a response leaves its versions unknown."""
     with (
         FakeServer(tiny_model_path, version_spans=False) as fake,
         AsyncSGLang.connect(fake.url) as engine,
@@ -287,8 +285,8 @@ def seeds(fake) -> list[int | None]:
     ]
 
 
-def test_each_request_gets_a_seed_of_its_own_where_servers_use_seeds(tiny_model_path):
-    """SGLang would take the same for all of them."""
+def test_each_request_gets_its_own_seed_where_servers_use_seeds(tiny_model_path):
+    """SGLang would use the same seed for all requests without one."""
     with (
         FakeServer(tiny_model_path, enable_deterministic_inference=True) as fake,
         AsyncSGLang.connect(fake.url) as engine,
@@ -310,7 +308,7 @@ def test_a_seed_that_would_be_ignored_is_refused(fake, fake_engine):
     assert seeds(fake)[3:] == [None] * 3
 
 
-def test_a_budget_that_is_used_up(fake, fake_engine):
+def test_timeout(fake, fake_engine):
     start = time.monotonic()
     with (
         fake.misbehaving("hang"),
@@ -320,8 +318,8 @@ def test_a_budget_that_is_used_up(fake, fake_engine):
     assert time.monotonic() - start < 60
 
 
-def test_a_refused_batch_is_sent_again_within_the_same_budget(fake, fake_engine):
-    """The batch is refused after most of its budget, and then nothing answers."""
+def test_a_refused_batch_is_sent_again_within_the_same_timeout(fake, fake_engine):
+    """The server refuses the batch late, and then hangs."""
     answer = fake.routes["/generate"]
     start = time.monotonic()
     with ExitStack() as faults:
@@ -334,7 +332,7 @@ def test_a_refused_batch_is_sent_again_within_the_same_budget(fake, fake_engine)
         fake.routes["/generate"] = slow_once
         with pytest.raises(ServerTimeoutError):
             generate(fake_engine, sampling_params=[SHORT, REFUSED, SHORT], timeout=3.0)
-    # A budget of its own would have ended 5.5 s after the beginning.
+    # A new timeout would have ended 5.5 s after the beginning.
     assert time.monotonic() - start < 5.5
     assert len(fake.payloads()) > 1
 
@@ -370,7 +368,7 @@ def test_an_empty_batch_is_no_request(fake, fake_engine):
     assert fake.payloads() == []
 
 
-def test_shutting_down_ends_what_waits(fake, fake_engine):
+def test_shutdown_ends_waiting_calls(fake, fake_engine):
     errors = []
 
     def wait() -> None:
@@ -388,7 +386,7 @@ def test_shutting_down_ends_what_waits(fake, fake_engine):
     assert [type(error) for error in errors] == [ServerUnavailableError]
 
 
-def test_completions_cross_rooms_frozen(fake_engine):
+def test_completions_are_frozen(fake_engine):
     (answer, *_) = generate(fake_engine)
     assert isinstance(answer, Completion)
     with pytest.raises(AttributeError):

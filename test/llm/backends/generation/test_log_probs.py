@@ -1,4 +1,4 @@
-"""Whose log-probabilities a response has, against a server that tells them apart."""
+"""Modes of log-probabilities, on a fake server with one value per mode."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scaling_engine(scaling_fake):
 
 
 def scorings(fake) -> list[list[int]]:
-    """Returns what was sent to be scored."""
+    """Returns the token ids that were sent to be scored."""
     return [
         ids
         for payload in fake.payloads()
@@ -96,7 +96,7 @@ def check(answers, value, mode) -> None:
         ({"structural_tag": "{}"}, True),
     ],
 )
-def test_what_changes_the_logits(params, changed, capabilities):
+def test_parameters_that_change_the_logits(params, changed, capabilities):
     assert changes_logits(params, capabilities) is changed
     preferring = dataclasses.replace(capabilities, default_sampling_params=params)
     assert changes_logits({}, preferring) is changed
@@ -106,7 +106,7 @@ def test_what_changes_the_logits(params, changed, capabilities):
     ("temperature", "scaled"),
     [(None, False), (1, False), (1.0, False), (0, False), (1e-7, False), (0.7, True)],
 )
-def test_what_scales_the_logits(temperature, scaled, capabilities):
+def test_temperatures_that_scale_the_logits(temperature, scaled, capabilities):
     given = {"temperature": temperature}
     assert scales_logits(given, capabilities) is scaled
     preferring = dataclasses.replace(capabilities, default_sampling_params=given)
@@ -138,7 +138,7 @@ def scores(version, size) -> Completion:
     )
 
 
-def test_only_what_the_same_weights_generated_can_be_scored():
+def test_only_tokens_of_the_scoring_weights_get_log_probs():
     whole = with_scores(completion(("2", 0, 3)), scores("2", 3))
     assert whole is not None
     assert whole.log_probs == [-1.0] * 3
@@ -160,9 +160,7 @@ def test_plain_sampling_is_not_scored(fake, fake_engine):
     assert len(fake.payloads()) == 1
 
 
-def test_nothing_is_asked_about_log_probs_that_nobody_wants(
-    scaling_fake, scaling_engine
-):
+def test_servers_are_not_probed_without_log_probs(scaling_fake, scaling_engine):
     for params in (WARM, MASKED):
         for answer in scaling_engine.generate(
             input_ids=PROMPTS, sampling_params=params
@@ -172,9 +170,7 @@ def test_nothing_is_asked_about_log_probs_that_nobody_wants(
     assert len(scaling_fake.payloads()) == 2
 
 
-def test_a_server_that_ignores_the_temperature_is_believed_after_a_probe(
-    fake, fake_engine
-):
+def test_a_server_that_ignores_the_temperature_is_probed_once(fake, fake_engine):
     check(ask(fake_engine, WARM), LOG_PROB, "model")
     check(ask(fake_engine, WARM), LOG_PROB, "model")
     assert scorings(fake) == []
@@ -183,7 +179,7 @@ def test_a_server_that_ignores_the_temperature_is_believed_after_a_probe(
     assert len(others) == 2, "It is asked once."
 
 
-def test_a_server_that_scales_has_its_responses_scored(scaling_fake, scaling_engine):
+def test_responses_of_a_server_that_scales_are_scored(scaling_fake, scaling_engine):
     check(ask(scaling_engine, WARM), LOG_PROB, "model")
     assert sorted(scorings(scaling_fake)) == [
         [5, 5, 5, 5, 5],
@@ -222,7 +218,7 @@ def test_streams_are_scored_too(scaling_fake, scaling_engine):
     check([answers[index] for index in range(3)], LOG_PROB, "model")
 
 
-def test_log_probs_of_the_prompt_come_beside(scaling_engine):
+def test_prompt_log_probs_beside_scoring(scaling_engine):
     (answer,) = scaling_engine.generate(
         input_ids=PROMPTS[2],
         sampling_params=WARM,
@@ -233,7 +229,7 @@ def test_log_probs_of_the_prompt_come_beside(scaling_engine):
     assert answer.log_probs == [LOG_PROB] * 4
 
 
-def test_those_of_sampling(fake_engine, scaling_engine):
+def test_sampling_mode(fake_engine, scaling_engine):
     for engine in (fake_engine, scaling_engine):
         masked = ask(engine, MASKED, logprobs_mode="sampling")
         check(masked, SAMPLING_LOG_PROB, "sampling")
@@ -248,7 +244,7 @@ def test_those_of_sampling(fake_engine, scaling_engine):
         ask(fake_engine, WARM, logprobs_mode="sampling")
 
 
-def test_servers_that_differ(fake, scaling_fake):
+def test_servers_with_different_log_probs(fake, scaling_fake):
     """One that scales is enough to have every response scored."""
     with AsyncSGLang.connect(urls=[fake.url, scaling_fake.url]) as engine:
         check(ask(engine, WARM), LOG_PROB, "model")
@@ -257,7 +253,7 @@ def test_servers_that_differ(fake, scaling_fake):
             ask(engine, WARM, logprobs_mode="sampling")
 
 
-def test_a_server_that_does_not_tell_has_its_responses_scored(fake, fake_engine):
+def test_a_failed_probe(fake, fake_engine):
     answer = fake.routes["/generate"]
 
     def refuse(content):
@@ -274,7 +270,7 @@ def test_a_server_that_does_not_tell_has_its_responses_scored(fake, fake_engine)
 
 
 def test_parameters_that_the_server_prefers(fake):
-    """What a request does not say is what the server was started with."""
+    """They hold for requests that do not give them."""
     describe = fake.routes["/model_info"]
 
     def preferring(content):
@@ -292,7 +288,7 @@ def test_parameters_that_the_server_prefers(fake):
 
 
 def test_a_response_is_scored_with_its_own_adapter(tiny_model_path):
-    """Also when another one has taken its name meanwhile."""
+    """Also when another adapter has its name by then."""
     with FakeServer(tiny_model_path, enable_lora=True) as fake:
         fake.adapters = ["style@1#1"]
         with AsyncSGLang.connect(fake.url) as engine:
@@ -316,7 +312,7 @@ def test_a_response_is_scored_with_its_own_adapter(tiny_model_path):
 
 
 def test_weights_that_were_replaced_before_scoring(fake, fake_engine):
-    """Nothing is known of such a response any more: it is generated again."""
+    """The log-probs are lost, so the response is generated again."""
     answer = fake.routes["/generate"]
     asked = []
 
@@ -336,7 +332,7 @@ def test_weights_that_were_replaced_before_scoring(fake, fake_engine):
     assert asked == [False, True, False, True]
 
 
-def test_a_failure_to_score_is_not_silent(fake, fake_engine):
+def test_a_failed_scoring_is_an_error(fake, fake_engine):
     answer = fake.routes["/generate"]
 
     def break_scoring(content):
@@ -351,7 +347,7 @@ def test_a_failure_to_score_is_not_silent(fake, fake_engine):
         )
 
 
-def test_a_response_that_is_scored_fits_in_as_a_prompt(fake, fake_engine):
+def test_a_scored_response_fits_into_a_prompt(fake, fake_engine):
     limits = fake_engine.capabilities
     prompt = [5] * (limits.max_prompt - 3)
     params = {"ignore_eos": True, "max_new_tokens": 50, "logit_bias": {"5": 1.0}}

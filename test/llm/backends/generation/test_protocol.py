@@ -61,7 +61,7 @@ def test_good_prompt(ids, capabilities):
     check_prompt(ids, capabilities)
 
 
-def test_a_prompt_leaves_room_in_the_context_too(capabilities):
+def test_a_prompt_leaves_context_for_a_response(capabilities):
     roomy = dataclasses.replace(capabilities, max_prompt=1000)
     check_prompt([5] * 63, roomy)
     with pytest.raises(ConfigurationError, match="no room"):
@@ -258,7 +258,7 @@ def test_adapters_are_named_where_there_are_any(capabilities):
         (57, {"min_new_tokens": 5}, {"max_new_tokens": 7, "min_new_tokens": 5}),
     ],
 )
-def test_responses_are_cut_to_the_room(length, asked, sent, capabilities):
+def test_responses_are_limited_by_the_context(length, asked, sent, capabilities):
     request = GenerateRequest(input_ids=[5] * length, sampling_params=asked)
     payload = to_payload([request], capabilities, cache_key="", rids=["x"])
     # One prompt is sent by itself, which a router takes too.
@@ -266,7 +266,7 @@ def test_responses_are_cut_to_the_room(length, asked, sent, capabilities):
 
 
 REPLY = {
-    # What SGLang 0.5.23 answers, without what is not read.
+    # A reply of SGLang 0.5.23, without unused fields.
     "text": "(/",
     "output_ids": [7, 14],
     "meta_info": {
@@ -320,7 +320,7 @@ def test_completion():
     assert completion.text == "(/"
 
 
-def test_log_probs_that_were_not_asked_for():
+def test_log_probs_that_were_not_requested():
     plain = GenerateRequest(input_ids=[5, 17, 99], sampling_params={})
     completion = parse(REPLY, plain)
     assert (completion.log_probs, completion.prompt_log_probs) == (None, None)
@@ -416,7 +416,7 @@ def test_last_vocabulary_id_is_written_as_zero():
         (changed("meta_info", "cached_tokens", "many"), "malformed"),
     ],
 )
-def test_nothing_is_made_up_for_a_broken_reply(reply, words):
+def test_malformed_replies(reply, words):
     with pytest.raises(ServerUnavailableError, match=words) as caught:
         parse(reply)
     assert "http://one:1" in str(caught.value)
@@ -448,7 +448,7 @@ def test_nothing_is_made_up_for_a_broken_reply(reply, words):
         ),
     ],
 )
-def test_a_response_without_a_proper_end_is_an_error(reason, error, words):
+def test_aborted_responses(reason, error, words):
     with pytest.raises(error, match=words) as caught:
         parse(changed("meta_info", "finish_reason", reason))
     if error is RequestRefusedError:
