@@ -23,6 +23,7 @@ SLOW = "weight updates were 30 times slower with it."
 NCCL_VARIABLES = {
     "NCCL_CUMEM_ENABLE": "a server sets 0 unless it inherits this, and the first "
     "broadcast fails where the two sides differ.",
+    # Servers that set NCCL_CUMEM_ENABLE=0 need neither of the next two.
     "NCCL_P2P_DISABLE": f"it keeps GPUs from copying to each other directly; {SLOW}",
     "NCCL_SHM_DISABLE": f"it keeps NCCL from using shared memory; {SLOW}",
     "NCCL_NVLS_ENABLE": "servers inherit it, while SGLang's own default is 0.",
@@ -147,12 +148,7 @@ def _no_gpus(facts: Facts) -> Rows:
         remedy = "Check CUDA_VISIBLE_DEVICES, and that the driver is recent enough."
         yield "warning", "gpu", f"{found} for CUDA {facts.cuda} finds none.", remedy
     elif facts.device == "cuda":
-        yield (
-            "problem",
-            "gpu",
-            "There is no GPU.",
-            "Use --device cpu or another machine.",
-        )
+        yield "problem", "gpu", "There is no GPU.", "Give --device cpu, or find one."
     else:
         yield "ok", "gpu", "There is no GPU; SGLang runs on the CPU."
 
@@ -164,7 +160,7 @@ def _nccl(facts: Facts) -> Rows:
             found, level, remedy = True, "warning", f"Unset {name}."
             if name == "NCCL_CUMEM_ENABLE":
                 level = "problem" if facts.visible_gpus else "warning"
-                remedy = f"Set {name}=0 before the trainer's first communicator."
+                remedy = f"Unset it, or set {name}=0 before the first communicator."
             yield level, "nccl", f"{name}={value}; {message}", remedy
     for check in ("nccl", "gloo"):
         # "^" excludes interfaces, "=" asks for exact names, others are prefixes.
