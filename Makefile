@@ -117,7 +117,7 @@ docs: install $(DOCS)  ## Build the documentation, warnings as errors, into docs
 		docs/source docs/build/html
 
 .PHONY: bench
-bench: install $(TEST)  ## Run the benchmarks for CPU, each of which prints a ratio
+bench: install $(TEST)  ## Run the quick benchmarks on CPU
 	@$(BIN)/python -m torchrl_sglang bench all --wrapper
 	@$(BIN)/python benchmarks/wrapper_overhead.py
 
