@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers.echo_engine import make_interpreter
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
@@ -26,7 +27,6 @@ SECONDS = 60.0
 """For a process to be gone, on a loaded machine."""
 
 PROGRAM = Path(__file__).with_name("launcher_program.py")
-ECHO = Path(__file__).with_name("echo_engine.py")
 # New interpreters import PyTorch, which takes a minute on a busy machine.
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,10 +58,7 @@ GENERATE = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An interpreter whose server is there at once and computes nothing."""
-    file = tmp_path_factory.mktemp("echo") / "python"
-    file.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{ECHO}" "$@"\n')
-    file.chmod(0o755)
-    return str(file)
+    return make_interpreter(tmp_path_factory.mktemp("echo"))
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Starting servers and the router: from arguments to commands, processes and ports.
+"""Starting servers and the router.
 
-``plan`` decides, ``process`` starts and stops, ``cpu`` does without an accelerator.
+``launch`` asks a ``Launcher`` for an engine's servers and starts their router. The
+launcher for this machine (``local``) makes a ``server_command`` of a server's arguments
+(``vllm_arguments``, ``server_flags``, ``gpus``, ``ports``, ``environment``) and runs it
+as a ``process`` under ``watchdog``; ``cpu`` has what SGLang needs without a GPU.
 """

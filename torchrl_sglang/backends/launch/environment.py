@@ -1,17 +1,13 @@
-"""The environment of a server or a router: what it takes over from the trainer's.
+"""The environment of a server or a router: what it inherits from the trainer.
 
 A trainer is often one of many ranks, and its launcher tells it so in variables. A
-server is none of them, and inherits them all the same: torchrun's
-``TORCHELASTIC_USE_AGENT_STORE=True``, for one, has SGLang's own process group wait for
-a store that nobody hosts. So what launchers leave for their ranks is listed here, with
-the reason, and never passed on. Everything else is: ``PATH``, ``HOME``, and the user's
-settings for CUDA, NCCL, Hugging Face, proxies and SGLang. Which GPUs a server sees is
-decided in ``devices.py``.
+server that inherits them takes itself for a rank: with torchrun's
+``TORCHELASTIC_USE_AGENT_STORE=True``, SGLang waits for a store that nobody hosts. The
+variables of known launchers are listed here and not inherited. Everything else is:
+``PATH``, ``HOME``, and the user's settings for CUDA, NCCL, Hugging Face, proxies and
+SGLang. A server with a Python of its own does not inherit the trainer's search path.
 
-Where the server has a Python of its own, the search path of the trainer's is not passed
-on either: its packages are built against others.
-
-A variable that the user names in ``environment=`` is passed on, whatever stands here.
+Variables in the user's ``environment=`` are always passed.
 """
 
 from __future__ import annotations
@@ -33,15 +29,15 @@ class LauncherVariables:
     """Variables that a launcher sets for its own processes."""
 
     launcher: str
-    """Who sets them."""
+    """Name of the launcher."""
     names: tuple[str, ...]
-    """Their names; ``*`` stands for any text."""
+    """Their names, with ``*`` for any text."""
     reason: str
-    """What they would do in a server."""
+    """What they would do to a server."""
     value: str = "*"
-    """The value that the launcher gives them; with another, they are the user's."""
+    """The launcher's value; with another one, they are the user's."""
     beside: tuple[str, ...] = ("*",)
-    """They are the launcher's only where one of these variables is set, too."""
+    """They are the launcher's only where one of these is set, too."""
 
 
 LAUNCHER_VARIABLES: tuple[LauncherVariables, ...] = (
@@ -135,20 +131,18 @@ LAUNCHER_VARIABLES: tuple[LauncherVariables, ...] = (
         reason="They make a process a kernel of the notebook's server.",
     ),
 )
-"""What is never passed on, by who sets it."""
+"""Variables that are not inherited."""
 
 INTERPRETER_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
-"""Where an interpreter finds its packages: of no use to another one."""
+"""Where an interpreter finds its packages; not inherited by another one."""
 
 
 def inherited_environment(
     environment: Mapping[str, str], *, own_python: bool
 ) -> dict[str, str]:
-    """Returns the variables that a server takes over from a trainer. Pure.
+    """Returns the variables that a server inherits from a trainer's.
 
-    Args:
-        environment: the trainer's.
-        own_python: whether the server's interpreter is another than the trainer's.
+    ``own_python``: the server's interpreter is another one than the trainer's.
 
     Examples:
         >>> environment = {"HOME": "/home/me", "RANK": "3", "HF_HOME": "/hf"}

@@ -1,10 +1,9 @@
-"""Port numbers that a server will listen on, held from the choice until its end.
+"""Ports of servers, leased from the choice of a number to the end of the server.
 
-A server binds its ports seconds after they were chosen. In between, nothing on the
-network shows that they are spoken for; a lease does, to every process of this package
-on the machine. It is a socket with a name in Linux's abstract namespace, which, like a
-TCP port, belongs to the network namespace and goes away with its owner, however that
-ends.
+A server binds its ports seconds after they are chosen. A lease tells every process of
+this package on the machine that a port is taken. It is a socket with a name in Linux's
+abstract namespace, which, like a TCP port, belongs to the network namespace and
+disappears with its owner.
 """
 
 from __future__ import annotations
@@ -19,32 +18,21 @@ from torchrl_sglang.errors import ConfigurationError
 __all__ = ["PORTS", "PortLease", "find_free_port", "lease_port", "ports_to_hold"]
 
 PORTS = range(20_000, 32_000)
-"""Where a server's port is looked for.
-
-It lies outside the range that Linux takes for outgoing connections, one of which could
-otherwise take it while the server loads.
-"""
+"""Where free ports are searched: below those that Linux takes for connections."""
 
 ATTEMPTS = 1000
-"""How many numbers are tried: some tens are taken on a machine, of 12,000."""
+"""How many random ports are tried."""
 
 DP_PORT_OFFSETS = range(233, 241)
-"""Data-parallel attention listens at these distances above the server's HTTP port."""
+"""Data-parallel attention listens on the HTTP port plus these."""
 
 
 class PortLease:
-    """A port number that no other process of this package takes meanwhile.
-
-    Args:
-        port: the number.
-
-    Raises:
-        OSError: if it is leased already.
-    """
+    """Reserves a port among the processes of this package; OSError: it is leased."""
 
     def __init__(self, port: int) -> None:
         self.port = port
-        # Not inherited by what this process starts, which would hold it longer.
+        # Child processes do not inherit it; they would hold it longer.
         self._holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._holder.bind(f"\0torchrl_sglang.port.{port}")
@@ -53,7 +41,7 @@ class PortLease:
             raise
 
     def release(self) -> None:
-        """Lets others take the number. Safe to call twice."""
+        """Ends the lease. Can be called twice."""
         self._holder.close()
 
     def __del__(self) -> None:
@@ -70,17 +58,7 @@ def lease_port(
     name: str = "port",
     among: Sequence[int] = PORTS,
 ) -> PortLease:
-    """Returns a lease of a port that nothing listens on.
-
-    Args:
-        host: address that the server will listen on.
-        port: the number that the user wants; by default, one is found.
-        name: what messages call it.
-        among: the numbers of which one is found.
-
-    Raises:
-        ConfigurationError: if the port is taken, or is no port.
-    """
+    """Leases the given port, or a free one of ``among``; errors call it ``name``."""
     if port is not None:
         try:
             number = int(str(port))
@@ -95,7 +73,7 @@ def lease_port(
             )
         return lease
     for _ in range(ATTEMPTS):
-        # The system's randomness: seeded trainers would all try the same ports.
+        # Not Python's randomness: seeded trainers would all try the same ports.
         number = among[secrets.randbelow(len(among))]
         try:
             lease = PortLease(number)
@@ -109,10 +87,7 @@ def lease_port(
 
 
 def find_free_port(host: str = "127.0.0.1", *, among: Sequence[int] = PORTS) -> int:
-    """Returns a port that nothing listens on and that no server here will.
-
-    Nothing holds it afterwards; what listens for long takes :func:`lease_port`.
-    """
+    """Returns a port that is neither in use nor leased; it is not reserved."""
     lease = lease_port(host, among=among)
     lease.release()
     return lease.port
@@ -132,17 +107,10 @@ def _is_free(host: str, port: int) -> bool:
 def ports_to_hold(
     arguments: Mapping[str, Any], environment: Mapping[str, str]
 ) -> dict[str, int | None]:
-    """Returns the ports that a server opens beside its HTTP port. Pure.
-
-    ``None`` stands for a number that is to be found and given to the server.
-
-    Args:
-        arguments: the server's, under SGLang's names, with its port.
-        environment: the server's.
-    """
+    """Returns a server's ports beside its HTTP port; None: any free one."""
     held: dict[str, int | None] = {}
     if arguments.get("dist_init_addr") is None:
-        # Left alone, SGLang draws one, and so may another server at the same time.
+        # By default SGLang draws one, and another server may draw the same.
         held["nccl_port"] = arguments.get("nccl_port")
     seeded = "remote_instance_weight_loader_start_seed_via_transfer_engine"
     if arguments.get(seeded):

@@ -1,17 +1,13 @@
-"""What the router's Python runs, in the environment of the engine.
+"""Script that runs or describes a router, in the interpreter that has sglang-router.
 
-Run as a script, by that environment's interpreter::
+::
 
     python router_launch.py describe
     python router_launch.py serve --config <file of arguments, in JSON>
 
-``describe`` prints, as JSON, which router is installed and what it takes; ``serve``
-routes until it is told to end.
-
-The router's own ``sglang_router.launch_router`` is not used: it imports all of SGLang,
-which takes seconds and fails on a CPU, its command line offers fewer policies than the
-router has, and it would show keys to every user of the machine. This file runs without
-the package around it.
+``sglang_router.launch_router`` is not used: it imports all of SGLang, which takes
+seconds and fails on a CPU, lacks some of the policies, and shows keys on its command
+line. This package is not installed there, so the file stands alone.
 """
 
 from __future__ import annotations

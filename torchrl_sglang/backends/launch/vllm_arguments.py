@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Renamed:
     """An argument that SGLang has under another name."""
 
@@ -33,7 +33,7 @@ class Renamed:
     """Converts the value to SGLang's; ``None``: it is the same."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Inert:
     """An argument that changes nothing here."""
 
@@ -41,7 +41,7 @@ class Inert:
     """Why it can be dropped; a sentence."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Refused:
     """An argument that a server started here cannot honour."""
 
@@ -72,68 +72,60 @@ def _sampling_defaults(value: Any) -> Any:
     return {"vllm": "openai", "auto": "model"}.get(value, value)
 
 
-_NO_COUNTERPART = Inert(reason="SGLang has no such mechanism to tune or to switch.")
+_NO_COUNTERPART = Inert("SGLang has no such mechanism to tune or to switch.")
 
 _OWN_WORKERS = Refused(
-    reason="SGLang's workers are its own processes and take no other class."
+    "SGLang's workers are its own processes and take no other class."
 )
 
 _REPLICAS = Refused(
-    reason=(
-        "Weight updates need servers without data parallelism; for N copies of the "
-        "model give num_replicas=N."
-    ),
+    "Weight updates need servers without data parallelism; for N copies of the "
+    "model give num_replicas=N.",
     unless=(None, 1),
 )
 
 _DATA_PARALLEL_DETAIL = Refused(
-    reason="Copies of the model are separate servers here; give num_replicas=N."
+    "Copies of the model are separate servers here; give num_replicas=N."
 )
 
 _MULTI_NODE = Refused(
-    reason=(
-        "Nodes meet at SGLang's dist_init_addr; give dist_init_addr='HOST:PORT' with "
-        "nnodes and node_rank."
-    )
+    "Nodes meet at SGLang's dist_init_addr; give dist_init_addr='HOST:PORT' with "
+    "nnodes and node_rank."
 )
 
 _SPEAKS_HTTP = Refused(
-    reason="This package speaks HTTP to a server; leave this out.",
+    "This package speaks HTTP to a server; leave this out.",
     unless=(None, False),
 )
 
 ARGUMENTS: dict[str, Renamed | Inert | Refused] = {
     # The model and its files.
-    "model": Renamed(to="model_path"),
-    "model_name": Renamed(to="model_path"),
-    "tokenizer": Renamed(to="tokenizer_path"),
-    "tokenizer_name": Renamed(to="tokenizer_path"),
-    "dtype": Renamed(to="dtype", convert=_dtype),
-    "seed": Renamed(to="random_seed"),
-    "max_model_len": Renamed(to="context_length"),
-    "hf_overrides": Renamed(to="json_model_override_args"),
-    "generation_config": Renamed(to="sampling_defaults", convert=_sampling_defaults),
+    "model": Renamed("model_path"),
+    "model_name": Renamed("model_path"),
+    "tokenizer": Renamed("tokenizer_path"),
+    "tokenizer_name": Renamed("tokenizer_path"),
+    "dtype": Renamed("dtype", convert=_dtype),
+    "seed": Renamed("random_seed"),
+    "max_model_len": Renamed("context_length"),
+    "hf_overrides": Renamed("json_model_override_args"),
+    "generation_config": Renamed("sampling_defaults", convert=_sampling_defaults),
     "hf_config_path": Refused(
-        reason="SGLang reads config.json from the model's folder; put it there."
+        "SGLang reads config.json from the model's folder; put it there."
     ),
-    "code_revision": Refused(reason="SGLang takes all files from one revision=..."),
+    "code_revision": Refused("SGLang takes all files from one revision=..."),
     "tokenizer_revision": Refused(
-        reason="SGLang takes all files from one revision=..., or give tokenizer_path."
+        "SGLang takes all files from one revision=..., or give tokenizer_path."
     ),
-    "rope_scaling": Refused(
-        reason="Give json_model_override_args={'rope_scaling': ...}."
-    ),
-    "rope_theta": Refused(reason="Give json_model_override_args={'rope_theta': ...}."),
-    "hf_token": Refused(reason="Give environment={'HF_TOKEN': ...}."),
-    "task": Refused(reason="Servers generate here.", unless=(None, "auto", "generate")),
-    "runner": Refused(
-        reason="Servers generate here.", unless=(None, "auto", "generate")
-    ),
-    "use_tqdm_on_load": Inert(reason="What a server prints goes to its log."),
+    "rope_scaling": Refused("Give json_model_override_args={'rope_scaling': ...}."),
+    "rope_theta": Refused("Give json_model_override_args={'rope_theta': ...}."),
+    "hf_token": Refused("Give environment={'HF_TOKEN': ...}."),
+    "task": Refused("Servers generate here.", unless=(None, "auto", "generate")),
+    "runner": Refused("Servers generate here.", unless=(None, "auto", "generate")),
+    "use_tqdm_on_load": Inert("What a server prints goes to its log."),
     # GPUs.
-    "tensor_parallel_size": Renamed(to="tp_size"),
-    "num_devices": Renamed(to="tp_size"),
-    "pipeline_parallel_size": Renamed(to="pp_size"),
+    "tensor_parallel_size": Renamed("tp_size"),
+    "num_devices": Renamed("tp_size"),
+    "pipeline_parallel_size": Renamed("pp_size"),
     "data_parallel_size": _REPLICAS,
     "data_parallel_rank": _DATA_PARALLEL_DETAIL,
     "data_parallel_size_local": _DATA_PARALLEL_DETAIL,
@@ -142,16 +134,16 @@ ARGUMENTS: dict[str, Renamed | Inert | Refused] = {
     "data_parallel_rpc_port": _DATA_PARALLEL_DETAIL,
     "data_parallel_backend": _DATA_PARALLEL_DETAIL,
     "num_gpus": Refused(
-        reason="Give tp_size for the GPUs of each server and num_replicas for servers."
+        "Give tp_size for the GPUs of each server and num_replicas for servers."
     ),
     "enable_expert_parallel": Refused(
-        reason="Give ep_size=N with SGLang.", unless=(None, False)
+        "Give ep_size=N with SGLang.", unless=(None, False)
     ),
     "distributed_executor_backend": Inert(
-        reason="A server always starts its own worker processes."
+        "A server always starts its own worker processes."
     ),
     "engine_use_ray": Refused(
-        reason="A server always starts its own worker processes.", unless=(None, False)
+        "A server always starts its own worker processes.", unless=(None, False)
     ),
     "master_addr": _MULTI_NODE,
     "master_port": _MULTI_NODE,
@@ -159,97 +151,85 @@ ARGUMENTS: dict[str, Renamed | Inert | Refused] = {
     "worker_extension_cls": _OWN_WORKERS,
     "scheduler_cls": _OWN_WORKERS,
     # Memory and the cache.
-    "gpu_memory_utilization": Renamed(to="mem_fraction_static"),
-    "kv_cache_dtype": Renamed(to="kv_cache_dtype", convert=_kv_cache_dtype),
-    "block_size": Renamed(to="page_size"),
-    "enable_prefix_caching": Renamed(to="disable_radix_cache", convert=_not),
-    "enable_sleep_mode": Renamed(to="enable_memory_saver"),
+    "gpu_memory_utilization": Renamed("mem_fraction_static"),
+    "kv_cache_dtype": Renamed("kv_cache_dtype", convert=_kv_cache_dtype),
+    "block_size": Renamed("page_size"),
+    "enable_prefix_caching": Renamed("disable_radix_cache", convert=_not),
+    "enable_sleep_mode": Renamed("enable_memory_saver"),
     "swap_space": Inert(
-        reason="SGLang computes a retracted request again and swaps nothing out."
+        "SGLang computes a retracted request again and swaps nothing out."
     ),
     "num_gpu_blocks_override": Refused(
-        reason="Give max_total_tokens, in tokens rather than blocks."
+        "Give max_total_tokens, in tokens rather than blocks."
     ),
     "kv_cache_memory_bytes": Refused(
-        reason="Give max_total_tokens, or the fraction mem_fraction_static."
+        "Give max_total_tokens, or the fraction mem_fraction_static."
     ),
     "prefix_caching_hash_algo": _NO_COUNTERPART,
     "preemption_mode": _NO_COUNTERPART,
     "disable_hybrid_kv_cache_manager": _NO_COUNTERPART,
     "calculate_kv_scales": Refused(
-        reason="Give quantization_param_path with the scales.", unless=(None, False)
+        "Give quantization_param_path with the scales.", unless=(None, False)
     ),
     # Scheduling.
-    "max_num_seqs": Renamed(to="max_running_requests"),
-    "max_num_batched_tokens": Renamed(to="max_prefill_tokens"),
-    "enable_chunked_prefill": Renamed(to="chunked_prefill_size", convert=_chunk_size),
-    "async_scheduling": Renamed(to="disable_overlap_schedule", convert=_not),
+    "max_num_seqs": Renamed("max_running_requests"),
+    "max_num_batched_tokens": Renamed("max_prefill_tokens"),
+    "enable_chunked_prefill": Renamed("chunked_prefill_size", convert=_chunk_size),
+    "async_scheduling": Renamed("disable_overlap_schedule", convert=_not),
     "disable_async_output_proc": _NO_COUNTERPART,
     "num_scheduler_steps": _NO_COUNTERPART,
     "scheduler_delay_factor": _NO_COUNTERPART,
     "use_v2_block_manager": _NO_COUNTERPART,
     "scheduling_policy": Refused(
-        reason="Give schedule_policy, or enable_priority_scheduling=True.",
+        "Give schedule_policy, or enable_priority_scheduling=True.",
         unless=(None, "fcfs"),
     ),
     # Kernels.
-    "enforce_eager": Renamed(to="disable_cuda_graph"),
-    "enable_fp32_output": Renamed(to="enable_fp32_lm_head"),
+    "enforce_eager": Renamed("disable_cuda_graph"),
+    "enable_fp32_output": Renamed("enable_fp32_lm_head"),
     "compile": Inert(
-        reason=(
-            "SGLang captures CUDA graphs by itself and compiles nothing; give "
-            "enable_torch_compile=True for torch.compile."
-        )
+        "SGLang captures CUDA graphs by itself and compiles nothing; give "
+        "enable_torch_compile=True for torch.compile."
     ),
     "compilation_config": Refused(
-        reason="Give SGLang's enable_torch_compile and cuda_graph arguments."
+        "Give SGLang's enable_torch_compile and cuda_graph arguments."
     ),
-    "cuda_graph_sizes": Refused(reason="Give SGLang's cuda_graph arguments."),
+    "cuda_graph_sizes": Refused("Give SGLang's cuda_graph arguments."),
     "max_seq_len_to_capture": Inert(
-        reason="SGLang captures CUDA graphs by batch size, for any length."
+        "SGLang captures CUDA graphs by batch size, for any length."
     ),
     # LoRA, several modalities, speculation, grammars.
-    "max_loras": Renamed(to="max_loras_per_batch"),
-    "max_cpu_loras": Renamed(to="max_loaded_loras"),
-    "lora_dtype": Refused(
-        reason="Adapters take the model's dtype.", unless=(None, "auto")
-    ),
+    "max_loras": Renamed("max_loras_per_batch"),
+    "max_cpu_loras": Renamed("max_loaded_loras"),
+    "lora_dtype": Refused("Adapters take the model's dtype.", unless=(None, "auto")),
     "fully_sharded_loras": Refused(
-        reason="SGLang shards adapters its own way.", unless=(None, False)
+        "SGLang shards adapters its own way.", unless=(None, False)
     ),
-    "limit_mm_per_prompt": Renamed(to="limit_mm_data_per_request"),
-    "mm_processor_kwargs": Refused(reason="Give SGLang's mm_process_config."),
+    "limit_mm_per_prompt": Renamed("limit_mm_data_per_request"),
+    "mm_processor_kwargs": Refused("Give SGLang's mm_process_config."),
     "speculative_config": Refused(
-        reason="Give SGLang's speculative_algorithm and its other speculative names."
+        "Give SGLang's speculative_algorithm and its other speculative names."
     ),
-    "guided_decoding_backend": Refused(reason="Give SGLang's grammar_backend."),
-    "structured_outputs_config": Refused(reason="Give SGLang's grammar_backend."),
-    "kv_transfer_config": Refused(reason="Give SGLang's disaggregation_mode."),
+    "guided_decoding_backend": Refused("Give SGLang's grammar_backend."),
+    "structured_outputs_config": Refused("Give SGLang's grammar_backend."),
+    "kv_transfer_config": Refused("Give SGLang's disaggregation_mode."),
     # What it says.
-    "enable_log_requests": Renamed(to="log_requests"),
-    "disable_log_requests": Renamed(to="log_requests", convert=_not),
-    "disable_log_stats": Inert(
-        reason="A server's statistics go to its log, and no further."
-    ),
-    "verbose": Inert(reason="What a server prints goes to its log, and no further."),
-    "max_logprobs": Inert(reason="SGLang has no limit on log-probabilities."),
+    "enable_log_requests": Renamed("log_requests"),
+    "disable_log_requests": Renamed("log_requests", convert=_not),
+    "disable_log_stats": Inert("A server's statistics go to its log, and no further."),
+    "verbose": Inert("What a server prints goes to its log, and no further."),
+    "max_logprobs": Inert("SGLang has no limit on log-probabilities."),
     "logprobs_mode": Refused(
-        reason=(
-            "Log-probabilities are the model's own, as with 'raw_logprobs'; nearest "
-            "to 'processed_logprobs' is logprobs_mode='sampling' of SGLangWrapper and "
-            "engine.generate()."
-        ),
+        "Log-probabilities are the model's own, as with 'raw_logprobs'; nearest "
+        "to 'processed_logprobs' is logprobs_mode='sampling' of SGLangWrapper and "
+        "engine.generate().",
         unless=(None, "raw_logprobs"),
     ),
-    "override_generation_config": Refused(
-        reason="Give these values as sampling parameters."
-    ),
+    "override_generation_config": Refused("Give these values as sampling parameters."),
     # SGLang's own, but not for a server that this package starts.
     "config": Refused(
-        reason=(
-            "Its arguments could not be checked before the start; load the file and "
-            "give its contents as arguments."
-        )
+        "Its arguments could not be checked before the start; load the file and "
+        "give its contents as arguments."
     ),
     "grpc_mode": _SPEAKS_HTTP,
     "smg_grpc_mode": _SPEAKS_HTTP,
@@ -276,7 +256,7 @@ def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
     translated: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in arguments.items():
-        row = ARGUMENTS.get(name, Renamed(to=name))
+        row = ARGUMENTS.get(name, Renamed(name))
         if isinstance(row, Inert):
             continue
         if isinstance(row, Refused):

@@ -1,13 +1,11 @@
-"""The owner of one server's process tree: runs a command, and leaves nothing behind.
+"""Watchdog of a server's process tree: runs a command and leaves no process behind.
 
-Run as a script, between the trainer and the server::
+A script that the trainer runs by file name, with the standard library alone::
 
     python watchdog.py <pid of the trainer> <command> [argument ...]
 
-It is the parent of the server, adopts every orphan below it (PR_SET_CHILD_SUBREAPER),
-and ends the whole tree when it is told to (SIGTERM), when the server ends, or when its
-own parent is gone, however that happened. It uses the standard library alone, because
-it is started by file name and must cost nothing.
+It is the server's parent, adopts orphans below it (PR_SET_CHILD_SUBREAPER), and ends
+the whole tree on SIGTERM, when the server ends, and when the trainer has ended.
 
 Exit status: that of the server, or 128 + signal number.
 """
@@ -26,28 +24,21 @@ import time
 from collections.abc import Callable
 
 POLL_SECONDS = 0.1
-"""How often the parent is looked for, so how long a tree outlives its trainer."""
+"""How often the trainer is looked for: how long a tree outlives it."""
 
 TERM_GRACE_SECONDS = 0.5
-"""How long the tree may take to end by itself after SIGTERM, before SIGKILL.
-
-More gains nothing: SGLang answers SIGTERM by waiting up to 5 s, then for requests whose
-caller has gone, and then kills its own processes with SIGKILL.
-"""
+"""Time from SIGTERM to SIGKILL. SGLang waits longer, and then kills its processes."""
 
 TRACKER_GRACE_SECONDS = 1.0
-"""How long Python's resource trackers may take to remove what the killed ones left.
-
-They ignore SIGTERM, and end when the last of the processes that they serve has ended.
-"""
+"""Time for Python's resource trackers to free what killed processes shared; they ignore
+SIGTERM, and end after the last process that they serve."""
 
 OPEN_FILES = 65_535
-"""Files that the tree may have open, where the machine allows it. Each connection is
-one, and the usual limit of 1,024 is below what one trainer has in flight. SGLang wants
-this many, and takes none where the machine allows fewer."""
+"""Open files of the tree, where the machine allows it: each connection takes one, and a
+trainer has more than the usual 1,024 in flight. SGLang itself wants this many."""
 
 FOLDER_VARIABLE = "TORCHRL_SGLANG_SERVER_FOLDER"
-"""Names the folder of the server's files, to remove for an owner that cannot."""
+"""Variable with the folder of the server's files, which a killed trainer leaves."""
 
 _TRACKER = b"multiprocessing.resource_tracker"
 
@@ -56,16 +47,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    # Linux only. Without it the tree is still killed, by walking the parent links.
+    # On Linux. Elsewhere the tree is still killed, by its parent links.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def processes_by_parent() -> dict[int, list[tuple[int, bool]]]:
-    """Returns every process id on the machine and whether it lives, under its parent's.
+    """Returns parent -> (process id, whether it lives) of all processes.
 
-    A process of several threads can be dead by its own account while its children are
-    still below it, so the dead ones are listed as well.
+    Dead ones are included: they can still have children.
     """
     table: dict[int, list[tuple[int, bool]]] = {}
     for entry in os.listdir("/proc"):
@@ -162,18 +152,10 @@ def is_alive(pid: int) -> bool:
 
 
 def main(owner: int, command: list[str]) -> int:
-    """Runs the command until it, or this script's owner, has ended.
-
-    Args:
-        owner: process that started this script.
-        command: the server's command line.
-
-    Returns:
-        The exit status.
-    """
+    """Runs the command until it or the owner process ends; returns the exit status."""
     parent = os.getppid()
     if not is_alive(owner):
-        # It ended while this script was starting, so ``parent`` is a stranger.
+        # It ended while this script started, so ``parent`` is another process.
         return 1
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     stop: list[int] = []
@@ -190,7 +172,6 @@ def main(owner: int, command: list[str]) -> int:
     while server.poll() is None and not stop and os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     status = server.returncode
-    # A trainer that is gone cannot wait for a polite end.
     end_tree(grace=TERM_GRACE_SECONDS if os.getppid() == parent else 0.0)
     if os.getppid() != parent and FOLDER_VARIABLE in os.environ:
         # Its log may hold keys, and nobody is left to read it.

@@ -53,6 +53,18 @@ def living(pids: list[int], seconds: float = SECONDS) -> list[int]:
     return left
 
 
+def below_this_process() -> set[int]:
+    """All descendants but the processes that servers on CPU are forked from."""
+    return {pid for pid in descendants(os.getpid()) if not is_preloaded(pid)}
+
+
+def is_preloaded(pid: int) -> bool:
+    try:
+        return b"preloaded.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def tree_of(server: ServerProcess) -> list[int]:
     return [server.pid, *processes_below(server.pid)]
 
@@ -504,12 +516,12 @@ def test_a_group_with_a_wrong_argument_is_not_started(tiny_model_path):
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_group_is_interrupted(tiny_model_path, parallel):
     spec = {"model": tiny_model_path, "device": "cpu"}
-    before = set(descendants(os.getpid()))
+    before = below_this_process()
     trees = []
 
     def progress(line: str) -> None:
         if not parallel or "2 of 2" in line:
-            trees.extend(set(descendants(os.getpid())) - before)
+            trees.extend(below_this_process() - before)
             raise KeyboardInterrupt
 
     launcher = LocalLauncher([spec] * 2, parallel=parallel)
@@ -525,11 +537,11 @@ def test_a_group_starts_whole_or_not_at_all(tiny_model_path, tmp_path):
     shutil.copytree(tiny_model_path, broken)
     (broken / "config.json").unlink()
     spec = {"model": tiny_model_path, "device": "cpu"}
-    before = set(descendants(os.getpid()))
+    before = below_this_process()
     trees = set()
 
     def progress(line: str) -> None:
-        trees.update(set(descendants(os.getpid())) - before)
+        trees.update(below_this_process() - before)
 
     with pytest.raises(ServerStartError, match=r"server 2 of 2 ended.*kept") as caught:
         start_servers(
@@ -679,7 +691,11 @@ def trainers(
                     [sys.executable, "-c", SCRIPT, ending, tiny_model_path],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    env={**os.environ, cpu.PYTHON_VARIABLE: str(pythons[ending])},
+                    env={
+                        **os.environ,
+                        cpu.PYTHON_VARIABLE: str(pythons[ending]),
+                        "PYTHONPATH": os.pathsep.join(sys.path),
+                    },
                     text=True,
                 )
             )

@@ -4,20 +4,19 @@ Run once, from the trainer's Python::
 
     python -m torchrl_sglang.backends.launch.cpu.install [--prefix DIR]
 
-SGLang's full requirements are accelerator packages that a CPU does not need, and its
-``torchvision`` would break the trainer's transformers. So it gets a virtual environment
-of its own, with the pinned packages of ``requirements.txt``, and is itself installed
-without dependencies. A further version of SGLang shares these packages: it is put in a
-folder beside them, which goes first on its server's ``PYTHONPATH``.
+SGLang requires accelerator packages that a CPU does not need, and its ``torchvision``
+would break the trainer's transformers. So it has a virtual environment of its own, with
+the pinned packages of ``requirements.txt``, and is installed without dependencies.
+Another version of SGLang shares these packages: its folder goes first on the server's
+``PYTHONPATH``.
 
-``torch`` is shared with the trainer, by hard links, if the trainer has the version that
-this SGLang needs; see :mod:`.links`. Otherwise it is installed, from pip's configured
-index or, where that has only accelerator builds, from the wheel index whose URL is in
-``TORCHRL_SGLANG_TORCH_INDEX``; that one is used for ``torch`` alone. A build for an
-accelerator runs on a CPU, too; it is only several gigabytes larger.
+``torch`` is shared with the trainer by hard links if the versions are the same; see
+:mod:`.links`. Otherwise it is installed from pip's configured index, or from the wheel
+index whose URL is in ``TORCHRL_SGLANG_TORCH_INDEX``, which is used for ``torch`` alone.
+A build for an accelerator runs on a CPU, too; it is several gigabytes larger.
 
-Each part that is complete is stamped with a digest of everything that went into it; a
-second run compares stamps and returns, and an interrupted part is made again.
+Each complete part has a stamp, a digest of everything that went into it. A second run
+compares the stamps, and makes an interrupted part again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import sys
 import sysconfig
@@ -48,7 +46,7 @@ SGLANG = f"sglang=={DEFAULT_VERSION}"
 TORCH_VERSION = "2.13.0"
 TORCHVISION = "torchvision==0.28.0"
 TRITON = "triton==3.7.1"
-"""Required by this torch's builds for CUDA, and not brought by its builds for CPU."""
+"""A dependency of torch's builds for CUDA, and not of those for CPU."""
 
 TORCH_INDEX_VARIABLE = "TORCHRL_SGLANG_TORCH_INDEX"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
@@ -56,22 +54,20 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 PACKAGES_STAMP = ".torchrl-sglang-packages"
 TORCH_STAMP = ".torchrl-sglang-torch"
 OVERLAY_STAMP = ".torchrl-sglang-complete"
-"""The files whose presence, with the right digest, says that a part is complete."""
+"""Files with the digest of a complete part."""
 
 
 def install(
     prefix: Path, versions: Sequence[str] = (), *, with_torch: bool = True
 ) -> bool:
-    """Make the engine environment complete, and say whether there was work to do.
+    """Completes the engine environment; returns whether there was anything to do.
 
     Args:
-        prefix (Path): the folder of the environment.
-        versions (sequence of str, optional): versions of SGLang to install beside
-            the default one, each one of ``cpu.VERSIONS``.
-
-    Keyword Args:
-        with_torch (bool, optional): ``False`` leaves torch to a later call, when the
-            trainer may have one to share. Defaults to ``True``.
+        prefix: folder of the environment.
+        versions: versions of SGLang to install beside the default one, out of
+            ``cpu.VERSIONS``.
+        with_torch: ``False`` leaves torch to a later call, when the trainer may have
+            one to share.
 
     Raises:
         ConfigurationError: if a version is unknown, or the folder is something else.
@@ -138,22 +134,25 @@ def _install_torch(prefix: Path) -> None:
 
 
 def _share_torch(prefix: Path) -> bool:
-    """Link this Python's torch into the environment, if it is the right version."""
-    pinned = re.findall(r"^([\w.-]+)==", REQUIREMENTS.read_text(), re.MULTILINE)
+    """Links this Python's torch into the environment if the versions are the same."""
+    # It is not installed yet when the first part is made.
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    lines = REQUIREMENTS.read_text().splitlines()
+    pinned = [Requirement(line).name for line in lines if not line.startswith("#")]
     distributions = installed_closure("torch", without=pinned)
     if distributions is None:
         return False
     torch = next(d for d in distributions if d.name == "torch")
     # A build that is used from its sources has no files of its own here.
     files = map(str, torch.files or ())
-    if _public(torch.version) != TORCH_VERSION or "torch/__init__.py" not in files:
+    if (
+        Version(torch.version).public != TORCH_VERSION
+        or "torch/__init__.py" not in files
+    ):
         return False
     return link_distributions(distributions, _site_packages(prefix))
-
-
-def _public(version: str) -> str:
-    """Return a version without the label of its build, such as ``+cpu``."""
-    return version.partition("+")[0]
 
 
 def _install_overlay(prefix: Path, folder: Path, requirement: str) -> None:
@@ -189,7 +188,7 @@ def _mark_complete(stamp: Path, digest: str) -> None:
 
 @contextlib.contextmanager
 def _step(what: str) -> Iterator[None]:
-    """Report one step on one line, with the time that it took."""
+    """Prints a step and the time that it took, on one line."""
     print(f"{what} ... ", end="", flush=True)
     start = time.monotonic()
     try:
@@ -202,7 +201,7 @@ def _step(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(prefix: Path) -> Iterator[None]:
-    """Let one installation at a time work on a folder; the others then find it done."""
+    """Lets one installation at a time change a folder; others then find it complete."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with prefix.with_name(f".{prefix.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -210,7 +209,7 @@ def _locked(prefix: Path) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_sglang.backends.launch.cpu.install",
         description="Create the environment in which SGLang runs on CPU.",

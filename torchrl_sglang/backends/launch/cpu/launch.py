@@ -1,15 +1,12 @@
 """Entry module of an SGLang server on a machine without an accelerator.
 
-Run as a script by the Python of the engine environment, never imported by the trainer;
-``torchrl_sglang`` is not installed there, so this file stands alone. Its arguments are
-those of SGLang's own launcher::
+A script that the Python of the engine environment runs. ``torchrl_sglang`` is not
+installed there, so the file stands alone. Its arguments are those of SGLang's own::
 
     <engine python> launch.py --model-path ... --device cpu ...
 
-SGLang starts its schedulers with :mod:`multiprocessing`'s ``spawn`` method, which
-imports this file again, as ``__mp_main__``, before it runs anything else. Whatever the
-whole process tree needs is therefore done at import, in :func:`prepare_process`, and
-only the launcher itself is behind the ``__main__`` test.
+SGLang spawns its schedulers with :mod:`multiprocessing`, which imports this file again
+as ``__mp_main__``. So every process of the tree runs :func:`prepare_process` at import.
 """
 
 from __future__ import annotations
@@ -30,35 +27,33 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 PARENT_PID_VARIABLE = "TORCHRL_SGLANG_PARENT_PID"
-"""Names the process that is about to start one of these: its death must be ours."""
+"""Variable with the id of the process that starts this one."""
 
 PR_SET_PDEATHSIG = 1
 """From ``linux/prctl.h``."""
 
 KERNEL_PACKAGE = "sgl_kernel"
-"""SGLang's compiled kernels, which have no CPU wheel."""
+"""SGLang's compiled kernels; there is no wheel for CPU."""
 
 TORCHVISION_OPERATORS = ("nms", "qnms")
-"""The operators for which ``torchvision`` registers a fake kernel as it is imported."""
+"""Operators for which ``torchvision`` registers a fake kernel at import."""
 
 LOOPBACK = ("127.0.0.1", "localhost")
-"""Where the ranks of a server on one machine meet."""
+"""Hosts where the ranks of a server on one machine meet."""
 
 GC_THRESHOLD = 50_000
-"""Allocations between garbage collections; Python's own 700 makes imports slower."""
+"""Allocations between garbage collections. With Python's 700, they take a fifth of the
+time of some 6,500 imports in each process."""
 
 PINNING_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "empty_like")
 """The functions of ``torch`` that SGLang calls with ``pin_memory=True``."""
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies.
+    """Makes the kernel kill this process when the one that started it dies.
 
-    A killed trainer, or a killed launcher, runs no clean-up of its own, and a scheduler
-    left behind holds its memory and its port. Linux delivers the signal when the
-    *thread* that started this process ends, so starters use a thread that lasts. The
-    signal cannot come for a parent that died before it was asked for; its pid, left in
-    the environment, tells.
+    Linux sends the signal when the *thread* that started this process ends. A parent
+    that died before the request is found by its pid in the environment.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -70,7 +65,7 @@ def die_with_parent() -> None:
 
 
 class _MissingKernel:
-    """A kernel that can be imported and passed around, and says so when called."""
+    """A kernel that can be imported, and raises when it is called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -96,7 +91,7 @@ class _KernelModule(ModuleType):
 
 
 def _attribute_of(owner: str, name: str) -> _MissingKernel:
-    """Invent an attribute, except those that Python itself looks for."""
+    """Returns a missing kernel, but for attributes that Python itself looks for."""
     if name.startswith("__"):
         raise AttributeError(f"{owner} has no attribute {name}")
     return _MissingKernel(f"{owner}.{name}")
@@ -120,22 +115,19 @@ class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in_for_kernels() -> None:
-    """Let ``import sgl_kernel`` succeed where no such package is installed.
+    """Makes ``import sgl_kernel`` succeed where no such package is installed.
 
-    SGLang imports its kernels by name at the top of many modules; the path of a dense
-    text model on CPU calls none of them.
+    Many modules of SGLang import kernels; a dense text model on CPU calls none.
     """
     if importlib.util.find_spec(KERNEL_PACKAGE) is None:
         sys.meta_path.append(_KernelFinder())
 
 
 def define_torchvision_operators() -> None:
-    """Give ``torchvision`` the operator schemas that its compiled library defines.
+    """Defines the operators of ``torchvision`` where its library does not load.
 
-    SGLang and transformers import ``torchvision``. Its library is built for one build
-    of PyTorch. Beside that one it loads, and defines its operators. Beside another one,
-    such as a build for CPU, it does not load, and importing ``torchvision`` fails where
-    it registers fake kernels for them; there they are defined here.
+    The library is built for one build of PyTorch. With another one, such as a build for
+    CPU, ``import torchvision`` fails where it registers fake kernels for the operators.
     """
     import torch
 
@@ -144,7 +136,7 @@ def define_torchvision_operators() -> None:
         return
     operators: Any = torch.ops
     try:
-        # What torchvision does first, and does again without effect.
+        # torchvision does the same; the second time has no effect.
         operators.load_library(str(Path(package.origin).with_name("_C.so")))
     except OSError:
         library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
@@ -152,15 +144,14 @@ def define_torchvision_operators() -> None:
             library.define(
                 f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             )
-        # A library takes its definitions along when it is collected.
+        # A library's definitions disappear when it is collected.
         globals()["_torchvision_library"] = library
 
 
 def drop_pinned_memory() -> None:
-    """Make ``pin_memory`` a no-operation where there is no accelerator.
+    """Makes ``pin_memory`` do nothing without an accelerator, where PyTorch refuses it.
 
-    Pinned memory is a promise to a device's copy engine; without a device PyTorch has
-    no allocator for it and refuses. SGLang's LoRA path asks for it on CPU too.
+    SGLang's LoRA code pins memory on CPU, too.
     """
     import torch
 
@@ -181,19 +172,12 @@ def _without_pinning(constructor: Any) -> Any:
 
 
 def collect_garbage_rarely() -> None:
-    """Import faster: nothing that an import allocates is garbage.
-
-    Each process of the tree imports some 6,500 modules, and the collector, run every
-    few hundred allocations, takes a fifth of that time.
-    """
+    """Makes imports faster: nothing that they allocate is garbage."""
     gc.set_threshold(GC_THRESHOLD)
 
 
 def keep_stores_on_loopback() -> None:
-    """Have a store of this machine's ranks listen on loopback alone.
-
-    PyTorch's listens on every address, and asks nobody for a key.
-    """
+    """Makes a store of this machine's ranks listen on loopback, not everywhere."""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     make_store = rendezvous.TCPStore
 
@@ -211,7 +195,7 @@ def keep_stores_on_loopback() -> None:
 
 
 def prepare_process() -> None:
-    """Do what every process of the server's tree needs before SGLang is imported."""
+    """Prepares a process of the server's tree before SGLang is imported."""
     die_with_parent()
     collect_garbage_rarely()
     stand_in_for_kernels()
@@ -221,7 +205,7 @@ def prepare_process() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run SGLang's HTTP server until it ends, and leave no process behind."""
+    """Runs SGLang's HTTP server until it ends, and leaves no process behind."""
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

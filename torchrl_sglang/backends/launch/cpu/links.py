@@ -1,9 +1,8 @@
 """Sharing installed packages between two environments, by hard links.
 
-The engine's environment needs the same torch as the trainer's, which takes several
-gigabytes where it is a build for an accelerator. Hard links put it into both and on the
-disk once. Neither environment sees the other's packages, and what is upgraded or
-removed in one stays as it is in the other.
+The engine needs the same torch as the trainer, several gigabytes in a build for an
+accelerator. Hard links store it once; an upgrade in one environment leaves the other
+unchanged.
 """
 
 from __future__ import annotations
@@ -19,21 +18,16 @@ __all__ = ["installed_closure", "link_distributions"]
 
 
 def installed_closure(name: str, without: Collection[str]) -> list[Distribution] | None:
-    """Return an installed distribution and those that it requires, directly or not.
+    """Returns an installed distribution and all that it requires; None: incomplete.
 
-    Args:
-        name (str): the distribution, in this Python's environment.
-        without (collection of str): names to leave out, with what only they require.
-
-    Returns:
-        list of Distribution: the distributions, or ``None`` if one is not installed.
+    ``without`` are names to leave out, with what only they require.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     left_out = set(map(canonicalize_name, without))
     found: dict[str, Distribution] = {}
-    # Names, each without an extra and with each one that is asked for.
+    # Names, each without an extra and with each extra that is required.
     asked = {(canonicalize_name(name), "")}
     waiting = list(asked)
     while waiting:
@@ -57,20 +51,13 @@ def installed_closure(name: str, without: Collection[str]) -> list[Distribution]
 def link_distributions(
     distributions: Iterable[Distribution], site_packages: Path
 ) -> bool:
-    """Link the files of distributions into another environment.
+    """Links distributions into another environment's folder of packages.
 
-    What was there under the same names is replaced. Console scripts are left out, for
-    they name the interpreter of their own environment.
-
-    Args:
-        distributions (iterable of Distribution): what to link.
-        site_packages (Path): the other environment's folder of packages.
-
-    Returns:
-        bool: whether it was done. ``False``, with nothing changed, if the other
-        environment is on another file system or linking is not permitted.
+    Files of the same names are replaced. Console scripts are left out: they name their
+    own interpreter. Returns False, with nothing changed, where hard links are not
+    possible, as between two file systems.
     """
-    # Beside the target, so that moving it there is a renaming.
+    # Beside the target, so that a move is a rename.
     staging = site_packages.with_name(".linking")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -92,7 +79,7 @@ def link_distributions(
 
 
 def _package_files(distribution: Distribution) -> Iterator[str]:
-    """Yield the files below the folder of packages, without compiled bytecode."""
+    """Yields the files below the folder of packages, without bytecode."""
     for path in distribution.files or ():
         if path.parts[0] != ".." and path.suffix != ".pyc":
             yield str(path)

@@ -1,15 +1,12 @@
-"""Installing packages into an environment, with uv where there is one, else with pip.
+"""Installing packages with uv, or with pip where there is no uv or where it fails.
 
-Both take the same arguments, those of ``pip install``. This command installs into the
-environment of the Python that runs it::
+It takes the arguments of ``pip install``, and ``--python PATH`` before them for another
+environment than that of the Python that runs it::
 
     python -m torchrl_sglang.backends.launch.cpu.packages --requirement requirements.txt
 
-or, with ``--python PATH`` before them, into another one's.
-
-uv is several times as fast, but ignores pip's configuration, which may name the indexes
-and folders that a machine takes its packages from. So these settings are passed on to
-uv. Where uv fails all the same, pip tries, and its result counts.
+uv is several times as fast, but ignores pip's configuration, which may name a machine's
+indexes and folders of packages; they are passed to uv as its own settings.
 
 This module needs the standard library only: it installs everything else.
 """
@@ -30,25 +27,25 @@ from torchrl_sglang.errors import ConfigurationError
 __all__ = ["install_packages", "uv_settings"]
 
 ERROR_TAIL_LINES = 20
-"""How much of an installer's output an error repeats: its end says what is wrong."""
+"""Lines of an installer's output in an error."""
 
 PIP_SECTIONS = (":env:", "install", "global")
 """The sections of pip's configuration that ``pip install`` reads, strongest first."""
 
 
 def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
-    """Install packages into the environment of an interpreter, quietly.
+    """Installs packages into the environment of an interpreter, which needs no pip.
 
     Args:
-        python (Path): the interpreter of the environment. It needs no pip of its own.
-        arguments (sequence of str): the arguments of ``pip install``.
+        python: the interpreter.
+        arguments: those of ``pip install``.
 
     Raises:
         ConfigurationError: if there is neither uv nor pip.
         RuntimeError: if the packages cannot be installed.
     """
     words = list(map(str, arguments))
-    # An installer must see the environment that it changes and nothing of this one.
+    # An installer must see only the environment that it changes.
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     uv, pip = _find_uv(), [sys.executable, "-m", "pip"]
     has_pip, pip_configuration = _run([*pip, "config", "list"], variables)
@@ -56,7 +53,7 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
         settings = uv_settings(pip_configuration, _default_index())
         done, output = _run(
             [uv, "pip", "install", "--quiet", "--python", str(python), *words],
-            # The user's own settings for uv count more than those for pip.
+            # The user's settings for uv override those for pip.
             {**settings, **variables},
         )
         if done:
@@ -71,8 +68,7 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
         )
     quiet = ["--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]
     done, output = _run(
-        # Nothing is compiled ahead of its first import, which few of torch's modules
-        # ever see.
+        # Few of torch's modules are ever imported, so none is compiled ahead.
         [*pip, "--python", str(python), "install", *quiet, "--no-compile", *words],
         variables,
     )
@@ -81,14 +77,11 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
 
 
 def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
-    """Return the environment variables that let uv find packages where pip finds them.
+    """Returns variables with which uv finds packages where pip finds them.
 
     Args:
-        pip_configuration (str): the output of ``pip config list``.
-        default_index (str): the URL of the index that pip takes if none is configured.
-
-    Returns:
-        dict of str: variables and their values; empty if pip has its default sources.
+        pip_configuration: the output of ``pip config list``.
+        default_index: the URL of pip's default index.
 
     Examples:
         >>> uv_settings("global.find-links='/opt/wheels'", "")["UV_FIND_LINKS"]
@@ -110,8 +103,8 @@ def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
         *words("extra-index-url"),
     ]
     if last != default_index:
-        # pip takes the best version that any index has, and among equals the first
-        # index's; uv's default index comes last.
+        # pip takes the best version of any index, and among equals the first index's;
+        # uv's default index comes last.
         settings["UV_INDEX"] = " ".join(first)
         settings["UV_DEFAULT_INDEX"] = last
         settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
@@ -123,7 +116,7 @@ def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
 
 
 def _default_index() -> str:
-    """Return the URL of pip's default index, which pip's commands do not tell."""
+    """Returns the URL of pip's default index, which no pip command prints."""
     try:
         from pip._internal.models.index import PyPI
     except ImportError:
@@ -132,13 +125,13 @@ def _default_index() -> str:
 
 
 def _find_uv() -> str | None:
-    """Return the path of uv in this Python's environment or on the search path."""
+    """Returns the path of uv in this environment or on the search path."""
     folders = [str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")]
     return shutil.which("uv", path=os.pathsep.join(folders))
 
 
 def _run(command: Sequence[str], variables: dict[str, str]) -> tuple[bool, str]:
-    """Run a command and return whether it succeeded, and its output."""
+    """Runs a command; returns whether it succeeded, and its output."""
     done = subprocess.run(
         command,
         env=variables,
@@ -163,7 +156,7 @@ def _tail(output: str, lines: int = ERROR_TAIL_LINES) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_sglang.backends.launch.cpu.packages",
         description="Install packages with uv or pip; takes `pip install`'s arguments.",

@@ -1,19 +1,38 @@
-"""A program in the place of the engine's interpreter, for tests of how one is started.
+"""A strict stand-in for SGLang's server program, for tests of starts.
 
-It takes the command line of an SGLang server and is ready in a tenth of a second: it
-says what an engine asks a server first, and answers every prompt with itself. Started
-with ``-c``, as one is that is asked for its packages, it has none.
+It takes the command line that this package writes for a server on CPU, and exits with
+an error for any other flag, for one that is missing, and for a model without
+``config.json``. It is ready in a tenth of a second and answers a prompt with itself.
+Started with ``-c``, like an interpreter that is asked for its packages, it has none.
+
+With ``ECHO_GATE`` in its environment, it serves when that named pipe has been opened
+for writing. ``POST /end`` makes it exit with status 7.
 """
 
 from __future__ import annotations
 
-import itertools
+import argparse
 import json
 import os
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+REQUIRED = ("--model-path", "--host", "--port", "--device", "--nccl-port")
+VALUES = (
+    *("--dtype", "--mem-fraction-static", "--max-total-tokens", "--grammar-backend"),
+    *("--log-level-http", "--random-seed", "--config"),
+)
+SWITCHES = ("--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup")
+
+
+def make_interpreter(folder: Path) -> str:
+    """Writes a program that runs this file in the place of SGLang's interpreter."""
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{__file__}" "$@"\n')
+    program.chmod(0o755)
+    return str(program)
 
 
 def reply(ids: list[int], length: int) -> dict[str, Any]:
@@ -32,6 +51,9 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         content = json.loads(self.rfile.read(length) or b"null")
         path = self.path.partition("?")[0]
+        if path == "/end":
+            sys.stderr.write("It was told to end.\n")
+            os._exit(7)
         config = json.loads((Path(self.model) / "config.json").read_text())
         context = config["max_position_embeddings"]
         answers: dict[str, Any] = {
@@ -70,12 +92,23 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main(arguments: list[str]) -> None:
-    if "--port" not in arguments:
+    if arguments[:1] == ["-c"]:
         return
-    given = dict(itertools.pairwise(arguments))
-    Handler.model = given["--model-path"]
-    place = (given["--host"], int(given["--port"]))
-    ThreadingHTTPServer(place, Handler).serve_forever()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("program")
+    for flag in REQUIRED:
+        parser.add_argument(flag, required=True)
+    for flag in VALUES:
+        parser.add_argument(flag)
+    for flag in SWITCHES:
+        parser.add_argument(flag, action="store_true")
+    given = parser.parse_args(arguments)
+    if not (Path(given.model_path) / "config.json").is_file():
+        sys.exit(f"There is no config.json in {given.model_path}.")
+    if "ECHO_GATE" in os.environ:
+        open(os.environ["ECHO_GATE"], "rb").close()
+    Handler.model = given.model_path
+    ThreadingHTTPServer((given.host, int(given.port)), Handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,214 @@
+"""What every launcher does: the contract of ``Launcher``, on a stand-in for SGLang."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from helpers.echo_engine import make_interpreter
+
+from torchrl_sglang.backends.launch.launcher import (
+    LaunchedServer,
+    Launcher,
+    launch,
+    start_servers,
+)
+from torchrl_sglang.backends.launch.local import LocalLauncher
+from torchrl_sglang.backends.launch.ports import find_free_port
+from torchrl_sglang.errors import ConfigurationError, ServerStartError
+
+LAUNCHERS: dict[str, Callable[..., Launcher]] = {"local": LocalLauncher}
+"""Every launcher, called with the arguments of each server and ``start_timeout``."""
+
+MakeLauncher = Callable[..., Launcher]
+
+
+@pytest.fixture(params=LAUNCHERS)
+def make_launcher(
+    request: pytest.FixtureRequest, tiny_model_path: str, tmp_path: Path
+) -> Iterator[MakeLauncher]:
+    """Makes launchers; each argument is what one server has beside the usual."""
+    usual = {
+        "model": tiny_model_path,
+        "device": "cpu",
+        "python": make_interpreter(tmp_path),
+    }
+    with ExitStack() as stack:
+
+        def make(*servers: dict[str, object], start_timeout: float = 60) -> Launcher:
+            specs = [{**usual, **server} for server in servers or [{}]]
+            launcher = LAUNCHERS[request.param](specs, start_timeout=start_timeout)
+            stack.callback(launcher.stop, [])
+            return launcher
+
+        yield make
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """A named pipe; a server with it serves when it has been opened for writing."""
+    os.mkfifo(tmp_path / "gate")
+    return tmp_path / "gate"
+
+
+def behind(gate: Path) -> dict[str, object]:
+    return {"environment": {"ECHO_GATE": str(gate)}}
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def end(server: LaunchedServer) -> None:
+    """Makes the server's process exit by itself, and waits until that is known."""
+    with pytest.raises(ConnectionError):
+        urllib.request.urlopen(f"{server.url}/end", data=b"null", timeout=10)
+    known = threading.Event()
+    while server.state == "ready":
+        known.wait(0.01)
+
+
+def test_a_start_does_not_wait_and_a_server_is_ready_when_it_answers(
+    make_launcher, gate
+):
+    launcher = make_launcher(behind(gate))
+    assert launcher.num_servers == 1
+    server = launcher.start(0)
+    assert server.state == "starting"
+    assert not server.check_ready()
+    with open(gate, "wb"):
+        server.wait_ready()
+    assert server.state == "ready"
+    assert answers(server.url)
+    assert server.age > 0
+    for _ in range(2):
+        launcher.stop([server])
+        assert server.state == "stopped"
+        assert not answers(server.url)
+
+
+def test_where_a_server_runs(make_launcher):
+    location = make_launcher().where(0)
+    assert location.host == socket.gethostname()
+    assert location.gpus == location.visible_gpus == ()
+
+
+def test_a_server_that_ended_starts_again_at_its_address(make_launcher):
+    launcher = make_launcher()
+    (server,) = start_servers(launcher)
+    end(server)
+    assert server.state == "dead"
+    assert "It was told to end." in server.log_tail()
+    server.stop()
+    shutil.rmtree(server.log_path.parent)
+    again = launcher.restart(0)
+    assert again.url == server.url
+    again.wait_ready()
+    assert again.state == "ready"
+    launcher.stop([again])
+
+
+def test_servers_start_in_the_order_of_their_ranks(make_launcher):
+    launcher = make_launcher({"random_seed": 1}, {"random_seed": 2})
+    told: list[str] = []
+    servers = start_servers(launcher, progress=told.append)
+    assert [server.state for server in servers] == ["ready", "ready"]
+    assert len({server.url for server in servers}) == 2
+    starts = [line for line in told if "is starting at" in line]
+    assert [line.rpartition(" at ")[2] for line in starts] == [
+        f"{server.url}." for server in servers
+    ]
+    assert sum("is ready after" in line for line in told) == 2
+    launcher.stop(servers)
+    assert [server.state for server in servers] == ["stopped", "stopped"]
+
+
+def test_all_start_or_none(make_launcher, tmp_path):
+    (tmp_path / "empty").mkdir()
+    launcher = make_launcher({}, {"model": str(tmp_path / "empty")})
+    told: list[str] = []
+    with pytest.raises(ServerStartError, match="server 2 of 2 ended") as caught:
+        start_servers(launcher, progress=told.append)
+    assert "There is no config.json" in str(caught.value)
+    url = told[0].rpartition(" at ")[2].removesuffix(".")
+    assert not answers(url)
+    log = str(caught.value).partition("kept as ")[2].partition(". ")[0]
+    shutil.rmtree(Path(log).parent)
+
+
+def test_a_wrong_argument_is_found_before_anything_starts(make_launcher):
+    with pytest.raises(ConfigurationError, match="host='0.0.0.0'.*api_key") as caught:
+        make_launcher({}, {"host": "0.0.0.0"})
+    assert caught.value.__notes__ == ["It is server 2 of 2."]
+
+
+def test_a_flag_that_the_server_refuses(make_launcher):
+    server = make_launcher({"no_such_flag": 3}).start(0)
+    with pytest.raises(ServerStartError, match="(?s)status 2 .*: --no-such-flag"):
+        server.wait_ready()
+    shutil.rmtree(server.log_path.parent)
+
+
+def test_a_start_that_takes_too_long(make_launcher, gate):
+    server = make_launcher(behind(gate), start_timeout=0.2).start(0)
+    with pytest.raises(ServerStartError, match="after 0.2 s.*start_timeout="):
+        server.wait_ready()
+    assert server.state == "stopped"
+    shutil.rmtree(server.log_path.parent)
+
+
+def test_a_start_that_is_cancelled(make_launcher, gate):
+    server = make_launcher(behind(gate)).start(0)
+    errors: list[ServerStartError] = []
+
+    def wait() -> None:
+        try:
+            server.wait_ready()
+        except ServerStartError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    server.request_stop()
+    server.stop()
+    thread.join(60)
+    assert len(errors) == 1
+    shutil.rmtree(server.log_path.parent, ignore_errors=True)
+    assert server.state == "stopped"
+
+
+def test_an_address_is_reserved_until_it_is_released(make_launcher):
+    port = find_free_port()
+    launcher = make_launcher({"port": port})
+    with pytest.raises(ConfigurationError, match=f"port={port}"):
+        make_launcher({"port": port})
+    launcher.stop([])
+    (server,) = start_servers(make_launcher({"port": port}))
+    assert server.url.endswith(f":{port}")
+    server.stop()
+
+
+def test_replicas_have_handles_and_restarts(make_launcher):
+    launched = launch(make_launcher({}, {}), router=None)
+    assert launched.router is None
+    for replica in launched.replicas:
+        assert replica.handle.state == "ready"
+        assert replica.gpus == replica.visible_gpus == ()
+    first = launched.replicas[0]
+    first.handle.stop()
+    first.handle = first.restart()
+    first.handle.wait_ready()
+    assert answers(first.url)
+    launched.stop()
+    assert {replica.handle.state for replica in launched.replicas} == {"stopped"}
