@@ -63,28 +63,17 @@ def update_weights(
     held: WeightUpdate | None = None,
     checkpoint: bool = False,
 ) -> SyncReport:
-    """Sends weights to every server of an engine, and reports what was done.
+    """Sends weights, or a LoRA adapter, to every server of an engine.
 
     After whole weights, requests that select no LoRA adapter are computed with these
     alone: published adapters are dropped from every server before it generates again,
     and requests in flight are sent again without them.
 
-    Args:
-        engine: the servers.
-        transport: carries the weights.
-        weights: all parameters of the served model, or a LoRA adapter.
-        version: weight version that the servers report from then on.
-        pause_mode: what happens to requests in flight.
-        verify: called when the servers generate again; raises
-            :class:`WeightMismatchError` if they do so with other weights.
-        flush: empty the prefix caches. ``"retract"`` does so anyway: retracted requests
-            keep the cache key of the old version.
-        whole: the servers hold whole weights, as far as is known; otherwise a failure
-            before the first byte leaves them inconsistent, too.
-        reason: why this transport; a sentence for the report.
-        control_timeout: timeout of each call that moves no weights, in seconds.
-        held: the engine's weight update, if the caller has begun it.
-        checkpoint: the weights are those that the servers were started with.
+    ``held`` is the engine's weight update, if the caller has begun it. ``whole=False``:
+    the servers may hold half of an update, so any failure leaves them inconsistent.
+    ``checkpoint``: the weights are those that the servers were started with.
+    ``"retract"`` flushes the prefix caches without ``flush``, too: retracted requests
+    keep the cache key of the old version.
     """
     start = time.perf_counter()
     with engine.weight_update() if held is None else nullcontext(held) as update:

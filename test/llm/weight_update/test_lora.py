@@ -12,6 +12,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import Tokens
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
+from torchrl_sglang.backends.base import read_folder
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -20,11 +21,10 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.weight_update.sources.adapter import (
-    adapter_from_folder,
     adapter_from_model,
     adapter_source,
-    is_peft_model,
     is_plain_lora,
+    peft_model_in,
 )
 from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights
 from torchrl_sglang.weight_update.transports.lora import LoraOptions, LoraTransport
@@ -165,7 +165,7 @@ def test_what_is_read_of_a_model(peft_models, tmp_path):
     model = peft_models.make(5, target_modules=["v_proj", "q_proj"], lora_dropout=0.1)
     tensors, config = adapter_from_model(model)
     model.save_pretrained(tmp_path)
-    saved, saved_config = adapter_from_folder(tmp_path)
+    saved, saved_config = read_folder(tmp_path)
     # What PEFT adds as it writes a file, and an order that it leaves open.
     for name in ("inference_mode", "auto_mapping"):
         saved_config[name] = config[name]
@@ -187,7 +187,7 @@ def test_wrappers_around_a_model(peft_models, tokenizer):
 
     policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens")
     for wrapped in (model, Wrapper(), policy):
-        assert is_peft_model(wrapped)
+        assert peft_model_in(wrapped) is model
         tensors, config = adapter_from_model(wrapped)
         assert config["r"] == 4
         assert len(tensors) == 8
@@ -209,8 +209,8 @@ def test_several_adapters(peft_models):
 
 
 def test_models_without_an_adapter(hf_model):
-    assert not is_peft_model(hf_model)
-    assert not is_peft_model({"weight": torch.zeros(1)})
+    assert peft_model_in(hf_model) is None
+    assert peft_model_in({"weight": torch.zeros(1)}) is None
     with pytest.raises(ConfigurationError, match="Qwen2ForCausalLM has no LoRA"):
         adapter_from_model(hf_model)
 

@@ -20,23 +20,14 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.sources.base import Source, gather, tensor_source
 
 __all__ = [
-    "adapter_from_folder",
     "adapter_from_model",
     "adapter_source",
-    "is_peft_model",
     "is_plain_lora",
     "peft_model_in",
 ]
 
-adapter_from_folder = read_folder
-
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` with which PEFT leaves the base weights unchanged."""
-
-
-def is_peft_model(model: Any) -> bool:
-    """Returns whether ``model`` is, or wraps, a model of PEFT; does not import PEFT."""
-    return peft_model_in(model) is not None
 
 
 def is_plain_lora(model: Any, server_args: Mapping[str, Any] | None = None) -> bool:
@@ -77,18 +68,9 @@ def adapter_source(given: Any) -> Source:
 def adapter_from_model(
     model: Any, adapter_name: str | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns the tensors and the configuration of a model's adapter, as PEFT saves it.
+    """Returns a model's adapter, by default the active one, as PEFT saves it.
 
-    Sharded tensors are gathered, one at a time; all ranks call this together. The
-    tensors share memory with the model's where they can.
-
-    Args:
-        model: a :class:`peft.PeftModel`, or a wrapper (of TorchRL, DDP or
-            torch.compile) around one.
-        adapter_name: name of the adapter. Defaults to the active one.
-
-    Raises:
-        ConfigurationError: if it has none, or not this one, or several are active.
+    Sharded tensors are gathered, one at a time; all ranks call this together.
 
     Examples:
         >>> from peft import LoraConfig, get_peft_model

@@ -122,6 +122,15 @@ def test_auto_takes_every_argument_that_one_transport_uses():
         check_options("cuda_ipc", {"master_port": 5})
 
 
+def test_a_mistyped_option_names_the_nearest():
+    with pytest.raises(ConfigurationError, match="did you mean 'directory'"):
+        check_options("disk", {"directry": "/x"})
+    with pytest.raises(ConfigurationError, match="pin_adapter must be"):
+        check_options("auto", {"pin_adapter": "yes"})
+    # A default is no option that another transport could mind.
+    assert check_options("broadcast", {"adapter": "policy"}) == {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "gpus", "visible"),
     [
