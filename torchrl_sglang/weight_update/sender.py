@@ -70,7 +70,7 @@ class SGLangWeightSender:
         self._metadata: ModelMetadata | None = None
         self._fused: dict[str, FusedParameter] = {}
         self._exporters = ExporterCache()
-        # That of whole weights; one of an adapter keeps no connection.
+        # The transport of whole weights; an adapter's keeps no connection.
         self._transport: WeightTransport | None = None
         self._reason = ""
         self._collectors: list[Any] = []

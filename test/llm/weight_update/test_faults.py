@@ -31,10 +31,10 @@ from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 difference = partial(log_probs.difference, timeout=30)
-BUDGET = 3.0
+TIMEOUT = 3.0
 """Seconds that a call may take here; a flush takes up to half of one on CPU."""
 SOON = 60.0
-"""Seconds within which a failed update must be over: it tidies up after its budget."""
+"""Seconds within which a failed update must be over: it tidies up after its timeout."""
 SILENCE = 0.5
 """Seconds without an answer that show that a server is paused: it needs 0.05."""
 
@@ -92,15 +92,15 @@ class Trainer:
         name = (transport, *arguments.items())
         if name not in self.senders:
             if transport == "broadcast":
-                arguments = {"connect_timeout": BUDGET, **arguments}
+                arguments = {"connect_timeout": TIMEOUT, **arguments}
             if transport == "disk":
                 arguments = {"directory": str(self.directory), **arguments}
             self.senders[name] = SGLangWeightSyncScheme(
                 self.engine,
                 transport=transport,
                 bucket_bytes=100_000,
-                send_timeout=BUDGET,
-                control_timeout=BUDGET,
+                send_timeout=TIMEOUT,
+                control_timeout=TIMEOUT,
                 **arguments,
             ).create_sender()
         return self.senders[name]

@@ -17,7 +17,7 @@ from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 FAULTS = ("refuse", "fail", "stall", "late", "cut", "lose")
 HANGS = ("stall", "late")
-BUDGET = 4.0
+TIMEOUT = 4.0
 """Seconds that a call may take where one hangs, which takes them all."""
 SILENCE = 0.3
 """Seconds without an answer that show that a server is paused."""
@@ -40,14 +40,14 @@ class Trainer:
         self.proxy = FaultyProxy(server.url)
         self.engine = AsyncSGLang.connect(self.proxy.url, max_attempts=1)
         self.schemes = {
-            budget: SGLangWeightSyncScheme(
+            timeout: SGLangWeightSyncScheme(
                 self.engine,
                 transport="cuda_ipc",
                 bucket_bytes=100_000,
-                send_timeout=budget,
-                control_timeout=budget,
+                send_timeout=timeout,
+                control_timeout=timeout,
             )
-            for budget in (BUDGET, 60.0)
+            for timeout in (TIMEOUT, 60.0)
         }
         self.senders = {b: s.create_sender() for b, s in self.schemes.items()}
         self.sender = self.senders[60.0]
@@ -57,7 +57,7 @@ class Trainer:
         """An update meets faults; returns its error, which says what to do."""
         hangs = any(injection.fault in HANGS for injection in injections)
         with pytest.raises(WeightSyncError) as caught:
-            self.senders[BUDGET if hangs else 60.0].update_weights(self.model)
+            self.senders[TIMEOUT if hangs else 60.0].update_weights(self.model)
         assert all(each.happened.is_set() for each in injections)
         self.proxy.clear()
         message = str(caught.value)

@@ -350,7 +350,7 @@ def test_arguments_of_an_adapter(engine, lora_engine, hf_model):
 
 
 def test_whole_weights_leave_no_answer_between(lora_engine, peft_models):
-    """Requests under way carry an adapter that the new weights include."""
+    """Requests in flight carry an adapter that the new weights include."""
     first, second = (
         peft_models.make(seed, target_modules=["v_proj"]) for seed in (1, 2)
     )
@@ -358,11 +358,11 @@ def test_whole_weights_leave_no_answer_between(lora_engine, peft_models):
     scheme.create_sender().update_weights(first)
     merging = SGLangWeightSyncScheme(lora_engine, transport="broadcast", verify=True)
     with ThreadPoolExecutor() as pool:
-        under_way = pool.submit(ask, lora_engine, max_new_tokens=1500)
+        in_flight = pool.submit(ask, lora_engine, max_new_tokens=1500)
         while not run_sync(lora_engine.control.running_requests()):
-            assert not under_way.done()
+            assert not in_flight.done()
         report = merging.create_sender().update_weights(second)
-        answer = under_way.result()
+        answer = in_flight.result()
     assert [span.version for span in answer.versions] == [report.version]
     assert peft_models.difference(answer, PROMPT, second) < TOLERANCE
     # Over these, an adapter alone is not what was trained.
@@ -418,13 +418,13 @@ def test_an_update_that_fails_leaves_the_adapter(lora_engine, peft_models, hf_mo
 
     whole = SGLangWeightSyncScheme(lora_engine, transport="broadcast")
     with ThreadPoolExecutor() as pool:
-        under_way = pool.submit(ask, lora_engine, max_new_tokens=1500)
+        in_flight = pool.submit(ask, lora_engine, max_new_tokens=1500)
         while not run_sync(lora_engine.control.running_requests()):
-            assert not under_way.done()
+            assert not in_flight.done()
         with pytest.raises(WeightTransferError, match="exporter is gone") as caught:
             whole.create_sender().update_weights(export)
         assert caught.value.untouched
-        answer = under_way.result()
+        answer = in_flight.result()
     for each in (answer, ask(lora_engine)):
         assert [span.version for span in each.versions] == [version]
         assert peft_models.difference(each, PROMPT, model) < TOLERANCE
@@ -446,15 +446,15 @@ def test_whole_weights_replace_what_anybody_published(
         named = SGLangWeightSyncScheme(other, transport="lora", adapter="second")
         published = named.create_sender().update_weights(second)
         with ThreadPoolExecutor() as pool:
-            under_way = pool.submit(ask, lora_engine, max_new_tokens=1500)
+            in_flight = pool.submit(ask, lora_engine, max_new_tokens=1500)
             while not run_sync(lora_engine.control.running_requests()):
-                assert not under_way.done()
+                assert not in_flight.done()
             sender = trainer.create_sender()
             if how == "recover":
                 report, expected = sender.recover(), hf_model
             else:
                 report, expected = sender.update_weights(whole), whole
-            answers = [under_way.result()]
+            answers = [in_flight.result()]
         assert int(report.version) > int(published.version)
         answers += [ask(lora_engine), ask(other)]
         for answer in answers:

@@ -230,7 +230,7 @@ def test_abort_ends_what_runs(any_engine, models, flush):
 
 
 def test_in_place_is_marked(any_engine, models):
-    """Attention state of the old weights is kept, and the data says so."""
+    """The stale KV cache of the old weights is kept, and the data says so."""
     engine = any_engine
     copy = AsyncSGLang.connect(engine.server_url)
     policy = SGLangWrapper(

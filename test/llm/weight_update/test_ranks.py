@@ -14,10 +14,10 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 
-BUDGET = 60.0
+TIMEOUT = 60.0
 """Seconds for one task."""
 
-START_BUDGET = 300.0
+START_TIMEOUT = 300.0
 """Seconds for two processes to import PyTorch and transformers, on two busy cores."""
 
 SEED = int.from_bytes(os.urandom(3), "big")
@@ -48,7 +48,7 @@ class RankPair:
                     )
                 )
         try:
-            assert self.answers(START_BUDGET) == [{"value": "ready"}] * 2, self.log()
+            assert self.answers(START_TIMEOUT) == [{"value": "ready"}] * 2, self.log()
         except BaseException:
             self.close()
             raise
@@ -59,8 +59,8 @@ class RankPair:
             process.stdin.write(json.dumps([task, arguments]) + "\n")
         return self.answers()
 
-    def answers(self, budget: float = BUDGET) -> list[dict]:
-        deadline = time.monotonic() + budget
+    def answers(self, timeout: float = TIMEOUT) -> list[dict]:
+        deadline = time.monotonic() + timeout
         found: dict[int, dict] = {}
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self.processes):

@@ -240,7 +240,7 @@ def test_a_server_that_hangs_is_started_again(tiny_model_path, hf_model, new_mod
         sender.update_weights(new_model)
         update_half(engine, hf_model)
         before = engine.servers[0].pid
-        # Whoever does not own it can do nothing about it.
+        # An engine that does not own it cannot start it again.
         other = AsyncSGLang.connect(engine.server_url)
         for pid in processes_below(before):
             os.kill(pid, signal.SIGSTOP)

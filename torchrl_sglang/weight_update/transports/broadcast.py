@@ -111,7 +111,7 @@ class BroadcastTransport:
         self._in_flight: deque[_InFlight] = deque()
         self._group: Any = None
         self._group_name = ""
-        self._membership = -1
+        self._epoch = -1
 
     @classmethod
     def reason(cls, facts: Facts) -> str | None:
@@ -135,7 +135,7 @@ class BroadcastTransport:
         """
         return (
             process_group.is_alive(self._group)
-            and self._membership == self._engine.control.membership_epoch
+            and self._epoch == self._engine.control.membership_epoch
         )
 
     def connect(self) -> None:
@@ -146,7 +146,7 @@ class BroadcastTransport:
             self._give_up()
         self._check_servers()
         control, timeout = self._engine.control, self._options.connect_timeout
-        self._membership = control.membership_epoch
+        self._epoch = control.membership_epoch
         self._group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
         address = self._options.master_address or self._engine.get_master_address()
         store = self._open_store(address)

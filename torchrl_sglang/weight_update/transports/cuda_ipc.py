@@ -88,7 +88,7 @@ class CudaIpcTransport:
         if device.type == "cpu":
             self._bucket_bytes = min(options.bucket_bytes, VALUE_BYTES)
         self._send_timeout = options.send_timeout
-        self._membership = -1
+        self._epoch = -1
         self._in_place = False
         self._held: deque[_Content] = deque()
 
@@ -114,7 +114,7 @@ class CudaIpcTransport:
     @property
     def connected(self) -> bool:
         """Whether all servers are known to reach the weights."""
-        return self._membership == self._engine.control.membership_epoch
+        return self._epoch == self._engine.control.membership_epoch
 
     def connect(self) -> None:
         """Checks that all servers reach the weights; see :class:`.WeightTransport`."""
@@ -141,7 +141,7 @@ class CudaIpcTransport:
             self._in_place = capabilities.tp_size == 1 and all(
                 reach.shares for reach in reaches
             )
-        self._membership = self._engine.control.membership_epoch
+        self._epoch = self._engine.control.membership_epoch
 
     def send(self, weights: Weights, *, version: str) -> int:
         """Makes the servers copy all weights; returns the number of requests.
@@ -171,7 +171,7 @@ class CudaIpcTransport:
 
     def close(self) -> None:
         """Releases memory that a server that failed might still have read."""
-        self._membership = -1
+        self._epoch = -1
         self._held.clear()
 
     def _contents(self, weights: Weights) -> Iterator[_Content]:
@@ -248,7 +248,7 @@ class CudaIpcTransport:
             isinstance(each, WeightTransferError) and each.untouched
             for each in outcomes
         )
-        self._membership = -1
+        self._epoch = -1
         if self._device.type == "cuda":
             # Frees memory that no receiver counts any more.
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

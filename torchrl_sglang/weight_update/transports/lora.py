@@ -23,7 +23,7 @@ __all__ = ["LoraOptions", "LoraTransport"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions(TransportOptions):
-    """Options of ``transport="lora"``; ``send_timeout`` is that of the whole load."""
+    """Options of ``transport="lora"``; ``send_timeout`` is for loading the adapter."""
 
     adapter: str = "policy"
     """Name of the published adapter. Requests that select no adapter carry it."""

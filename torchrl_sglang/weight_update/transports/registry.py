@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torchrl_sglang.backends.support.checks import nearest
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.transports.base import (
     SelectableTransport,
@@ -111,8 +111,8 @@ def _without_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for option, value in given.items():
         if option not in _OPTIONS:
-            near = difflib.get_close_matches(option, _OPTIONS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "leave it out."
+            near = nearest(option, _OPTIONS)
+            hint = f"did you mean {near!r}?" if near else "leave it out."
             raise ConfigurationError(
                 f"SGLangWeightSyncScheme has no argument {option!r}; {hint}"
             )
