@@ -307,7 +307,7 @@ def test_other_transports(trainer, transport, path, fault):
 
 @pytest.mark.parametrize("path", [SEND, END])
 def test_nobody_generates_from_a_mix_without_a_pause_either(trainer, path):
-    """Other users of the server know nothing of the doubt of one engine object."""
+    """Other users of the server do not know that the weights are inconsistent."""
     sender = trainer.sender("broadcast", pause_mode="none")
     fault_at = trainer.proxy.inject(path, "lose", first=2 if path == SEND else 1)
     fails(trainer, sender, trainer.new_model(), fault_at)
