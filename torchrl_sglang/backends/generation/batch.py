@@ -236,11 +236,7 @@ class _Batch:
     async def _send_alone(
         self, item: _Item, request: GenerateRequest, *, like: Response | None = None
     ) -> Response:
-        """Sends one request by itself.
-
-        ``like`` is the response that it scores: same adapter, and the same server if
-        possible.
-        """
+        """Sends one request by itself; ``like`` is the response that it scores."""
         dispatcher = self._dispatcher
         async with dispatcher.in_flight.turn(self._deadline, self._turns):
             deadline = self._request_deadline() if like is None else like.sent.deadline

@@ -54,14 +54,7 @@ PROBE_TIMEOUT_SECONDS = 30.0
 
 
 def scales_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
-    """Returns whether a temperature other than 1 is applied. Pure.
-
-    Examples:
-        >>> scales_logits({"temperature": 0.7}, engine.capabilities)
-        True
-        >>> scales_logits({"temperature": 0.0}, engine.capabilities)
-        False
-    """
+    """Returns whether a temperature other than 1 is applied. Pure."""
     temperature = temperature_of(params, capabilities)
     if temperature is None:
         return True
@@ -87,15 +80,8 @@ def plan_scoring(
 ) -> GenerateRequest:
     """Decides whether a response is scored when it is finished. Pure.
 
-    Args:
-        request: checked request.
-        ignores_temperature: whether the servers take log-probs before they apply the
-            temperature; ``None`` if that is unknown or they differ.
-        capabilities: of the servers.
-
-    Raises:
-        UnsupportedByServerError: if the requested log-probs cannot be had.
-        ConfigurationError: if the prompt leaves no room for scoring.
+    ``ignores_temperature``: the servers take log-probs before they apply the
+    temperature; ``None`` if that is unknown or they differ.
     """
     params = request.sampling_params
     if not request.wants_logprobs or params.get("max_new_tokens") == 0:
@@ -189,10 +175,6 @@ def is_unscaled(greatest: float, vocab_size: int) -> bool:
 
     A model whose tokens are all equally probable counts as divided, which costs time
     and no exactness. ``greatest`` is the top log-probability.
-
-    Examples:
-        >>> is_unscaled(-1.3, vocab_size=100), is_unscaled(-4.6, vocab_size=100)
-        (True, False)
     """
     return greatest > PROBE_MARGIN - math.log(vocab_size)
 

@@ -24,14 +24,7 @@ async def post_openai(
     session_id: str | None = None,
     timeout: float | None = None,
 ) -> dict[str, Any]:
-    """Sends a request and returns the content of the answer.
-
-    ``payload["lora_path"]`` names the LoRA adapter.
-
-    Raises:
-        ConfigurationError: if the payload asks for a stream.
-        SGLangError: as :meth:`.AsyncSGLang.generate` does.
-    """
+    """Sends a request, with the adapter in ``lora_path``, and returns the answer."""
     if timeout is not None:
         check_seconds("timeout", timeout)
     if check_mapping("payload", payload).get("stream"):

@@ -52,53 +52,48 @@ def to_payload(
     adapters: Sequence[str | None] = (),
     stream: bool = False,
 ) -> dict[str, Any]:
-    """Returns the JSON content of one ``/generate`` call.
+    """Returns the JSON content of one ``/generate`` call for one or more requests.
 
-    Args:
-        requests: at least one.
-        capabilities: of the server.
-        cache_key: separates prefix-cache entries, as the adapters do.
-        rids: id of each request on the server.
-        adapters: the server's name of each request's LoRA adapter; default: none.
-        stream: send each response when it is finished, with its ``index``.
+    ``cache_key`` separates prefix-cache entries, ``rids`` and ``adapters`` are the
+    server's names, and ``stream`` sends each response when it is finished.
     """
-    params = []
-    for request in requests:
-        limit = response_limit(request, capabilities)
-        wanted = request.sampling_params.get("max_new_tokens")
-        limit = limit if wanted is None else min(wanted, limit)
-        own = {**request.sampling_params, "max_new_tokens": limit}
-        if "min_new_tokens" in own:
-            own["min_new_tokens"] = min(own["min_new_tokens"], limit)
-        if stream:
-            own["stream_interval"] = STREAM_INTERVAL
-        params.append(own)
-    payload = {
-        "input_ids": [list(request.input_ids) for request in requests],
-        "sampling_params": params,
-        "return_logprob": [
-            request.return_prompt_logprobs
-            or (request.wants_logprobs and not request.score_response)
-            for request in requests
-        ],
-        "top_logprobs_num": [
-            0 if request.score_response else request.top_logprobs
-            for request in requests
-        ],
-        "logprob_start_len": [_logprob_start(request) for request in requests],
-        "extra_key": [cache_key] * len(requests),
-        "rid": list(rids),
-        "stream": stream,
-    }
-    if any(adapters):
-        payload["lora_path"] = list(adapters)
-    if len(requests) > 1:
-        return payload
-    # The router takes lists for one prompt only.
-    return {
-        name: value[0] if isinstance(value, list) else value
-        for name, value in payload.items()
-    }
+    rows = []
+    for index, request in enumerate(requests):
+        own = not request.score_response
+        row = {
+            "input_ids": list(request.input_ids),
+            "sampling_params": _limited_params(request, capabilities, stream),
+            "return_logprob": request.return_prompt_logprobs
+            or (request.wants_logprobs and own),
+            "top_logprobs_num": request.top_logprobs if own else 0,
+            "logprob_start_len": _logprob_start(request),
+            "extra_key": cache_key,
+            "rid": rids[index],
+        }
+        if any(adapters):
+            row["lora_path"] = adapters[index]
+        rows.append(row)
+    if len(rows) == 1:
+        # The router takes lists for several prompts only.
+        return {**rows[0], "stream": stream}
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {**columns, "stream": stream}
+
+
+def _limited_params(
+    request: GenerateRequest, capabilities: ServerCapabilities, stream: bool
+) -> dict[str, Any]:
+    """Returns sampling parameters that are cut to what the context has room for."""
+    params = dict(request.sampling_params)
+    limit = response_limit(request, capabilities)
+    if params.get("max_new_tokens") is not None:
+        limit = min(params["max_new_tokens"], limit)
+    params["max_new_tokens"] = limit
+    if "min_new_tokens" in params:
+        params["min_new_tokens"] = min(params["min_new_tokens"], limit)
+    if stream:
+        params["stream_interval"] = STREAM_INTERVAL
+    return params
 
 
 def response_limit(request: GenerateRequest, capabilities: ServerCapabilities) -> int:
@@ -117,12 +112,7 @@ def _logprob_start(request: GenerateRequest) -> int:
 
 
 def finished_reply(event: Any, url: str) -> dict[str, Any] | None:
-    """Returns an event of a stream if it ends a response, ``None`` if it does not.
-
-    Raises:
-        RequestRefusedError: if the event is an error 4xx.
-        ServerUnavailableError: if it is another error or malformed.
-    """
+    """Returns an event if it ends a response; raises the error that it may hold."""
     if isinstance(event, dict) and isinstance(event.get("error"), dict):
         status = event["error"].get("code")
         Answer(
@@ -164,13 +154,8 @@ def parse_completion(
 ) -> Completion:
     """Returns the completion in one item of a reply.
 
-    Args:
-        reply: one item of the answer to ``/generate``.
-        request: the request that it answers.
-        vocab_size: of the served model.
-        server: name of the server for messages.
-        sent_version: weight version when the request was sent. Where the server reports
-            only the version at the end and it differs, ``versions`` are unknown.
+    ``sent_version`` is the weight version when the request was sent. Where the server
+    reports only the version at the end and it differs, ``versions`` are unknown.
 
     Raises:
         GenerationAbortedError: if an abort cut the response off.

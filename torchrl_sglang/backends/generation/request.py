@@ -142,10 +142,8 @@ def to_batch(
     return_text: object = None,
     **options: Any,
 ) -> Batch:
-    """Returns the requests of one call of :meth:`.AsyncSGLang.generate`.
-
-    TorchRL's own engine takes ``return_text`` and ignores it.
-    """
+    """Returns the requests of one call of :meth:`.AsyncSGLang.generate`."""
+    # TorchRL's own engine takes return_text and ignores it.
     known = {"input_ids", "logprobs_mode", *_PER_PROMPT, *_CALL_OPTIONS}
     sampling = {name: options[name] for name in options.keys() - known}
     _check_sampling_keywords(sampling, known)
