@@ -90,7 +90,7 @@ def add_command(commands: Any) -> Parser:
     text = "throughput of SGLangWrapper, too"
     add("--wrapper", action="store_true", help=text)
     text = "how weights are sent (default: %(default)s)"
-    choices = ("broadcast", "cuda_ipc", "disk")
+    choices = ("broadcast", "cuda_ipc")
     add("--transport", choices=choices, default="broadcast", help=text)
     text = "with --url, let that server's weights be replaced by random ones"
     add("--replace-weights", action="store_true", help=text)
