@@ -26,10 +26,6 @@ def _raise(number: int, _frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 
-def _drop(_number: int, _frame: FrameType | None) -> None:
-    pass
-
-
 @contextlib.contextmanager
 def _handling(handler: object, numbers: tuple[int, ...]) -> Iterator[None]:
     # Only the main thread can have handlers.
@@ -64,5 +60,5 @@ def uninterrupted() -> Iterator[None]:
 
     They are caught, not ignored: child processes would inherit an ignored signal.
     """
-    with _handling(_drop, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+    with _handling(lambda *_: None, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         yield
