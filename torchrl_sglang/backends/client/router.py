@@ -145,7 +145,7 @@ class RouterClient:
 
 
 async def find_workers(http: HttpClient, url: str) -> list[str]:
-    """Returns the servers that somebody's router has in rotation; closes ``http``.
+    """Returns the servers that a router has in rotation, and closes ``http``.
 
     Raises:
         ServerUnavailableError: if no router answers there.

@@ -24,111 +24,100 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LauncherVariables:
     """Variables that a launcher sets for its own processes."""
 
     launcher: str
     """Name of the launcher."""
-    names: tuple[str, ...]
-    """Their names, with ``*`` for any text."""
+    names: str
+    """Their names, separated by spaces; ``*`` matches any text."""
     reason: str
     """What they would do to a server."""
     value: str = "*"
     """The launcher's value; with another one, they are the user's."""
-    beside: tuple[str, ...] = ("*",)
+    beside: str = ""
     """They are the launcher's only where one of these is set, too."""
 
 
 LAUNCHER_VARIABLES: tuple[LauncherVariables, ...] = (
     LauncherVariables(
-        launcher="torch.distributed",
-        names=(
-            *("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-            *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-            *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-        ),
-        reason="They are the trainer's place among its ranks; libraries take it for "
-        "the server's, load another rank's share or meet the trainer's store.",
+        "torch.distributed",
+        "RANK WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT LOCAL_RANK "
+        "LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK "
+        "ROLE_WORLD_SIZE",
+        "They are the trainer's place among its ranks; libraries take it for the "
+        "server's, load another rank's share or meet the trainer's store.",
     ),
     LauncherVariables(
-        launcher="torchrun",
-        names=("TORCHELASTIC_*", "TORCH_ELASTIC_*", "PET_*"),
-        reason="The server's own process group would wait for the agent's store.",
+        "torchrun",
+        "TORCHELASTIC_* TORCH_ELASTIC_* PET_*",
+        "The server's own process group would wait for the agent's store.",
     ),
     LauncherVariables(
-        launcher="torchrun",
-        names=("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
-        reason="torchrun sets it for its ranks, and a trainer for the moment in which "
-        "it makes a group; the server has torch's default.",
+        "torchrun",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING NCCL_ASYNC_ERROR_HANDLING",
+        "torchrun sets it for its ranks, and a trainer for the moment in which it "
+        "makes a group; the server has torch's default.",
     ),
     LauncherVariables(
-        launcher="torchrun and Ray",
-        names=("OMP_NUM_THREADS",),
+        "torchrun and Ray",
+        "OMP_NUM_THREADS",
+        "They set 1 where the user sets nothing, so that ranks do not take each "
+        "other's cores; a server would compute with one of them.",
         value="1",
-        beside=("TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID"),
-        reason="They set 1 where the user sets nothing, so that ranks do not take "
-        "each other's cores; a server would compute with one of them.",
+        beside="TORCHELASTIC_RUN_ID RAY_RAYLET_PID",
     ),
     LauncherVariables(
-        launcher="accelerate",
-        names=(
-            *("ACCELERATE_*", "FSDP_*", "MEGATRON_LM_*", "PARALLELISM_CONFIG_*"),
-            "FORK_LAUNCHED",
-        ),
-        reason="transformers reads them, and loads weights as a rank of FSDP does.",
+        "accelerate",
+        "ACCELERATE_* FSDP_* MEGATRON_LM_* PARALLELISM_CONFIG_* FORK_LAUNCHED",
+        "transformers reads them, and loads weights as a rank of FSDP does.",
     ),
     LauncherVariables(
-        launcher="DeepSpeed",
-        names=("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "DEEPSPEED_*", "DS_*"),
-        reason="They are the trainer's place among its ranks, and how it trains.",
+        "DeepSpeed",
+        "LOCAL_SIZE CROSS_RANK CROSS_SIZE DEEPSPEED_* DS_*",
+        "They are the trainer's place among its ranks, and how it trains.",
     ),
     LauncherVariables(
-        launcher="Slurm",
-        names=("SLURM_*", "SLURMD_*", "SRUN_*", "SBATCH_*"),
-        reason="MPI and PMI libraries would join the job step as one of its tasks.",
+        "Slurm",
+        "SLURM_* SLURMD_* SRUN_* SBATCH_*",
+        "MPI and PMI libraries would join the job step as one of its tasks.",
     ),
     LauncherVariables(
-        launcher="MPI",
-        names=(
-            *("OMPI_*", "ORTE_*", "PRTE_*", "OPAL_*", "PMI_*", "PMI2_*", "PMIX_*"),
-            *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MPIRUN_*", "I_MPI_HYDRA_*"),
-            *("HYDRA_*", "HYDI_*", "MV2_COMM_WORLD_*", "MPISPAWN_*", "PALS_*"),
-            *("ALPS_APP_PE", "JSM_NAMESPACE_*"),
-        ),
-        reason="MPI libraries would join the trainer's job as one of its ranks.",
+        "MPI",
+        "OMPI_* ORTE_* PRTE_* OPAL_* PMI_* PMI2_* PMIX_* MPI_LOCALRANKID "
+        "MPI_LOCALNRANKS MPIRUN_* I_MPI_HYDRA_* HYDRA_* HYDI_* MV2_COMM_WORLD_* "
+        "MPISPAWN_* PALS_* ALPS_APP_PE JSM_NAMESPACE_*",
+        "MPI libraries would join the trainer's job as one of its ranks.",
     ),
     LauncherVariables(
-        launcher="Horovod",
-        names=("HOROVOD_*",),
-        reason="They are the trainer's place among its ranks.",
+        "Horovod",
+        "HOROVOD_*",
+        "They are the trainer's place among its ranks.",
     ),
     LauncherVariables(
-        launcher="Ray",
-        names=(
-            *("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_NODE_ID", "RAY_WORKER_*"),
-            *("RAY_ACTOR_*", "RAY_TASK_*", "RAY_RUNTIME_ENV_*", "RAY_CLIENT_MODE"),
-            *("RAY_LD_PRELOAD_ON_WORKERS", "SPT_NOENV"),
-        ),
-        reason="They make a process a worker of the raylet that started it. Where the "
+        "Ray",
+        "RAY_JOB_ID RAY_RAYLET_PID RAY_NODE_ID RAY_WORKER_* RAY_ACTOR_* RAY_TASK_* "
+        "RAY_RUNTIME_ENV_* RAY_CLIENT_MODE RAY_LD_PRELOAD_ON_WORKERS SPT_NOENV",
+        "They make a process a worker of the raylet that started it. Where the "
         "cluster is (RAY_ADDRESS) is passed on.",
     ),
     LauncherVariables(
-        launcher="Ray",
-        names=("PYTHONBREAKPOINT",),
+        "Ray",
+        "PYTHONBREAKPOINT",
+        "It is a function of a package that the server need not have.",
         value="ray.*",
-        reason="It is a function of a package that the server need not have.",
     ),
     LauncherVariables(
-        launcher="Jupyter",
-        names=("MPLBACKEND",),
+        "Jupyter",
+        "MPLBACKEND",
+        "It is a module of a package that the server need not have.",
         value="module://*inline*",
-        reason="It is a module of a package that the server need not have.",
     ),
     LauncherVariables(
-        launcher="Jupyter",
-        names=("JPY_*",),
-        reason="They make a process a kernel of the notebook's server.",
+        "Jupyter",
+        "JPY_*",
+        "They make a process a kernel of the notebook's server.",
     ),
 )
 """Variables that are not inherited."""
@@ -159,10 +148,10 @@ def inherited_environment(
 
 
 def _applies(row: LauncherVariables, environment: Mapping[str, str]) -> bool:
-    return any(pattern == "*" or pattern in environment for pattern in row.beside)
+    return not row.beside or any(name in environment for name in row.beside.split())
 
 
 def _is_of(row: LauncherVariables, name: str, value: str) -> bool:
     return fnmatch.fnmatchcase(value, row.value) and any(
-        fnmatch.fnmatchcase(name, pattern) for pattern in row.names
+        fnmatch.fnmatchcase(name, pattern) for pattern in row.names.split()
     )

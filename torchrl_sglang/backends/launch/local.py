@@ -1,4 +1,4 @@
-"""Servers on this machine: the launcher that runs each as a process tree of its own."""
+"""The launcher of servers on this machine: each runs as a process tree."""
 
 from __future__ import annotations
 
@@ -35,13 +35,10 @@ from torchrl_sglang.errors import ConfigurationError
 __all__ = ["LocalLauncher", "make_sglang_server", "replica_specs"]
 
 CORES_PER_START = 2
-"""A starting server keeps its launcher and its scheduler busy with imports."""
+"""Processes of a starting server that are busy with imports."""
 
 COUNTED = ("random_seed", "seed", "port", "nccl_port", "grpc_port")
-"""Arguments that count up from server to server.
-
-With one seed, all servers would give the same answers to the same prompts.
-"""
+"""Arguments that count up from server to server, so that samples differ."""
 
 ParallelStart = bool | Literal["staggered"] | None
 
@@ -165,7 +162,7 @@ class LocalLauncher:
         parallel: ParallelStart = None,
     ) -> Self:
         """Returns a launcher of several servers of one model."""
-        # They keep their GPUs until Python collects them.
+        # Unreachable servers keep their GPUs until Python collects them.
         stop_unreachable()
         specs = replica_specs(num_replicas, spec, cuda_devices=cuda_devices)
         if num_replicas > 1:
@@ -254,10 +251,9 @@ def replica_specs(
     cuda_devices: Sequence[Any] | None = None,
     available: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the arguments of each of several servers of one model.
+    """Returns the arguments of each of several servers, with their own GPUs and seeds.
 
-    Each has its own GPUs, and its own seed and ports: a given one is that of the first
-    server. ``available`` are the visible GPUs; default: those of this process.
+    ``available`` are the visible GPUs; default: those of this process.
 
     Examples:
         >>> spec = {"model": "m", "device": "cuda", "num_devices": 2, "seed": 7}

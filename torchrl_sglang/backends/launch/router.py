@@ -39,7 +39,6 @@ __all__ = [
     "RouterProcess",
     "make_sglang_router",
     "router_arguments",
-    "router_policies",
 ]
 
 START_TIMEOUT_SECONDS = 60.0
@@ -114,7 +113,7 @@ class RouterProcess(ServerProcess, RouterClient):
 
     Args:
         worker_urls: addresses of the servers; more can be added later.
-        policy: how a server is chosen for a request, one of :func:`router_policies`:
+        policy: how a server is chosen for a request:
             ``"cache_aware"`` sends prompts with the same prefix to one server while the
             load is even; ``"manual"`` and ``"consistent_hashing"`` keep requests of
             one routing key together (header ``X-SMG-Routing-Key``); ``"round_robin"``,
@@ -263,19 +262,6 @@ def make_sglang_router(worker_urls: Sequence[str], **arguments: Any) -> RouterPr
     return router
 
 
-def router_policies(python: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
-    """Returns the policies of the installed router that can route to these servers.
-
-    Args:
-        python: interpreter that has sglang-router, as for :class:`RouterProcess`.
-
-    Raises:
-        ConfigurationError: if it has none.
-    """
-    found = _describe(_find_python(python))["policies"]
-    return tuple(name for name in sorted(found) if name not in UNUSABLE_POLICIES)
-
-
 def router_arguments(
     num_replicas: int,
     *,
@@ -317,7 +303,7 @@ def _environment(interpreter: str) -> dict[str, str]:
 
 
 _DESCRIBED: dict[str, Mapping[str, Any]] = {}
-"""What was found for an interpreter, which does not change meanwhile."""
+"""Interpreter -> description of its router; it does not change while we run."""
 
 
 def _describe(interpreter: str) -> Mapping[str, Any]:
@@ -342,16 +328,21 @@ def _describe(interpreter: str) -> Mapping[str, Any]:
     return _DESCRIBED[interpreter]
 
 
+def usable_policies(described: Mapping[str, Any]) -> list[str]:
+    """Returns the policies of a router that can route to these servers."""
+    return sorted(set(described["policies"]) - UNUSABLE_POLICIES.keys())
+
+
 def _check_arguments(
     described: Mapping[str, Any], policy: str, router_args: Mapping[str, Any]
 ) -> None:
-    usable = [name for name in described["policies"] if name not in UNUSABLE_POLICIES]
+    usable = usable_policies(described)
     if policy not in usable:
         reason = UNUSABLE_POLICIES.get(policy)
         raise ConfigurationError(
             f"policy={policy!r} cannot be used{f': {reason}' if reason else ''}. The "
             f"policies of sglang-router {described['version']} for these servers are "
-            f"{', '.join(sorted(usable))}."
+            f"{', '.join(usable)}."
         )
     for name in router_args:
         if name in UNUSABLE_ARGUMENTS:

@@ -130,7 +130,7 @@ def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
 
     _signal_all(workers(), signal.SIGTERM)
     _wait(workers, grace)
-    # What is killed may have started others meanwhile.
+    # Killed processes may have started others.
     while pids := workers():
         _signal_all(pids, signal.SIGKILL)
         _wait(workers, 0.1)
@@ -174,7 +174,7 @@ def main(owner: int, command: list[str]) -> int:
     status = server.returncode
     end_tree(grace=TERM_GRACE_SECONDS if os.getppid() == parent else 0.0)
     if os.getppid() != parent and FOLDER_VARIABLE in os.environ:
-        # Its log may hold keys, and nobody is left to read it.
+        # Its log may hold keys.
         shutil.rmtree(os.environ[FOLDER_VARIABLE], ignore_errors=True)
     if status is None:
         return 128 + stop[0] if stop else 1

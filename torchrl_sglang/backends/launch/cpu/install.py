@@ -5,7 +5,7 @@ Run once, from the trainer's Python::
     python -m torchrl_sglang.backends.launch.cpu.install [--prefix DIR]
 
 SGLang requires accelerator packages that a CPU does not need, and its ``torchvision``
-would break the trainer's transformers. So it has a virtual environment of its own, with
+would break the trainer's transformers. So it has a separate virtual environment, with
 the pinned packages of ``requirements.txt``, and is installed without dependencies.
 Another version of SGLang shares these packages: its folder goes first on the server's
 ``PYTHONPATH``.
@@ -145,7 +145,7 @@ def _share_torch(prefix: Path) -> bool:
     if distributions is None:
         return False
     torch = next(d for d in distributions if d.name == "torch")
-    # A build that is used from its sources has no files of its own here.
+    # An editable build of torch has no files here.
     files = map(str, torch.files or ())
     if (
         Version(torch.version).public != TORCH_VERSION
