@@ -338,7 +338,7 @@ def test_collected_data_trains(engine, hf_model, tokenizer):
     loss = GRPOLoss(actor_network=actor, masking_strategy="rlhf")
     out = loss(data)
     assert out.loss_objective.isfinite()
-    # All ratios are one, so nobody learns anything about the ratio yet.
+    # All ratios are 1: trainer and engine hold the same weights.
     assert abs(float(out.kl_approx)) < TOLERANCE
     assert float(out.clip_fraction) == 0.0
     out.loss_objective.backward()

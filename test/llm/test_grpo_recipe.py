@@ -124,7 +124,7 @@ def make_scheme(engine) -> SGLangWeightSyncScheme:
 def train(
     replay_buffer: Any, cfg: Config, collectors: list[Any], policy: SGLangWrapper
 ) -> dict[str, Any]:
-    """The recipe's training loop, as a task of its own; returns what it saw."""
+    """The recipe's training loop, run as a Ray task; returns its observations."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     set_list_to_stack(True).set()

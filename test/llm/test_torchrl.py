@@ -812,7 +812,7 @@ def test_grpo_with_a_reference(engine, tokenizer, hf_model, new_model, pad_outpu
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
 def test_grpo_gradient(engine, tokenizer, hf_model, pad_output, strategy):
-    """The gradient is that of the advantage-weighted log-probs of the responses."""
+    """The gradient equals the one of the advantage-weighted response log-probs."""
     data = make_batch(engine, tokenizer, pad_output=pad_output)
     advantages = [1.0, -2.0, 0.5, 3.0]
     loss = make_loss(

@@ -90,7 +90,7 @@ def test_every_argument_of_theirs_is_taken(ours, theirs):
 
 
 def test_positional_arguments():
-    """In their order, up to the one that nobody gives by position."""
+    """In order, up to the last one that TorchRL passes by position."""
 
     def positional(function):
         parameters = list(inspect.signature(function).parameters.values())
@@ -273,7 +273,7 @@ def test_a_tensor_is_refused_while_requests_run(engine):
         engine.init_weight_update_group()
     with pytest.raises(UnsupportedByServerError, match=r"write SGLangWeightSyncScheme"):
         engine.update_weights(iter([]))
-    # As long as the context has room for.
+    # As long as fits into the context.
     long = {"max_new_tokens": None, "ignore_eos": True}
     answers = engine.generate_iter(input_ids=[[5]] * 8, sampling_params=long)
     with ThreadPoolExecutor(1) as pool:

@@ -1,7 +1,7 @@
-"""Sends one batch of requests to the engine, and does what the server cannot.
+"""Sends a batch of requests to the engine: the middle step of the pipeline.
 
-A server without a tokenizer neither matches stop strings nor keeps
-``min_new_tokens``; both are done here, as :mod:`.stopping` decides.
+Implements stop strings and ``min_new_tokens`` for servers without a tokenizer, with the
+decisions of :mod:`.stopping`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,9 @@ def ask(
     tokenizer: Any,
     return_exceptions: bool = False,
 ) -> list[Outcome]:
-    """Returns a completion for each request.
+    """Returns a completion, or with ``return_exceptions`` an error, for each request.
 
-    Args:
-        engine: the engine.
-        requests: one per sample.
-        tokenizer: may be ``None`` where nothing needs one.
-        return_exceptions: return errors in their places instead of raising the first.
+    The tokenizer may be ``None`` if no request needs one.
     """
     if engine.capabilities.has_tokenizer:
         for request in requests:
@@ -131,7 +127,7 @@ def _generate_in_stages(
         if isinstance(outcome, Completion):
             outcomes[index] = join_completions(begun, outcome)
             continue
-        # Not all of the batch was sent again, so its place is another one there.
+        # The second request's batch has other positions.
         error = outcome.replace(index=index) if hasattr(outcome, "index") else outcome
         if not return_exceptions:
             raise error.replace(note=f"It is item {index} of {len(requests)}.")
@@ -142,7 +138,7 @@ def _generate_in_stages(
 def _stages(
     engine: RLSGLangEngine, requests: Sequence[SampleRequest], tokenizer: Any
 ) -> list[Stages]:
-    # Most requests of a batch share one mapping, which is looked at once.
+    # Most requests of a batch share one mapping, which is translated once.
     known: dict[int, Stages] = {}
     for request in requests:
         params = request.sampling_params

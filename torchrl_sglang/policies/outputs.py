@@ -2,7 +2,7 @@
 
 :func:`generated` and :func:`scored` return the rows of each sample; :func:`assemble`
 stacks them to containers of the batch's shape. Containers hold lazily stacked
-TensorDicts, so rows keep their lengths. The layout is that of ``vLLMWrapper``:
+TensorDicts, so rows keep their lengths. The layout is the same as ``vLLMWrapper``'s:
 
 ================ ===================== ===================== ==========================
                  prompt                response              full

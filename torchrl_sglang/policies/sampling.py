@@ -1,7 +1,6 @@
-"""Generation arguments to what the engine takes: pure.
+"""Translates sampling parameters of TorchRL, vLLM and SGLang for the engine. Pure.
 
-TorchRL's standard names, vLLM's names and SGLang's own all arrive here. Each one is
-mapped, or refused by name: nothing is dropped silently.
+Each one is mapped or refused by name; none is dropped silently.
 """
 
 from __future__ import annotations
@@ -24,129 +23,87 @@ from torchrl_sglang.policies.stopping import as_texts
 __all__ = ["SamplingParams", "check_numbers", "translate"]
 
 DEFAULT_MAX_TOKENS = 16
-"""Response length when none is given; vLLM's default, so pipelines behave alike."""
+"""Default response length, the same as vLLM's."""
+
+
+_VLLM_NAMES: dict[str, tuple[str, Any]] = {
+    # vLLM's name: (SGLang's name, vLLM's default)
+    "frequency_penalty": ("frequency_penalty", 0.0),
+    "ignore_eos": ("ignore_eos", False),
+    "max_tokens": ("max_new_tokens", None),
+    "min_p": ("min_p", 0.0),
+    "min_tokens": ("min_new_tokens", 0),
+    "presence_penalty": ("presence_penalty", 0.0),
+    "repetition_penalty": ("repetition_penalty", 1.0),
+    "seed": ("sampling_seed", None),
+    "stop": ("stop", ()),
+    "stop_token_ids": ("stop_token_ids", ()),
+    "temperature": ("temperature", 1.0),
+    "top_k": ("top_k", -1),
+    "top_p": ("top_p", 1.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample: what :class:`~torchrl_sglang.SGLangWrapper` asks of the engine.
+    """Sampling parameters of a :class:`~torchrl_sglang.SGLangWrapper`.
 
-    What vLLM's class has can be read under vLLM's names: ``max_tokens``, ``top_p``,
-    ``top_k``, ``stop`` and so on, with vLLM's defaults.
+    The parameters of vLLM's class can be read as attributes under vLLM's names
+    (``max_tokens``, ``top_p``, ``stop``, ...), with vLLM's defaults.
     """
 
     n: int = 1
-    """Number of samples of each prompt."""
+    """Samples per prompt."""
     prompt_logprobs: bool = False
-    """Whether the prompt's log-probabilities are asked for too."""
+    """Return the prompt's log-probs."""
     top_logprobs: int = 0
-    """Number of the likeliest tokens to name in each response token's place."""
+    """Return the top-k tokens at each position of the response, for this k."""
     include_stop_str_in_output: bool = True
-    """Whether a response keeps the stop string that it ends with."""
+    """Keep the stop string that ends a response."""
     skip_special_tokens: bool = False
-    """Whether special tokens are left out of the response's text."""
+    """Remove special tokens from the response's text."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Parameters for the engine, under SGLang's names."""
 
-    @property
-    def top_p(self) -> float:
-        """Share of the probability that is sampled from; 1 for all of it."""
-        return float(self.engine.get("top_p", 1.0))
-
-    @property
-    def top_k(self) -> int:
-        """Number of the likeliest tokens that are sampled from; -1 for no limit."""
-        return int(self.engine.get("top_k", -1))
-
-    @property
-    def min_p(self) -> float:
-        """Least probability of a token over that of the likeliest; 0 for no limit."""
-        return float(self.engine.get("min_p", 0.0))
-
-    @property
-    def repetition_penalty(self) -> float:
-        """Divides the logits of tokens that are there already; 1 for no penalty."""
-        return float(self.engine.get("repetition_penalty", 1.0))
-
-    @property
-    def presence_penalty(self) -> float:
-        """Taken from the logits of tokens that were generated; 0 for no penalty."""
-        return float(self.engine.get("presence_penalty", 0.0))
-
-    @property
-    def frequency_penalty(self) -> float:
-        """The same for each time that a token was generated; 0 for no penalty."""
-        return float(self.engine.get("frequency_penalty", 0.0))
-
-    @property
-    def stop(self) -> list[str]:
-        """Texts that end a response."""
-        return as_texts(self.engine.get("stop", ()))
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        """Tokens that end a response, beside the model's own."""
-        return sorted(self.engine.get("stop_token_ids", ()))
-
-    @property
-    def ignore_eos(self) -> bool:
-        """Whether a response goes on behind the model's own end."""
-        return bool(self.engine.get("ignore_eos", False))
-
-    @property
-    def min_tokens(self) -> int:
-        """Fewest tokens of a response."""
-        return int(self.engine.get("min_new_tokens", 0))
-
-    @property
-    def seed(self) -> int | None:
-        """Seed of the first sample of a prompt, if one was given."""
-        seed: int | None = self.engine.get("sampling_seed")
-        return seed
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Most tokens of a response; ``None`` for what the context leaves room for."""
-        limit: int | None = self.engine.get("max_new_tokens")
-        return limit
-
-    @property
-    def temperature(self) -> float:
-        """Sampling temperature; 0 is greedy."""
-        return float(self.engine.get("temperature", 1.0))
+    def __getattr__(self, name: str) -> Any:
+        if name not in _VLLM_NAMES:
+            raise AttributeError(f"SamplingParams has no attribute {name!r}.")
+        sglang_name, default = _VLLM_NAMES[name]
+        value = self.engine.get(sglang_name, default)
+        if name == "stop":
+            return as_texts(value)
+        if name == "stop_token_ids":
+            return sorted(value)
+        return value if default is None else type(default)(value)
 
     def for_sample(self, index: int) -> Mapping[str, Any]:
-        """Returns the engine's parameters for the ``index``-th sample of a prompt.
-
-        Samples of one prompt must differ, so a seed moves with the sample: it is the
-        given one plus ``index``, beginning again where 64 bits end.
-        """
+        """Returns the engine's parameters of one sample; each gets a different seed."""
         seed = self.engine.get("sampling_seed")
         if seed is None or index == 0:
             return self.engine
         return {**self.engine, "sampling_seed": (seed + index + 2**63) % 2**64 - 2**63}
 
 
-_SAME_FIELD = {
+_FLAGS = {
     "include_stop_str_in_output": "include_stop_str_in_output",
     "no_stop_trim": "include_stop_str_in_output",
     "skip_special_tokens": "skip_special_tokens",
 }
-"""A name for a choice about the output -> the field of :class:`SamplingParams`."""
+"""Name of a bool -> field of :class:`SamplingParams`."""
 
-_ABOUT_THE_CALL = (
+_OUTPUT_OPTIONS = (
     "logprobs",
     "num_return_sequences",
     "prompt_logprobs",
-    *_SAME_FIELD,
+    *_FLAGS,
 )
-"""Names that decide what is returned, not how it is sampled."""
+"""Names that select outputs and do not affect sampling."""
 
 _GUIDES = ("guided_decoding", "structured_outputs")
-"""vLLM's names for a constraint; an object or a mapping with one field set."""
+"""vLLM's names for a grammar: an object or a mapping with one field set."""
 
-_INERT = {
-    # name: (values under which it changes nothing, why another value is refused)
+_UNSUPPORTED = {
+    # name: (accepted values, which have no effect; why others are refused)
     "num_beams": ((1, None), "SGLang samples; it has no beam search here"),
     "length_penalty": ((1.0, None), "it belongs to beam search, which SGLang lacks"),
     "early_stopping": ((False, None), "it belongs to beam search, which SGLang lacks"),
@@ -164,7 +121,7 @@ _INERT = {
     "skip_reading_prefix_cache": ((False, None), "call engine.flush_cache()"),
     "extra_args": ((None, {}), "give SGLang's sampling parameters by name"),
 }
-"""Names that have no counterpart, with the values that ask for nothing special."""
+"""Parameters that SGLang does not have."""
 
 
 def _json_schema(value: Any) -> str:
@@ -190,23 +147,17 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "guided_choice": ("regex", _alternatives),
     "choice": ("regex", _alternatives),
 }
-"""A name -> SGLang's name and how its value is converted."""
+"""Name -> SGLang's name and the conversion of its value."""
 
-
-_KNOWN = (*SAMPLING_ALIASES, *_CONVERTED, *_INERT, *_ABOUT_THE_CALL, *_GUIDES)
-"""Every name beyond SGLang's own."""
-
+_KNOWN = (*SAMPLING_ALIASES, *_CONVERTED, *_UNSUPPORTED, *_OUTPUT_OPTIONS, *_GUIDES)
+"""All names beyond SGLang's own."""
 
 _CHECKED_BY_TORCHRL = ("temperature", "top_p", "top_k", "repetition_penalty")
-"""Numbers that TorchRL compares before it hands them on."""
+"""Numbers that TorchRL compares with their limits."""
 
 
 def check_numbers(generate_kwargs: Mapping[str, Any]) -> None:
-    """Checks that what TorchRL is going to compare are numbers.
-
-    Raises:
-        ConfigurationError: if one is not.
-    """
+    """Raises :class:`ConfigurationError` for non-numbers that TorchRL would compare."""
     for name in _CHECKED_BY_TORCHRL:
         value = to_python(generate_kwargs.get(name))
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -217,17 +168,10 @@ def check_numbers(generate_kwargs: Mapping[str, Any]) -> None:
 def translate(
     standard: Mapping[str, Any], defaults: SamplingParams | None = None
 ) -> SamplingParams:
-    """Returns what to ask of the engine.
+    """Translates parameters that TorchRL has standardised, over the defaults.
 
-    Args:
-        standard: generation arguments after TorchRL's own standardisation, in which
-            ``max_tokens`` has become ``max_new_tokens`` and ``n``
-            ``num_return_sequences``.
-        defaults: what holds where ``standard`` says nothing.
-
-    Raises:
-        ConfigurationError: for a name that nothing knows, or a value that cannot be
-            honoured; the message says what to do instead.
+    TorchRL has renamed ``max_tokens`` to ``max_new_tokens`` and ``n`` to
+    ``num_return_sequences``.
 
     Examples:
         >>> plan = translate({"max_new_tokens": 8, "stop_sequences": ["."], "seed": 1})
@@ -238,15 +182,15 @@ def translate(
     engine = dict(base.engine)
     given: dict[str, str] = {}
     for name, value in _unfold(standard).items():
-        if name in _INERT:
-            _check_inert(name, value)
+        if name in _UNSUPPORTED:
+            _check_unsupported(name, value)
             continue
-        if name in _ABOUT_THE_CALL:
+        if name in _OUTPUT_OPTIONS:
             continue
         target, convert = _CONVERTED.get(name, (SAMPLING_ALIASES.get(name, name), None))
         if target not in SAMPLING_PARAMETERS:
             raise ConfigurationError(
-                f"{name!r} is not a generation argument that SGLangWrapper knows."
+                f"{name!r} is not a generation argument of SGLangWrapper."
                 f"{hint(name, _KNOWN)}"
             )
         if value is None and name != "max_new_tokens":
@@ -264,31 +208,30 @@ def translate(
             "max_new_tokens=0 generates nothing; give at least 1, or score the prompt "
             "with generate=False."
         )
-    return replace(base, engine=engine, **_about_the_call(standard))
+    return replace(base, engine=engine, **_output_options(standard))
 
 
 def _unfold(standard: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with vLLM's objects for a constraint taken apart."""
+    """Replaces vLLM's grammar objects by their fields."""
     unfolded: dict[str, Any] = {}
     for name, value in standard.items():
-        if name not in _GUIDES or value is None:
-            if name not in _GUIDES:
-                unfolded[name] = value
-            continue
-        fields = value if isinstance(value, Mapping) else vars(value)
-        unfolded.update(
-            (field, chosen)
-            for field, chosen in fields.items()
-            # vLLM's objects also hold switches for its own grammar backends.
-            if chosen is not None and not isinstance(chosen, bool)
-        )
+        if name not in _GUIDES:
+            unfolded[name] = value
+        elif value is not None:
+            fields = value if isinstance(value, Mapping) else vars(value)
+            # Bools of vLLM's objects select its own grammar backends.
+            unfolded |= {
+                field: chosen
+                for field, chosen in fields.items()
+                if chosen is not None and not isinstance(chosen, bool)
+            }
     return unfolded
 
 
-def _about_the_call(standard: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that decide what is returned, as far as they are given."""
+def _output_options(standard: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the given fields of :class:`SamplingParams` that select outputs."""
     fields: dict[str, Any] = {}
-    for name, field_name in _SAME_FIELD.items():
+    for name, field_name in _FLAGS.items():
         value = standard.get(name)
         if value is None:
             continue
@@ -301,23 +244,23 @@ def _about_the_call(standard: Mapping[str, Any]) -> dict[str, Any]:
     if n is not None:
         fields["n"] = check_count("num_return_sequences", n)
     if top is not None:
-        # True asks for the sampled token's, which return_log_probs decides.
+        # True means the sampled token's log-prob; return_log_probs controls that.
         top = 0 if isinstance(top, bool) else top
         fields["top_logprobs"] = check_count("logprobs", top, least=0)
     prompt = standard.get("prompt_logprobs")
     if prompt is not None:
         if prompt not in (False, True, 0, 1):
             raise ConfigurationError(
-                f"prompt_logprobs={prompt!r} cannot be honoured: a prompt's tokens "
-                f"come without alternatives; give True."
+                f"prompt_logprobs={prompt!r} is not supported: prompts have no top-k "
+                f"log-probs; give True."
             )
         fields["prompt_logprobs"] = bool(prompt)
     return fields
 
 
-def _check_inert(name: str, value: Any) -> None:
-    harmless, reason = _INERT[name]
-    if value not in harmless:
+def _check_unsupported(name: str, value: Any) -> None:
+    accepted, reason = _UNSUPPORTED[name]
+    if value not in accepted:
         raise ConfigurationError(
-            f"The generation argument {name}={value!r} cannot be honoured: {reason}."
+            f"The generation argument {name}={value!r} is not supported: {reason}."
         )

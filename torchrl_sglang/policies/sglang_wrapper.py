@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from tensordict import (
@@ -34,9 +34,18 @@ from torchrl_sglang.backends.base import (
     connect,
     start,
 )
-from torchrl_sglang.backends.support.checks import check_count, check_flag, to_python
+from torchrl_sglang.backends.support.checks import check_flag
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
+from torchrl_sglang.policies.arguments import (
+    Inplace,
+    InputMode,
+    check_batching,
+    check_input,
+    check_returned,
+    check_samples,
+    check_tokenizer_kwargs,
+)
 from torchrl_sglang.policies.batching import Batcher
 from torchrl_sglang.policies.chat import find_template
 from torchrl_sglang.policies.engine_call import SampleRequest, ask, decode
@@ -56,9 +65,6 @@ from torchrl_sglang.policies.target import check_device, check_target
 from torchrl_sglang.types import Completion, LogProbsMode
 
 __all__ = ["SGLangWrapper"]
-
-InputMode = Literal["history", "text", "tokens"]
-Inplace = Literal[True, False, "empty"]
 
 
 class SGLangWrapper(LLMWrapperBase):
@@ -210,21 +216,21 @@ class SGLangWrapper(LLMWrapperBase):
         super().__init__()
         self._arguments = arguments
 
-        if input_mode not in ("history", "text", "tokens"):
-            raise ConfigurationError(
-                f"input_mode must be one of 'history', 'text', 'tokens'. Got "
-                f"'{input_mode}'"
-            )
-        if pad_model_input is not None:
-            raise ConfigurationError(
-                "pad_model_input is not supported by SGLangWrapper."
-            )
+        check_input(input_mode, pad_model_input)
         self.input_mode = input_mode
         self.generate = check_flag("generate", generate)
         self.pad_output = check_flag("pad_output", pad_output)
         self.prefer_tokens = check_flag("prefer_tokens", prefer_tokens)
-        self._set_returned(return_log_probs, return_generation_info)
-        self._set_batching(batching, min_batch_size, max_batch_size, batching_timeout)
+        self.return_log_probs, self.return_generation_info = check_returned(
+            generate, return_log_probs, return_generation_info
+        )
+        self.return_history = input_mode == "history"
+        self.return_text = input_mode in ("history", "text")
+        self.return_tokens = self.return_masks = True
+        self._min_batch_size = check_batching(batching, min_batch_size, max_batch_size)
+        self._max_batch_size = max_batch_size
+        self._batching_timeout = batching_timeout
+        self._batcher = self._make_batcher()
         # Resolved once, also for the versions made from this wrapper.
         self.model = self._arguments["model"] = _to_engine(model)
         self.adapter = adapter
@@ -243,11 +249,26 @@ class SGLangWrapper(LLMWrapperBase):
         self.generation_info_key = generation_info_key
         self.input_key = input_key or (input_mode, "prompt" if generate else "full")
         self.in_keys = [self.input_key]
-        self._set_sampling(generate_kwargs, num_samples, inplace)
+        self.generate_kwargs = self._standardize_generate_kwargs(
+            dict(generate_kwargs or {})
+        )
+        params = translate(self.generate_kwargs)
+        self.num_samples, self.inplace = check_samples(
+            generate, params.n, num_samples, inplace
+        )
+        self.sampling_params = replace(params, n=self.num_samples or params.n)
         self.out_keys = list(self._key_by_container(self.sampling_params).values())
 
-        self._set_tokenizer_kwargs(tokenizer_kwargs)
-        self._load_tokenizer(tokenizer)
+        self.tokenizer_kwargs = check_tokenizer_kwargs(
+            tokenizer_kwargs, self.pad_output
+        )
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        elif tokenizer is None:
+            tokenizer = self.model.get_tokenizer()
+        self.set_tokenizer(tokenizer)
 
     @classmethod
     def _validate_parameter_combinations(
@@ -266,101 +287,22 @@ class SGLangWrapper(LLMWrapperBase):
             remedy = "; give -1 for no limit." if "top_k" in str(error) else ""
             raise ConfigurationError(f"{error}{remedy}") from None
 
-    def _set_returned(
-        self, return_log_probs: bool | None, return_generation_info: bool
-    ) -> None:
-        if return_log_probs is not None:
-            return_log_probs = check_flag("return_log_probs", return_log_probs)
-        if return_log_probs is False and not self.generate:
-            raise ConfigurationError(
-                "return_log_probs must be True when generate=False."
-            )
-        self.return_log_probs = return_log_probs is not False
-        self.return_generation_info = check_flag(
-            "return_generation_info", return_generation_info
-        )
-        if self.return_generation_info and not self.generate:
-            raise ConfigurationError(
-                "return_generation_info=True needs generate=True: scoring makes no "
-                "responses."
-            )
-        self.return_history = self.input_mode == "history"
-        self.return_text = self.input_mode in ("history", "text")
-        self.return_tokens = True
-        self.return_masks = True
-
     def _key_by_container(self, params: SamplingParams) -> dict[str, NestedKey]:
         """Maps each container to its key, in the order of ``out_keys``."""
-        keys: dict[str, NestedKey] = {}
-        if self.return_text:
-            keys["text"] = self.text_key
-        keys["masks"] = self.masks_key
-        keys["tokens"] = self.tokens_key
-        if self.return_log_probs:
-            keys["log_probs"] = self.log_probs_key
-        if self.return_history:
-            keys["history"] = self.history_key
-        if self.generate and self._wants_info(params):
-            keys["generation_info"] = self.generation_info_key
-        return keys
+        written = (
+            ("text", self.text_key, self.return_text),
+            ("masks", self.masks_key, True),
+            ("tokens", self.tokens_key, True),
+            ("log_probs", self.log_probs_key, self.return_log_probs),
+            ("history", self.history_key, self.return_history),
+            ("generation_info", self.generation_info_key, self._wants_info(params)),
+        )
+        return {name: key for name, key, wanted in written if wanted}
 
     def _wants_info(self, params: SamplingParams) -> bool:
-        return self.return_generation_info or params.top_logprobs > 0
-
-    def _set_sampling(
-        self,
-        generate_kwargs: Mapping[str, Any] | None,
-        num_samples: int | None,
-        inplace: Inplace | None,
-    ) -> None:
-        self.generate_kwargs = self._standardize_generate_kwargs(
-            dict(generate_kwargs or {})
+        return self.generate and (
+            self.return_generation_info or params.top_logprobs > 0
         )
-        self.sampling_params = translate(self.generate_kwargs)
-        n = self.sampling_params.n
-        if num_samples is not None:
-            num_samples = check_count("num_samples", num_samples)
-        inplace = to_python(inplace)
-        if inplace not in (None, "empty") and not isinstance(inplace, bool):
-            raise ConfigurationError(
-                f"inplace must be True, False or 'empty', got {inplace!r}."
-            )
-        if num_samples is not None and n > 1 and n != num_samples:
-            raise ConfigurationError("num_samples differs from generate_kwargs['n'].")
-        if num_samples is None and n > 1:
-            num_samples = n
-        if num_samples is not None and self.generate:
-            if inplace in (True, "empty"):
-                raise ConfigurationError(
-                    "inplace must be False (or None) when generating more than one "
-                    "sample."
-                )
-            inplace = False
-        self.num_samples = num_samples
-        if num_samples is not None:
-            self.sampling_params = replace(self.sampling_params, n=num_samples)
-        self.inplace = True if inplace is None else inplace
-
-    def _set_batching(
-        self,
-        batching: bool | None,
-        min_batch_size: int | None,
-        max_batch_size: int | None,
-        batching_timeout: float,
-    ) -> None:
-        sizes = (min_batch_size, max_batch_size)
-        if batching is not None:
-            batching = check_flag("batching", batching)
-        if batching is False and sizes != (None, None):
-            raise ConfigurationError(
-                "min_batch_size and max_batch_size must be None if batching is False."
-            )
-        if batching and min_batch_size is None:
-            min_batch_size = 1
-        self._min_batch_size = min_batch_size
-        self._max_batch_size = max_batch_size
-        self._batching_timeout = batching_timeout
-        self._batcher = self._make_batcher()
 
     def _make_batcher(self) -> Batcher[SampleRequest, Completion] | None:
         if not self.batching:
@@ -371,30 +313,6 @@ class SGLangWrapper(LLMWrapperBase):
             max_size=self._max_batch_size,
             timeout=self._batching_timeout,
         )
-
-    def _set_tokenizer_kwargs(self, tokenizer_kwargs: Mapping[str, Any] | None) -> None:
-        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
-        fixed = {
-            "return_attention_mask": True,
-            "padding": self.pad_output,
-            "padding_side": "left",
-        }
-        for name, value in fixed.items():
-            if self.tokenizer_kwargs.setdefault(name, value) != value:
-                raise ConfigurationError(
-                    f"tokenizer_kwargs[{name!r}] must be {value!r} here, got "
-                    f"{self.tokenizer_kwargs[name]!r}; outputs are padded with "
-                    f"pad_output=True."
-                )
-
-    def _load_tokenizer(self, tokenizer: Any | str | None) -> None:
-        if isinstance(tokenizer, str):
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        elif tokenizer is None:
-            tokenizer = self.model.get_tokenizer()
-        self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Replaces the tokenizer, which is not modified."""

@@ -1,9 +1,8 @@
-"""What ends a response, where the server's own ways do not: pure.
+"""Stop strings and ``min_new_tokens`` where the server does not implement them. Pure.
 
-A server with a tokenizer matches stop strings on text and keeps a response from ending
-early. One that was started with ``skip_tokenizer_init=True`` refuses to do either, so
-:func:`without_tokenizer` says it in token ids, and :func:`cut` matches on this side
-what token ids cannot say. :func:`cut` also takes a stop string out of a response.
+A server that was started with ``skip_tokenizer_init=True`` supports neither:
+:func:`without_tokenizer` rewrites both as token ids, and :func:`cut` matches the stop
+strings afterwards. :func:`cut` also removes a stop string from a response.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torchrl_sglang.types import Completion
 __all__ = ["Stages", "cut", "truncate", "turn_end_tokens", "without_tokenizer"]
 
 NEVER = -1e9
-"""Bias of a token that shall not come; its probability is 0 in float32."""
+"""Logit bias that makes a token's probability 0 in float32."""
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
@@ -25,37 +24,31 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """How a server without a tokenizer is asked for one response."""
+    """Sampling parameters of one response of a server without a tokenizer."""
 
     first: Mapping[str, Any]
-    """Sampling parameters, under SGLang's names."""
+    """For the first request."""
     rest: Mapping[str, Any] | None = None
-    """Those of the whole response, for what follows a first stage that ends for its
-    length: the stage in which the end-of-sequence tokens must not come."""
+    """For the whole response, to go on from a first request that ends for its length;
+    that one excludes the end-of-sequence tokens up to ``min_new_tokens``."""
 
 
 def without_tokenizer(
     params: Mapping[str, Any], *, tokenizer: Any, eos_token_ids: Sequence[int]
 ) -> Stages:
-    """Returns what to ask of a server that has no tokenizer.
+    """Rewrites sampling parameters for a server that has no tokenizer.
 
-    A stop string that is one token becomes a stop token id; it saves what would be
-    generated behind it. All stop strings must be matched with :func:`cut` afterwards:
-    other tokens can spell the same text.
-
-    Args:
-        params: what to ask of a server that has one.
-        tokenizer: of the model.
-        eos_token_ids: tokens that end a response.
+    A stop string that is one token becomes a stop token id. All stop strings must still
+    be matched with :func:`cut`: other tokens can spell the same text.
     """
     asked = dict(params)
     least = asked.pop("min_new_tokens", 0)
-    # A server adds its own tokenizer's to those of the model's configuration.
+    # A server with a tokenizer also ends responses at the tokenizer's token.
     ends = {*eos_token_ids, tokenizer.eos_token_id, *asked.get("stop_token_ids", ())}
     ends.discard(None)
     stops = as_texts(asked.pop("stop", ()))
     if not asked.get("ignore_eos"):
-        # Beside ignore_eos, SGLang ignores these as well.
+        # With ignore_eos, SGLang ignores stop tokens too.
         asked["stop_token_ids"] = sorted({*ends, *single_tokens(stops, tokenizer)})
     limit = asked.get("max_new_tokens")
     if not least or asked.get("ignore_eos"):
@@ -68,12 +61,12 @@ def without_tokenizer(
 
 
 def as_texts(stop: str | Sequence[str]) -> list[str]:
-    """Returns stop strings as a list, however they are given."""
+    """Returns one or several stop strings as a list."""
     return [stop] if isinstance(stop, str) else list(stop)
 
 
 def single_tokens(texts: Sequence[str], tokenizer: Any) -> list[int]:
-    """Returns the tokens that are the whole of one of the texts."""
+    """Returns the tokens of those texts that are one token."""
     encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     return [ids[0] for ids in encoded if len(ids) == 1]
 
@@ -104,17 +97,10 @@ def turn_end_tokens(
 def cut(
     completion: Completion, stops: Sequence[str], decode: Decode, *, include: bool
 ) -> Completion:
-    """Returns the response up to the first stop string in it.
+    """Truncates a response at its first stop string.
 
-    The response stays a beginning of what was generated, token by token: with the stop
-    string it ends behind the token that completes it, and without it before the first
-    token that holds a part of it.
-
-    Args:
-        completion: the response.
-        stops: texts that end it.
-        decode: of the model's tokenizer.
-        include: whether the stop string stays.
+    With ``include`` it ends after the token that completes the stop string, otherwise
+    before the first token that holds a part of it.
 
     Examples:
         >>> words = ["a", "b", "cd", "e"]
@@ -133,7 +119,7 @@ def cut(
     text = decode(ids[:end])
     position, stop = min((text.find(s), s) for s in stops if s in text)
     if not include:
-        # A character that is not whole yet is written as marks that do not count.
+        # An incomplete character decodes to replacement marks.
         behind = _first(
             end, lambda size: len(decode(ids[:size]).rstrip("\ufffd")) > position
         )
@@ -144,10 +130,7 @@ def cut(
 
 
 def _first(size: int, holds: Callable[[int], bool]) -> int:
-    """Returns the least number in ``[1, size]`` for which something holds.
-
-    What holds for a number must hold for greater ones, and must hold for ``size``.
-    """
+    """Returns the smallest of ``1 ... size`` that a monotone predicate accepts."""
     low, high = 1, size
     while low < high:
         middle = (low + high) // 2
@@ -159,7 +142,7 @@ def _first(size: int, holds: Callable[[int], bool]) -> int:
 
 
 def truncate(completion: Completion, size: int) -> Completion:
-    """Returns the first ``size`` tokens of a response and all that belongs to them."""
+    """Truncates a response to its first ``size`` tokens."""
     return replace(
         completion,
         token_ids=completion.token_ids[:size],

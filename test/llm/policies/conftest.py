@@ -135,7 +135,7 @@ class LLM:
     """vLLM's synchronous engine, answered by Hugging Face.
 
     As vLLM's V1 engine, it leaves out the prompt's log-probabilities that
-    ``vLLMWrapper`` asks for of its own accord when it generates.
+    ``vLLMWrapper`` requests by default when it generates.
     """
 
     def __init__(self, reference: Reference) -> None:

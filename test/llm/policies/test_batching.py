@@ -31,7 +31,7 @@ class Recorder:
 
 
 def submit_all(batcher: Batcher, groups: list[list[int]]) -> list[object]:
-    """Every group from a thread of its own; errors come back as values."""
+    """Submits each group from its own thread; errors are returned as values."""
 
     def call(group):
         try:
@@ -82,7 +82,7 @@ def test_greatest_size_alone():
 
 
 @pytest.mark.parametrize("size", [6, 9, 11])
-def test_the_rest_of_a_call_waits_for_nobody(size):
+def test_the_rest_of_a_call_does_not_wait(size):
     run = Recorder()
     batcher = Batcher(run, min_size=4, max_size=4, timeout=LONG)
     with ThreadPoolExecutor(1) as pool:
@@ -91,7 +91,7 @@ def test_the_rest_of_a_call_waits_for_nobody(size):
     assert [len(batch) for batch in run.batches][:-1] == [4] * (size // 4)
 
 
-def test_the_rest_of_a_call_that_another_took_along_waits_for_nobody():
+def test_the_rest_of_a_call_that_another_ran_does_not_wait():
     run = Recorder()
     batcher = Batcher(run, min_size=4, max_size=4, timeout=LONG)
     with ThreadPoolExecutor(2) as pool:

@@ -95,7 +95,7 @@ def named(tokenizer, name, template):
     [
         ("my/model", UNMARKED, UNMARKED),  # TorchRL would read it as ChatML.
         ("my/model", CHAT_TEMPLATE, CHAT_TEMPLATE),
-        # Where TorchRL has a template of its own, the trainer uses that one.
+        # The trainer uses TorchRL's template for models that it knows.
         ("Qwen/Qwen2.5-0.5B", UNMARKED, _CHAT_TEMPLATES["qwen"]),
         ("tiiuae/falcon-7b", None, _CHAT_TEMPLATES["falcon"]),
     ],

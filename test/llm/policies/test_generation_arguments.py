@@ -139,15 +139,15 @@ def test_min_new_tokens(either_engine, tokenizer, hf_model, score):
 
 
 def test_min_new_tokens_up_to_the_context(either_engine, tokenizer):
-    """No room for more than the least number of tokens."""
-    room = 8
+    """The context has space for the minimum number of tokens only."""
+    space = 8
     limits = either_engine.capabilities
-    length = min(limits.max_prompt, limits.max_context - room)
+    length = min(limits.max_prompt, limits.max_context - space)
     text = Text(prompt=["x" * length], batch_size=1)
     wrapper = wrap(either_engine, min_new_tokens=20, max_new_tokens=40)
     td = wrapper(TensorDict(text=text, batch_size=1))
     (response,) = td.get(("tokens", "response"), as_list=True)
-    assert 0 < len(response) <= room
+    assert 0 < len(response) <= space
     assert td["generation_info"].finish_reason == ["length"]
 
 
@@ -164,7 +164,7 @@ def test_stop_token_ids(either_engine, tokenizer, hf_model):
 
 @pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
 def test_top_log_probs(either_engine, tokenizer, hf_model, pad_output):
-    """``logprobs=N`` names the N likeliest tokens in each place."""
+    """``logprobs=N`` writes the top N tokens at each position."""
     number = 4
     wrapper = SGLangWrapper(
         either_engine,
@@ -219,7 +219,7 @@ def test_special_tokens_in_the_text(either_engine, tokenizer):
 
 
 def test_no_limit(either_engine):
-    """``max_tokens=None`` is vLLM's way to say: what the context has room for."""
+    """``max_tokens=None`` allows what fits into the context, as in vLLM."""
     wrapper = wrap(either_engine, ignore_eos=True)
     limits = either_engine.capabilities
     length = limits.max_prompt - 4
@@ -268,7 +268,7 @@ SAMPLING = {
 
 
 def check_own_log_probs(td, hf_model, number) -> None:
-    """Log-probs of the response, and of the likeliest tokens, are the model's own."""
+    """Log-probs of response and top tokens are the model's own."""
     info = td["generation_info"]
     assert set(info.logprobs_mode) == {"model"}
     for index, (full, found) in enumerate(
