@@ -69,7 +69,7 @@ def check_options(
 
     ``given`` has the options of single transports, ``shared`` those that all have.
     """
-    known = [AUTO, *TRANSPORTS]
+    known = [AUTO, *sorted(TRANSPORTS)]
     if transport not in known:
         raise ConfigurationError(
             f"transport={transport!r} is not one of {', '.join(map(repr, known))}."
