@@ -1,9 +1,7 @@
 """AsyncSGLang: the engine that users hold.
 
-It composes the rooms beside it: servers that it started (``server.py``) or that run
-elsewhere, what they can do (``capabilities.py``), generation (``data_plane.py``) and
-control (``control_plane.py``). The work is asynchronous, on the process's background
-loop; the plain methods wait for it.
+It composes the folders beside it and delegates to them. The work is asynchronous, on
+the background loop of the process; the synchronous methods wait for it.
 """
 
 from __future__ import annotations
@@ -11,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import sys
 import threading
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Callable,
     Iterable,
@@ -22,23 +18,19 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
-from torchrl._utils import logger as torchrl_logger
 from typing_extensions import override
 
 from torchrl_sglang.backends.base import WeightUpdate
-from torchrl_sglang.backends.client import capabilities as capabilities_module
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.client.model_info import (
-    fused_from_config,
-    metadata_from_config,
-)
+from torchrl_sglang.backends.client.model_info import ServedModel
 from torchrl_sglang.backends.client.router import find_workers
+from torchrl_sglang.backends.fleet.discovery import discover
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.poller import ServerPoller
 from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle, format_tags
@@ -57,7 +49,7 @@ from torchrl_sglang.backends.fleet.supervisor import (
 )
 from torchrl_sglang.backends.generation.completions import Generation
 from torchrl_sglang.backends.generation.dispatch import Dispatcher
-from torchrl_sglang.backends.generation.metrics import Counters
+from torchrl_sglang.backends.generation.metrics import Counters, collect_stats
 from torchrl_sglang.backends.generation.openai import post_openai
 from torchrl_sglang.backends.generation.request import (
     Batch,
@@ -83,7 +75,12 @@ from torchrl_sglang.backends.support.checks import (
     check_flag,
     check_seconds,
 )
-from torchrl_sglang.backends.support.event_loop import run_sync, submit
+from torchrl_sglang.backends.support.event_loop import (
+    iterate,
+    iterate_sync,
+    run_sync,
+    submit,
+)
 from torchrl_sglang.backends.support.open_files import limit_in_flight
 from torchrl_sglang.backends.support.urls import (
     address_facing,
@@ -91,11 +88,9 @@ from torchrl_sglang.backends.support.urls import (
     is_this_machine,
     split_credentials,
 )
-from torchrl_sglang.backends.support.versions import version_order
 from torchrl_sglang.backends.torchrl_calls import TorchRLCalls
 from torchrl_sglang.errors import (
     ConfigurationError,
-    ServerError,
     ServerUnavailableError,
     SGLangError,
     WeightSyncStateError,
@@ -109,22 +104,16 @@ from torchrl_sglang.types import (
     ModelMetadata,
     ServerCapabilities,
     ServerPlacement,
-    ServerStats,
 )
 
 __all__ = ["AsyncSGLang"]
 
 MAX_IN_FLIGHT = 2048
-"""Default for the most requests of one engine that are under way at once."""
+"""Default for the most in-flight requests of one engine."""
 
 MAX_ATTEMPTS = RetryPolicy().attempts
-"""Default for how often a request is sent at the most."""
-
 MAX_RESTARTS = 3
-"""Default for how often a server that ended is started again."""
-
-STATS_TIMEOUT_SECONDS = 5.0
-"""Budget for a server to say what it is doing."""
+"""Default for how often a server that ended is restarted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,10 +179,14 @@ class AsyncSGLang(TorchRLCalls):
         self._http = http or HttpClient()
         self._settings = settings or Settings()
         self._closed = False
-        self._tokenizer: Any = None
         self._compose()
 
     def _compose(self) -> None:
+        self._served_model = ServedModel(
+            self._capabilities,
+            self._model,
+            trust_remote_code=self._settings.trust_remote_code,
+        )
         self._counters = Counters()
         self._update_lock = threading.Lock()
         self._control = ControlPlane(self._http, self._fleet, self._capabilities)
@@ -453,61 +446,17 @@ class AsyncSGLang(TorchRLCalls):
         http: HttpClient,
         settings: Settings,
     ) -> Self:
-        async def ask() -> list[ServerCapabilities | BaseException]:
-            try:
-                return await asyncio.gather(
-                    *(
-                        capabilities_module.find_out(
-                            http,
-                            replica.url,
-                            model=model,
-                            trust_remote_code=settings.trust_remote_code,
-                        )
-                        for replica in replicas
-                    ),
-                    return_exceptions=True,
-                )
-            finally:
-                await http.close()
-
-        found: dict[Replica, ServerCapabilities] = {}
-        away: dict[Replica, ServerError] = {}
-        for replica, answer in zip(replicas, run_sync(ask()), strict=True):
-            if isinstance(answer, ServerError) and replica.handle is None:
-                away[replica] = answer
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                found[replica] = answer
-        if not found:
-            raise next(iter(away.values()))
-        (first, known), *others = found.items()
-        for replica, capabilities in others:
-            capabilities_module.check_same(known, first.url, capabilities, replica.url)
-        for replica, error in away.items():
-            torchrl_logger.warning(
-                f"The server at {replica.url} gets no requests until it answers: "
-                f"{error}"
+        fleet, capabilities = run_sync(
+            discover(
+                replicas,
+                http,
+                router=router,
+                start_router=start_router,
+                model=model,
+                trust_remote_code=settings.trust_remote_code,
             )
-            replica.state, replica.reason = "down", str(error)
-        newest = max((c.weight_version for c in found.values()), key=version_order)
-        for replica, capabilities in found.items():
-            replica.start_id = capabilities.start_id
-            replica.version = capabilities.weight_version
-            replica.held_adapters = set(capabilities.adapters)
-            if capabilities.weight_version != newest:
-                replica.state = "stale"
-                replica.reason = (
-                    f"{replica.url} has weights of version "
-                    f"{capabilities.weight_version!r}, and others have {newest!r}."
-                )
-        fleet = Fleet(
-            replicas=replicas,
-            weight_version=newest,
-            router=router,
-            start_router=start_router,
         )
-        return cls(fleet, known, model=model, http=http, settings=settings)
+        return cls(fleet, capabilities, model=model, http=http, settings=settings)
 
     @property
     @override
@@ -529,7 +478,7 @@ class AsyncSGLang(TorchRLCalls):
     @property
     @override
     def model_path(self) -> str:
-        return self._model or self._capabilities.model_path
+        return self._served_model.path
 
     @property
     @override
@@ -671,13 +620,7 @@ class AsyncSGLang(TorchRLCalls):
             [0, 1]
         """
         batch = self._to_batch(prompts, sampling_params, **kwargs)
-        steps = _Steps(self._generation.stream(batch))
-        try:
-            while (item := run_sync(steps.next())) is not None:
-                yield item
-        finally:
-            if not sys.is_finalizing():
-                run_sync(steps.close())
+        yield from iterate_sync(self._generation.stream(batch))
 
     async def agenerate_iter(
         self,
@@ -689,15 +632,9 @@ class AsyncSGLang(TorchRLCalls):
         batch = await asyncio.to_thread(
             self._to_batch, prompts, sampling_params, **kwargs
         )
-        steps = _Steps(self._generation.stream(batch))
-        try:
-            while True:
-                item = await asyncio.wrap_future(submit(steps.next()))
-                if item is None:
-                    return
+        async with aclosing(iterate(self._generation.stream(batch))) as stream:
+            async for item in stream:
                 yield item
-        finally:
-            await asyncio.shield(asyncio.wrap_future(submit(steps.close())))
 
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Ends requests on the servers; each of them becomes GenerationAbortedError.
@@ -895,47 +832,9 @@ class AsyncSGLang(TorchRLCalls):
             ('serving', 0)
         """
         self._check_open()
-        return run_sync(self._stats())
-
-    async def _stats(self) -> EngineStats:
-        fleet, counters = self._fleet, self._counters
-
-        async def one(replica: Replica) -> ServerStats:
-            running = queued = version = None
-            if replica.runs:
-                urls = [replica.url]
-                try:
-                    ((running, queued),) = await self._control.loads(
-                        timeout=STATS_TIMEOUT_SECONDS, urls=urls
-                    )
-                    (version,) = await self._control.weight_versions(
-                        timeout=STATS_TIMEOUT_SECONDS, urls=urls
-                    )
-                except SGLangError as error:
-                    torchrl_logger.debug(f"A server tells nothing: {error}")
-            return ServerStats(
-                url=replica.url,
-                state=replica.status,
-                running=running,
-                queued=queued,
-                weight_version=version,
-                restarts=replica.restarts,
-                reason=replica.reason,
-            )
-
-        servers = await asyncio.gather(*(one(replica) for replica in fleet.replicas))
-        return EngineStats(
-            in_flight=counters.in_flight,
-            queued=self._dispatcher.in_flight.queued,
-            completed=counters.completed,
-            retries=counters.retries,
-            restarts=sum(replica.restarts for replica in fleet.replicas),
-            tokens_per_second=counters.tokens_per_second,
-            prompt_tokens=counters.prompt_tokens,
-            response_tokens=counters.response_tokens,
-            cache_hit_rate=counters.cache_hit_rate,
-            weight_version=fleet.weights.version,
-            servers=tuple(servers),
+        queued = self._dispatcher.in_flight.queued
+        return run_sync(
+            collect_stats(self._fleet, self._control, self._counters, queued)
         )
 
     def start_profile(self, output_dir: str | None = None, **options: Any) -> None:
@@ -974,38 +873,15 @@ class AsyncSGLang(TorchRLCalls):
 
     @override
     def get_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            path = self._model or self._capabilities.tokenizer_path
-            trusted = self._settings.trust_remote_code
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(
-                    path, trust_remote_code=trusted
-                )
-            except Exception as error:
-                advice = capabilities_module.why_untrusted(error, trusted) or (
-                    f"({type(error).__name__}: {error}); pass a tokenizer, or "
-                    f"connect(..., model=...) with a folder that holds it."
-                )
-                raise ConfigurationError(
-                    f"The tokenizer {path!r} cannot be read from here {advice}"
-                ) from error
-        return self._tokenizer
+        return self._served_model.get_tokenizer()
 
     @override
     def get_model_metadata(self) -> ModelMetadata:
-        trusted = self._settings.trust_remote_code
-        config = capabilities_module.load_model_config(self.model_path, trusted)
-        return metadata_from_config(
-            config, self._capabilities.dtype, trust_remote_code=trusted
-        )
+        return self._served_model.get_metadata()
 
     @override
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
-        trusted = self._settings.trust_remote_code
-        config = capabilities_module.load_model_config(self.model_path, trusted)
-        return fused_from_config(config, trust_remote_code=trusted)
+        return self._served_model.get_fused_parameters()
 
     @override
     def get_master_address(self) -> str:
@@ -1108,13 +984,13 @@ class AsyncSGLang(TorchRLCalls):
             "_control",
             "_counters",
             "_generation",
+            "_served_model",
             "_sleep_control",
             "_update_lock",
             "_supervisor",
         ):
             del state[name]
         state["_adapters"] = self._adapters.state()
-        state["_tokenizer"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -1163,22 +1039,3 @@ def _given_once(name: str, value: T | None, alias: str, other: T | None) -> T | 
             f"{alias}={hide_passwords(repr(other))}."
         )
     return other if value is None else value
-
-
-class _Steps(Generic[T]):
-    """An asynchronous generator on the background loop, used from elsewhere.
-
-    A step that was given up is still unwinding when it is closed, so they take turns.
-    """
-
-    def __init__(self, stream: AsyncGenerator[T, None]) -> None:
-        self._stream = stream
-        self._turn = asyncio.Lock()
-
-    async def next(self) -> T | None:
-        async with self._turn:
-            return await anext(self._stream, None)
-
-    async def close(self) -> None:
-        async with self._turn:
-            await self._stream.aclose()

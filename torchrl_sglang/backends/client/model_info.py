@@ -14,26 +14,81 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torchrl_sglang.backends.client.capabilities import (
+    load_model_config,
+    why_untrusted,
+)
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.types import FusedParameter, ModelMetadata, TensorPart
+from torchrl_sglang.types import (
+    FusedParameter,
+    ModelMetadata,
+    ServerCapabilities,
+    TensorPart,
+)
 
-__all__ = ["fused_from_config", "metadata_from_config"]
+__all__ = ["ServedModel", "fused_from_config", "metadata_from_config"]
+
+
+class ServedModel:
+    """Reads the files of the served model on this machine.
+
+    ``path`` is a folder or hub name with them, where the server's own cannot be read.
+    """
+
+    def __init__(
+        self,
+        capabilities: ServerCapabilities,
+        path: str | None,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.path = path or capabilities.model_path
+        self._dtype = capabilities.dtype
+        self._tokenizer_path = path or capabilities.tokenizer_path
+        self._trusted = trust_remote_code
+        self._tokenizer: Any = None
+
+    def get_tokenizer(self) -> Any:
+        """Returns the tokenizer, loaded at the first call."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            path = self._tokenizer_path
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(
+                    path, trust_remote_code=self._trusted
+                )
+            except Exception as error:
+                advice = why_untrusted(error, self._trusted) or (
+                    f"({type(error).__name__}: {error}); pass a tokenizer, or "
+                    f"connect(..., model=...) with a folder that holds it."
+                )
+                raise ConfigurationError(
+                    f"The tokenizer {path!r} cannot be read from here {advice}"
+                ) from error
+        return self._tokenizer
+
+    def get_metadata(self) -> ModelMetadata:
+        """Returns (dtype, shape) of every parameter under its checkpoint's name."""
+        return metadata_from_config(
+            load_model_config(self.path, self._trusted),
+            self._dtype,
+            trust_remote_code=self._trusted,
+        )
+
+    def get_fused_parameters(self) -> dict[str, FusedParameter]:
+        """Returns the parameters that a module and a checkpoint hold differently."""
+        config = load_model_config(self.path, self._trusted)
+        return fused_from_config(config, trust_remote_code=self._trusted)
 
 
 def metadata_from_config(
     config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False
 ) -> ModelMetadata:
-    """Returns the parameters of the model that ``config`` describes.
+    """Returns (dtype, shape) of every parameter of the model that ``config`` describes.
 
-    Tied weights appear once, under the name that Hugging Face saves them with.
-
-    Args:
-        config: a Hugging Face configuration.
-        dtype: type of the served weights; by default the configuration's.
-        trust_remote_code: run code that comes with the model.
-
-    Raises:
-        ConfigurationError: if transformers has no causal language model for it.
+    Tied weights appear once, under the name that Hugging Face saves them with;
+    ``dtype`` is by default the configuration's.
     """
     model = _build(config, trust_remote_code)
     served = dtype or getattr(config, "dtype", None) or torch.float32
@@ -50,15 +105,7 @@ def metadata_from_config(
 def fused_from_config(
     config: Any, *, trust_remote_code: bool = False
 ) -> dict[str, FusedParameter]:
-    """Returns what a module of ``config`` holds under other names than it saves.
-
-    Args:
-        config: a Hugging Face configuration.
-        trust_remote_code: run code that comes with the model.
-
-    Raises:
-        ConfigurationError: if transformers has no causal language model for it.
-    """
+    """Returns the parameters that a module of ``config`` saves under other names."""
     model = _build(config, trust_remote_code)
     shapes = {name: value.shape for name, value in _tensors(model)}
     return {

@@ -1,19 +1,28 @@
-"""Counters of one engine's requests and tokens."""
+"""Counters of one engine's requests and tokens, and its statistics."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_sglang.types import Completion
+from torchrl._utils import logger as torchrl_logger
 
-__all__ = ["Counters"]
+from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.replica import Replica
+from torchrl_sglang.errors import SGLangError
+from torchrl_sglang.types import Completion, EngineStats, ServerStats
+
+__all__ = ["Counters", "collect_stats"]
 
 RATE_SECONDS = 10.0
 """Window of the reported token rate."""
+
+STATS_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(kw_only=True)
@@ -70,3 +79,47 @@ class Counters:
     def cache_hit_rate(self) -> float:
         """Share of the prompt tokens that came from the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+async def collect_stats(
+    fleet: Fleet, control: ControlPlane, counters: Counters, waiting: int
+) -> EngineStats:
+    """Asks the servers what they do, and adds what this engine has done."""
+
+    async def one(replica: Replica) -> ServerStats:
+        running = queued = version = None
+        if replica.runs:
+            urls = [replica.url]
+            try:
+                ((running, queued),) = await control.loads(
+                    timeout=STATS_TIMEOUT_SECONDS, urls=urls
+                )
+                (version,) = await control.weight_versions(
+                    timeout=STATS_TIMEOUT_SECONDS, urls=urls
+                )
+            except SGLangError as error:
+                torchrl_logger.debug(f"No statistics of a server: {error}")
+        return ServerStats(
+            url=replica.url,
+            state=replica.status,
+            running=running,
+            queued=queued,
+            weight_version=version,
+            restarts=replica.restarts,
+            reason=replica.reason,
+        )
+
+    servers = await asyncio.gather(*(one(replica) for replica in fleet.replicas))
+    return EngineStats(
+        in_flight=counters.in_flight,
+        queued=waiting,
+        completed=counters.completed,
+        retries=counters.retries,
+        restarts=sum(replica.restarts for replica in fleet.replicas),
+        tokens_per_second=counters.tokens_per_second,
+        prompt_tokens=counters.prompt_tokens,
+        response_tokens=counters.response_tokens,
+        cache_hit_rate=counters.cache_hit_rate,
+        weight_version=fleet.weights.version,
+        servers=tuple(servers),
+    )

@@ -11,10 +11,17 @@ import concurrent.futures
 import os
 import sys
 import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from typing import Any, Generic, TypeVar
 
-__all__ = ["get_loop", "on_background_loop", "run_sync", "submit"]
+__all__ = [
+    "get_loop",
+    "iterate",
+    "iterate_sync",
+    "on_background_loop",
+    "run_sync",
+    "submit",
+]
 
 T = TypeVar("T")
 
@@ -76,3 +83,43 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     except BaseException:
         future.cancel()
         raise
+
+
+async def iterate(stream: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Yields from a generator of the background loop, on any other event loop."""
+    steps = _Steps(stream)
+    try:
+        while True:
+            item = await asyncio.wrap_future(submit(steps.next()))
+            if item is None:
+                return
+            yield item
+    finally:
+        await asyncio.shield(asyncio.wrap_future(submit(steps.close())))
+
+
+def iterate_sync(stream: AsyncGenerator[T, None]) -> Iterator[T]:
+    """Yields from a generator of the background loop, in any thread."""
+    steps = _Steps(stream)
+    try:
+        while (item := run_sync(steps.next())) is not None:
+            yield item
+    finally:
+        if not sys.is_finalizing():
+            run_sync(steps.close())
+
+
+class _Steps(Generic[T]):
+    """A generator whose abandoned step may still be unwinding when it is closed."""
+
+    def __init__(self, stream: AsyncGenerator[T, None]) -> None:
+        self._stream = stream
+        self._turn = asyncio.Lock()
+
+    async def next(self) -> T | None:
+        async with self._turn:
+            return await anext(self._stream, None)
+
+    async def close(self) -> None:
+        async with self._turn:
+            await self._stream.aclose()
