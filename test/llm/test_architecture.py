@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import subprocess
 import sys
@@ -110,22 +111,21 @@ def test_imports_point_down(path):
         assert FLOOR[other] < FLOOR[own], f"{own} imports {name}"
 
 
-REACHES_ENGINE = ("base", "support", "generation.sampling")
-"""What ``policies``, ``weight_update`` and ``collectors`` may import of the engine: its
-interface, helpers, and the table of sampling parameters."""
+REACHES_ENGINE = ("base.", "support.")
+"""What ``policies``, ``weight_update`` and ``collectors`` may import of the engine."""
 
-ENGINE_FLOOR = {
-    "support": 0,
-    "client": 1,
-    "fleet": 2,
-    "generation": 2,
-    "lora": 2,
-    "launch": 3,
-    "base": 4,
-    "torchrl_calls": 4,
-    "async_sglang": 5,
-}
-"""A folder of ``backends`` imports itself, those on its floor, and what lies below."""
+ENGINE_ORDER = [
+    "support",
+    "client",
+    "fleet",
+    "lora",
+    "generation",
+    "launch",
+    "base",
+    "torchrl_calls",
+    "async_sglang",
+]
+"""Each folder or file of ``backends`` imports itself and those before it."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
@@ -141,13 +141,32 @@ def test_the_engine_is_reached_through_its_base(path):
 )
 def test_imports_within_the_engine_point_down(path):
     own = relative(path).split("/")[1].removesuffix(".py")
-    if own in ("base", "__init__"):  # The interface names types of what lies below.
-        return
     for name, _ in imports(path):
         package, _, inner = name.partition(f"{PACKAGE}.backends.")
         other = inner.partition(".")[0]
         if not package and other:
-            assert ENGINE_FLOOR[other] <= ENGINE_FLOOR[own], f"{own} imports {name}"
+            later = ENGINE_ORDER.index(own) - ENGINE_ORDER.index(other)
+            assert later >= 0, f"{own} imports {name}"
+
+
+def test_no_imports_are_circular():
+    """Imports in functions and for type checking count, too."""
+    modules = {
+        ".".join([PACKAGE, *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(
+            ".__init__"
+        ): path
+        for path in FILES
+    }
+    graph = {
+        module: {
+            name if name in modules else name.rpartition(".")[0]
+            for name, _ in imports(path)
+        }
+        & (modules.keys() - {module})
+        for module, path in modules.items()
+    }
+    # Raises CycleError, which names the modules of a circle.
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(modules)
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

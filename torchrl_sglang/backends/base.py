@@ -30,6 +30,11 @@ from torchrl_sglang.backends.generation.resume import (
     join_completions,
     resume_request,
 )
+from torchrl_sglang.backends.generation.sampling import (
+    SAMPLING_ALIASES,
+    SAMPLING_PARAMETERS,
+    hint,
+)
 from torchrl_sglang.backends.lora.names import check_name, parse_served_name
 from torchrl_sglang.backends.lora.payload import read_folder, why_not
 from torchrl_sglang.backends.support.gpus import visible_devices
@@ -46,6 +51,8 @@ from torchrl_sglang.types import (
 __all__ = [
     "CONTROL_TIMEOUT_SECONDS",
     "MARK",
+    "SAMPLING_ALIASES",
+    "SAMPLING_PARAMETERS",
     "ControlPlane",
     "GenerateRequest",
     "Generates",
@@ -56,6 +63,7 @@ __all__ = [
     "check_logprobs_mode",
     "check_name",
     "connect",
+    "hint",
     "join_completions",
     "parse_served_name",
     "read_folder",

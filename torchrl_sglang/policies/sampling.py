@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchrl_sglang.backends.generation.sampling import (
+from torchrl_sglang.backends.base import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
     hint,

@@ -529,12 +529,11 @@ def test_copies_need_no_network(tiny_model_path, clone):
     with FakeServer(tiny_model_path) as fake:
         engine = AsyncSGLang.connect(fake.url)
         engine.generate(input_ids=[5], sampling_params=FOUR)
-        assert engine.get_tokenizer() is engine.get_tokenizer()
+        tokenizer = engine.get_tokenizer()
+        assert engine.get_tokenizer() is tokenizer
     # Nobody is there any more.
     other = clone(engine)
-    assert other._served_model._tokenizer is None, (
-        "It is large, and read again where it is needed."
-    )
+    assert other._served_model._tokenizer is None, "It is large, and read again."
     assert other.server_url == engine.server_url
     assert other.capabilities == engine.capabilities
     assert "owned=False" in repr(other)
