@@ -1,4 +1,4 @@
-"""Values that cross from one room of the package to another.
+"""Values that cross from one layer of the package to another.
 
 Frozen, keyword-only and free of torch tensors, except for the dtypes and shapes of
 :data:`ModelMetadata`. Nothing here does I/O.
@@ -45,10 +45,10 @@ PauseMode: TypeAlias = Literal["retract", "abort", "in_place", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPart:
-    """What the server's loader takes of a larger tensor, as a view of it."""
+    """A view of a larger tensor, under the name that the server's loader takes."""
 
     name: str
-    """Name that the loader takes it by."""
+    """Name for the loader."""
     shape: torch.Size
     """Its shape."""
     stride: tuple[int, ...]
@@ -59,7 +59,7 @@ class TensorPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedParameter:
-    """A parameter of the module that the server's loader takes in other pieces.
+    """A parameter of the module that the server's loader takes in parts.
 
     For example all experts of a layer, which a checkpoint holds one by one.
     """
@@ -67,7 +67,7 @@ class FusedParameter:
     shape: torch.Size
     """Its shape in the module."""
     parts: tuple[TensorPart, ...]
-    """The pieces; a parameter that only has another name there is one."""
+    """The parts; a parameter that only has another name has one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,37 +95,34 @@ class Completion:
     """Whose log-probabilities ``log_probs`` and ``top_log_probs`` hold; ``None`` where
     neither was asked for."""
     top_token_ids: list[list[int]] | None = None
-    """For each response token, the likeliest tokens in its place, the likeliest first.
+    """The top-k tokens at the position of each response token, most likely first.
     ``None`` if not asked for."""
     top_log_probs: list[list[float]] | None = None
     """Their log-probabilities."""
     prompt_log_probs: list[float] | None = None
-    """Log-probability of each prompt token given those before it; the first one, which
-    has no context, is NaN. ``None`` if not asked for."""
+    """Log-probability of each prompt token given those before it; NaN for the first
+    one. ``None`` if not asked for."""
     finish_reason: FinishReason
     """Why generation ended."""
     matched_stop: int | str | None = None
     """The stop token id or stop string that ended it."""
     cached_tokens: int = 0
-    """Number of prompt tokens whose attention state came from the prefix cache."""
+    """Number of prompt tokens whose KV cache came from the prefix cache."""
     versions: tuple[VersionSpan, ...] = ()
-    """Weight versions of the response tokens, in order, without gaps. Empty where they
-    are unknown: SGLang before 0.5.20 names one version, that of the end, which says
-    nothing of a response during which the weights were updated."""
+    """Weight versions of the response tokens, in order, without gaps. Empty if unknown:
+    SGLang before 0.5.20 names the last version only."""
     weight_version: str | None = None
     """Version of the model's weights when the response ended, as the server says."""
     mixed_state: bool = False
-    """Whether tokens of its later versions rest on a KV cache that older weights
-    computed, as they do with ``pause_mode="in_place"``; ``True``, too, where that
-    cannot be known. The log-probabilities that the server gave for them while it
-    generated are those of no version alone."""
+    """Whether later tokens were computed on a stale KV cache, as with
+    ``pause_mode="in_place"``; ``True``, too, if that is unknown. Their
+    log-probabilities then belong to no single version."""
     text: str | None = None
     """The server's own decoding, where it has a tokenizer."""
     adapter: str | None = None
     """Name of the LoRA adapter that it was computed with, if any."""
     adapter_version: str | None = None
-    """Version of that adapter, where a weight update published it; ``versions`` then
-    says the same."""
+    """Version of that adapter, if a weight update published it; ``versions`` agrees."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,16 +132,16 @@ class Adapter:
     name: str
     """Name that requests select it by."""
     served_as: str
-    """What the servers call it: another name for each time that it is loaded."""
+    """Its name on the servers, another one after each load."""
     version: str | None = None
     """Weight version, where a weight update published it."""
     pinned: bool = False
-    """Whether the servers keep it among those that batches are computed with."""
+    """Whether the servers always keep it ready for batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerCapabilities:
-    """What one server can do, found out when it is connected to."""
+    """What one server can do, detected when an engine connects to it."""
 
     version: str
     """Version of SGLang."""
@@ -189,28 +186,28 @@ class ServerCapabilities:
     adapters: tuple[str, ...] = ()
     """LoRA adapters that it held at the time of connecting, as it calls them."""
     can_sleep: bool = False
-    """The server can give GPU memory back and take it again."""
+    """The server can release GPU memory and allocate it again."""
     keeps_weights: bool = False
-    """Weights whose memory it gave back are there again when it takes that memory."""
+    """Released weights are restored when their memory is allocated again."""
     tells_paused: bool = False
-    """It says whether it is paused, under ``/ready``."""
+    """The server reports under ``/ready`` whether it is paused."""
     start_id: str = ""
-    """Another one after each start of the server; empty where it does not tell."""
+    """Identifies the latest start of the server; empty if unknown."""
     uses_seeds: bool = False
-    """A request's seed decides its tokens; other servers ignore it. Requests without
-    one would all have the same, so the engine gives each its own."""
+    """A request's seed decides its tokens; other servers ignore it. The engine gives
+    each request without a seed its own."""
     streams_deltas: bool = False
-    """Events of a stream hold what is new, and not the response so far."""
+    """Events of a stream hold new tokens only, not the response so far."""
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that do not give them, as the server was started
     with ``preferred_sampling_params``."""
     server_args: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Everything that the server says about its own arguments."""
+    """All arguments of the server, as it reports them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerPlacement:
-    """Where one server of an engine runs, as far as is known."""
+    """Where one server of an engine runs."""
 
     url: str
     """Its address."""
@@ -233,16 +230,15 @@ class ServerStats:
     """Its address."""
     state: str
     """``"serving"``, ``"stale"`` (it waits for the next weight update), ``"down"``,
-    ``"lost"`` (started again too often), or ``"asleep: "`` and what of its memory is
-    released."""
+    ``"lost"`` (restarted too often), or ``"asleep: "`` and the released memory."""
     running: int | None
-    """Requests that it computes, of all users; ``None`` if it does not answer."""
+    """Running requests, of all users; ``None`` if it does not respond."""
     queued: int | None
-    """Requests that wait in it."""
+    """Requests in its queue."""
     weight_version: str | None
     """Version of its weights."""
     restarts: int
-    """How often this engine started it again."""
+    """How often this engine restarted it."""
     reason: str
     """Why it does not serve."""
 
@@ -260,7 +256,7 @@ class EngineStats:
     retries: int
     """Requests that were sent again."""
     restarts: int
-    """Servers that were started again."""
+    """Servers that were restarted."""
     tokens_per_second: float
     """Response tokens of the last ten seconds, over ten seconds."""
     prompt_tokens: int
@@ -268,7 +264,7 @@ class EngineStats:
     response_tokens: int
     """Tokens of completed responses."""
     cache_hit_rate: float
-    """Share of the prompt tokens whose attention state was cached."""
+    """Share of the prompt tokens that came from the prefix cache."""
     weight_version: str
     """Version of the weights that the engine generates with."""
     servers: tuple[ServerStats, ...]

@@ -262,7 +262,7 @@ class AsyncSGLang(TorchRLCalls):
 
         They and everything below them end with :meth:`shutdown`, with the ``with``
         block, with the interpreter, and also when this process is killed. A server that
-        ends by itself is started again; its requests go to the others meanwhile.
+        ends by itself is restarted; its requests go to the others meanwhile.
 
         Args:
             model: path or hub name of the model; ``model_name`` is accepted too.
@@ -276,7 +276,7 @@ class AsyncSGLang(TorchRLCalls):
                 because a trainer takes the first.
             python: interpreter that has sglang installed; see
                 :func:`~torchrl_sglang.make_sglang_server` for the default.
-            start_timeout: budget for the start of each server, in seconds.
+            start_timeout: for the start of each server, in seconds.
             timeout: the same, under the name of TorchRL's own class.
             parallel_start: start all servers at once (``True``), one after the other
                 (``False``) or as many at a time as there are cores for
@@ -287,20 +287,20 @@ class AsyncSGLang(TorchRLCalls):
                 that this process chooses.
             router_args: further arguments of sglang-router, under its own names.
             api_key: key that the servers shall ask for.
-            max_in_flight: most requests under way at once. There are fewer where this
-                process may not have so many files open (``ulimit -Hn``).
-            max_attempts: how often a request is sent at the most, where connections
-                break or servers answer 5xx.
-            max_restarts: how often each server is started again.
-            progress_timeout: when no request has ended for so long, in seconds, and
-                some are under way, every server is asked for a token; one that gives
-                none is started again, unless it says that it is paused, as other
-                engine objects do for their weight updates.
+            max_in_flight: most in-flight requests, less where this process may not have
+                so many files open (``ulimit -Hn``).
+            max_attempts: how often a request is sent, where connections break or
+                servers answer 5xx.
+            max_restarts: how often each server is restarted.
+            progress_timeout: when no in-flight request has ended for so long, in
+                seconds, every server is asked for a token; one that gives none is
+                restarted, unless it reports that it is paused, for the weight update of
+                another engine object.
             **server_args: arguments of SGLang's server, under its own names or vLLM's.
 
         Raises:
             ConfigurationError: if an argument is wrong or no engine is installed.
-            ServerStartError: if a server ends or is not ready within the budget; the
+            ServerStartError: if a server ends or is not ready in time; the
                 message carries the end of its log. The others have been stopped.
         """
         settings = Settings(
@@ -363,9 +363,9 @@ class AsyncSGLang(TorchRLCalls):
     ) -> Self:
         """Uses servers that run elsewhere, without owning them.
 
-        It follows their state: one that is away, is started again by its owner or has
-        older weights than the others gets no requests until it has what they have. Of
-        several servers, one must answer now.
+        It follows their state: a server that is down, was restarted by its owner or has
+        stale weights gets no requests until it has the current ones. Of several
+        servers, one must respond now.
 
         Args:
             url: address of one server, like ``"http://127.0.0.1:30000"``. Of an address
@@ -379,10 +379,10 @@ class AsyncSGLang(TorchRLCalls):
             model: folder or hub name with the served model's configuration and
                 tokenizer, where the path that the server reports cannot be read here.
             api_key: key that the servers ask for.
-            max_in_flight: most requests under way at once. There are fewer where this
-                process may not have so many files open (``ulimit -Hn``).
-            max_attempts: how often a request is sent at the most, where connections
-                break or servers answer 5xx.
+            max_in_flight: most in-flight requests, less where this process may not have
+                so many files open (``ulimit -Hn``).
+            max_attempts: how often a request is sent, where connections break or
+                servers answer 5xx.
             trust_remote_code: run code that comes with the served model to read its
                 configuration, tokenizer and parameters here, whatever the servers do.
 
@@ -605,7 +605,7 @@ class AsyncSGLang(TorchRLCalls):
     ) -> Iterator[tuple[int, Completion | SGLangError]]:
         """Takes what :meth:`generate` takes and yields each response as it finishes.
 
-        Closing the iterator aborts what is still under way.
+        Closing the iterator aborts the in-flight requests.
 
         Yields:
             ``(index, completion)``, in the order in which they finish. With
@@ -637,14 +637,14 @@ class AsyncSGLang(TorchRLCalls):
                 yield item
 
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """Ends requests on the servers; each of them becomes GenerationAbortedError.
+        """Aborts requests on the servers; they raise GenerationAbortedError.
 
         Args:
             request_ids: names that were given to :meth:`generate`. By default all
                 requests, also those of other users of the servers.
 
         Returns:
-            How many requests of this engine object were under way.
+            The number of aborted in-flight requests of this engine object.
         """
         self._check_open()
         if isinstance(request_ids, str):
@@ -767,7 +767,7 @@ class AsyncSGLang(TorchRLCalls):
                 ``lora_path`` selects a LoRA adapter by its name, as ``adapter`` does in
                 :meth:`generate`.
             session_id: turns of one session go where their prefix is cached.
-            timeout: budget, in seconds. Defaults to 1800.
+            timeout: in seconds. Defaults to 1800.
 
         Returns:
             The answer, as it came.
@@ -849,7 +849,7 @@ class AsyncSGLang(TorchRLCalls):
         run_sync(self._control.start_profile({**given, **options}))
 
     def stop_profile(self) -> None:
-        """Stops it; the servers write their traces."""
+        """Stops the profiler; the servers write their traces."""
         self._check_open()
         run_sync(self._control.stop_profile())
 
@@ -905,8 +905,8 @@ class AsyncSGLang(TorchRLCalls):
         """Lets one weight update, sleep or wake-up at a time have the servers."""
         if not self._update_lock.acquire(blocking=False):
             raise WeightSyncStateError(
-                f"A weight update, sleep() or wake_up() of {self.server_url} is under "
-                f"way; wait for it to end."
+                f"A weight update, sleep() or wake_up() of {self.server_url} is in "
+                f"progress; wait for it to end."
             )
         try:
             yield

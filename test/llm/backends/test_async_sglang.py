@@ -559,7 +559,7 @@ def test_copies_do_not_own_the_server(engine, score, clone):
 def test_one_weight_update_at_a_time(fake_engine):
     with (
         fake_engine.weight_update(),
-        pytest.raises(WeightSyncStateError, match="under way"),
+        pytest.raises(WeightSyncStateError, match="in progress"),
         fake_engine.weight_update(),
     ):
         pass

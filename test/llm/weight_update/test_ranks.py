@@ -149,7 +149,7 @@ def test_sharded_adapters_are_merged(ranks):
     ("reason", "error", "words"),
     [
         ("mismatch", "WeightMismatchError", "of another shape"),
-        ("locked", "WeightSyncStateError", "under way"),
+        ("locked", "WeightSyncStateError", "in progress"),
         ("different", "WeightTransferError", "send the same model on all ranks"),
         ("half way", "WeightTransferError", "mix of old and new"),
     ],

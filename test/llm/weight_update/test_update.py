@@ -285,7 +285,7 @@ def test_a_group_that_was_destroyed_heals(
 def test_second_updater_is_refused(sender, restored_engine, new_model):
     with (
         restored_engine.weight_update(),
-        pytest.raises(WeightSyncStateError, match="under way"),
+        pytest.raises(WeightSyncStateError, match="in progress"),
     ):
         sender.update_weights(new_model)
     sender.update_weights(new_model)
@@ -296,7 +296,7 @@ def test_recovery_leaves_an_update_alone(sender, restored_engine, new_model):
     transport = sender._transport
     with (
         restored_engine.weight_update(),
-        pytest.raises(WeightSyncStateError, match="under way"),
+        pytest.raises(WeightSyncStateError, match="in progress"),
     ):
         sender.recover()
     assert sender._transport is transport

@@ -1,4 +1,6 @@
-"""Talking to one server: HTTP, control calls, what it can do and what it serves.
+"""Talking to servers: ``http`` carries requests, ``control`` has a method per verb.
 
-A call comes in with a URL and a deadline; JSON, or a typed error, comes back.
+``capabilities`` and ``model_info`` find out what a server can do and what it serves,
+``liveness`` whether it hangs. Requests come in with a URL and a timeout; JSON or a
+typed error comes out. Imports ``support`` only.
 """

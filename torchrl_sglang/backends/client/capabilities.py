@@ -1,8 +1,7 @@
-"""What one server can do: from its own answers to :class:`ServerCapabilities`.
+"""Detects what a server can do, from its routes and answers.
 
-This is the only file that knows how SGLang's versions differ. It asks for routes and
-values, never for version numbers, so a new release needs no change as long as it keeps
-the routes.
+This is the only file that knows how SGLang's versions differ. It never reads version
+numbers, so a new release needs no change as long as it keeps the routes.
 """
 
 from __future__ import annotations
@@ -27,23 +26,21 @@ from torchrl_sglang.types import ServerCapabilities
 __all__ = ["find_out", "interpret", "load_model_config"]
 
 CONNECT_BUDGET_SECONDS = 30.0
-"""Budget for each question to a server."""
 
 _SECRET = ("api_key", "password", "launch_command", "internal_states")
-"""A server tells its keys to whoever knows one of them; these ends of names do so."""
+"""Suffixes of arguments that are not kept: a server reveals its keys."""
 
 _LORA_TENSORS = "/load_lora_adapter_from_tensors"
-"""Takes an adapter's tensors."""
 
 _LORA_FIELDS = ("serialized_named_tensors", "serialized_tensors")
-"""Where they are in it, newest first: a list with one copy for each tensor-parallel
-rank, or one text."""
+"""Its field for the tensors, newest first: one copy per tensor-parallel rank, or one
+text."""
 
 _INFO_ROUTES = ("/server_info", "/get_server_info")
-"""Where a server's arguments and the state of its scheduler are, newest first."""
+"""Routes of a server's arguments and its scheduler's state, newest first."""
 
 _LOAD_ROUTES = ("/v1/loads", "/get_load")
-"""Where the number of running requests is, newest first."""
+"""Routes of the number of running requests, newest first."""
 
 
 _SAME = (
@@ -65,29 +62,25 @@ _SAME = (
     "streams_deltas",
     "default_sampling_params",
 )
-"""What servers of one engine have in common."""
+"""Capabilities that all servers of an engine must share."""
 
 
 _TO_SLEEP: Mapping[str, tuple[Any, ...]] = {
     "enable_memory_saver": (True,),
     # Weights that servers share through a daemon.
     "weight_cache_mode": ("off", None),
-    # Copies of caches that are under way are not seen from outside.
+    # In-flight copies of caches are not visible from outside.
     "enable_hierarchical_cache": (False, None),
     "disaggregation_mode": ("null", None),
 }
-"""What a server's arguments must be for it to give memory back. Without the first it
-says that it did; with others than these it can end."""
+"""Argument values with which a server can release memory. Without the first it only
+says that it did; with other values it can end."""
 
 
-def what_keeps_awake(
+def sleep_obstacles(
     server_args: Mapping[str, Any],
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the arguments that keep a server from giving memory back. Pure.
-
-    Yields:
-        Name, value, and the value that it would have to have.
-    """
+    """Yields (name, value, required value) of arguments that prevent sleeping."""
     for name, allowed in _TO_SLEEP.items():
         value = server_args.get(name)
         if value not in allowed:
@@ -101,19 +94,10 @@ async def find_out(
     model: str | None = None,
     trust_remote_code: bool = False,
 ) -> ServerCapabilities:
-    """Asks the server at ``url`` what it is.
+    """Asks the server at ``url`` what it can do.
 
-    Args:
-        http: connections.
-        url: address of the server.
-        model: folder or hub name with the served model's ``config.json``, where the
-            path that the server reports cannot be read here.
-        trust_remote_code: run code that comes with the model to read it.
-
-    Raises:
-        ServerUnavailableError: if nothing there answers like an SGLang server.
-        ConfigurationError: if the model's configuration cannot be read, or the server
-            asks for another key.
+    ``model`` is a folder or hub name with the served model's ``config.json``, where the
+    path that the server reports cannot be read here.
     """
 
     async def ask(path: str) -> dict[str, Any]:
@@ -140,10 +124,10 @@ async def find_out(
     model_info = await ask(_first(routes, ("/model_info", "/get_model_info"), url))
     models = await ask("/v1/models")
     try:
-        # Weights may have come from a folder that is gone later; see snapshots.py.
+        # The folder of a disk update may be gone; its mark names the original model.
         served = original_model(str(model_info["model_path"]))
         started = str(server_info.get("model_path") or served)
-        # Other requests go on meanwhile: a model's files can be far away.
+        # In a thread: a model's files can be on slow storage.
         served, vocab_size, eos_token_ids = await asyncio.to_thread(
             _read_model, model, served, started, trust_remote_code
         )
@@ -159,7 +143,7 @@ async def find_out(
         )
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ServerUnavailableError(
-            f"What {url} says about itself is not understood ({error!r}); is it an "
+            f"The answers of {url} are not understood ({error!r}); is it an "
             f"SGLang server that this package supports?"
         ) from error
 
@@ -167,14 +151,7 @@ async def find_out(
 def _read_model(
     model: str | None, served: str, started: str, trust_remote_code: bool
 ) -> tuple[str, int, tuple[int, ...]]:
-    """Returns what is served, its vocabulary's size and the tokens that end a response.
-
-    Args:
-        model: where the user wants its files to be read.
-        served: what the server says that it serves.
-        started: what it was started with, to read instead where that is gone.
-        trust_remote_code: run code that comes with the model.
-    """
+    """Returns the readable model path, its vocabulary size and its end tokens."""
     try:
         config = load_model_config(model or served, trust_remote_code)
     except ConfigurationError:
@@ -197,12 +174,7 @@ async def _ask_routes(ask: Any, url: str) -> dict[str, Any]:
 
 
 def fields_of(described: Mapping[str, Any], path: str) -> set[str]:
-    """Returns the names of the fields that a route takes, from an OpenAPI description.
-
-    Args:
-        described: what the server answers to ``/openapi.json``.
-        path: the route; one that it does not have takes none.
-    """
+    """Returns the fields that a route takes, from an OpenAPI description."""
     try:
         content = described["paths"][path]["post"]["requestBody"]["content"]
         schema: Any = content["application/json"]["schema"]
@@ -241,9 +213,6 @@ def start_id(server_info: Mapping[str, Any]) -> str:
     That is how long the phases of its start took, to the nanosecond, and the seed that
     it has drawn, where it was given none.
 
-    Args:
-        server_info: the server's answer to ``/server_info``.
-
     Examples:
         >>> start_id({"random_seed": 7, "startup_time": {"e2e": 1.25}})
         '[7,{"e2e":1.25}]'
@@ -258,11 +227,7 @@ def start_id(server_info: Mapping[str, Any]) -> str:
 def check_same(
     first: ServerCapabilities, first_url: str, other: ServerCapabilities, other_url: str
 ) -> None:
-    """Checks that two servers can stand in for one another.
-
-    Raises:
-        ConfigurationError: if they differ in what requests and weights depend on.
-    """
+    """Raises unless two servers are alike enough for one engine."""
     for name in _SAME:
         one, two = getattr(first, name), getattr(other, name)
         if one != two:
@@ -276,15 +241,7 @@ _IMPORTING = threading.Lock()
 
 
 def load_model_config(model: str, trust_remote_code: bool = False) -> Any:
-    """Returns the Hugging Face configuration of a folder or a hub name.
-
-    Args:
-        model: the folder or the name.
-        trust_remote_code: run code that comes with it.
-
-    Raises:
-        ConfigurationError: if it cannot be read from here.
-    """
+    """Returns the Hugging Face configuration of a folder or a hub name."""
     # Each server's model is looked at in a thread of its own, and the modules that
     # transformers loads lazily fail in one thread while another one loads them.
     with _IMPORTING:
@@ -304,12 +261,7 @@ def load_model_config(model: str, trust_remote_code: bool = False) -> Any:
 
 
 def why_untrusted(error: Exception, trust_remote_code: bool) -> str | None:
-    """Returns the end of the message for a model whose code is not trusted here.
-
-    Args:
-        error: what reading the model raised.
-        trust_remote_code: whether its code was to be run.
-    """
+    """Returns the end of the message for a model whose code is not trusted here."""
     if trust_remote_code or "trust_remote_code" not in str(error):
         return None
     return (
@@ -323,10 +275,6 @@ def find_eos_token_ids(config: Any, model: str) -> tuple[int, ...]:
 
     Like the server, it takes those of ``config.json`` and those of
     ``generation_config.json``, where there is one.
-
-    Args:
-        config: the model's configuration.
-        model: folder or hub name that it came from.
     """
     from transformers import GenerationConfig
 
@@ -351,18 +299,7 @@ def interpret(
     eos_token_ids: tuple[int, ...] = (),
     lora_fields: Set[str] = frozenset(),
 ) -> ServerCapabilities:
-    """Returns the capabilities that these answers of a server mean. Pure.
-
-    Args:
-        url: address of the server, for messages.
-        routes: the paths that it serves.
-        server_info: its answer to ``/server_info``.
-        model_info: its answer to ``/model_info``.
-        models: its answer to ``/v1/models``.
-        vocab_size: size of the embedding, from the model's configuration.
-        eos_token_ids: tokens that end a response, from the same.
-        lora_fields: fields that the route for adapters in memory takes.
-    """
+    """Derives the capabilities from the answers of a server. Pure."""
     if not model_info.get("is_generation", True):
         raise UnsupportedByServerError(
             f"The server at {url} serves {model_info.get('model_path')!r}, which does "
@@ -396,7 +333,7 @@ def interpret(
             (name for name in _LORA_FIELDS if name in lora_fields), None
         ),
         adapters=adapters_in(models),
-        can_sleep=not any(what_keeps_awake(server_info)),
+        can_sleep=not any(sleep_obstacles(server_info)),
         keeps_weights=bool(server_info.get("enable_weights_cpu_backup")),
         tells_paused="/ready" in routes,
         start_id=start_id(server_info),

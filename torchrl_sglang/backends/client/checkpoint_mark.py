@@ -17,12 +17,7 @@ MARK = ".torchrl_sglang"
 
 
 def write_mark(folder: Path, model: str) -> None:
-    """Marks a folder.
-
-    Args:
-        folder: the checkpoint.
-        model: folder or hub name that the servers were started with.
-    """
+    """Marks a folder."""
     (folder / MARK).write_text(json.dumps({"model": model}))
 
 

@@ -1,7 +1,7 @@
-"""Control calls: to every server directly, never through a router.
+"""Control calls: one method per verb of SGLang, sent to every server directly.
 
-One method for each verb that SGLang has. A call succeeds only if every server says so;
-otherwise the error tells which one failed and how.
+A call succeeds only if every server accepts it; otherwise the error names the server
+that failed. The router is never asked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torchrl_sglang.backends.client.capabilities import adapters_in, start_id
-from torchrl_sglang.backends.client.http import HttpClient
+from torchrl_sglang.backends.client.http import HttpClient, Method
 from torchrl_sglang.errors import (
     RequestRefusedError,
     ServerUnavailableError,
@@ -24,11 +24,16 @@ from torchrl_sglang.types import PauseMode, ServerCapabilities
 __all__ = ["ControlPlane"]
 
 CONTROL_TIMEOUT_SECONDS = 60.0
-"""Default budget for one control call."""
+"""Default timeout of one control call."""
+
+QUERY_TIMEOUT_SECONDS = 10.0
+
+Errors = dict[str, SGLangError | None]
+"""Each server's error, or ``None`` where the call succeeded."""
 
 
 class Servers(Protocol):
-    """Which servers there are."""
+    """The servers that control calls go to."""
 
     @property
     def urls(self) -> Sequence[str]:
@@ -40,23 +45,21 @@ class Servers(Protocol):
 
     @property
     def asleep(self) -> Collection[str]:
-        """What of the servers' memory is released; nothing may be computed then."""
+        """Tags of the released memory; nothing may be computed while there are any."""
 
 
 @dataclass
 class Pausing:
-    """Whether generation is paused, as far as this engine object knows."""
+    """Whether this engine object paused generation."""
 
     paused: bool = False
 
 
 class ControlPlane:
-    """Sends control calls to a set of servers. Used from the background loop only.
+    """Control calls to a set of servers with equal capabilities.
 
-    Args:
-        http: connections.
-        servers: which servers there are.
-        capabilities: what they can do; the same for all of them.
+    To be awaited on the background loop. Every method takes a timeout in seconds;
+    ``urls`` restricts a call to some of the servers.
     """
 
     def __init__(
@@ -77,183 +80,197 @@ class ControlPlane:
         """Grows whenever a server joins; a process group holds for one value."""
         return self._servers.membership_epoch
 
+    async def _one(
+        self, method: Method, url: str, payload: Any, timeout: float
+    ) -> Any | SGLangError:
+        """Returns the content of a server's response, or its error."""
+        try:
+            response = await self._http.request(method, url, payload, timeout=timeout)
+            body = response.raise_for_status().body
+            if not body.lstrip().startswith((b"{", b"[")):
+                return None
+            content = response.json()
+        except SGLangError as error:
+            return error
+        # Older versions answer 200 and say in the body that they failed.
+        if isinstance(content, dict) and content.get("success") is False:
+            return RequestRefusedError(
+                f"{url} refused: {content.get('message', content)}"
+            )
+        return content
+
+    async def _each(
+        self,
+        method: Method,
+        path: str,
+        payload: Any,
+        timeout: float,
+        urls: Sequence[str] | None,
+    ) -> dict[str, Any | SGLangError]:
+        """Returns each server's response, or its error."""
+        targets = self.urls if urls is None else urls
+        outcomes = await asyncio.gather(
+            *(self._one(method, url + path, payload, timeout) for url in targets)
+        )
+        return dict(zip(targets, outcomes, strict=True))
+
     async def _all(
         self,
-        method: Literal["GET", "POST"],
+        method: Method,
         path: str,
         payload: Any = None,
         *,
         timeout: float,
         urls: Sequence[str] | None = None,
     ) -> list[Any]:
-        async def one(url: str) -> Any:
-            answer = await self._http.request(
-                method, url + path, payload, timeout=timeout
-            )
-            body = answer.raise_for_status().body
-            if not body.lstrip().startswith((b"{", b"[")):
-                return None
-            content = answer.json()
-            # Older versions answer 200 and say in the body that they failed.
-            if isinstance(content, dict) and content.get("success") is False:
-                raise RequestRefusedError(
-                    f"{url}{path} refused: {content.get('message', content)}"
-                )
-            return content
-
-        targets = self.urls if urls is None else urls
-        if not targets:
-            raise ServerUnavailableError(
-                f"No server of the engine runs, so {path} went to none."
-            )
-        outcomes = await asyncio.gather(
-            *(one(url) for url in targets), return_exceptions=True
+        """Returns the servers' responses; raises the worst error if one failed."""
+        outcomes = list(
+            (await self._each(method, path, payload, timeout, urls)).values()
         )
-        failures = [each for each in outcomes if isinstance(each, BaseException)]
+        if not outcomes:
+            raise ServerUnavailableError(
+                f"No server of the engine runs, so {path} was not sent."
+            )
+        failures = [error for error in outcomes if isinstance(error, SGLangError)]
         if failures:
-            # A refusal says that nothing was done; it must not hide a failure after
-            # which that is not known.
-            failures.sort(key=lambda each: isinstance(each, RequestRefusedError))
-            failure = failures[0]
-            if isinstance(failure, SGLangError):
-                partly = len(failures) < len(outcomes)
-                raise failure.replace(partly=partly) from failure.__cause__
-            raise failure
+            # A refusal changed nothing on its server, so any other failure is worse.
+            failures.sort(key=lambda error: isinstance(error, RequestRefusedError))
+            partly = len(failures) < len(outcomes)
+            raise failures[0].replace(partly=partly) from failures[0].__cause__
         return outcomes
 
-    async def healthy(self, *, timeout: float = 10.0) -> bool:
-        """Returns whether every server answers; never raises for one that does not."""
+    async def _post(
+        self,
+        path: str,
+        payload: Any,
+        timeout: float,
+        urls: Sequence[str] | None = None,
+    ) -> list[Any]:
+        return await self._all("POST", path, payload, timeout=timeout, urls=urls)
+
+    async def _get(
+        self, path: str, timeout: float, urls: Sequence[str] | None = None
+    ) -> list[Any]:
+        return await self._all("GET", path, timeout=timeout, urls=urls)
+
+    async def _post_to_each(
+        self, path: str, payload: Any, timeout: float, urls: Sequence[str] | None
+    ) -> Errors:
+        outcomes = await self._each("POST", path, payload, timeout, urls)
+        return {
+            url: outcome if isinstance(outcome, SGLangError) else None
+            for url, outcome in outcomes.items()
+        }
+
+    async def healthy(self, *, timeout: float = QUERY_TIMEOUT_SECONDS) -> bool:
+        """Returns whether every server responds; does not raise."""
         try:
-            await self._all("GET", "/health", timeout=timeout)
+            await self._get("/health", timeout)
         except SGLangError:
             return False
         return True
 
     async def weight_versions(
-        self, *, timeout: float = 10.0, urls: Sequence[str] | None = None
+        self,
+        *,
+        timeout: float = QUERY_TIMEOUT_SECONDS,
+        urls: Sequence[str] | None = None,
     ) -> list[str]:
         """Returns the weight version that each server reports."""
-        answers = await self._all("GET", "/model_info", timeout=timeout, urls=urls)
+        answers = await self._get("/model_info", timeout, urls)
         return [str(answer.get("weight_version") or "default") for answer in answers]
 
-    async def start_id(self, url: str, *, timeout: float = 10.0) -> str:
-        """Returns which start of a server this is; empty where it does not tell."""
-        (answer,) = await self._all(
-            "GET", self.capabilities.info_route, timeout=timeout, urls=[url]
-        )
+    async def start_id(
+        self, url: str, *, timeout: float = QUERY_TIMEOUT_SECONDS
+    ) -> str:
+        """Returns an identifier of a server's latest start; may be empty."""
+        (answer,) = await self._get(self.capabilities.info_route, timeout, [url])
         return start_id(answer)
 
-    async def schedulers_answer(
-        self, *, timeout: float
-    ) -> dict[str, SGLangError | None]:
-        """Has every scheduler do something cheap; returns each one's error, or None.
+    async def schedulers_answer(self, *, timeout: float) -> Errors:
+        """Checks that every scheduler works, by a cheap task.
 
-        Other questions are answered by a process in front of it, which is well when
-        the scheduler hangs. A refusal is an answer.
+        Most other questions are answered by a process in front of it, even while the
+        scheduler hangs. A refusal is an answer.
         """
-        outcomes = await self._each("/flush_cache", None, timeout, None)
+        errors = await self._post_to_each("/flush_cache", None, timeout, None)
         return {
             url: None if isinstance(error, RequestRefusedError) else error
-            for url, error in outcomes.items()
+            for url, error in errors.items()
         }
 
-    async def running_requests(self, *, timeout: float = 10.0) -> int:
-        """Returns how many requests are being computed on all servers together."""
+    async def running_requests(self, *, timeout: float = QUERY_TIMEOUT_SECONDS) -> int:
+        """Returns how many requests run on all servers together."""
         return sum(running for running, _ in await self.loads(timeout=timeout))
 
     async def loads(
-        self, *, timeout: float = 10.0, urls: Sequence[str] | None = None
+        self,
+        *,
+        timeout: float = QUERY_TIMEOUT_SECONDS,
+        urls: Sequence[str] | None = None,
     ) -> list[tuple[int, int]]:
-        """Returns how many requests each server computes and has waiting."""
-        answers = await self._all(
-            "GET", self.capabilities.load_route, timeout=timeout, urls=urls
-        )
+        """Returns the numbers of running and of queued requests of each server."""
+        answers = await self._get(self.capabilities.load_route, timeout, urls)
         return [_load(answer) for answer in answers]
 
-    async def cache_usages(self, *, timeout: float = 10.0) -> list[float]:
-        """Returns how much of each server's KV cache is in use, from 0 to 1.
-
-        Raises:
-            UnsupportedByServerError: if a server does not tell.
-        """
-        answers = await self._all("GET", self.capabilities.load_route, timeout=timeout)
+    async def cache_usages(
+        self, *, timeout: float = QUERY_TIMEOUT_SECONDS
+    ) -> list[float]:
+        """Returns how much of each server's KV cache is in use, from 0 to 1."""
+        answers = await self._get(self.capabilities.load_route, timeout)
         return [_cache_usage(answer) for answer in answers]
 
     async def start_profile(
         self, options: Mapping[str, Any], *, timeout: float = CONTROL_TIMEOUT_SECONDS
     ) -> None:
-        """Starts PyTorch's profiler in every server.
-
-        Args:
-            options: for SGLang's ``/start_profile``, such as ``output_dir`` and
-                ``num_steps``.
-            timeout: budget, in seconds.
-        """
-        await self._all("POST", "/start_profile", dict(options), timeout=timeout)
+        """Starts PyTorch's profiler in every server."""
+        await self._post("/start_profile", dict(options), timeout)
 
     async def stop_profile(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
-        """Stops it; the servers write their traces."""
-        await self._all("POST", "/stop_profile", {}, timeout=timeout)
+        """Stops the profiler; the servers write their traces."""
+        await self._post("/stop_profile", {}, timeout)
 
     async def pause(
         self, mode: PauseMode, *, timeout: float = CONTROL_TIMEOUT_SECONDS
     ) -> None:
-        """Stops generation.
+        """Pauses generation.
 
-        A scheduler takes control calls in the order in which they come, between two
-        steps, so every later call finds no step running. How many requests run must
-        not be asked meanwhile: some versions answer with the last value before the
-        pause until generation goes on.
+        A scheduler handles control calls in order, between two steps, so no step runs
+        during a later call. Do not ask for loads meanwhile: some versions answer with
+        the last value before the pause.
         """
         self.pausing.paused = True
-        await self._all("POST", "/pause_generation", {"mode": mode}, timeout=timeout)
+        await self._post("/pause_generation", {"mode": mode}, timeout)
 
     async def abort_all(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
-        """Ends every request, of all users; later calls find none of them."""
-        await self._all("POST", "/abort_request", {"abort_all": True}, timeout=timeout)
+        """Aborts every request, of all users."""
+        await self._post("/abort_request", {"abort_all": True}, timeout)
 
     async def resume(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
-        """Lets generation go on; if memory is released, waking it up will do so."""
+        """Resumes generation, unless servers are asleep: waking them up does so."""
         if self._servers.asleep:
             return
-        await self._all("POST", "/continue_generation", {}, timeout=timeout)
+        await self._post("/continue_generation", {}, timeout)
         self.pausing.paused = False
 
     async def release_memory_occupation(
         self, tags: Collection[str], *, urls: Sequence[str], timeout: float
     ) -> None:
-        """Has servers give memory back to the device.
-
-        A server must be idle and paused, and must hold this memory: it does not survive
-        the call otherwise.
-        """
-        await self._all(
-            "POST",
-            "/release_memory_occupation",
-            {"tags": sorted(tags)},
-            timeout=timeout,
-            urls=urls,
-        )
+        """Releases GPU memory; kills a server that is not idle, paused and awake."""
+        payload = {"tags": sorted(tags)}
+        await self._post("/release_memory_occupation", payload, timeout, urls)
 
     async def resume_memory_occupation(
         self, tags: Collection[str], *, urls: Sequence[str], timeout: float
     ) -> None:
-        """Has servers take memory that they gave back, which holds nothing then.
-
-        A server does not survive the call where it did not give this memory back.
-        """
-        await self._all(
-            "POST",
-            "/resume_memory_occupation",
-            {"tags": sorted(tags)},
-            timeout=timeout,
-            urls=urls,
-        )
+        """Allocates released memory again; kills a server that did not release it."""
+        payload = {"tags": sorted(tags)}
+        await self._post("/resume_memory_occupation", payload, timeout, urls)
 
     async def flush_cache(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
-        """Empties the prefix caches; returns False if a server is too busy to do so."""
+        """Empties the prefix caches; returns False if a server is too busy to."""
         try:
-            await self._all("POST", "/flush_cache", timeout=timeout)
+            await self._post("/flush_cache", None, timeout)
         except RequestRefusedError:
             return False
         return True
@@ -268,41 +285,37 @@ class ControlPlane:
         backend: str,
         timeout: float,
     ) -> None:
-        """Has every server join a process group; ranks follow the order of servers.
+        """Has every server join a process group whose rank 0 is the sender.
 
-        Rank 0 is the sender. Server ``i`` has ranks ``1 + i * tp_size`` and on.
+        Server ``i`` has ranks ``1 + i * tp_size * pp_size`` and on. Raises as soon as
+        one server fails, as the others wait for it.
         """
         ranks = self.capabilities.tp_size * self.capabilities.pp_size
-
-        async def one(index: int, url: str) -> None:
-            payload = {
-                "master_address": master_address,
-                "master_port": master_port,
-                "rank_offset": 1 + index * ranks,
-                "world_size": world_size,
-                "group_name": group_name,
-                "backend": backend,
-            }
-            await self._all(
-                "POST",
-                "/init_weights_update_group",
-                payload,
-                timeout=timeout,
-                urls=[url],
+        payload = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await asyncio.gather(
+            *(
+                self._post(
+                    "/init_weights_update_group",
+                    {**payload, "rank_offset": 1 + index * ranks},
+                    timeout,
+                    [url],
+                )
+                for index, url in enumerate(self.urls)
             )
-
-        await asyncio.gather(*(one(i, url) for i, url in enumerate(self.urls)))
+        )
 
     async def destroy_weights_update_group(
         self, group_name: str, *, timeout: float = CONTROL_TIMEOUT_SECONDS
     ) -> None:
         """Has every server leave a process group."""
-        await self._all(
-            "POST",
-            "/destroy_weights_update_group",
-            {"group_name": group_name},
-            timeout=timeout,
-        )
+        payload = {"group_name": group_name}
+        await self._post("/destroy_weights_update_group", payload, timeout)
 
     async def begin_weight_update(
         self,
@@ -310,19 +323,17 @@ class ControlPlane:
         timeout: float = CONTROL_TIMEOUT_SECONDS,
         urls: Sequence[str] | None = None,
     ) -> None:
-        """Opens an update session, where the servers have such sessions."""
+        """Opens an update session, on servers that have such sessions."""
         if self.capabilities.needs_update_session:
-            await self._all(
-                "POST", "/begin_weight_update", {}, timeout=timeout, urls=urls
-            )
+            await self._post("/begin_weight_update", {}, timeout, urls)
 
     async def begin_weight_update_on_each(
         self, urls: Sequence[str], *, timeout: float = CONTROL_TIMEOUT_SECONDS
-    ) -> dict[str, SGLangError | None]:
-        """Opens update sessions; returns each server's error, or None."""
+    ) -> Errors:
+        """Opens update sessions; returns each server's error."""
         if not self.capabilities.needs_update_session:
             return {}
-        return await self._each("/begin_weight_update", {}, timeout, urls)
+        return await self._post_to_each("/begin_weight_update", {}, timeout, urls)
 
     async def end_weight_update(
         self,
@@ -330,11 +341,9 @@ class ControlPlane:
         timeout: float = CONTROL_TIMEOUT_SECONDS,
         urls: Sequence[str] | None = None,
     ) -> None:
-        """Closes the update session, where the servers have such sessions."""
+        """Closes the update session, on servers that have such sessions."""
         if self.capabilities.needs_update_session:
-            await self._all(
-                "POST", "/end_weight_update", {}, timeout=timeout, urls=urls
-            )
+            await self._post("/end_weight_update", {}, timeout, urls)
 
     async def update_weights_from_distributed(
         self,
@@ -352,33 +361,24 @@ class ControlPlane:
 
         Args:
             names: parameters, in the order in which they lie in the bucket.
-            dtypes: their types, like ``"bfloat16"``.
-            shapes: their shapes.
+            dtypes: like ``"bfloat16"``.
+            shapes: likewise.
             group_name: a group that the servers have joined.
-            load_format: ``"flattened_bucket"`` for one broadcast of them all, ``None``
-                for one of each.
-            weight_version: version to report from now on; given with the last bucket.
-            timeout: budget, in seconds.
-            urls: the servers; by default every one.
+            load_format: ``"flattened_bucket"`` for one broadcast of all tensors,
+                ``None`` for one broadcast each.
+            weight_version: given with the last bucket; reported from then on.
+            timeout: in seconds.
+            urls: the servers; by default all.
         """
         payload = {
             "names": list(names),
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group_name,
-            "load_format": load_format,
-            # An update that flushes while requests are queued kills some versions.
-            "flush_cache": False,
-            "abort_all_requests": False,
-            "weight_version": weight_version,
+            **_loading(load_format, weight_version),
         }
-        await self._all(
-            "POST",
-            "/update_weights_from_distributed",
-            payload,
-            timeout=timeout,
-            urls=urls,
-        )
+        path = "/update_weights_from_distributed"
+        await self._post(path, payload, timeout, urls)
 
     async def get_weights_by_name(
         self,
@@ -388,24 +388,12 @@ class ControlPlane:
         timeout: float = CONTROL_TIMEOUT_SECONDS,
         urls: Sequence[str] | None = None,
     ) -> list[Any]:
-        """Returns the first rows of a parameter as each server holds it.
+        """Returns the first rows of a parameter as each server's first rank holds it.
 
-        Few architectures can, Llama's family among them. Of a tensor-parallel server it
-        is the first rank's part.
-
-        Args:
-            name: of a parameter, as in a checkpoint.
-            rows: how many rows of it, or elements of a vector.
-            timeout: budget, in seconds.
-            urls: the servers; by default every one.
-
-        Raises:
-            RequestRefusedError: if a server cannot, or has no such parameter.
+        Refused for most architectures; Llama's family has it.
         """
         payload = {"name": name, "truncate_size": rows}
-        return await self._all(
-            "POST", "/get_weights_by_name", payload, timeout=timeout, urls=urls
-        )
+        return await self._post("/get_weights_by_name", payload, timeout, urls)
 
     async def prompt_log_probs(
         self,
@@ -415,16 +403,16 @@ class ControlPlane:
         adapter: str | None = None,
         timeout: float = CONTROL_TIMEOUT_SECONDS,
     ) -> list[list[list[float]]]:
-        """Has every server score prompts, whatever a router would choose.
+        """Has every server score prompts, past any router.
 
         Args:
             prompts: token ids.
-            cache_key: version of the weights, so that no older cache is used.
-            adapter: what the servers call the LoRA adapter to score with.
-            timeout: budget, in seconds.
+            cache_key: weight version, so that no older prefix cache is used.
+            adapter: served name of the LoRA adapter to score with.
+            timeout: in seconds.
 
         Returns:
-            For each server and prompt, the log-probability of each token but the first.
+            Per server and prompt, the log-probability of each token but the first.
         """
         payload = {
             "input_ids": [list(prompt) for prompt in prompts],
@@ -435,7 +423,7 @@ class ControlPlane:
         }
         if adapter is not None:
             payload["lora_path"] = [adapter] * len(prompts)
-        answers = await self._all("POST", "/generate", payload, timeout=timeout)
+        answers = await self._post("/generate", payload, timeout)
         return [
             [
                 [entry[0] for entry in item["meta_info"]["input_token_logprobs"][1:]]
@@ -453,26 +441,13 @@ class ControlPlane:
         timeout: float,
         urls: Sequence[str] | None = None,
     ) -> None:
-        """Has every server load a checkpoint, whatever it held before.
+        """Has servers load a checkpoint from a folder or hub name that they can read.
 
-        Args:
-            path: folder or hub name, as the servers see it.
-            load_format: like ``"safetensors"``; by default what each was started with,
-                which cannot read files where it is ``"dummy"``.
-            weight_version: version to report from now on.
-            timeout: budget, in seconds.
-            urls: the servers; by default every one.
+        ``load_format`` is by default the one of their start, which reads no files
+        where it is ``"dummy"``.
         """
-        payload = {
-            "model_path": path,
-            "load_format": load_format,
-            "flush_cache": False,
-            "abort_all_requests": False,
-            "weight_version": weight_version,
-        }
-        await self._all(
-            "POST", "/update_weights_from_disk", payload, timeout=timeout, urls=urls
-        )
+        payload = {"model_path": path, **_loading(load_format, weight_version)}
+        await self._post("/update_weights_from_disk", payload, timeout, urls)
 
     async def update_weights_from_tensor(
         self,
@@ -486,23 +461,18 @@ class ControlPlane:
         """Has servers load tensors that they open, or that the request holds.
 
         Args:
-            entries: for each tensor-parallel rank, a base64 text of the pickle of a
-                list of (name, tensor), or of a flattened bucket.
-            load_format: ``"flattened_bucket"`` for one of those.
-            weight_version: version to report from now on; given with the last one.
-            timeout: budget, in seconds.
-            urls: the servers; by default every one.
+            entries: for each tensor-parallel rank, the base64 of a pickled list of
+                (name, tensor), or of a flattened bucket.
+            load_format: ``"flattened_bucket"`` for a flattened bucket.
+            weight_version: given with the last bucket; reported from then on.
+            timeout: in seconds.
+            urls: the servers; by default all.
         """
         payload = {
             "serialized_named_tensors": list(entries),
-            "load_format": load_format,
-            "flush_cache": False,
-            "abort_all_requests": False,
-            "weight_version": weight_version,
+            **_loading(load_format, weight_version),
         }
-        await self._all(
-            "POST", "/update_weights_from_tensor", payload, timeout=timeout, urls=urls
-        )
+        await self._post("/update_weights_from_tensor", payload, timeout, urls)
 
     async def load_lora_adapter(
         self,
@@ -512,18 +482,10 @@ class ControlPlane:
         pinned: bool = False,
         timeout: float = CONTROL_TIMEOUT_SECONDS,
         urls: Sequence[str] | None = None,
-    ) -> dict[str, SGLangError | None]:
-        """Has servers read a LoRA adapter; returns each one's error, or None.
-
-        Args:
-            name: what to call it; no adapter that they hold has this name.
-            path: folder or hub name, as the servers see it.
-            pinned: keep it among those that batches are computed with.
-            timeout: budget, in seconds.
-            urls: the servers; by default every one.
-        """
+    ) -> Errors:
+        """Has servers read an adapter under a new name; returns each one's error."""
         payload = {"lora_name": name, "lora_path": path, "pinned": pinned}
-        return await self._each("/load_lora_adapter", payload, timeout, urls)
+        return await self._post_to_each("/load_lora_adapter", payload, timeout, urls)
 
     async def load_lora_adapter_from_tensors(
         self,
@@ -534,20 +496,11 @@ class ControlPlane:
         pinned: bool = False,
         timeout: float = CONTROL_TIMEOUT_SECONDS,
         urls: Sequence[str] | None = None,
-    ) -> dict[str, SGLangError | None]:
-        """Sends servers a LoRA adapter; returns each one's error, or None.
+    ) -> Errors:
+        """Sends servers an adapter as text; returns each one's error.
 
-        Args:
-            name: as in :meth:`load_lora_adapter`.
-            tensors: the adapter's tensors, in text; see
-                :func:`.adapter_payload.to_text`.
-            config: the content of PEFT's ``adapter_config.json``.
-            pinned: as in :meth:`load_lora_adapter`.
-            timeout: as in :meth:`load_lora_adapter`.
-            urls: as in :meth:`load_lora_adapter`.
-
-        Raises:
-            UnsupportedByServerError: if the servers read adapters from files only.
+        ``tensors`` is encoded by :func:`.payload.to_text`, ``config`` is the content of
+        PEFT's ``adapter_config.json``.
         """
         field = self.capabilities.lora_tensors_field
         if field is None:
@@ -563,9 +516,8 @@ class ControlPlane:
             else tensors,
             "pinned": pinned,
         }
-        return await self._each(
-            "/load_lora_adapter_from_tensors", payload, timeout, urls
-        )
+        path = "/load_lora_adapter_from_tensors"
+        return await self._post_to_each(path, payload, timeout, urls)
 
     async def unload_lora_adapter(
         self,
@@ -573,40 +525,39 @@ class ControlPlane:
         *,
         timeout: float = CONTROL_TIMEOUT_SECONDS,
         urls: Sequence[str] | None = None,
-    ) -> dict[str, SGLangError | None]:
-        """Has servers drop a LoRA adapter; returns each one's error, or None.
+    ) -> Errors:
+        """Has servers drop an adapter; returns each one's error.
 
-        A server takes no new requests for it at once, and drops it after the last one
-        that runs. Until then it neither loads nor drops another adapter, and while
-        generation is paused that is for ever: see to it that none runs.
+        A server drops it after the last request that uses it, and loads or drops no
+        other adapter until then: for ever, while generation is paused.
         """
         payload = {"lora_name": name}
-        return await self._each("/unload_lora_adapter", payload, timeout, urls)
+        return await self._post_to_each("/unload_lora_adapter", payload, timeout, urls)
 
     async def adapters(
-        self, *, timeout: float = 10.0, urls: Sequence[str] | None = None
+        self,
+        *,
+        timeout: float = QUERY_TIMEOUT_SECONDS,
+        urls: Sequence[str] | None = None,
     ) -> list[tuple[str, ...]]:
-        """Returns the LoRA adapters that each server holds, as it calls them."""
-        answers = await self._all("GET", "/v1/models", timeout=timeout, urls=urls)
+        """Returns the served names of the LoRA adapters of each server."""
+        answers = await self._get("/v1/models", timeout, urls)
         return [adapters_in(answer) for answer in answers]
 
-    async def _each(
-        self, path: str, payload: Any, timeout: float, urls: Sequence[str] | None
-    ) -> dict[str, SGLangError | None]:
-        async def one(url: str) -> SGLangError | None:
-            try:
-                await self._all("POST", path, payload, timeout=timeout, urls=[url])
-            except SGLangError as error:
-                return error
-            return None
 
-        targets = self.urls if urls is None else urls
-        outcomes = await asyncio.gather(*(one(url) for url in targets))
-        return dict(zip(targets, outcomes, strict=True))
+def _loading(load_format: str | None, weight_version: str | None) -> dict[str, Any]:
+    """Returns the fields that all weight updates share."""
+    return {
+        "load_format": load_format,
+        # An update that flushes while requests are queued kills some versions.
+        "flush_cache": False,
+        "abort_all_requests": False,
+        "weight_version": weight_version,
+    }
 
 
 def _loads(answer: Any) -> list[dict[str, Any]]:
-    """Returns what a server says about each of its data-parallel ranks."""
+    """Returns the load of each data-parallel rank of a server."""
     # /v1/loads answers with a mapping that holds the list, /get_load with the list.
     return list(answer.get("loads", []) if isinstance(answer, dict) else answer)
 
@@ -625,9 +576,8 @@ def _cache_usage(answer: Any) -> float:
 def _load(answer: Any) -> tuple[int, int]:
     # /v1/loads: {"num_running_reqs": ...}; /get_load: {"num_reqs": all,
     # "num_waiting_reqs": queued}.
-    loads = _loads(answer)
     running = waiting = 0
-    for load in loads:
+    for load in _loads(answer):
         queued = int(load.get("num_waiting_reqs", 0))
         if "num_running_reqs" in load:
             running += int(load["num_running_reqs"])

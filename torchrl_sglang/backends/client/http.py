@@ -1,7 +1,7 @@
-"""HTTP to SGLang: pooled connections, time budgets, and the one border for errors.
+"""HTTP to SGLang: pooled connections, timeouts and the mapping of errors.
 
-Everything that leaves this file is an answer (status and body) or an error of
-:mod:`torchrl_sglang.errors`; no aiohttp exception passes it.
+The only HTTP client of the package. Callers get a :class:`Response` or an error of
+:mod:`torchrl_sglang.errors`, never an exception of aiohttp.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import aiohttp
 import orjson
 
 from torchrl_sglang.backends.support.checks import check_seconds
-from torchrl_sglang.backends.support.event_loop import submit
+from torchrl_sglang.backends.support.event_loop import run_sync, submit
 from torchrl_sglang.backends.support.open_files import (
     lacks_open_files,
     open_files_limit,
@@ -36,44 +36,40 @@ from torchrl_sglang.errors import (
     SGLangError,
 )
 
-__all__ = ["Answer", "HttpClient"]
+__all__ = ["HttpClient", "Response", "get"]
 
 KEEPALIVE_SECONDS = 3.0
-"""Idle connections are let go after this; SGLang's uvicorn closes them after 5 s."""
+"""Idle connections close after this; SGLang's uvicorn closes them after 5 s."""
 
 CONNECT_TIMEOUT_SECONDS = 10.0
-"""A server that does not accept a connection within this is taken for unreachable."""
-
 NO_FILE_SECONDS = 0.05
-"""How soon a request that found no file for its connection is tried again."""
+"""Delay before a request that found no free file for its connection is retried."""
 
 EXIT_SECONDS = 2.0
-"""Budget for connections to close when the interpreter exits."""
+"""Timeout for closing connections when the interpreter exits."""
+
+STREAMED_BODY_BYTES = 1 << 20
+"""A larger body is written in pieces, so that other requests are sent meanwhile."""
+
+EVENT_END = b"\n\n"
+LAST_EVENT = b"[DONE]"
+ERROR_BODY_CHARACTERS = 2000
+"""How much of an error's body a message quotes."""
 
 _CLOSING: collections.deque[concurrent.futures.Future[None]] = collections.deque(
     maxlen=64
 )
 """The latest sessions that are being closed."""
 
-STREAMED_BODY_BYTES = 1 << 20
-"""A larger body is written in pieces, so that other requests get their turn between."""
-
-EVENT_END = b"\n\n"
-"""Ends each of the events that a server sends one after the other."""
-
-LAST_EVENT = b"[DONE]"
-"""What the last of them holds."""
-
-ERROR_BODY_CHARACTERS = 2000
-"""How much of an error's body a message quotes."""
+Method = Literal["GET", "POST", "PUT", "DELETE"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What a server answered: the status and the raw body."""
+class Response:
+    """The status and the raw body of a server's response."""
 
     url: str
-    """Server and path that answered."""
+    """Server and path of the request."""
     status: int
     """HTTP status."""
     body: bytes
@@ -85,11 +81,7 @@ class Answer:
         return 200 <= self.status < 300
 
     def json(self) -> Any:
-        """Returns the decoded body.
-
-        Raises:
-            ServerUnavailableError: if the body is not JSON.
-        """
+        """Returns the decoded body."""
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError:
@@ -100,7 +92,7 @@ class Answer:
             ) from None
 
     def error_text(self) -> str:
-        """Returns the message of an error answer, in whichever form it came."""
+        """Returns the message of an error response, in any of SGLang's formats."""
         text = self.body.decode("utf-8", "replace")[:ERROR_BODY_CHARACTERS].strip()
         try:
             content = orjson.loads(self.body)
@@ -116,13 +108,8 @@ class Answer:
                 return inner[:ERROR_BODY_CHARACTERS]
         return text
 
-    def raise_for_status(self) -> Answer:
-        """Returns itself if the status is a success.
-
-        Raises:
-            RequestRefusedError: for a status from 400 to 499.
-            ServerUnavailableError: for any other failure.
-        """
+    def raise_for_status(self) -> Response:
+        """Returns itself, or raises for 4xx (refused) and for other failures."""
         if self.ok:
             return self
         if 400 <= self.status < 500:
@@ -131,8 +118,10 @@ class Answer:
                 f"{self.error_text()}",
                 status=self.status,
             )
-        raise _transient(
-            f"{self.url} failed (HTTP {self.status}): {self.error_text()}", self.status
+        raise ServerUnavailableError(
+            f"{self.url} failed (HTTP {self.status}): {self.error_text()}",
+            transient=True,
+            status=self.status,
         )
 
 
@@ -140,19 +129,13 @@ class _NoFileError(Exception):
     """This process cannot open one more file."""
 
 
-def _transient(message: str, status: int | None = None) -> ServerUnavailableError:
-    return ServerUnavailableError(message, transient=True, status=status)
-
-
 class HttpClient:
-    """A pool of connections, used from the background loop only.
-
-    It pickles to its settings: the pool belongs to the process that opened it.
+    """A connection pool for the background loop; pickles to its settings.
 
     Args:
         api_key: sent as a bearer token; never shown.
-        credentials: server's address -> ``Authorization`` header, for those that were
-            given with a user and a password; never shown.
+        credentials: server's address -> ``Authorization`` header, for addresses that
+            were given with a user and a password; never shown.
     """
 
     def __init__(
@@ -187,37 +170,23 @@ class HttpClient:
                 trust_env=False,
             )
             self._session_pid = os.getpid()
-            # The registry of finalizers keeps the session alive for its own close, also
-            # when the client is collected together with it or the interpreter exits.
+            # The finalizer keeps the session alive until it is closed, also when the
+            # client is collected together with it or the interpreter exits.
             weakref.finalize(self, _close_session, self._session, os.getpid())
         return self._session
 
     async def request(
         self,
-        method: Literal["GET", "POST", "DELETE"],
+        method: Method,
         url: str,
         payload: Any = None,
         *,
         timeout: float,
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:
-        """Sends one request and reads the whole answer, whatever its status.
-
-        Args:
-            method: HTTP method.
-            url: full address.
-            payload: content of the body, encoded as JSON; ``None`` for no body.
-            timeout: budget for the whole exchange, in seconds.
-            headers: to send beside the usual ones.
-
-        Raises:
-            ConfigurationError: if the payload or the budget makes no sense.
-            ServerTimeoutError: if the budget is used up, also by waiting until this
-                process has a file left for a connection.
-            ServerUnavailableError: if the server cannot be reached or hangs up.
-        """
+    ) -> Response:
+        """Sends a request with a JSON body and reads the response, of any status."""
         async with self._answered(method, url, payload, timeout, headers) as response:
-            return Answer(url=url, status=response.status, body=await response.read())
+            return Response(url=url, status=response.status, body=await response.read())
 
     async def events(
         self,
@@ -227,24 +196,16 @@ class HttpClient:
         timeout: float,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Any, None]:
-        """Posts a request and yields each server-sent event of the answer, decoded.
+        """Posts a request and yields each server-sent event of the response, decoded.
 
-        Args:
-            url: full address.
-            payload: content of the body, encoded as JSON.
-            timeout: budget for the whole exchange, in seconds.
-            headers: to send beside the usual ones.
-
-        Raises:
-            RequestRefusedError: for a status from 400 to 499.
-            ServerUnavailableError: as :meth:`request` and :meth:`Answer.json` do, and
-                if the events end without the one that says that they are complete.
-            ServerTimeoutError: if the budget is used up.
+        Raises as :meth:`request` and :meth:`Response.raise_for_status` do, and if the
+        events end without the one that marks the end.
         """
         async with self._answered("POST", url, payload, timeout, headers) as response:
-            if not 200 <= response.status < 300:
+            status = response.status
+            if not 200 <= status < 300:
                 body = await response.read()
-                Answer(url=url, status=response.status, body=body).raise_for_status()
+                Response(url=url, status=status, body=body).raise_for_status()
             rest = bytearray()
             async for chunk in response.content.iter_any():
                 rest += chunk
@@ -253,29 +214,29 @@ class HttpClient:
                     content = bytes(event).removeprefix(b"data:").strip()
                     if content == LAST_EVENT:
                         return
-                    answer = Answer(url=url, status=response.status, body=content)
-                    yield answer.json()
-            raise _transient(
+                    yield Response(url=url, status=status, body=content).json()
+            raise ServerUnavailableError(
                 f"{url} stopped in the middle of its answer: {bytes(rest[:200])!r}.",
-                response.status,
+                transient=True,
+                status=status,
             )
 
     @asynccontextmanager
     async def _answered(
         self,
-        method: str,
+        method: Method,
         url: str,
         payload: Any,
         timeout: float,
         headers: Mapping[str, str] | None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request and yields the answer, of which the head has been read."""
+        """Sends a request and yields the response after its headers were read."""
         check_seconds("timeout", timeout)
         try:
             data = None if payload is None else orjson.dumps(payload)
         except orjson.JSONEncodeError as error:
             raise ConfigurationError(
-                f"What was to be sent to {url} has no form in JSON: {error}."
+                f"The request to {url} cannot be encoded as JSON: {error}."
             ) from None
         deadline = time.monotonic() + timeout
         headers = {**self._login(url), **(headers or {})}
@@ -308,18 +269,14 @@ class HttpClient:
     @asynccontextmanager
     async def _exchange(
         self,
-        method: str,
+        method: Method,
         url: str,
         data: bytes | None,
         headers: Mapping[str, str],
         left: float,
         timeout: float,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request once; errors of aiohttp leave as those of this package.
-
-        Raises:
-            _NoFileError: if there is no file left for a connection.
-        """
+        """Sends a request once and maps the errors of aiohttp to this package's."""
         # aiohttp writes bytes in one go, and a buffer in pieces.
         body = io.BytesIO(data) if data and len(data) > STREAMED_BODY_BYTES else data
         budget = aiohttp.ClientTimeout(
@@ -333,29 +290,31 @@ class HttpClient:
                 status = response.status
                 yield response
         except SGLangError:
-            # Some of them are errors of the kinds below, too.
+            # Some of them are built-in errors of the kinds below, too.
             raise
         except aiohttp.ConnectionTimeoutError:
-            raise _transient(
+            raise ServerUnavailableError(
                 f"{method} {url} failed: no connection within "
                 f"{budget.sock_connect:g} s. Check that the server is running and that "
-                f"the address is right."
+                f"the address is right.",
+                transient=True,
             ) from None
         except TimeoutError:
             raise ServerTimeoutError(
                 f"{method} {url} had no answer within "
                 f"{round(timeout, 1) or timeout:g} s."
             ) from None
-        # A host name that is none is a UnicodeError, a bad header a ValueError.
+        # An invalid host name is a UnicodeError, a bad header a ValueError.
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error, aiohttp.ClientConnectorError) and lacks_open_files(
                 error
             ):
                 raise _NoFileError from None
-            raise _transient(
+            raise ServerUnavailableError(
                 f"{method} {url} failed: {type(error).__name__}: {error}. Check that "
                 f"the server is running and that the address is right.",
-                status,
+                transient=True,
+                status=status,
             ) from None
 
     async def close(self) -> None:
@@ -365,8 +324,23 @@ class HttpClient:
             await session.close()
 
 
+def get(
+    url: str, *, timeout: float, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Sends one GET and waits for it; for threads that watch a server start."""
+
+    async def ask() -> Response:
+        http = HttpClient()
+        try:
+            return await http.request("GET", url, timeout=timeout, headers=headers)
+        finally:
+            await http.close()
+
+    return run_sync(ask())
+
+
 def _close_session(session: aiohttp.ClientSession, pid: int) -> None:
-    """Closes what a client left open; never waits, for it may run anywhere."""
+    """Closes the session of a collected client without waiting."""
     if pid == os.getpid() and not session.closed:
         _CLOSING.append(submit(session.close()))
 

@@ -42,12 +42,6 @@ async def hangs(
     """Returns whether a server gives no token although nobody has paused it.
 
     A server that says nothing at all hangs, too.
-
-    Args:
-        http: connections.
-        capabilities: what it can do.
-        url: its address.
-        timeout: budget for a sign that it generates, in seconds.
     """
     ask = _ask_ready if capabilities.tells_paused else _ask_door
     soon = min(timeout, DOOR_SECONDS)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any, Literal, NamedTuple
 
-from torchrl_sglang.backends.client.http import Answer, HttpClient
+from torchrl_sglang.backends.client.http import HttpClient, Response
 from torchrl_sglang.backends.support.urls import split_credentials
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -130,7 +130,7 @@ class RouterClient:
         path: str,
         deadline: float,
         payload: Any = None,
-    ) -> Answer:
+    ) -> Response:
         left = max(deadline - time.monotonic(), 1e-3)
         return await self._http.request(
             method, f"{self._url}{path}", payload, timeout=left

@@ -24,7 +24,7 @@ from collections.abc import (
 )
 from typing import Any, TypeVar
 
-from torchrl_sglang.backends.client.capabilities import what_keeps_awake
+from torchrl_sglang.backends.client.capabilities import sleep_obstacles
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica, format_tags
@@ -65,7 +65,7 @@ def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
 def check_can_sleep(capabilities: ServerCapabilities, url: str) -> None:
     """Checks that the servers were started with what sleep needs."""
     if not capabilities.can_sleep:
-        name, value, needed = next(what_keeps_awake(capabilities.server_args))
+        name, value, needed = next(sleep_obstacles(capabilities.server_args))
         raise UnsupportedByServerError(
             f"The server at {url} has {name}={value!r}, so it cannot give memory back; "
             f"start it with {name}={needed!r}."

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from torchrl_sglang.backends.client.http import Answer
+from torchrl_sglang.backends.client.http import Response
 from torchrl_sglang.backends.generation.request import GenerateRequest
 from torchrl_sglang.errors import (
     GenerationAbortedError,
@@ -115,7 +115,7 @@ def finished_reply(event: Any, url: str) -> dict[str, Any] | None:
     """Returns an event if it ends a response; raises the error that it may hold."""
     if isinstance(event, dict) and isinstance(event.get("error"), dict):
         status = event["error"].get("code")
-        Answer(
+        Response(
             url=f"{url}/generate",
             status=status if isinstance(status, int) else 500,
             body=orjson.dumps(event),

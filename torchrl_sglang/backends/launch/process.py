@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,11 +28,12 @@ from typing import Self
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.client.http import get
 from torchrl_sglang.backends.fleet.replica import stop_all
 from torchrl_sglang.backends.launch.ports import PortLease
 from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.backends.support.event_loop import on_background_loop
-from torchrl_sglang.errors import ServerStartError
+from torchrl_sglang.errors import ServerStartError, SGLangError
 
 __all__ = ["START_TIMEOUT_SECONDS", "ServerProcess", "get_body", "stop_unreachable"]
 
@@ -80,14 +80,12 @@ def stop_unreachable() -> None:
 def get_body(
     url: str, *, timeout: float, headers: Mapping[str, str] | None = None
 ) -> bytes | None:
-    """Returns the body at an address, without a proxy; None: no success."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    request = urllib.request.Request(url, headers=dict(headers or {}))
+    """Returns the body at an address; ``None`` without a success."""
     try:
-        with opener.open(request, timeout=timeout) as answer:
-            return bytes(answer.read()) if answer.status == 200 else None
-    except OSError:
+        response = get(url, timeout=timeout, headers=headers)
+    except SGLangError:
         return None
+    return response.body if response.status == 200 else None
 
 
 class ServerProcess:

@@ -25,7 +25,7 @@ class Fixed:
     """Servers of which none joins or leaves."""
 
     urls: Sequence[str]
-    membership: int = 0
+    membership_epoch: int = 0
     asleep: frozenset[str] = frozenset()
 
 

@@ -23,8 +23,8 @@ from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.http import (
     ERROR_BODY_CHARACTERS,
     STREAMED_BODY_BYTES,
-    Answer,
     HttpClient,
+    Response,
 )
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.backends.support.urls import normalize_url
@@ -44,7 +44,7 @@ def client() -> Iterator[HttpClient]:
     run_sync(client.close())
 
 
-def get(client: HttpClient, url: str, timeout: float = 10.0) -> Answer:
+def get(client: HttpClient, url: str, timeout: float = 10.0) -> Response:
     return run_sync(client.request("GET", url, timeout=timeout))
 
 
@@ -129,7 +129,7 @@ def test_addresses_of_another_type(url):
     ],
 )
 def test_error_text(body, text):
-    assert Answer(url="u", status=400, body=body).error_text() == text
+    assert Response(url="u", status=400, body=body).error_text() == text
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_error_text(body, text):
 )
 def test_an_error_text_has_an_end(form):
     """SGLang's validation errors quote the whole request."""
-    answer = Answer(url="u", status=400, body=(form % ("x" * 10**6)).encode())
+    answer = Response(url="u", status=400, body=(form % ("x" * 10**6)).encode())
     assert len(answer.error_text()) <= ERROR_BODY_CHARACTERS
 
 
@@ -156,7 +156,7 @@ def test_an_error_text_has_an_end(form):
     ],
 )
 def test_statuses(status, error):
-    answer = Answer(url="http://one:1/x", status=status, body=b'{"detail": "why"}')
+    answer = Response(url="http://one:1/x", status=status, body=b'{"detail": "why"}')
     assert answer.ok == (error is None)
     if error is None:
         assert answer.raise_for_status() is answer
@@ -169,7 +169,7 @@ def test_statuses(status, error):
 
 def test_a_body_that_is_not_json():
     with pytest.raises(ServerUnavailableError, match="not JSON: b'<html>'.*SGLang"):
-        Answer(url="http://one:1", status=200, body=b"<html>").json()
+        Response(url="http://one:1", status=200, body=b"<html>").json()
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ def test_a_budget_that_is_none(client, timeout):
 
 
 @pytest.mark.parametrize("payload", [{1: 2}, {"a": 2**64}, {"a": "\ud800"}, object()])
-def test_a_payload_without_a_form_in_json(client, fake, payload):
+def test_a_payload_that_json_cannot_encode(client, fake, payload):
     call = client.request("POST", f"{fake.url}/x", payload, timeout=10)
-    with pytest.raises(ConfigurationError, match="no form in JSON"):
+    with pytest.raises(ConfigurationError, match="cannot be encoded as JSON"):
         run_sync(call)
     assert fake.requests == []
 
@@ -402,7 +402,7 @@ def test_a_large_body_arrives_whole_and_typed(client):
             }
         )
 
-    async def post() -> Answer:
+    async def post() -> Response:
         app = web.Application(client_max_size=8 * STREAMED_BODY_BYTES)
         app.router.add_post("/", echo)
         async with TestServer(app) as server:

@@ -23,7 +23,7 @@ import torch
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.backends.client.capabilities import what_keeps_awake
+from torchrl_sglang.backends.client.capabilities import sleep_obstacles
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.sleep import check_can_sleep
@@ -291,12 +291,12 @@ def test_other_users_wait_in_the_server(sleepy, sender, other_user, hf_model, sc
 def test_one_at_a_time(sleepy, sender, hf_model):
     with (
         sleepy.weight_update(),
-        pytest.raises(WeightSyncStateError, match="under way"),
+        pytest.raises(WeightSyncStateError, match="in progress"),
     ):
         sleepy.sleep()
     with (
         sleepy.weight_update(),
-        pytest.raises(WeightSyncStateError, match="under way"),
+        pytest.raises(WeightSyncStateError, match="in progress"),
     ):
         sleepy.wake_up()
     assert not sleepy.asleep
@@ -343,12 +343,12 @@ def test_a_server_without_a_memory_saver(engine):
 )
 def test_arguments_that_keep_a_server_awake(capabilities, name, value):
     given = {"enable_memory_saver": True, "disaggregation_mode": "null", name: value}
-    ((found, what, _),) = what_keeps_awake(given)
+    ((found, what, _),) = sleep_obstacles(given)
     assert (found, what) == (name, value)
     server = dataclasses.replace(capabilities, can_sleep=False, server_args=given)
     with pytest.raises(UnsupportedByServerError, match=f"{name}={value!r}.*start it"):
         check_can_sleep(server, "http://a")
-    assert not any(what_keeps_awake({"enable_memory_saver": True}))
+    assert not any(sleep_obstacles({"enable_memory_saver": True}))
 
 
 def test_a_server_that_dies_asleep(tiny_model_path, saver_python, hf_model, score):

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from torchrl_sglang import make_sglang_server
-from torchrl_sglang.backends.client.http import Answer, HttpClient
+from torchrl_sglang.backends.client.http import HttpClient, Response
 from torchrl_sglang.backends.generation.protocol import ROUTING_KEY_HEADER
 from torchrl_sglang.backends.generation.sampling import (
     SAMPLING_PARAMETERS,
@@ -66,7 +66,7 @@ async def send(
     *,
     key: str | None = None,
     api_key: str | None = None,
-) -> Answer:
+) -> Response:
     http = HttpClient(api_key)
     headers = None if key is None else {ROUTING_KEY_HEADER: key}
     try:
@@ -77,8 +77,8 @@ async def send(
         await http.close()
 
 
-def send_all(url: str, payloads: Sequence[dict[str, Any]], **options) -> list[Answer]:
-    async def gather() -> list[Answer]:
+def send_all(url: str, payloads: Sequence[dict[str, Any]], **options) -> list[Response]:
+    async def gather() -> list[Response]:
         return await asyncio.gather(*(send(url, p, **options) for p in payloads))
 
     return run_sync(gather())
@@ -443,8 +443,8 @@ def spread(
         recorder.requests.clear()
         recorder.go.clear()
 
-    async def gather(url: str) -> list[Answer]:
-        tasks: list[asyncio.Task[Answer]] = []
+    async def gather(url: str) -> list[Response]:
+        tasks: list[asyncio.Task[Response]] = []
         for prompt, key in zip(prompts, keys, strict=True):
             tasks.append(asyncio.create_task(send(url, {"input_ids": prompt}, key=key)))
             # The router decides about several at once without looking at each other.
@@ -528,7 +528,7 @@ def servers(tiny_model_path) -> Iterator[list[ServerProcess]]:
         yield found
 
 
-def version(answer: Answer) -> str:
+def version(answer: Response) -> str:
     return answer.raise_for_status().json()["meta_info"]["weight_version"]
 
 
@@ -563,8 +563,8 @@ def running(server: ServerProcess) -> int:
 
 def in_background(
     url: str, payloads: Sequence[dict[str, Any]]
-) -> tuple[threading.Thread, list[Answer]]:
-    answers: list[Answer] = []
+) -> tuple[threading.Thread, list[Response]]:
+    answers: list[Response] = []
     thread = threading.Thread(
         target=lambda: answers.extend(send_all(url, payloads)), daemon=True
     )
