@@ -17,7 +17,14 @@ from torchrl.data.llm.history import _CHAT_TEMPLATES
 
 from torchrl_sglang.errors import ConfigurationError
 
-__all__ = ["continue_tokens", "encode_full", "find_template", "render", "to_messages"]
+__all__ = [
+    "continue_tokens",
+    "decode",
+    "encode_full",
+    "find_template",
+    "render",
+    "to_messages",
+]
 
 Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}`` and the history's other fields."""
@@ -242,3 +249,15 @@ def _strip_trailing(token_ids: list[int], padding_value: int | None) -> list[int
     while end and token_ids[end - 1] == padding_value:
         end -= 1
     return token_ids[:end]
+
+
+def decode(
+    tokenizer: Any, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
+) -> list[str]:
+    """Returns the text of each row of token ids, exactly as the tokens spell it."""
+    texts: list[str] = tokenizer.batch_decode(
+        rows,
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+    return texts

@@ -17,10 +17,11 @@ from torchrl_sglang.backends.base import (
     resume_request,
 )
 from torchrl_sglang.errors import ConfigurationError, SGLangError
+from torchrl_sglang.policies.chat import decode
 from torchrl_sglang.policies.stopping import Stages, as_texts, cut, without_tokenizer
 from torchrl_sglang.types import Completion
 
-__all__ = ["SampleRequest", "ask", "decode"]
+__all__ = ["SampleRequest", "ask"]
 
 Outcome = Completion | SGLangError
 """Result of a request."""
@@ -63,18 +64,6 @@ def ask(
                 include=request.include_stop,
             )
     return outcomes
-
-
-def decode(
-    tokenizer: Any, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
-) -> list[str]:
-    """Returns the text of each row of token ids, exactly as the tokens spell it."""
-    texts: list[str] = tokenizer.batch_decode(
-        rows,
-        skip_special_tokens=skip_special_tokens,
-        clean_up_tokenization_spaces=False,
-    )
-    return texts
 
 
 def _generate(

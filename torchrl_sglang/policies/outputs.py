@@ -34,6 +34,7 @@ from tensordict import (
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
+from torchrl_sglang.policies.chat import decode
 from torchrl_sglang.policies.info import GenerationInfo
 from torchrl_sglang.policies.inputs import Prompts
 from torchrl_sglang.policies.padding import pad_samples, restore_padding
@@ -171,23 +172,35 @@ def add_info(
 def add_text(
     samples: Sequence[Sample],
     prompts: Prompts,
-    responses: Sequence[str],
-    turns: Sequence[str],
+    completions: Sequence[Completion],
+    ended: Sequence[bool],
+    *,
+    tokenizer: Any,
+    skip_special_tokens: bool,
 ) -> None:
     """Adds the text, and in history mode the conversation, of each generated sample.
 
-    ``turns`` are the responses without the token that ends a turn: the chat template
-    writes it itself, and the next prompt would hold it twice.
+    Messages lack the token that ends a turn: the chat template writes it itself, and
+    the next prompt would hold it twice.
     """
     assert prompts.texts is not None
+    rows = [completion.token_ids for completion in completions]
+    exact = responses = decode(tokenizer, rows)
+    if skip_special_tokens:
+        responses = decode(tokenizer, rows, skip_special_tokens=True)
+    last = [row[-1] if end else None for row, end in zip(rows, ended, strict=True)]
+    ends = sorted({token for token in last if token is not None})
+    texts = decode(tokenizer, [[end] for end in ends]) if ends else []
+    text_of: dict[int | None, str] = {None: "", **dict(zip(ends, texts, strict=True))}
     repeats = len(samples) // len(prompts.texts)
     for index, (sample, response) in enumerate(zip(samples, responses, strict=True)):
         prompt = prompts.texts[index // repeats]
-        texts = {"prompt": prompt, "response": response, "full": prompt + response}
-        sample["text"] = {field: _non_tensor(text) for field, text in texts.items()}
+        fields = {"prompt": prompt, "response": response, "full": prompt + response}
+        sample["text"] = {field: _non_tensor(text) for field, text in fields.items()}
         if prompts.histories is not None:
+            message = exact[index].removesuffix(text_of[last[index]])
             history = prompts.histories[index // repeats]
-            sample["history"] = _history_rows(history, turns[index])
+            sample["history"] = _history_rows(history, message)
 
 
 def _history_rows(prompt: History, content: str) -> Rows:

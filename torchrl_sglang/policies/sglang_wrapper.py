@@ -48,7 +48,7 @@ from torchrl_sglang.policies.arguments import (
 )
 from torchrl_sglang.policies.batching import Batcher
 from torchrl_sglang.policies.chat import find_template
-from torchrl_sglang.policies.engine_call import SampleRequest, ask, decode
+from torchrl_sglang.policies.engine_call import SampleRequest, ask
 from torchrl_sglang.policies.inputs import (
     Prompts,
     read_history,
@@ -541,30 +541,15 @@ class SGLangWrapper(LLMWrapperBase):
         if self._wants_info(params):
             outputs.add_info(samples, completions, ended, params.top_logprobs)
         if self.return_text:
-            rows = [completion.token_ids for completion in completions]
-            exact = responses = decode(self.tokenizer, rows)
-            if params.skip_special_tokens:
-                responses = decode(self.tokenizer, rows, skip_special_tokens=True)
-            turns = exact
-            if any(ended) and self.return_history:
-                turns = self._remove_turn_ends(exact, rows, ended)
-            outputs.add_text(samples, prompts, responses, turns)
+            outputs.add_text(
+                samples,
+                prompts,
+                completions,
+                ended,
+                tokenizer=self.tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+            )
         return samples
-
-    def _remove_turn_ends(
-        self,
-        texts: Sequence[str],
-        rows: Sequence[Sequence[int]],
-        ended: Sequence[bool],
-    ) -> list[str]:
-        """Removes the last token's text where it ends a turn."""
-        ends = sorted({row[-1] for row, end in zip(rows, ended, strict=True) if end})
-        decoded = decode(self.tokenizer, [[end] for end in ends])
-        text_of = dict(zip(ends, decoded, strict=True))
-        return [
-            text.removesuffix(text_of[row[-1]]) if end else text
-            for text, row, end in zip(texts, rows, ended, strict=True)
-        ]
 
     def _target(
         self,
