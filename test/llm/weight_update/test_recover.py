@@ -27,6 +27,7 @@ from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import (
+    BroadcastOptions,
     BroadcastTransport,
 )
 
@@ -51,7 +52,7 @@ def update_half(engine, model) -> None:
                 raise OSError("The trainer's disk is gone.")
 
     transport = BroadcastTransport(
-        engine, device=torch.device("cpu"), bucket_bytes=20_000
+        engine, BroadcastOptions(bucket_bytes=20_000), device=torch.device("cpu")
     )
     with pytest.raises(WeightTransferError, match="mix of old and new"):
         session.update_weights(
