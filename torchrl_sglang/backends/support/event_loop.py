@@ -83,6 +83,10 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     except BaseException:
         future.cancel()
         raise
+    finally:
+        # An error refers to this frame, and the future to the error: a cycle that would
+        # keep the caller's variables, such as servers, until the next collection.
+        del future
 
 
 async def iterate(stream: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
