@@ -129,7 +129,12 @@ async def find_out(
         started = str(server_info.get("model_path") or served)
         # In a thread: a model's files can be on slow storage.
         served, vocab_size, eos_token_ids = await asyncio.to_thread(
-            _read_model, model, served, started, trust_remote_code
+            _read_model,
+            model,
+            served,
+            started,
+            trust_remote_code,
+            server_info.get("revision"),
         )
         return interpret(
             url=url,
@@ -149,17 +154,24 @@ async def find_out(
 
 
 def _read_model(
-    model: str | None, served: str, started: str, trust_remote_code: bool
+    model: str | None,
+    served: str,
+    started: str,
+    trust_remote_code: bool,
+    revision: str | None,
 ) -> tuple[str, int, tuple[int, ...]]:
     """Returns the readable model path, its vocabulary size and its end tokens."""
+    # A revision belongs to the name that the server was started with.
+    revision = None if model else revision
     try:
-        config = load_model_config(model or served, trust_remote_code)
+        config = load_model_config(model or served, trust_remote_code, revision)
     except ConfigurationError:
         if model or started == served:
             raise
-        served, config = started, load_model_config(started, trust_remote_code)
+        served = started
+        config = load_model_config(started, trust_remote_code, revision)
     vocab_size = int(config.get_text_config().vocab_size)
-    return served, vocab_size, find_eos_token_ids(config, model or served)
+    return served, vocab_size, find_eos_token_ids(config, model or served, revision)
 
 
 async def _ask_routes(ask: Any, url: str) -> dict[str, Any]:
@@ -240,7 +252,9 @@ def check_same(
 _IMPORTING = threading.Lock()
 
 
-def load_model_config(model: str, trust_remote_code: bool = False) -> Any:
+def load_model_config(
+    model: str, trust_remote_code: bool = False, revision: str | None = None
+) -> Any:
     """Returns the Hugging Face configuration of a folder or a hub name."""
     # Each server's model is looked at in a thread of its own, and the modules that
     # transformers loads lazily fail in one thread while another one loads them.
@@ -248,7 +262,9 @@ def load_model_config(model: str, trust_remote_code: bool = False) -> Any:
         from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            model, trust_remote_code=trust_remote_code, revision=revision or "main"
+        )
     except Exception as error:
         advice = why_untrusted(error, trust_remote_code) or (
             f"({type(error).__name__}: {str(error).splitlines()[0]}); pass model=... "
@@ -270,7 +286,9 @@ def why_untrusted(error: Exception, trust_remote_code: bool) -> str | None:
     )
 
 
-def find_eos_token_ids(config: Any, model: str) -> tuple[int, ...]:
+def find_eos_token_ids(
+    config: Any, model: str, revision: str | None = None
+) -> tuple[int, ...]:
     """Returns the tokens that end a response.
 
     Like the server, it takes those of ``config.json`` and those of
@@ -279,7 +297,9 @@ def find_eos_token_ids(config: Any, model: str) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
     try:
-        generation = GenerationConfig.from_pretrained(model).eos_token_id
+        generation = GenerationConfig.from_pretrained(
+            model, revision=revision or "main"
+        ).eos_token_id
     except OSError:  # Most models have the file, and none must.
         generation = None
     found: set[int] = set()

@@ -46,6 +46,8 @@ class ServedModel:
         self._dtype = capabilities.dtype
         self._tokenizer_path = path or capabilities.tokenizer_path
         self._trusted = trust_remote_code
+        # It belongs to the name that the server was started with.
+        self._revision = None if path else capabilities.server_args.get("revision")
         self._tokenizer: Any = None
 
     def get_tokenizer(self) -> Any:
@@ -56,7 +58,9 @@ class ServedModel:
             path = self._tokenizer_path
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(
-                    path, trust_remote_code=self._trusted
+                    path,
+                    trust_remote_code=self._trusted,
+                    revision=self._revision or "main",
                 )
             except Exception as error:
                 advice = why_untrusted(error, self._trusted) or (
@@ -71,14 +75,14 @@ class ServedModel:
     def get_metadata(self) -> ModelMetadata:
         """Returns (dtype, shape) of every parameter under its checkpoint's name."""
         return metadata_from_config(
-            load_model_config(self.path, self._trusted),
+            load_model_config(self.path, self._trusted, self._revision),
             self._dtype,
             trust_remote_code=self._trusted,
         )
 
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
         """Returns the parameters that a module and a checkpoint hold differently."""
-        config = load_model_config(self.path, self._trusted)
+        config = load_model_config(self.path, self._trusted, self._revision)
         return fused_from_config(config, trust_remote_code=self._trusted)
 
 
