@@ -32,8 +32,8 @@ autosummary_ignore_module_all = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-# What TorchRL's base classes say about their methods is in TorchRL's documentation.
-autodoc_inherit_docstrings = False
+
+autodoc_inherit_docstrings = True
 
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
