@@ -340,10 +340,13 @@ def make_pool(tokenizer, **kwargs) -> AsyncEnvPool:
 @pytest.mark.parametrize(
     "pool_kwargs",
     [
-        {"backend": "threading"},
-        {"backend": "multiprocessing", "exchange": "queue", "envs_per_worker": 2},
+        pytest.param({"backend": "threading"}, id="threading"),
+        pytest.param(
+            {"backend": "multiprocessing", "exchange": "queue", "envs_per_worker": 2},
+            id="multiprocessing",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["threading", "multiprocessing"],
 )
 def test_pool(engine, tokenizer, score, pool_kwargs):
     # Other processes cannot import this module by its name.

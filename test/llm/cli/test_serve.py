@@ -119,7 +119,9 @@ def test_serving_until_sigterm_prints_the_address_alone(tiny_model_path):
         assert out == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_start_that_is_interrupted_leaves_nothing(tiny_model_path, number):
     with serving(tiny_model_path, "--device", "cpu") as process:
         wait_until(lambda: any(map(is_server, descendants(process.pid))))

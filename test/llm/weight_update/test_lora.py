@@ -431,7 +431,9 @@ def test_an_update_that_fails_leaves_the_adapter(lora_engine, peft_models, hf_mo
     whole.shutdown()
 
 
-@pytest.mark.parametrize("how", ["whole weights", "recover"])
+@pytest.mark.parametrize(
+    "how", ["whole weights", pytest.param("recover", marks=pytest.mark.slow)]
+)
 def test_whole_weights_replace_what_anybody_published(
     lora_engine, peft_models, hf_model, how
 ):

@@ -16,6 +16,7 @@ import requests
 import torch
 from helpers.log_probs import TOLERANCE
 from helpers.log_probs import response_difference as difference
+from helpers.slow import older_engine_is_slow
 from tensordict import TensorDict
 from torchrl.modules.llm.policies import Tokens
 
@@ -112,6 +113,7 @@ def test_right_answers_are_computed_once(any_engine, models):
         assert difference(answer, prompt, new) < TOLERANCE
 
 
+@older_engine_is_slow
 def test_scores_of_tokens_whose_weights_are_gone_are_unknown(any_engine, models):
     """A response that has to be scored, and lived through an update in place."""
     engine = any_engine
@@ -136,7 +138,16 @@ def test_scores_of_tokens_whose_weights_are_gone_are_unknown(any_engine, models)
         assert difference(answer, prompt, new, start) < TOLERANCE
 
 
-@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize(
+    ("any_engine", "flush"),
+    [
+        ("sessions", False),
+        ("no sessions", True),
+        pytest.param("sessions", True, marks=pytest.mark.slow),
+        pytest.param("no sessions", False, marks=pytest.mark.slow),
+    ],
+    indirect=["any_engine"],
+)
 def test_retract_computes_again(any_engine, models, flush):
     engine = any_engine
     old, new = next(models), next(models)
@@ -159,6 +170,7 @@ def test_retract_computes_again(any_engine, models, flush):
     assert spans == ({2} if engine.capabilities.needs_update_session else {1})
 
 
+@older_engine_is_slow
 def test_retract_and_a_stream(any_engine, models):
     engine = any_engine
     with sender_of(engine) as sender:
@@ -229,6 +241,7 @@ def test_abort_ends_what_runs(any_engine, models, flush):
         assert difference(answer, prompt, new) < TOLERANCE
 
 
+@older_engine_is_slow
 def test_in_place_is_marked(any_engine, models):
     """The stale KV cache of the old weights is kept, and the data says so."""
     engine = any_engine
@@ -280,6 +293,7 @@ def test_in_place_is_marked(any_engine, models):
     copy.shutdown()
 
 
+@older_engine_is_slow
 def test_none_is_for_idle_servers(any_engine, models):
     """Refused while a request runs; otherwise nothing is generated meanwhile."""
     engine = any_engine

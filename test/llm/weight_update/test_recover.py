@@ -89,6 +89,8 @@ def test_a_trainer_that_gives_up(any_engine, hf_model, new_model):
     scheme.shutdown()
 
 
+SLOW = pytest.mark.slow
+
 TRAINER = """
 import dataclasses, sys, threading, time
 import torch
@@ -154,8 +156,20 @@ def kill_a_trainer(url: str, place: str) -> None:
         trainer.stdout.close()
 
 
-@pytest.mark.parametrize("place", ["between buckets", "in a broadcast"])
-@pytest.mark.parametrize("way", ["recover", "update"])
+@pytest.mark.parametrize(
+    ("any_engine", "way", "place"),
+    [
+        ("sessions", "update", "in a broadcast"),
+        ("no sessions", "recover", "between buckets"),
+        pytest.param("sessions", "update", "between buckets", marks=SLOW),
+        pytest.param("sessions", "recover", "in a broadcast", marks=SLOW),
+        pytest.param("sessions", "recover", "between buckets", marks=SLOW),
+        pytest.param("no sessions", "update", "in a broadcast", marks=SLOW),
+        pytest.param("no sessions", "update", "between buckets", marks=SLOW),
+        pytest.param("no sessions", "recover", "in a broadcast", marks=SLOW),
+    ],
+    indirect=["any_engine"],
+)
 def test_a_trainer_that_was_killed(any_engine, hf_model, new_model, way, place):
     """Another process, which knows nothing, takes over the server."""
     kill_a_trainer(any_engine.server_url, place)
@@ -234,6 +248,7 @@ def test_a_checkpoint_that_is_gone_leaves_inconsistency(restored_engine, new_mod
     scheme.shutdown()
 
 
+@SLOW
 def test_a_server_that_hangs_is_started_again(tiny_model_path, hf_model, new_model):
     with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as engine:
         scheme = SGLangWeightSyncScheme(engine)

@@ -555,6 +555,7 @@ def test_a_group_starts_whole_or_not_at_all(tiny_model_path, tmp_path):
     shutil.rmtree(Path(message.partition("kept as ")[2].partition(". ")[0]).parent)
 
 
+@pytest.mark.slow
 def test_a_group_of_two_versions(tiny_model_path):
     """Both with a key, starting at once: one node each, and no port in common."""
     specs = [
@@ -617,6 +618,7 @@ def test_starts_that_fail(tiny_model_path, tmp_path):
         assert word in tail
 
 
+@pytest.mark.slow
 def test_a_server_on_two_nodes(tiny_model_path):
     """Both on this machine; that of rank 1 has no API, but is waited for and ends."""
     spec = {

@@ -49,7 +49,7 @@ def older_lora_engine(tiny_model_path):
         yield engine
 
 
-@pytest.fixture(params=["0.5.23", "0.5.20"])
+@pytest.fixture(params=["0.5.23", pytest.param("0.5.20", marks=pytest.mark.slow)])
 def any_lora_engine(request):
     newest = request.param == "0.5.23"
     return request.getfixturevalue("lora_engine" if newest else "older_lora_engine")
