@@ -121,7 +121,7 @@ class TorchRLCalls(RLSGLangEngine):
     ) -> str:
         """Has every server receive one tensor that the trainer broadcasts meanwhile.
 
-        It is an update with a weight version of its own, and the engine must be idle.
+        It is an update with its own weight version, and the engine must be idle.
         :meth:`.SGLangWeightSender.update_weights` sends all tensors in one update.
 
         Args:

@@ -93,7 +93,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             if it can be called. Defaults to False.
         process_group (ProcessGroup, optional): the ranks that make the weights
             together, where these do not tell, as DTensors do: those of an exporter that
-            runs collectives of its own, such as a bridge from Megatron. All of them
+            runs its own collectives, such as a bridge from Megatron. All of them
             call the sender and run through the exporter; the first one sends.
         flush_cache_on_update (bool, optional): ``flush_cache``, under the name of
             TorchRL's scheme for SGLang.

@@ -256,7 +256,7 @@ def load_model_config(
     model: str, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
     """Returns the Hugging Face configuration of a folder or a hub name."""
-    # Each server's model is looked at in a thread of its own, and the modules that
+    # Each server's model is looked at in its own thread, and the modules that
     # transformers loads lazily fail in one thread while another one loads them.
     with _IMPORTING:
         from transformers import AutoConfig

@@ -5,7 +5,7 @@ server that inherits them takes itself for a rank: with torchrun's
 ``TORCHELASTIC_USE_AGENT_STORE=True``, SGLang waits for a store that nobody hosts. The
 variables of known launchers are listed here and not inherited. Everything else is:
 ``PATH``, ``HOME``, and the user's settings for CUDA, NCCL, Hugging Face, proxies and
-SGLang. A server with a Python of its own does not inherit the trainer's search path.
+SGLang. A server with its own Python does not inherit the trainer's search path.
 
 Variables in the user's ``environment=`` are always passed.
 """

@@ -1,7 +1,7 @@
 """The background event loop of this process, on which all coroutines run.
 
 The engine is written once, as coroutines; synchronous methods submit them here and
-wait. A forked child starts a loop of its own.
+wait. A forked child starts its own loop.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def split_credentials(url: str) -> tuple[str, str | None]:
 
 
 def url_of(host: str, port: object) -> str:
-    """Returns the address at which this machine reaches a listener of its own.
+    """Returns the address at which this machine reaches its own listener.
 
     Examples:
         >>> url_of("0.0.0.0", 30000), url_of("::1", 30000)

@@ -1,6 +1,6 @@
 """The LoRA adapter of a PEFT model, or of a folder that PEFT has saved it in.
 
-PEFT is imported only where a model of its own is given.
+PEFT is imported only where one of its models is given.
 """
 
 from __future__ import annotations

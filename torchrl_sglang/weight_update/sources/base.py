@@ -66,7 +66,7 @@ def _identity(tensor: torch.Tensor) -> Hashable:
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
-        # A subclass without memory of its own.
+        # A subclass without its own memory.
         return object()
     # As long as such a reference lives, no other storage gets the same identity.
     reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]

@@ -127,7 +127,7 @@ def find_source(weights: Any, cache: ExporterCache | None = None) -> Source:
                 f"a {type(weights).__name__}, and holds no weights itself. Register "
                 f"the model that is trained with sender.register_model(model)."
             )
-    # A TensorDict of parameters is a module too, with names of its own.
+    # A TensorDict of parameters is a module too, with its own names.
     if isinstance(weights, TensorDictBase):
         return _from_tensordict(weights)
     if isinstance(weights, nn.Module):

@@ -40,7 +40,7 @@ SETTLE_SECONDS = 0.0002
 """How often the end of an NCCL broadcast is polled."""
 
 SMALL_BELOW_BYTES = {"nccl": 8 << 20, "gloo": 0}
-"""Smaller tensors are put together. A broadcast of its own costs a tensor 40 µs with
+"""Smaller tensors are put together. Its own broadcast costs a tensor 40 µs with
 NCCL, the time of 15 MB on a link of 370 GB/s, and a copy within a GPU costs little. A
 copy in host memory costs about as much as gloo."""
 
@@ -419,7 +419,7 @@ def _start_broadcasts(
 ) -> None:
     """Starts broadcasts, adding each to ``works`` as soon as it has begun."""
     if ready is not None:
-        # A thread has a current stream of its own.
+        # A thread has its own current stream.
         torch.cuda.current_stream(parts[0].device).wait_event(ready)
     works.extend(
         dist.broadcast(part, src=0, group=group, async_op=True) for part in parts

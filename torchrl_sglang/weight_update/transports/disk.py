@@ -112,7 +112,7 @@ class DiskTransport:
     ) -> None:
         self._engine = engine
         self._options = options
-        # A server has a working directory of its own.
+        # A server has its own working directory.
         self._directory = Path(str(options.directory)).absolute()
         self._connected = False
 
