@@ -58,7 +58,7 @@ from torchrl_sglang.backends.generation.request import (
 )
 from torchrl_sglang.backends.generation.retries import RetryPolicy
 from torchrl_sglang.backends.launch.launcher import launch
-from torchrl_sglang.backends.launch.local import LocalLauncher
+from torchrl_sglang.backends.launch.local import LocalLauncher, replica_specs
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
 from torchrl_sglang.backends.launch.router import router_arguments
@@ -327,10 +327,10 @@ class AsyncSGLang(TorchRLCalls):
             router_args=router_args or {},
         )
         spec = {"model": model, "api_key": api_key, "device": device, "python": python}
-        launcher = LocalLauncher.of_replicas(
-            num_replicas,
-            {**spec, **server_args},
-            cuda_devices=cuda_devices,
+        launcher = LocalLauncher(
+            replica_specs(
+                num_replicas, {**spec, **server_args}, cuda_devices=cuda_devices
+            ),
             start_timeout=start_timeout,
             parallel=parallel_start,
         )

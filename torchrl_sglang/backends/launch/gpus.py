@@ -32,25 +32,29 @@ def devices_per_server(arguments: Mapping[str, Any]) -> int:
 
     ``arguments`` has SGLang's names.
     """
-    sizes = {
-        name: _positive(name, arguments.get(name) or 1)
+    tensor, pipeline, data, nodes = (
+        _size(name, arguments.get(name) or 1)
         for name in ("tp_size", "pp_size", "dp_size", "nnodes")
-    }
+    )
     # Data-parallel attention shares the tensor-parallel GPUs; plain copies do not.
-    copies = 1 if arguments.get("enable_dp_attention") else sizes["dp_size"]
-    total = sizes["tp_size"] * sizes["pp_size"] * copies
-    if total % sizes["nnodes"]:
+    copies = 1 if arguments.get("enable_dp_attention") else data
+    total = tensor * pipeline * copies
+    if total % nodes:
         raise ConfigurationError(
-            f"{total} GPUs (tp_size times pp_size) do not divide among nnodes="
-            f"{sizes['nnodes']}."
+            f"{total} GPUs (tp_size times pp_size) do not divide among nnodes={nodes}."
         )
-    return total // sizes["nnodes"]
+    return total // nodes
+
+
+def _size(name: str, value: Any) -> int:
+    # A command line and a configuration file may give it as a string.
+    digits = isinstance(value, str) and value.isdigit()
+    return check_count(name, int(value) if digits else value)
 
 
 def assign_devices(
     num_replicas: int,
-    tp_size: int = 1,
-    pp_size: int = 1,
+    size: int = 1,
     cuda_devices: Sequence[Any] | None = None,
     *,
     available: Sequence[str],
@@ -62,8 +66,7 @@ def assign_devices(
 
     Args:
         num_replicas: number of servers.
-        tp_size: number of GPUs that each layer is split over.
-        pp_size: number of stages that the layers are split into.
+        size: number of GPUs of each.
         cuda_devices: the GPUs for all servers, like ``[4, 5, 6, 7]``, or a group for
             each, like ``[[4, 5], [6, 7]]``; groups may share GPUs. An integer,
             ``"cuda:4"`` and a :class:`torch.device` are the trainer's ``cuda:4``; any
@@ -76,46 +79,33 @@ def assign_devices(
             exist.
 
     Examples:
-        >>> assign_devices(2, tp_size=2, available="01234567")
+        >>> assign_devices(2, size=2, available="01234567")
         [('4', '5'), ('6', '7')]
         >>> assign_devices(2, cuda_devices=[1, 0], available=["GPU-a", "GPU-b"])
         [('GPU-b',), ('GPU-a',)]
     """
-    _positive("num_replicas", num_replicas)
-    size = _positive("tp_size", tp_size) * _positive("pp_size", pp_size)
     needed = num_replicas * size
     why = (
-        f"{num_replicas} server{'s' * (num_replicas > 1)} with tp_size={tp_size} and "
-        f"pp_size={pp_size} need {needed} GPU{'s' * (needed > 1)}"
+        f"{num_replicas} server{'s' * (num_replicas > 1)} with {size} GPU"
+        f"{'s' * (size > 1)} each need {needed} GPU{'s' * (needed > 1)}"
     )
     if cuda_devices is None:
         if needed > len(available):
             raise ConfigurationError(
-                f"{why}, and {len(available)} are visible here "
-                f"({VISIBLE_DEVICES}: {','.join(available) or 'none'}). Ask for fewer "
-                f"replicas or a smaller tp_size, make more GPUs visible, or let "
-                f"servers share them with cuda_devices=[[0], [0]]."
+                f"{why}, and {_shown(available)}. Ask for fewer replicas or a smaller "
+                f"tp_size, make more GPUs visible, or let servers share them with "
+                f"cuda_devices=[[0], [0]]."
             )
-        return _split(list(available)[len(available) - needed :], size)
+        return _split(available[len(available) - needed :], size)
     given = list(cuda_devices)
-    grouped = [isinstance(item, (list, tuple)) for item in given]
-    if not any(grouped):
-        names = _names(given, available)
-        if len(names) != needed:
-            raise ConfigurationError(
-                f"cuda_devices={given!r} names {len(names)} GPUs; {why}."
-            )
-        return _split(names, size)
-    if not all(grouped):
-        raise ConfigurationError(
-            f"cuda_devices={given!r} mixes GPUs and groups of them; give one group "
-            f"for each server, or GPUs alone."
-        )
-    groups = [_names(group, available) for group in given]
+    if all(isinstance(item, (list, tuple)) for item in given):
+        groups = [_names(group, available) for group in given]
+    else:
+        groups = _split(_names(given, available), size)
     if [len(group) for group in groups] != [size] * num_replicas:
         raise ConfigurationError(
-            f"cuda_devices={given!r} is not {num_replicas} group"
-            f"{'s' * (num_replicas > 1)} of {size}; {why}."
+            f"cuda_devices={given!r} is neither {needed} GPU{'s' * (needed > 1)} nor "
+            f"{num_replicas} group{'s' * (num_replicas > 1)} of {size}; {why}."
         )
     return groups
 
@@ -175,14 +165,10 @@ def _name(item: Any, available: Sequence[str]) -> str:
             f"{item!r} is not a GPU; give an index like 4, 'cuda:4', or a UUID."
         )
     if int(index) >= len(available):
-        raise ConfigurationError(
-            f"There is no cuda:{index}: {len(available)} GPUs are visible here "
-            f"({VISIBLE_DEVICES}: {','.join(available) or 'none'})."
-        )
+        raise ConfigurationError(f"There is no cuda:{index}: {_shown(available)}.")
     return available[int(index)]
 
 
-def _positive(name: str, value: Any) -> int:
-    # A command line and a configuration file may give it as a string.
-    digits = isinstance(value, str) and value.isdigit()
-    return check_count(name, int(value) if digits else value)
+def _shown(available: Sequence[str]) -> str:
+    names = ",".join(available) or "none"
+    return f"{len(available)} are visible here ({VISIBLE_DEVICES}: {names})"

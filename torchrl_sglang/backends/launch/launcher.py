@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from yarl import URL
 
 from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle, stop_all
 from torchrl_sglang.backends.fleet.routing import RouterHandle
+from torchrl_sglang.backends.launch.process import READY_POLL_SECONDS
 from torchrl_sglang.backends.launch.router import RouterProcess, make_sglang_router
 
 __all__ = [
@@ -27,9 +29,6 @@ __all__ = [
     "launch",
     "start_servers",
 ]
-
-READY_POLL_SECONDS = 0.1
-"""How often starting servers are polled."""
 
 PROGRESS_SECONDS = 30.0
 """How often a long start is logged."""
@@ -91,48 +90,47 @@ class Launcher(Protocol):
 
 
 def start_servers(
-    launcher: Launcher, *, progress: Callable[[str], None] | None = None
+    launcher: Launcher, *, progress: Callable[[str], None] = torchrl_logger.info
 ) -> list[LaunchedServer]:
     """Starts all servers of a launcher and waits until they are ready, or starts none.
 
-    ``progress`` is called with a line for each event; default: TorchRL's logger.
+    ``progress`` is called with a line for each event.
     """
-    log = torchrl_logger.info if progress is None else progress
     servers: list[LaunchedServer] = []
-    try:
-        _start_all(launcher, servers, log)
-    except BaseException:
-        launcher.stop(servers)
-        raise
-    return servers
-
-
-def _start_all(
-    launcher: Launcher, servers: list[LaunchedServer], log: Callable[[str], None]
-) -> None:
-    """Starts the servers, and adds each to ``servers`` as it begins to start."""
     starting: list[LaunchedServer] = []
-    last_log = time.monotonic()
-    while len(servers) < launcher.num_servers or starting:
-        while len(servers) < launcher.num_servers and len(starting) < launcher.at_once:
-            gpus = launcher.where(len(servers)).gpus
-            server = launcher.start(len(servers))
+    with ExitStack() as undo:
+        undo.callback(launcher.stop, servers)
+        for rank in range(launcher.num_servers):
+            _wait_for_fewer(starting, launcher.at_once, progress)
+            gpus = launcher.where(rank).gpus
+            server = launcher.start(rank)
             servers.append(server)
             starting.append(server)
             on_gpus = f" on GPU {','.join(gpus)}" if gpus else ""
-            log(f"{server.name} is starting at {server.url}{on_gpus}.")
+            progress(f"{server.name} is starting at {server.url}{on_gpus}.")
+        _wait_for_fewer(starting, 1, progress)
+        undo.pop_all()
+    return servers
+
+
+def _wait_for_fewer(
+    starting: list[LaunchedServer], number: int, progress: Callable[[str], None]
+) -> None:
+    """Waits until fewer than ``number`` servers start; removes those that are ready."""
+    last_log = time.monotonic()
+    while len(starting) >= number:
         for server in list(starting):
             if server.check_ready():
                 starting.remove(server)
-                log(f"{server.name} is ready after {server.age:.0f} s.")
-        if starting and time.monotonic() - last_log > PROGRESS_SECONDS:
+                progress(f"{server.name} is ready after {server.age:.0f} s.")
+        if time.monotonic() - last_log > PROGRESS_SECONDS:
             last_log = time.monotonic()
             for server in starting:
-                log(
+                progress(
                     f"{server.name} is still starting after {server.age:.0f} s: "
                     f"{server.log_tail(1)}"
                 )
-        if starting:
+        if len(starting) >= number:
             time.sleep(READY_POLL_SECONDS)
 
 
@@ -157,25 +155,22 @@ class Launched:
 def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
     """Starts a launcher's servers, and a router if it has arguments; all or none."""
     # The start of a single server is no news: the engine is there, or an error.
-    progress = torchrl_logger.debug if launcher.num_servers == 1 else None
+    single = launcher.num_servers == 1
+    progress = torchrl_logger.debug if single else torchrl_logger.info
     servers = start_servers(launcher, progress=progress)
-    try:
+    with ExitStack() as undo:
+        undo.callback(launcher.stop, servers)
         replicas = [
             _make_replica(launcher, rank, server) for rank, server in enumerate(servers)
         ]
-        if router is None:
-            return Launched(replicas=replicas)
-        running = make_sglang_router([server.url for server in servers], **router)
-    except BaseException:
-        launcher.stop(servers)
-        raise
-    # The same port, so that everyone who has its address finds it again.
-    again = {**router, "port": URL(running.url).port}
-    return Launched(
-        replicas=replicas,
-        router=running,
-        start_router=lambda urls: RouterProcess(urls, **again),
-    )
+        running = start_router = None
+        if router is not None:
+            running = make_sglang_router([server.url for server in servers], **router)
+            # The same port, so that everyone who has its address finds it again.
+            again = {**router, "port": URL(running.url).port}
+            start_router = functools.partial(RouterProcess, **again)
+        undo.pop_all()
+    return Launched(replicas=replicas, router=running, start_router=start_router)
 
 
 def _make_replica(launcher: Launcher, rank: int, server: LaunchedServer) -> Replica:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from torchrl_sglang.backends.fleet.replica import stop_all
 from torchrl_sglang.backends.launch.gpus import (
@@ -133,16 +133,13 @@ class LocalLauncher:
         start_timeout: float = START_TIMEOUT_SECONDS,
         parallel: ParallelStart = None,
     ) -> None:
+        # Unreachable servers keep their GPUs until Python collects them.
+        stop_unreachable()
         self._start_timeout = check_seconds("start_timeout", start_timeout)
-        known = parallel is None or isinstance(parallel, bool)
-        if not known and parallel != "staggered":
+        if parallel not in (None, True, False, "staggered"):
             raise ConfigurationError(
                 f"parallel={parallel!r} is none of True, False and 'staggered'."
             )
-        self._specs: list[dict[str, Any]] = []
-        self._commands: dict[int, ServerCommand] = {}
-        for rank, spec in enumerate(specs):
-            self._plan(rank, spec, len(specs))
         self.num_servers = len(specs)
         self.at_once = starts_at_once(
             parallel,
@@ -150,40 +147,19 @@ class LocalLauncher:
             cores=len(os.sched_getaffinity(0)),
             on_cpu=not all(_is_on_gpu(spec) for spec in specs),
         )
-
-    @classmethod
-    def of_replicas(
-        cls,
-        num_replicas: int,
-        spec: Mapping[str, Any],
-        *,
-        cuda_devices: Sequence[Any] | None = None,
-        start_timeout: float = START_TIMEOUT_SECONDS,
-        parallel: ParallelStart = None,
-    ) -> Self:
-        """Returns a launcher of several servers of one model."""
-        # Unreachable servers keep their GPUs until Python collects them.
-        stop_unreachable()
-        specs = replica_specs(num_replicas, spec, cuda_devices=cuda_devices)
-        if num_replicas > 1:
-            # Servers that each use all cores of one CPU wait for one another.
-            threads = max(len(os.sched_getaffinity(0)) // num_replicas, 1)
-            for each in specs:
-                own = each.get("environment") or {}
-                each["environment"] = {"OMP_NUM_THREADS": str(threads), **own}
-        return cls(specs, start_timeout=start_timeout, parallel=parallel)
-
-    def _plan(self, rank: int, spec: Mapping[str, Any], count: int) -> None:
-        try:
-            command = make_server_command(**spec)
-        except BaseException as error:
-            if isinstance(error, ConfigurationError) and count > 1:
-                error.add_note(f"It is server {rank + 1} of {count}.")
-            self._release()
-            raise
-        self._commands[rank] = command
-        # A restart keeps the address.
-        self._specs.append({**spec, "port": command.port})
+        self._specs: list[dict[str, Any]] = []
+        self._commands: dict[int, ServerCommand] = {}
+        for rank, spec in enumerate(specs):
+            try:
+                command = make_server_command(**spec)
+            except ConfigurationError as error:
+                self._release()
+                if len(specs) > 1:
+                    error.add_note(f"It is server {rank + 1} of {len(specs)}.")
+                raise
+            self._commands[rank] = command
+            # A restart keeps the address.
+            self._specs.append({**spec, "port": command.port})
 
     def start(self, rank: int) -> ServerProcess:
         """Begins to start a server; does not wait until it is ready."""
@@ -194,14 +170,12 @@ class LocalLauncher:
         return self._run(rank, make_server_command(**self._specs[rank]))
 
     def _run(self, rank: int, command: ServerCommand) -> ServerProcess:
-        name = "SGLang server"
-        if self.num_servers > 1:
-            name += f" {rank + 1} of {self.num_servers}"
+        number = f" {rank + 1} of {self.num_servers}" if self.num_servers > 1 else ""
         return ServerProcess(
             command.command,
             url=command.url,
             environment=command.environment,
-            name=name,
+            name=f"SGLang server{number}",
             # SGLang writes its arguments, keys included, to its log.
             hidden=tuple(command.secrets.values()),
             config=command.secrets,
@@ -229,14 +203,7 @@ class LocalLauncher:
 def starts_at_once(
     parallel: ParallelStart, *, count: int, cores: int, on_cpu: bool
 ) -> int:
-    """Returns how many servers may start at the same time.
-
-    Examples:
-        >>> starts_at_once(None, count=4, cores=2, on_cpu=True)
-        1
-        >>> starts_at_once(None, count=4, cores=2, on_cpu=False)
-        4
-    """
+    """Returns how many servers may start at the same time."""
     if parallel is None:
         parallel = "staggered" if on_cpu else True
     if parallel == "staggered":
@@ -262,11 +229,18 @@ def replica_specs(
         ('0', '1') 7
         ('2', '3') 8
     """
-    num_replicas = check_count("num_replicas", num_replicas)
     known = _known_arguments(spec)
+    specs = [dict(spec) for _ in range(check_count("num_replicas", num_replicas))]
     if num_replicas > 1:
         _check_replicable(known)
-    specs = [_count_up(spec, index) for index in range(num_replicas)]
+        # Servers that each use all cores of one CPU wait for one another.
+        threads = max(len(os.sched_getaffinity(0)) // num_replicas, 1)
+        limit = {"OMP_NUM_THREADS": str(threads)}
+        for index, own in enumerate(specs):
+            own["environment"] = {**limit, **(spec.get("environment") or {})}
+            for name in COUNTED:
+                if own.get(name) is not None:
+                    own[name] = int(own[name]) + index
     if _is_on_gpu(spec) and known.get("base_gpu_id") is None:
         groups = assign_devices(
             num_replicas,
@@ -313,10 +287,3 @@ def _check_replicable(known: Mapping[str, Any]) -> None:
                 f"{name}={known[name]!r} is for one server, and there are several; "
                 f"leave it out, or start each with make_sglang_server."
             )
-
-
-def _count_up(spec: Mapping[str, Any], index: int) -> dict[str, Any]:
-    return {
-        name: int(value) + index if name in COUNTED and value is not None else value
-        for name, value in spec.items()
-    }

@@ -60,11 +60,7 @@ def lease_port(
 ) -> PortLease:
     """Leases the given port, or a free one of ``among``; errors call it ``name``."""
     if port is not None:
-        try:
-            number = int(str(port))
-            lease = PortLease(number) if _is_free(host, number) else None
-        except (OSError, ValueError):
-            lease = None
+        lease = _try_to_lease(port, [host])
         if lease is None:
             raise ConfigurationError(
                 f"{name}={port!r} is not a free port of {host!r}: another process, "
@@ -75,15 +71,23 @@ def lease_port(
     for _ in range(ATTEMPTS):
         # Not Python's randomness: seeded trainers would all try the same ports.
         number = among[secrets.randbelow(len(among))]
-        try:
-            lease = PortLease(number)
-        except OSError:
-            continue
         # Some sockets of a server listen on every address, whatever its host is.
-        if _is_free(host, number) and _is_free("0.0.0.0", number):
+        lease = _try_to_lease(number, [host, "0.0.0.0"])
+        if lease is not None:
             return lease
-        lease.release()
     raise ConfigurationError(f"No port from {among} is free on {host!r}.")
+
+
+def _try_to_lease(port: object, hosts: Sequence[str]) -> PortLease | None:
+    """Leases a port that must be free on all hosts; None: it is not."""
+    try:
+        lease = PortLease(int(str(port)))
+    except (OSError, ValueError):
+        return None
+    if all(_is_free(host, lease.port) for host in hosts):
+        return lease
+    lease.release()
+    return None
 
 
 def find_free_port(host: str = "127.0.0.1", *, among: Sequence[int] = PORTS) -> int:
@@ -109,20 +113,19 @@ def ports_to_hold(
 ) -> dict[str, int | None]:
     """Returns a server's ports beside its HTTP port; None: any free one."""
     held: dict[str, int | None] = {}
+    port = int(arguments["port"])
     if arguments.get("dist_init_addr") is None:
         # By default SGLang draws one, and another server may draw the same.
         held["nccl_port"] = arguments.get("nccl_port")
-    seeded = "remote_instance_weight_loader_start_seed_via_transfer_engine"
-    if arguments.get(seeded):
+    if arguments.get("remote_instance_weight_loader_start_seed_via_transfer_engine"):
         held["engine_info_bootstrap_port"] = arguments.get("engine_info_bootstrap_port")
     if arguments.get("grpc_port") is not None:
         held["grpc_port"] = arguments["grpc_port"]
     elif environment.get("SGLANG_GRPC_PORT", "").isdigit():
         held["SGLANG_GRPC_PORT"] = int(environment["SGLANG_GRPC_PORT"])
     elif environment.get("SGLANG_ENABLE_GRPC", "").lower() in ("1", "true"):
-        held["SGLANG_ENABLE_GRPC"] = int(arguments["port"]) + 10_000
-    wide = [arguments.get(name) or 1 for name in ("dp_size", "attn_dp_size")]
-    if arguments.get("enable_dp_attention") or max(int(size) for size in wide) > 1:
-        for offset in DP_PORT_OFFSETS:
-            held[f"port + {offset}"] = int(arguments["port"]) + offset
+        held["SGLANG_ENABLE_GRPC"] = port + 10_000
+    sizes = [int(arguments.get(name) or 1) for name in ("dp_size", "attn_dp_size")]
+    if arguments.get("enable_dp_attention") or max(sizes) > 1:
+        held |= {f"port + {offset}": port + offset for offset in DP_PORT_OFFSETS}
     return held

@@ -35,7 +35,7 @@ from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.backends.support.event_loop import on_background_loop
 from torchrl_sglang.errors import ServerStartError, SGLangError
 
-__all__ = ["START_TIMEOUT_SECONDS", "ServerProcess", "get_body", "stop_unreachable"]
+__all__ = ["START_TIMEOUT_SECONDS", "ServerProcess", "stop_unreachable"]
 
 START_TIMEOUT_SECONDS = 600.0
 """Default timeout for a start: a large model loads for minutes."""
@@ -63,6 +63,8 @@ MAX_FOLDER_BYTES = 80
 
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
 _LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 
@@ -77,22 +79,8 @@ def stop_unreachable() -> None:
         gc.collect()
 
 
-def get_body(
-    url: str, *, timeout: float, headers: Mapping[str, str] | None = None
-) -> bytes | None:
-    """Returns the body at an address; ``None`` without a success."""
-    try:
-        response = get(url, timeout=timeout, headers=headers)
-    except SGLangError:
-        return None
-    return response.body if response.status == 200 else None
-
-
 class ServerProcess:
     """A running command that serves HTTP, with all processes below it.
-
-    Its state is *starting*, *ready* after :meth:`wait_ready`, *dead* when the process
-    has ended by itself, and *stopped* after :meth:`stop`.
 
     Args:
         command: the command line.
@@ -182,7 +170,7 @@ class ServerProcess:
 
     @property
     def state(self) -> str:
-        """One of ``"starting"``, ``"ready"``, ``"dead"`` and ``"stopped"``."""
+        """``"starting"``, ``"ready"``, ``"dead"`` (it ended) or ``"stopped"``."""
         if self._stopped:
             return "stopped"
         # A fork cannot wait for its parent's child, and would find that it has ended.
@@ -217,9 +205,8 @@ class ServerProcess:
             self._ready = True
             self._config.unlink(missing_ok=True)
         elif self._process.poll() is not None:
-            raise self._start_error(
-                f"ended with status {self._process.returncode} before it was ready."
-            )
+            status = self._process.returncode
+            raise self._start_error(f"ended with status {status} before it was ready.")
         elif self.age > self._start_timeout:
             raise self._start_error(
                 f"was not ready after {self._start_timeout:g} s; give it more with "
@@ -228,8 +215,10 @@ class ServerProcess:
         return self._ready
 
     def _answers(self) -> bool:
-        body = get_body(f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS)
-        return body is not None
+        try:
+            return get(f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS).ok
+        except SGLangError:
+            return False
 
     def _start_error(self, reason: str) -> ServerStartError:
         self._failed = True
@@ -239,11 +228,11 @@ class ServerProcess:
         )
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Returns the last lines of the server's log, without progress bars."""
+        """Returns the last lines of the log, without progress bars and colors."""
         try:
             with open(self.log_path, "rb") as log:
                 log.seek(max(0, os.path.getsize(self.log_path) - LOG_TAIL_BYTES))
-                text = log.read().decode(errors="replace")
+                text = _COLOR.sub("", log.read().decode(errors="replace"))
         except OSError:
             return "(the log is gone)"
         kept = [
@@ -334,4 +323,5 @@ class ServerProcess:
             self.stop()
 
     def __repr__(self) -> str:
-        return f"ServerProcess({self.url!r}, pid={self.pid}, state={self.state!r})"
+        kind = type(self).__name__
+        return f"{kind}({self.url!r}, pid={self.pid}, state={self.state!r})"

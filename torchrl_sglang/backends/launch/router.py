@@ -11,14 +11,13 @@ server that refused it.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,13 @@ from torchrl_sglang.backends.client.router import RouterClient, check_worker_url
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.ports import lease_port
-from torchrl_sglang.backends.launch.process import (
-    LOG_TAIL_LINES,
-    ServerProcess,
-    get_body,
-)
+from torchrl_sglang.backends.launch.process import ServerProcess
 from torchrl_sglang.backends.support.checks import check_count, nearest
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.backends.support.urls import hide_passwords, is_loopback, url_of
-from torchrl_sglang.errors import ConfigurationError, ServerStartError
+from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
 
-__all__ = [
-    "RouterProcess",
-    "make_sglang_router",
-    "router_arguments",
-]
+__all__ = ["RouterProcess", "make_sglang_router", "router_arguments"]
 
 START_TIMEOUT_SECONDS = 60.0
 """Default timeout for a start; the router is ready 0.1 s after its servers are."""
@@ -85,7 +77,7 @@ ROUTER_ARGUMENTS: Mapping[str, Any] = {
 """Defaults of a router that is started here."""
 
 KEYED_POLICIES = ("manual", "consistent_hashing")
-"""Policies that read the routing key."""
+"""Policies that keep requests of one routing key (``X-SMG-Routing-Key``) together."""
 
 UNUSABLE_POLICIES: Mapping[str, str] = {
     "bucket": "it is for servers that are split into prefill and decode",
@@ -103,21 +95,13 @@ _LAUNCHER = Path(__file__).with_name("router_launch.py")
 
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 
-_COLOR = re.compile(r"\x1b\[[0-9;]*m")
-
 
 class RouterProcess(ServerProcess, RouterClient):
-    """A running router, with its worker list.
-
-    It is *ready* when every worker that it was started with is in rotation.
+    """A router; it is *ready* when all workers of its start are in rotation.
 
     Args:
         worker_urls: addresses of the servers; more can be added later.
-        policy: how a server is chosen for a request:
-            ``"cache_aware"`` sends prompts with the same prefix to one server while the
-            load is even; ``"manual"`` and ``"consistent_hashing"`` keep requests of
-            one routing key together (header ``X-SMG-Routing-Key``); ``"round_robin"``,
-            ``"random"`` and ``"power_of_two"`` ignore the request.
+        policy: how a server is chosen for a request.
         host: address to listen on.
         port: by default, a free one.
         api_key: key of the router and of its servers.
@@ -125,8 +109,7 @@ class RouterProcess(ServerProcess, RouterClient):
             else that of the CPU engine.
         environment: variables to add to the router's environment.
         start_timeout: timeout for the start, in seconds.
-        **router_args: arguments of sglang-router under its own names, such as
-            ``balance_abs_threshold``.
+        **router_args: arguments of sglang-router under its own names.
 
     Raises:
         ConfigurationError: if an argument is wrong or no router is installed.
@@ -146,7 +129,7 @@ class RouterProcess(ServerProcess, RouterClient):
         **router_args: Any,
     ) -> None:
         interpreter = _find_python(python)
-        _check_arguments(_describe(interpreter), policy, router_args)
+        _check_arguments(interpreter, policy, router_args)
         if not is_loopback(host) and api_key is None:
             raise ConfigurationError(
                 f"host={host!r} lets other machines reach the router, who could "
@@ -156,16 +139,13 @@ class RouterProcess(ServerProcess, RouterClient):
         self.policy = policy
         self._worker_urls = _check_urls(worker_urls)
         arguments = {**ROUTER_ARGUMENTS, **router_args}
-        with ExitStack() as undo:
-            lease = lease_port(host, port)
-            undo.callback(lease.release)
-            # All routers have the same default, and the second one would end at once.
-            metrics = lease_port(
-                arguments["prometheus_host"],
-                arguments.get("prometheus_port"),
-                name="prometheus_port",
-            )
-            undo.pop_all()
+        lease = lease_port(host, port)
+        # All routers have the same default, and the second one would end at once.
+        metrics = lease_port(
+            arguments["prometheus_host"],
+            arguments.get("prometheus_port"),
+            name="prometheus_port",
+        )
         arguments |= {
             "worker_urls": self._worker_urls,
             "policy": policy,
@@ -203,17 +183,11 @@ class RouterProcess(ServerProcess, RouterClient):
 
     def _missing_workers(self) -> list[str] | None:
         """Returns the workers that are not in rotation; None: no answer."""
-        key = self._api_key
-        body = get_body(
-            f"{self.url}/workers",
-            timeout=READY_TIMEOUT_SECONDS,
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
-        )
         try:
-            entries = json.loads(body or b"")["workers"]
-        except ValueError:
+            workers = run_sync(self.workers(timeout=READY_TIMEOUT_SECONDS))
+        except SGLangError:
             return None
-        healthy = {entry["url"] for entry in entries if entry["is_healthy"]}
+        healthy = {worker.url for worker in workers if worker.healthy}
         return [url for url in self._worker_urls if url not in healthy]
 
     def _start_error(self, reason: str) -> ServerStartError:
@@ -226,37 +200,9 @@ class RouterProcess(ServerProcess, RouterClient):
             f"router is started, with the same api_key."
         )
 
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Returns the last lines of its log, without colors."""
-        return _COLOR.sub("", super().log_tail(lines))
-
-    def __repr__(self) -> str:
-        return (
-            f"RouterProcess({self.url!r}, policy={self.policy!r}, pid={self.pid}, "
-            f"state={self.state!r})"
-        )
-
 
 def make_sglang_router(worker_urls: Sequence[str], **arguments: Any) -> RouterProcess:
-    """Starts a router and waits until all its workers are in rotation.
-
-    Args:
-        worker_urls: addresses of the servers, which run.
-        **arguments: those of :class:`RouterProcess`.
-
-    Returns:
-        The running router. It ends with :meth:`~.process.ServerProcess.stop`, with this
-        process, or with the last reference to it.
-
-    Raises:
-        ConfigurationError: if an argument is wrong or no router is installed.
-        ServerStartError: if it ends or is not ready within the timeout.
-
-    Examples:
-        >>> with make_sglang_router([engine.server_url]) as router:
-        ...     router.state
-        'ready'
-    """
+    """Starts a :class:`RouterProcess` and waits until it is ready."""
     router = RouterProcess(worker_urls, **arguments)
     router.wait_ready()
     return router
@@ -279,10 +225,9 @@ def router_arguments(
         return None
     if policy is None:
         return None
-    described = _describe(_find_python(router_args.get("python")))
     named = ("host", "port", "python", "environment")
     rest = {name: value for name, value in router_args.items() if name not in named}
-    _check_arguments(described, policy, rest)
+    _check_arguments(_find_python(router_args.get("python")), policy, rest)
     return {"policy": policy, "api_key": api_key, **router_args}
 
 
@@ -302,30 +247,27 @@ def _environment(interpreter: str) -> dict[str, str]:
     return {k: v for k, v in inherited.items() if k not in _PROXIES}
 
 
-_DESCRIBED: dict[str, Mapping[str, Any]] = {}
-"""Interpreter -> description of its router; it does not change while we run."""
-
-
+@functools.cache
 def _describe(interpreter: str) -> Mapping[str, Any]:
-    if interpreter not in _DESCRIBED:
-        try:
-            done = subprocess.run(
-                [interpreter, str(_LAUNCHER), "describe"],
-                env=_environment(interpreter),
-                capture_output=True,
-                text=True,
-                timeout=DESCRIBE_TIMEOUT_SECONDS,
-                check=True,
-            )
-            _DESCRIBED[interpreter] = json.loads(done.stdout)
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            output = getattr(error, "stderr", None) or str(error)
-            raise ConfigurationError(
-                f"{interpreter} has no sglang-router that can be used "
-                f"({output.strip().splitlines()[-1]}); install the package "
-                f"sglang-router there, or name another interpreter with python=..."
-            ) from None
-    return _DESCRIBED[interpreter]
+    """Returns version, argument names and policies of an interpreter's router."""
+    try:
+        done = subprocess.run(
+            [interpreter, str(_LAUNCHER), "describe"],
+            env=_environment(interpreter),
+            capture_output=True,
+            text=True,
+            timeout=DESCRIBE_TIMEOUT_SECONDS,
+            check=True,
+        )
+        described: Mapping[str, Any] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        output = getattr(error, "stderr", None) or str(error)
+        raise ConfigurationError(
+            f"{interpreter} has no sglang-router that can be used "
+            f"({output.strip().splitlines()[-1]}); install the package "
+            f"sglang-router there, or name another interpreter with python=..."
+        ) from None
+    return described
 
 
 def usable_policies(described: Mapping[str, Any]) -> list[str]:
@@ -334,8 +276,9 @@ def usable_policies(described: Mapping[str, Any]) -> list[str]:
 
 
 def _check_arguments(
-    described: Mapping[str, Any], policy: str, router_args: Mapping[str, Any]
+    interpreter: str, policy: str, router_args: Mapping[str, Any]
 ) -> None:
+    described = _describe(interpreter)
     usable = usable_policies(described)
     if policy not in usable:
         reason = UNUSABLE_POLICIES.get(policy)

@@ -7,6 +7,7 @@ wrong argument, a port in use or a missing GPU is found before anything runs.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -104,23 +105,22 @@ def make_server_command(
         )
     gpus = _confine_to_gpus(device, cuda_devices, arguments)
     if device == "cpu":
-        lora = arguments.get("enable_lora") or arguments.get("lora_paths")
-        extra = cpu.lora_server_args() if lora else {}
-        arguments = {**cpu.default_server_args(), **extra, **arguments}
         program = cpu.launch_command(sglang_version, python)
+        lora = bool(arguments.get("enable_lora") or arguments.get("lora_paths"))
+        arguments = cpu.default_server_args(lora=lora) | arguments
         own = cpu.engine_environment(sglang_version, python)
     else:
         interpreter = str(python) if python is not None else sys.executable
         program = [interpreter, "-m", "sglang.launch_server"]
         arguments = {"device": device, **arguments}
         own = device_environment(gpus, os.environ)
-    variables = {
-        **_loopback_environment(host, arguments),
-        **inherited_environment(os.environ, own_python=program[0] != sys.executable),
-        **SERVER_ENVIRONMENT,
-        **own,
-        **(environment or {}),
-    }
+    variables = inherited_environment(
+        os.environ, own_python=program[0] != sys.executable
+    )
+    if is_loopback(host) and int(arguments.get("nnodes") or 1) == 1:
+        # Otherwise gloo listens on the address that the machine's name resolves to.
+        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    variables |= SERVER_ENVIRONMENT | own | dict(environment or {})
     flags = find_flags(program[0], variables)
     check_names({**arguments, **secrets}, flags)
     with ExitStack() as undo:
@@ -188,23 +188,15 @@ def _check_nodes(arguments: Mapping[str, Any]) -> None:
 
 
 def _take_secrets(arguments: dict[str, Any]) -> dict[str, str]:
-    secrets = {}
-    for name in SECRETS:
-        value = arguments.pop(name, None)
-        if value is None:
-            continue
+    secrets = {name: arguments.pop(name, None) for name in SECRETS}
+    secrets = {name: value for name, value in secrets.items() if value is not None}
+    for name, value in secrets.items():
         # It is sent as an HTTP header, and given to the server as a flag.
-        if (
-            not isinstance(value, str)
-            or not value
-            or not all("!" <= character <= "~" for character in value)
-            or value.startswith("-")
-        ):
+        if not isinstance(value, str) or not re.fullmatch(r"(?!-)[!-~]+", value):
             raise ConfigurationError(
                 f"{name} is not a key; give a string of printable ASCII characters "
                 f"without spaces, which does not begin with '-'."
             )
-        secrets[name] = value
     return secrets
 
 
@@ -225,18 +217,10 @@ def _confine_to_gpus(
             )
     return assign_devices(
         1,
-        tp_size=devices_per_server(arguments),
+        devices_per_server(arguments),
         cuda_devices=cuda_devices,
         available=visible_devices(),
     )[0]
-
-
-def _loopback_environment(host: str, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Returns variables that keep a server's process groups off the network."""
-    if not is_loopback(host) or int(arguments.get("nnodes") or 1) > 1:
-        return {}
-    # Otherwise gloo listens on the address that the machine's name resolves to.
-    return {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def _lease_ports(

@@ -51,23 +51,24 @@ class ServerFlag:
     """Whether it has a ``--no-`` form."""
 
 
+_FOUND: dict[tuple[str, str], Mapping[str, ServerFlag] | None] = {}
+"""Interpreter and its search path -> flags; they do not change while we run."""
+
+
 def find_flags(
     python: str, environment: Mapping[str, str]
 ) -> Mapping[str, ServerFlag] | None:
     """Returns argument name -> flag of the SGLang in an interpreter; None: unknown."""
     key = (python, environment.get("PYTHONPATH", ""))
     if key not in _FOUND:
-        _FOUND[key] = _find_flags(python, environment)
+        found = map(read_flags, _find_packages(python, environment))
+        _FOUND[key] = next(filter(None, found), None)
+        if _FOUND[key] is None:
+            torchrl_logger.debug(f"The arguments of {python}'s sglang are unknown.")
     return _FOUND[key]
 
 
-_FOUND: dict[tuple[str, str], Mapping[str, ServerFlag] | None] = {}
-"""Interpreter and its search path -> flags; they do not change while we run."""
-
-
-def _find_flags(
-    python: str, environment: Mapping[str, str]
-) -> Mapping[str, ServerFlag] | None:
+def _find_packages(python: str, environment: Mapping[str, str]) -> list[Path]:
     try:
         done = subprocess.run(
             [python, "-c", _FIND],
@@ -79,14 +80,9 @@ def _find_flags(
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        torchrl_logger.debug(f"The arguments of {python}'s sglang are unknown: {error}")
-        return None
-    for folder in done.stdout.splitlines():
-        flags = read_flags(Path(folder))
-        if flags is not None:
-            return flags
-    torchrl_logger.debug(f"The arguments of {python}'s sglang are unknown: not found.")
-    return None
+        torchrl_logger.debug(f"{python} does not tell where sglang is: {error}")
+        return []
+    return list(map(Path, done.stdout.splitlines()))
 
 
 def read_flags(package: Path) -> Mapping[str, ServerFlag] | None:
@@ -120,80 +116,71 @@ def parse_flags(sources: Iterable[str]) -> dict[str, ServerFlag]:
             if isinstance(node, ast.ClassDef) and _holds_fields(node):
                 for statement in node.body:
                     if isinstance(statement, ast.AnnAssign):
-                        flags.update(_flags_of_field(statement))
+                        flags |= _flags_of_field(statement)
             elif (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
                 and node.func.attr == "add_argument"
             ):
-                written = [text for item in node.args if (text := _flag_text(item))]
-                flags.update(_by_name(written, _is_negatable(node)))
+                flags |= _by_name(map(_value, node.args), _is_negatable(node))
     return flags
 
 
 def _holds_fields(node: ast.ClassDef) -> bool:
-    return node.name == "ServerArgs" or any(
-        isinstance(statement, ast.Assign)
-        and any(
-            isinstance(target, ast.Name) and target.id == "_NS_PATH"
-            for target in statement.targets
-        )
-        for statement in node.body
-    )
+    assigned = (item for item in node.body if isinstance(item, ast.Assign))
+    targets = {ast.unparse(target) for item in assigned for target in item.targets}
+    return node.name == "ServerArgs" or "_NS_PATH" in targets
 
 
-def _flags_of_field(statement: ast.AnnAssign) -> dict[str, ServerFlag]:
-    annotation, target = statement.annotation, statement.target
+def _flags_of_field(field: ast.AnnAssign) -> dict[str, ServerFlag]:
+    """Returns the flags of ``name: A[type, metadata, ...]``."""
+    name, annotation = ast.unparse(field.target), field.annotation
     if not (
-        isinstance(target, ast.Name)
-        and isinstance(annotation, ast.Subscript)
-        and isinstance(annotation.value, ast.Name)
-        and annotation.value.id in ("A", "Annotated")
+        isinstance(annotation, ast.Subscript)
+        and ast.unparse(annotation.value) in ("A", "Annotated")
         and isinstance(annotation.slice, ast.Tuple)
     ):
         return {}
-    flag = "--" + target.id.replace("_", "-")
+    flag, negatable = "--" + name.replace("_", "-"), False
     aliases: list[str] = []
-    negatable = False
-    for metadata in annotation.slice.elts[1:]:
-        if not isinstance(metadata, ast.Call):
+    for call in annotation.slice.elts[1:]:
+        if not isinstance(call, ast.Call):
             continue
-        negatable = negatable or _is_negatable(metadata)
-        for keyword in metadata.keywords:
-            value = keyword.value
-            if keyword.arg == "no_cli" and _constant(value) is True:
-                return {}
-            if keyword.arg == "cli_name" and (text := _flag_text(value)):
-                flag = text
-            if keyword.arg == "aliases" and isinstance(value, (ast.List, ast.Tuple)):
-                aliases += [text for item in value.elts if (text := _flag_text(item))]
+        options = {option.arg: option.value for option in call.keywords}
+        if "no_cli" in options and _value(options["no_cli"]) is True:
+            return {}
+        if "cli_name" in options:
+            flag = _value(options["cli_name"]) or flag
+        if "aliases" in options:
+            aliases += _value(options["aliases"]) or ()
+        negatable = negatable or _is_negatable(call)
     own = ServerFlag(flag=flag, negatable=negatable)
-    return {**_by_name([flag, *aliases], negatable), target.id: own}
+    return {**_by_name([flag, *aliases], negatable), name: own}
 
 
-def _by_name(flags: list[str], negatable: bool) -> dict[str, ServerFlag]:
+def _by_name(flags: Iterable[Any], negatable: bool) -> dict[str, ServerFlag]:
     return {
         flag.removeprefix("--").replace("-", "_"): ServerFlag(
             flag=flag, negatable=negatable
         )
         for flag in flags
+        if isinstance(flag, str) and flag.startswith("--")
     }
 
 
 def _is_negatable(call: ast.Call) -> bool:
     return any(
-        keyword.arg == "action" and "BooleanOptionalAction" in ast.dump(keyword.value)
-        for keyword in call.keywords
+        option.arg == "action" and "BooleanOptionalAction" in ast.unparse(option.value)
+        for option in call.keywords
     )
 
 
-def _constant(node: ast.expr) -> object:
-    return node.value if isinstance(node, ast.Constant) else None
-
-
-def _flag_text(node: ast.expr) -> str | None:
-    text = _constant(node)
-    return text if isinstance(text, str) and text.startswith("--") else None
+def _value(node: ast.expr) -> Any:
+    """Returns the value of a literal, and ``None`` for any other expression."""
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
 
 
 def check_names(

@@ -52,22 +52,30 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
+def _stat(pid: int | str) -> list[bytes]:
+    """Returns state, parent, ... of a process; nothing if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command name is in parentheses and may hold anything.
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether a process exists and has not ended."""
+    return _stat(pid)[:1] not in ([], [b"Z"], [b"X"])
+
+
 def processes_by_parent() -> dict[int, list[tuple[int, bool]]]:
     """Returns parent -> (process id, whether it lives) of all processes.
 
     Dead ones are included: they can still have children.
     """
     table: dict[int, list[tuple[int, bool]]] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                # The command name is in parentheses and may hold anything.
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        table.setdefault(int(fields[1]), []).append((int(entry), fields[0] != b"Z"))
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if fields := _stat(pid):
+            table.setdefault(int(fields[1]), []).append((int(pid), fields[0] != b"Z"))
     return table
 
 
@@ -90,11 +98,9 @@ def _signal_all(pids: list[int], number: int) -> None:
 
 
 def _reap() -> None:
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
 
 
 def _is_tracker(pid: int) -> bool:
@@ -140,15 +146,6 @@ def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
         _signal_all(pids, signal.SIGKILL)
         _wait(left, 0.1)
     _reap()
-
-
-def is_alive(pid: int) -> bool:
-    """Returns whether a process exists and has not ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
 
 
 def main(owner: int, command: list[str]) -> int:

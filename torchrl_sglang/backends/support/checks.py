@@ -1,4 +1,4 @@
-"""Argument validation for all layers. Pure.
+"""Argument validation for all layers.
 
 Each check returns the value as a Python type, so that NumPy scalars are accepted, and
 raises :class:`~torchrl_sglang.errors.ConfigurationError` naming the argument, the value
@@ -30,28 +30,14 @@ HIGHEST_PORT = 65535
 
 
 def to_python(value: Any) -> Any:
-    """Converts a NumPy scalar to a Python one; returns anything else unchanged.
-
-    Examples:
-        >>> to_python(np.bool_(True)), to_python(np.float32(0.5)), to_python("3")
-        (True, 0.5, '3')
-    """
+    """Converts a NumPy scalar to a Python one; returns anything else unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def check_seconds(
     name: str, value: Any, *, zero: bool = False, endless: bool = False
 ) -> float:
-    """Returns a duration in seconds; ``zero`` and ``endless`` accept 0 and infinity.
-
-    Examples:
-        >>> check_seconds("timeout", 3)
-        3.0
-        >>> check_seconds("timeout", "3")
-        Traceback (most recent call last):
-            ...
-        torchrl_sglang.errors.ConfigurationError: timeout must be a positive, finite...
-    """
+    """Returns a duration in seconds; ``zero`` and ``endless`` accept 0 and infinity."""
     seconds = to_python(value)
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not (
@@ -60,24 +46,15 @@ def check_seconds(
         or (endless and seconds == math.inf)
     ):
         sign = "non-negative" if zero else "positive"
-        kind = (
-            f"{sign} number of seconds, or math.inf for no limit"
-            if endless
-            else f"{sign}, finite number of seconds"
-        )
+        kind = f"{sign}, finite number of seconds"
+        if endless:
+            kind = f"{sign} number of seconds, or math.inf for no limit"
         raise ConfigurationError(f"{name} must be a {kind}, got {value!r}.")
     return float(seconds)
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Returns an integer that is not below ``least``.
-
-    Examples:
-        >>> check_count("n", 2.0)
-        Traceback (most recent call last):
-            ...
-        torchrl_sglang.errors.ConfigurationError: n must be an integer of at least...
-    """
+    """Returns an integer that is not below ``least``."""
     count = to_python(value)
     if not isinstance(count, int) or isinstance(count, bool) or count < least:
         raise ConfigurationError(
@@ -98,14 +75,16 @@ def check_flag(name: str, value: Any) -> bool:
 
 def check_port(name: str, value: Any) -> int:
     """Returns a TCP port to listen on."""
-    port = to_python(value)
-    whole = isinstance(port, int) and not isinstance(port, bool)
-    if not whole or not 0 < port <= HIGHEST_PORT:
+    try:
+        port = check_count(name, value)
+    except ConfigurationError:
+        port = 0
+    if not 0 < port <= HIGHEST_PORT:
         raise ConfigurationError(
             f"{name} must be a port, an integer from 1 to {HIGHEST_PORT}, got "
             f"{value!r}; leave it out to have a free one."
         )
-    return int(port)
+    return port
 
 
 def check_mapping(name: str, value: Any) -> Mapping[str, Any]:
@@ -119,12 +98,7 @@ def check_mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the name that was probably meant, for a "did you mean"; or ``None``.
-
-    Examples:
-        >>> nearest("sevre", ["serve", "doctor", "bench"])
-        'serve'
-    """
+    """Returns the name that was probably meant, for a "did you mean"; or ``None``."""
     known = list(names)
     # A prefix is a match, however little it is of the whole.
     found = [name for name in known if word and name.startswith(word)]

@@ -27,13 +27,12 @@ T = TypeVar("T")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
-_owner_pid: int | None = None
 
 
 def _after_fork_in_child() -> None:
     # The parent may have held the lock, and its loop's thread does not exist here.
-    global _lock, _loop, _owner_pid
-    _lock, _loop, _owner_pid = threading.Lock(), None, None
+    global _lock, _loop
+    _lock, _loop = threading.Lock(), None
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -41,14 +40,13 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 def get_loop() -> asyncio.AbstractEventLoop:
     """Returns the background loop of this process; starts it at the first call."""
-    global _loop, _owner_pid
+    global _loop  # noqa: PLW0603 - There is one for each process.
     with _lock:
-        if _loop is None or _owner_pid != os.getpid():
-            loop = asyncio.new_event_loop()
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
             threading.Thread(
-                target=loop.run_forever, name="torchrl_sglang-loop", daemon=True
+                target=_loop.run_forever, name="torchrl_sglang-loop", daemon=True
             ).start()
-            _loop, _owner_pid = loop, os.getpid()
         return _loop
 
 

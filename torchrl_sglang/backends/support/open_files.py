@@ -24,21 +24,19 @@ FEWEST_IN_FLIGHT = 16
 
 def open_files_limit() -> int:
     """Returns how many files this process may have open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def limit_in_flight(wanted: int) -> int:
     """Returns how many requests can be in flight; raises the limit if necessary."""
-    in_use = _count_open_files()
-    needed = in_use + wanted + OTHER_FILES
+    others = _count_open_files() + OTHER_FILES
+    needed = others + wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
-    if soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    allowed = in_flight_within(soft, in_use, wanted)
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    allowed = min(wanted, max(soft - others, FEWEST_IN_FLIGHT))
     if allowed < wanted:
         torchrl_logger.warning(
             f"This process may have {soft} files open (ulimit -Hn), so {allowed} "
@@ -48,29 +46,20 @@ def limit_in_flight(wanted: int) -> int:
     return allowed
 
 
-def in_flight_within(limit: int, in_use: int, wanted: int) -> int:
-    """Returns how many of the wanted requests fit into a limit on open files.
-
-    Examples:
-        >>> in_flight_within(65_536, 40, 2048), in_flight_within(1024, 40, 2048)
-        (2048, 728)
-    """
-    return min(wanted, max(limit - in_use - OTHER_FILES, FEWEST_IN_FLIGHT))
-
-
 def lacks_open_files(error: BaseException) -> bool:
     """Returns whether a call failed because no more files can be opened."""
-    number = getattr(error, "errno", None)
-    return number in (errno.EMFILE, errno.ENFILE) or not _can_open()
-
-
-def _can_open() -> bool:
+    if _is_lack(error):
+        return True
     # Resolving a host name fails without an errno.
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
-    except OSError as error:
-        return error.errno not in (errno.EMFILE, errno.ENFILE)
-    return True
+    except OSError as failure:
+        return _is_lack(failure)
+    return False
+
+
+def _is_lack(error: BaseException) -> bool:
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
 def _count_open_files() -> int:

@@ -13,10 +13,5 @@ def version_order(version: str) -> int:
 
 
 def next_version(versions: Iterable[str]) -> str:
-    """Returns the version after the newest of these.
-
-    Examples:
-        >>> next_version(["default"]), next_version(["9", "10"])
-        ('1', '11')
-    """
+    """Returns the version after the newest of these."""
     return str(1 + max(0, *map(version_order, versions)))

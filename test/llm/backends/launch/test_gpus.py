@@ -45,12 +45,12 @@ def test_visible_devices(value, count, names):
         ({"num_replicas": 1}, ["7"]),
         ({"num_replicas": 2}, ["6", "7"]),
         ({"num_replicas": 8}, list("01234567")),
-        ({"num_replicas": 2, "tp_size": 2}, ["45", "67"]),
-        ({"num_replicas": 2, "tp_size": 2, "pp_size": 2}, ["0123", "4567"]),
+        ({"num_replicas": 2, "size": 2}, ["45", "67"]),
+        ({"num_replicas": 2, "size": 4}, ["0123", "4567"]),
         ({"num_replicas": 2, "cuda_devices": [4, 5]}, ["4", "5"]),
-        ({"num_replicas": 2, "tp_size": 2, "cuda_devices": [7, 0, 3, 4]}, ["70", "34"]),
+        ({"num_replicas": 2, "size": 2, "cuda_devices": [7, 0, 3, 4]}, ["70", "34"]),
         (
-            {"num_replicas": 2, "tp_size": 2, "cuda_devices": [[4, 5], (6, 7)]},
+            {"num_replicas": 2, "size": 2, "cuda_devices": [[4, 5], (6, 7)]},
             ["45", "67"],
         ),
         ({"num_replicas": 2, "cuda_devices": [[0], [0]]}, ["0", "0"]),
@@ -77,25 +77,22 @@ def test_the_trainer_is_confined_itself():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"num_replicas": 3, "tp_size": 4}, ["need 12 GPUs", "8 are visible"]),
+        ({"num_replicas": 3, "size": 4}, ["need 12 GPUs", "8 are visible"]),
         ({"num_replicas": 9}, ["9 servers", "need 9 GPUs", "0,1,2,3,4,5,6,7"]),
-        ({"num_replicas": 2, "cuda_devices": [1]}, ["names 1 GPUs", "need 2"]),
-        ({"num_replicas": 1, "cuda_devices": [8]}, ["no cuda:8", "8 GPUs"]),
+        ({"num_replicas": 2, "cuda_devices": [1]}, ["neither 2 GPUs", "need 2"]),
+        ({"num_replicas": 1, "cuda_devices": [8]}, ["no cuda:8", "8 are visible"]),
         ({"num_replicas": 1, "cuda_devices": [-1]}, ["-1 is not a GPU"]),
         ({"num_replicas": 1, "cuda_devices": [True]}, ["True is not a GPU"]),
         ({"num_replicas": 1, "cuda_devices": [""]}, ["'' is not a GPU"]),
         ({"num_replicas": 1, "cuda_devices": "cpu"}, ["'c' is not a GPU"]),
         ({"num_replicas": 1, "cuda_devices": ["cuda"]}, ["'cuda' is not a GPU"]),
         ({"num_replicas": 2, "cuda_devices": [1, 1]}, ["twice", "groups"]),
-        ({"num_replicas": 2, "cuda_devices": [[1], 2]}, ["mixes"]),
+        ({"num_replicas": 2, "cuda_devices": [[1], 2]}, ["[1] is not a GPU"]),
         ({"num_replicas": 2, "cuda_devices": [[1, 2], [3]]}, ["2 groups of 1"]),
         (
-            {"num_replicas": 1, "tp_size": 2, "cuda_devices": [[1, 1]]},
+            {"num_replicas": 1, "size": 2, "cuda_devices": [[1, 1]]},
             ["one twice"],
         ),
-        ({"num_replicas": 0}, ["num_replicas", "got 0"]),
-        ({"num_replicas": 1, "tp_size": "two"}, ["tp_size", "got 'two'"]),
-        ({"num_replicas": 1, "pp_size": True}, ["pp_size", "got True"]),
     ],
 )
 def test_groups_that_cannot_be(arguments, words):
@@ -114,6 +111,7 @@ def test_no_gpus_at_all():
     [
         ({}, 1),
         ({"tp_size": None}, 1),
+        ({"tp_size": "2"}, 2),
         ({"tp_size": 4, "pp_size": 2}, 8),
         ({"tp_size": 4, "pp_size": 2, "nnodes": 2}, 4),
         ({"tp_size": 2, "dp_size": 2}, 4),
@@ -124,9 +122,17 @@ def test_devices_per_server(arguments, count):
     assert devices_per_server(arguments) == count
 
 
-def test_nodes_that_do_not_divide():
-    with pytest.raises(ConfigurationError, match=r"3 GPUs .*nnodes=2"):
-        devices_per_server({"tp_size": 3, "nnodes": 2})
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tp_size": 3, "nnodes": 2}, "3 GPUs .*nnodes=2"),
+        ({"tp_size": "two"}, "tp_size .* got 'two'"),
+        ({"pp_size": True}, "pp_size .* got True"),
+    ],
+)
+def test_sizes_that_cannot_be(arguments, words):
+    with pytest.raises(ConfigurationError, match=words):
+        devices_per_server(arguments)
 
 
 def test_environment():

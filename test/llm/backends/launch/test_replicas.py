@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from torchrl_sglang.backends.launch.local import replica_specs
@@ -12,8 +14,14 @@ CUDA = {"model": "m", "device": "cuda"}
 FOUR = tuple("0123")
 
 
-def test_on_cpu_they_are_alike():
-    assert replica_specs(2, {**CPU, "tp_size": 2}) == [{**CPU, "tp_size": 2}] * 2
+def test_on_cpu_they_are_alike_and_share_the_cores():
+    spec = {**CPU, "tp_size": 2, "environment": {"A": "b"}}
+    assert replica_specs(1, spec) == [spec]
+    threads = str(max(len(os.sched_getaffinity(0)) // 2, 1))
+    shared = {**spec, "environment": {"OMP_NUM_THREADS": threads, "A": "b"}}
+    assert replica_specs(2, spec) == [shared] * 2
+    own = {**CPU, "environment": {"OMP_NUM_THREADS": "7"}}
+    assert replica_specs(2, own) == [own] * 2
 
 
 @pytest.mark.parametrize("name", ["seed", "random_seed", "port", "nccl_port"])

@@ -237,8 +237,7 @@ def test_states():
         assert router.state == "ready"
         assert router.usable
         assert repr(router) == (
-            f"RouterProcess({router.url!r}, policy='round_robin', pid={router.pid}, "
-            f"state='ready')"
+            f"RouterProcess({router.url!r}, pid={router.pid}, state='ready')"
         )
         assert router.url.startswith("http://127.0.0.1:")
         tree = [router.pid, *descendants(router.pid)]

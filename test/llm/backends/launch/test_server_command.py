@@ -16,11 +16,10 @@ from torchrl_sglang.backends.launch.server_flags import (
     to_flags,
 )
 from torchrl_sglang.backends.launch.vllm_arguments import (
-    ARGUMENTS,
-    VLLM_NAMES,
-    Inert,
-    Refused,
-    Renamed,
+    CONVERTED,
+    INERT,
+    REFUSED,
+    RENAMED,
     inert_arguments,
     translate_vllm_names,
 )
@@ -64,6 +63,7 @@ from torchrl_sglang.errors import ConfigurationError
         # What asks for what holds anyway.
         ({"enable_prefix_caching": None}, {"disable_radix_cache": None}),
         ({"data_parallel_size": 1, "task": "generate", "worker_cls": None}, {}),
+        ({"enable_expert_parallel": False, "logprobs_mode": "raw_logprobs"}, {}),
         ({"verbose": True, "compile": False, "swap_space": 4}, {}),
         ({"a_new_flag": 1}, {"a_new_flag": 1}),
         ({}, {}),
@@ -168,14 +168,15 @@ def test_arguments_that_are_refused(arguments, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_the_table():
-    for name, row in ARGUMENTS.items():
-        assert name.isidentifier()
-        if isinstance(row, (Inert, Refused)):
-            assert row.reason[0].isupper()
-            assert row.reason.endswith("."), f"{name}: a sentence"
-    assert VLLM_NAMES["tensor_parallel_size"] == "tp_size"
-    assert not VLLM_NAMES.keys() & VLLM_NAMES.values()
+def test_the_tables():
+    names = [*RENAMED, *INERT, *REFUSED]
+    assert len(names) == len(set(names))
+    assert all(name.isidentifier() for name in names)
+    for name, reason in {**INERT, **REFUSED}.items():
+        assert reason[0].isupper()
+        assert reason.endswith("."), f"{name}: a sentence"
+    # An argument is not renamed twice.
+    assert not RENAMED.keys() & RENAMED.values()
 
 
 def test_inert_arguments_say_why():
@@ -252,8 +253,8 @@ def test_the_flags_of_an_engine(version):
     assert ("attn_dp_size" in flags) == (version == cpu.DEFAULT_VERSION)
     # Every translation has somewhere to go.
     assert {*SAME_NAMES, *cpu.default_server_args()} <= flags.keys()
-    rows = [row.to for row in ARGUMENTS.values() if isinstance(row, Renamed)]
-    assert set(rows) <= flags.keys()
+    assert set(RENAMED.values()) <= flags.keys()
+    assert CONVERTED.keys() - RENAMED.keys() <= flags.keys()
 
 
 def test_an_engine_that_cannot_be_read(tmp_path):

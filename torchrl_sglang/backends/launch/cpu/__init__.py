@@ -16,11 +16,11 @@ from torchrl_sglang.errors import ConfigurationError
 __all__ = [
     "DEFAULT_VERSION",
     "VERSIONS",
+    "check_version",
     "default_server_args",
     "engine_environment",
     "engine_python",
     "launch_command",
-    "lora_server_args",
 ]
 
 DEFAULT_VERSION = "0.5.23"
@@ -33,6 +33,16 @@ PYTHON_VARIABLE = "TORCHRL_SGLANG_PYTHON"
 """The environment variable that names another interpreter to run SGLang with."""
 
 INSTALL_COMMAND = "python -m torchrl_sglang.backends.launch.cpu.install"
+
+
+def check_version(version: str) -> str:
+    """Returns a version of SGLang that runs on CPU."""
+    if version not in VERSIONS:
+        raise ConfigurationError(
+            f"SGLang {version} is not known to run on CPU; choose one of "
+            f"{', '.join(VERSIONS)}."
+        )
+    return version
 
 
 def engine_python(
@@ -82,9 +92,9 @@ def launch_command(
     return [str(engine_python(version, python)), str(launcher)]
 
 
-def default_server_args() -> dict[str, object]:
+def default_server_args(*, lora: bool = False) -> dict[str, object]:
     """Returns the arguments that a server on CPU needs, under SGLang's names."""
-    return {
+    arguments: dict[str, object] = {
         "device": "cpu",
         # Exact log-probs, and faster than bfloat16 on a processor without AMX.
         "dtype": "float32",
@@ -101,17 +111,14 @@ def default_server_args() -> dict[str, object]:
         # Nothing is compiled or captured on CPU; a warm-up only takes two seconds.
         "skip_server_warmup": True,
     }
-
-
-def lora_server_args() -> dict[str, object]:
-    """Returns the further arguments of a server on CPU with LoRA adapters."""
-    # The other backends are kernels for accelerators.
-    return {"lora_backend": "torch_native"}
+    if lora:
+        # The other backends are kernels for accelerators.
+        arguments["lora_backend"] = "torch_native"
+    return arguments
 
 
 def _find_python() -> Path:
-    named = os.environ.get(PYTHON_VARIABLE)
-    if named:
+    if named := os.environ.get(PYTHON_VARIABLE):
         if not Path(named).is_file():
             raise ConfigurationError(
                 f"{PYTHON_VARIABLE} names {named}, which does not exist. Correct it, "
@@ -130,11 +137,6 @@ def _find_python() -> Path:
 
 def _overlay(python: Path, version: str | None) -> Path | None:
     """Returns the folder with another version, which shadows the environment's."""
-    if version is None or version == DEFAULT_VERSION:
+    if version is None or check_version(version) == DEFAULT_VERSION:
         return None
-    if version not in VERSIONS:
-        raise ConfigurationError(
-            f"SGLang {version} is not known to run on CPU; choose one of "
-            f"{', '.join(VERSIONS)}."
-        )
     return python.parent.parent / f"sglang-{version}"
