@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import threading
 import urllib.request
@@ -111,7 +110,6 @@ def test_a_server_that_ended_starts_again_at_its_address(make_launcher):
     assert server.state == "dead"
     assert "It was told to end." in server.log_tail()
     server.stop()
-    shutil.rmtree(server.log_path.parent)
     again = launcher.restart(0)
     assert again.url == server.url
     again.wait_ready()
@@ -143,8 +141,6 @@ def test_all_start_or_none(make_launcher, tmp_path):
     assert "There is no config.json" in str(caught.value)
     url = told[0].rpartition(" at ")[2].removesuffix(".")
     assert not answers(url)
-    log = str(caught.value).partition("kept as ")[2].partition(". ")[0]
-    shutil.rmtree(Path(log).parent)
 
 
 def test_a_wrong_argument_is_found_before_anything_starts(make_launcher):
@@ -157,7 +153,6 @@ def test_a_flag_that_the_server_refuses(make_launcher):
     server = make_launcher({"no_such_flag": 3}).start(0)
     with pytest.raises(ServerStartError, match="(?s)status 2 .*: --no-such-flag"):
         server.wait_ready()
-    shutil.rmtree(server.log_path.parent)
 
 
 def test_a_start_that_takes_too_long(make_launcher, gate):
@@ -165,7 +160,6 @@ def test_a_start_that_takes_too_long(make_launcher, gate):
     with pytest.raises(ServerStartError, match="after 0.2 s.*start_timeout="):
         server.wait_ready()
     assert server.state == "stopped"
-    shutil.rmtree(server.log_path.parent)
 
 
 def test_a_start_that_is_cancelled(make_launcher, gate):
@@ -184,7 +178,6 @@ def test_a_start_that_is_cancelled(make_launcher, gate):
     server.stop()
     thread.join(60)
     assert len(errors) == 1
-    shutil.rmtree(server.log_path.parent, ignore_errors=True)
     assert server.state == "stopped"
 
 

@@ -24,17 +24,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
 import sys
 import sysconfig
-import time
 import venv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchrl_sglang.backends.launch.cpu import DEFAULT_VERSION, VERSIONS
+from torchrl_sglang.backends.launch.cpu import DEFAULT_VERSION, VERSIONS, check_version
 from torchrl_sglang.backends.launch.cpu.links import (
     installed_closure,
     link_distributions,
@@ -50,11 +50,6 @@ TRITON = "triton==3.7.1"
 
 TORCH_INDEX_VARIABLE = "TORCHRL_SGLANG_TORCH_INDEX"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
-
-PACKAGES_STAMP = ".torchrl-sglang-packages"
-TORCH_STAMP = ".torchrl-sglang-torch"
-OVERLAY_STAMP = ".torchrl-sglang-complete"
-"""Files with the digest of a complete part."""
 
 
 def install(
@@ -73,35 +68,24 @@ def install(
         ConfigurationError: if a version is unknown, or the folder is something else.
         RuntimeError: if packages cannot be installed.
     """
-    for version in versions:
-        if version not in VERSIONS:
-            raise ConfigurationError(
-                f"SGLang {version} is not known to run on CPU; choose one of "
-                f"{', '.join(VERSIONS)}."
-            )
-    overlays = {
-        prefix / f"sglang-{version}": f"sglang=={version}"
-        for version in dict.fromkeys(versions)
-        if version != DEFAULT_VERSION
-    }
+    packages = _digest(REQUIREMENTS.read_text(), SGLANG, TORCHVISION, sys.version)
+    make = functools.partial(_install_packages, prefix)
+    parts = [(prefix / ".torchrl-sglang-packages", packages, make)]
+    if with_torch:
+        index = os.environ.get(TORCH_INDEX_VARIABLE, "")
+        torch = _digest(packages, TORCH_VERSION, TRITON, index)
+        make = functools.partial(_install_torch, prefix)
+        parts.append((prefix / ".torchrl-sglang-torch", torch, make))
+    for version in {check_version(version) for version in versions} - {DEFAULT_VERSION}:
+        folder, requirement = prefix / f"sglang-{version}", f"sglang=={version}"
+        make = functools.partial(_install_overlay, prefix, folder, requirement)
+        parts.append((folder / ".torchrl-sglang-complete", requirement, make))
+    changed = False
     with _locked(prefix):
-        changed = False
-        packages = _digest(REQUIREMENTS.read_text(), SGLANG, TORCHVISION, sys.version)
-        if not _is_complete(prefix / PACKAGES_STAMP, packages):
-            _install_packages(prefix)
-            _mark_complete(prefix / PACKAGES_STAMP, packages)
-            changed = True
-        torch = _digest(
-            packages, TORCH_VERSION, TRITON, os.environ.get(TORCH_INDEX_VARIABLE, "")
-        )
-        if with_torch and not _is_complete(prefix / TORCH_STAMP, torch):
-            _install_torch(prefix)
-            _mark_complete(prefix / TORCH_STAMP, torch)
-            changed = True
-        for folder, requirement in overlays.items():
-            if not _is_complete(folder / OVERLAY_STAMP, requirement):
-                _install_overlay(prefix, folder, requirement)
-                _mark_complete(folder / OVERLAY_STAMP, requirement)
+        for stamp, digest, make in parts:
+            if not stamp.is_file() or stamp.read_text() != digest:
+                make()
+                stamp.write_text(digest)
                 changed = True
     return changed
 
@@ -113,31 +97,30 @@ def _install_packages(prefix: Path) -> None:
             f"{prefix} holds something other than a virtual environment. Name an "
             "empty or absent folder with --prefix."
         )
-    with _step(f"{SGLANG} and what it imports"):
-        venv.EnvBuilder(clear=True, symlinks=True).create(prefix)
-        # The list is complete, and what SGLang itself requires is not wanted.
-        arguments = ("--no-deps", "-r", REQUIREMENTS, SGLANG, TORCHVISION)
-        install_packages(_python(prefix), arguments)
+    _say(f"{SGLANG} and what it imports")
+    venv.EnvBuilder(clear=True, symlinks=True).create(prefix)
+    # The list is complete, and what SGLang itself requires is not wanted.
+    arguments = ("--no-deps", "-r", REQUIREMENTS, SGLANG, TORCHVISION)
+    install_packages(_python(prefix), arguments)
 
 
 def _install_torch(prefix: Path) -> None:
     torch = f"torch=={TORCH_VERSION}"
-    with _step(f"{torch} for SGLang"):
-        if not _share_torch(prefix):
-            index = os.environ.get(TORCH_INDEX_VARIABLE)
-            # A named index may hold torch alone; its dependencies are among the pins.
-            source = ("--no-deps", "--index-url", index) if index else ()
-            constraints = ("--constraint", REQUIREMENTS)
-            install_packages(_python(prefix), (*source, *constraints, torch))
-        if not any(_site_packages(prefix).glob("triton-*.dist-info")):
-            install_packages(_python(prefix), ("--no-deps", TRITON))
+    _say(f"{torch} for SGLang")
+    if not _share_torch(prefix):
+        index = os.environ.get(TORCH_INDEX_VARIABLE)
+        # A named index may hold torch alone; its dependencies are among the pins.
+        source = ("--no-deps", "--index-url", index) if index else ()
+        constraints = ("--constraint", REQUIREMENTS)
+        install_packages(_python(prefix), (*source, *constraints, torch))
+    if not any(_site_packages(prefix).glob("triton-*.dist-info")):
+        install_packages(_python(prefix), ("--no-deps", TRITON))
 
 
 def _share_torch(prefix: Path) -> bool:
     """Links this Python's torch into the environment if the versions are the same."""
     # It is not installed yet when the first part is made.
     from packaging.requirements import Requirement
-    from packaging.version import Version
 
     lines = REQUIREMENTS.read_text().splitlines()
     pinned = [Requirement(line).name for line in lines if not line.startswith("#")]
@@ -145,21 +128,22 @@ def _share_torch(prefix: Path) -> bool:
     if distributions is None:
         return False
     torch = next(d for d in distributions if d.name == "torch")
-    # An editable build of torch has no files here.
-    files = map(str, torch.files or ())
-    if (
-        Version(torch.version).public != TORCH_VERSION
-        or "torch/__init__.py" not in files
-    ):
+    # Builds differ after "+", as in "+cpu". An editable one has no files here.
+    same = torch.version.partition("+")[0] == TORCH_VERSION
+    if not same or "torch/__init__.py" not in map(str, torch.files or ()):
         return False
     return link_distributions(distributions, _site_packages(prefix))
 
 
 def _install_overlay(prefix: Path, folder: Path, requirement: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    with _step(f"{requirement} beside it"):
-        arguments = ("--no-deps", "--target", folder, requirement)
-        install_packages(_python(prefix), arguments)
+    _say(f"{requirement} beside it")
+    arguments = ("--no-deps", "--target", folder, requirement)
+    install_packages(_python(prefix), arguments)
+
+
+def _say(what: str) -> None:
+    print(f"Installing {what} ...", flush=True)
 
 
 def _python(prefix: Path) -> Path:
@@ -173,30 +157,6 @@ def _site_packages(prefix: Path) -> Path:
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _is_complete(stamp: Path, digest: str) -> bool:
-    try:
-        return stamp.read_text() == digest
-    except FileNotFoundError:
-        return False
-
-
-def _mark_complete(stamp: Path, digest: str) -> None:
-    stamp.write_text(digest)
-
-
-@contextlib.contextmanager
-def _step(what: str) -> Iterator[None]:
-    """Prints a step and the time that it took, on one line."""
-    print(f"{what} ... ", end="", flush=True)
-    start = time.monotonic()
-    try:
-        yield
-    except BaseException:
-        print("failed")
-        raise
-    print(f"{time.monotonic() - start:.0f} s")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
@@ -38,13 +38,11 @@ def installed_closure(name: str, without: Collection[str]) -> list[Distribution]
             return None
         for requirement in map(Requirement, found[current].requires or ()):
             required, marker = canonicalize_name(requirement.name), requirement.marker
-            if required in left_out or not (
-                marker is None or marker.evaluate({"extra": extra})
-            ):
-                continue
-            new = {(required, name) for name in ("", *requirement.extras)} - asked
-            asked |= new
-            waiting += new
+            applies = marker is None or marker.evaluate({"extra": extra})
+            if applies and required not in left_out:
+                new = {(required, name) for name in ("", *requirement.extras)} - asked
+                asked |= new
+                waiting += new
     return list(found.values())
 
 
@@ -53,16 +51,18 @@ def link_distributions(
 ) -> bool:
     """Links distributions into another environment's folder of packages.
 
-    Files of the same names are replaced. Console scripts are left out: they name their
-    own interpreter. Returns False, with nothing changed, where hard links are not
-    possible, as between two file systems.
+    Files of the same names are replaced. Bytecode and console scripts, which name their
+    interpreter, are left out. Returns False, with nothing changed, where hard links are
+    not possible, as between two file systems.
     """
     # Beside the target, so that a move is a rename.
     staging = site_packages.with_name(".linking")
     shutil.rmtree(staging, ignore_errors=True)
     try:
         for distribution in distributions:
-            for path in _package_files(distribution):
+            for path in distribution.files or ():
+                if path.parts[0] == ".." or path.suffix == ".pyc":
+                    continue
                 link = staging / path
                 link.parent.mkdir(parents=True, exist_ok=True)
                 os.link(str(distribution.locate_file(path)), link)
@@ -76,10 +76,3 @@ def link_distributions(
         source.replace(target)
     staging.rmdir()
     return True
-
-
-def _package_files(distribution: Distribution) -> Iterator[str]:
-    """Yields the files below the folder of packages, without bytecode."""
-    for path in distribution.files or ():
-        if path.parts[0] != ".." and path.suffix != ".pyc":
-            yield str(path)

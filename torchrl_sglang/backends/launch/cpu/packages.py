@@ -29,8 +29,16 @@ __all__ = ["install_packages", "uv_settings"]
 ERROR_TAIL_LINES = 20
 """Lines of an installer's output in an error."""
 
-PIP_SECTIONS = (":env:", "install", "global")
-"""The sections of pip's configuration that ``pip install`` reads, strongest first."""
+PIP_SECTIONS = ("global", "install", ":env:")
+"""The sections of pip's configuration that ``pip install`` reads, strongest last."""
+
+UV_VARIABLES = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "no-index": ("UV_NO_INDEX", " "),
+}
+"""pip's option -> uv's variable for the same, and what separates its values."""
 
 
 def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
@@ -47,81 +55,58 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
     words = list(map(str, arguments))
     # An installer must see only the environment that it changes.
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    uv, pip = _find_uv(), [sys.executable, "-m", "pip"]
-    has_pip, pip_configuration = _run([*pip, "config", "list"], variables)
-    if uv is not None:
-        settings = uv_settings(pip_configuration, _default_index())
-        done, output = _run(
-            [uv, "pip", "install", "--quiet", "--python", str(python), *words],
-            # The user's settings for uv override those for pip.
-            {**settings, **variables},
-        )
+    pip = [sys.executable, "-m", "pip"]
+    has_pip, configuration = _run([*pip, "config", "list"], variables)
+    # The user's settings for uv override those for pip.
+    variables = {**uv_settings(configuration if has_pip else ""), **variables}
+    installers: dict[str, list[str]] = {}
+    if uv := _find_uv():
+        installers["uv"] = [uv, "pip", "install", "--quiet", "--python", str(python)]
+    if has_pip:
+        quiet = ["--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]
+        # Few of torch's modules are ever imported, so none is compiled ahead.
+        into = ["--python", str(python), "install", "--no-compile"]
+        installers["pip"] = [*pip, *into, *quiet]
+    failure = ""
+    for tool, command in installers.items():
+        done, output = _run([*command, *words], variables)
         if done:
             return
-        if not has_pip:
-            raise RuntimeError(_failure("uv", python, words, output))
-        print(f"{uv} failed, so pip is used: {_tail(output, 1)}", file=sys.stderr)
-    if not has_pip:
+        lines = output.strip().splitlines()
+        print(f"{tool} failed: {''.join(lines[-1:])}", file=sys.stderr)
+        failure = f"{tool}'s last lines were:\n" + "\n".join(lines[-ERROR_TAIL_LINES:])
+    if not failure:
         raise ConfigurationError(
             f"{sys.executable} has neither uv nor pip to install packages with. Run "
             f"`{sys.executable} -m ensurepip`, or install uv."
         )
-    quiet = ["--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]
-    done, output = _run(
-        # Few of torch's modules are ever imported, so none is compiled ahead.
-        [*pip, "--python", str(python), "install", *quiet, "--no-compile", *words],
-        variables,
+    raise RuntimeError(
+        f"`{' '.join(words)}` could not be installed for {python}. Run this again once "
+        f"the cause is removed. {failure}"
     )
-    if not done:
-        raise RuntimeError(_failure("pip", python, words, output))
 
 
-def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
+def uv_settings(pip_configuration: str) -> dict[str, str]:
     """Returns variables with which uv finds packages where pip finds them.
 
-    Args:
-        pip_configuration: the output of ``pip config list``.
-        default_index: the URL of pip's default index.
+    ``pip_configuration`` is the output of ``pip config list``.
 
     Examples:
-        >>> uv_settings("global.find-links='/opt/wheels'", "")["UV_FIND_LINKS"]
-        '/opt/wheels'
-        >>> uv_settings("global.timeout='60'", "")
-        {}
+        >>> uv_settings("global.find-links='/opt/wheels'")
+        {'UV_FIND_LINKS': '/opt/wheels'}
     """
-    lines = (line.partition("=") for line in pip_configuration.splitlines())
-    values = {key: value for key, _, value in lines}
-
-    def words(option: str) -> list[str]:
-        keys = (f"{section}.{option}" for section in PIP_SECTIONS)
-        value = next((values[key] for key in keys if key in values), "''")
-        return str(ast.literal_eval(value)).split()
-
+    lines = [line.partition("=") for line in pip_configuration.splitlines()]
     settings: dict[str, str] = {}
-    *first, last = [
-        *(words("index-url") or [default_index]),
-        *words("extra-index-url"),
-    ]
-    if last != default_index:
-        # pip takes the best version of any index, and among equals the first index's;
-        # uv's default index comes last.
-        settings["UV_INDEX"] = " ".join(first)
-        settings["UV_DEFAULT_INDEX"] = last
+    for section in PIP_SECTIONS:
+        for key, _, value in lines:
+            option = key.removeprefix(f"{section}.")
+            if option != key and option in UV_VARIABLES:
+                variable, separator = UV_VARIABLES[option]
+                settings[variable] = separator.join(ast.literal_eval(value).split())
+    if settings.keys() & {"UV_DEFAULT_INDEX", "UV_INDEX"}:
+        # As pip does, which takes the best version of any index.
         settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
-    if words("find-links"):
-        settings["UV_FIND_LINKS"] = ",".join(words("find-links"))
-    if words("no-index"):
-        settings["UV_NO_INDEX"] = words("no-index")[0]
     return settings
-
-
-def _default_index() -> str:
-    """Returns the URL of pip's default index, which no pip command prints."""
-    try:
-        from pip._internal.models.index import PyPI
-    except ImportError:
-        return ""
-    return str(PyPI.simple_url)
 
 
 def _find_uv() -> str | None:
@@ -142,17 +127,6 @@ def _run(command: Sequence[str], variables: dict[str, str]) -> tuple[bool, str]:
         check=False,
     )
     return done.returncode == 0, done.stdout
-
-
-def _failure(tool: str, python: Path, words: Sequence[str], output: str) -> str:
-    return (
-        f"{tool} could not install `{' '.join(words)}` for {python}. Run this again "
-        f"once the cause is removed. {tool}'s last lines were:\n{_tail(output)}"
-    )
-
-
-def _tail(output: str, lines: int = ERROR_TAIL_LINES) -> str:
-    return "\n".join(output.strip().splitlines()[-lines:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
