@@ -15,12 +15,11 @@ import pytest
 import torch
 from helpers import log_probs
 from helpers.fake_server import FakeServer
-from helpers.forked_starts import true_interpreter
 from helpers.log_probs import response_difference
 from tensordict import set_list_to_stack
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.launch.cpu import PYTHON_VARIABLE, engine_python
+from torchrl_sglang.backends.launch.cpu import engine_python
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
@@ -32,24 +31,12 @@ Score = Callable[[Sequence[int]], torch.Tensor]
 
 @pytest.fixture(scope="session")
 def forking_python() -> Path | None:
-    """The interpreter that all servers on CPU are forked by; see ``true_starts``."""
+    """The interpreter that all servers on CPU are forked by."""
     try:
         return engine_python()
     except ConfigurationError:
         # A machine for the tests that need a GPU.
         return None
-
-
-@pytest.fixture
-def true_starts(
-    forking_python: Path | None, monkeypatch: pytest.MonkeyPatch
-) -> Path | None:
-    """Servers start as users' servers do: for tests about starts and process trees."""
-    if forking_python is None:
-        return None
-    python = true_interpreter(forking_python)
-    monkeypatch.setenv(PYTHON_VARIABLE, str(python))
-    return python
 
 
 @pytest.fixture(scope="session")
@@ -81,24 +68,6 @@ def fake(tiny_model_path: str) -> Iterator[FakeServer]:
 @pytest.fixture
 def fake_engine(fake: FakeServer) -> Iterator[AsyncSGLang]:
     with AsyncSGLang.connect(fake.url) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="session")
-def engine_with_grammar(
-    tiny_model_path: str, forking_python: Path
-) -> Iterator[AsyncSGLang]:
-    """A server with grammars, whose log-probs are those after the temperature.
-
-    It starts as users' servers do.
-    """
-    with AsyncSGLang.from_pretrained(
-        tiny_model_path,
-        device="cpu",
-        python=true_interpreter(forking_python),
-        grammar_backend="xgrammar",
-        environment={"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"},
-    ) as engine:
         yield engine
 
 

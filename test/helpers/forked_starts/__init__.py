@@ -10,7 +10,8 @@ every later server is a fork of it::
 ``interpreter.py`` takes the place of SGLang's Python. It hands its arguments, its
 environment and its streams over, lives exactly as long as the server does, and takes
 the server along when it is killed. What differs from a true start: the server is no
-descendant of its watchdog. A test about process trees starts its servers outside.
+descendant of its watchdog. A test about process trees starts its server with
+:func:`true_interpreter`.
 
 For tests alone: a server that is to last belongs to a process tree of its own.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -55,7 +57,11 @@ READ_BY_IMPORTS = (
 )
 """How variables begin that imports may read: a fork has the values of its import."""
 
-APPLIED_LATER = {"OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND"}
+APPLIED_LATER = {
+    "OMP_NUM_THREADS",
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+}
 """Variables of that kind that a fork follows all the same."""
 
 STREAMS = 3
@@ -130,18 +136,6 @@ def _make_interpreter(folder: Path, python: Path) -> Path:
     return interpreter
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Preloaded:
-    """A process that has everything imported."""
-
-    process: subprocess.Popen[bytes]
-    """It ends when ``control`` is closed."""
-    control: socket.socket
-    """Takes requests, each with its connection and its streams."""
-    environment: Mapping[str, str]
-    """The variables that its imports may have read."""
-
-
 def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables on which the outcome of an import may depend. Pure.
 
@@ -156,11 +150,105 @@ def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+class _Preloaded(threading.Thread):
+    """A process with everything imported, and the thread that started it.
+
+    The process ends with its thread, which hands it one request after another. Until
+    everything is imported, requests wait.
+
+    Args:
+        python: SGLang's own interpreter.
+        environment: all variables of the first request.
+    """
+
+    def __init__(self, python: Path, environment: Mapping[str, str]) -> None:
+        super().__init__(name="preloaded", daemon=True)
+        self.environment = read_by_imports(environment)
+        self._command = [str(python), str(_FOLDER / "preloaded.py")]
+        self._inherited = dict(environment)
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+
+    def put(self, request: _Request | None) -> None:
+        """Adds a request; ``None`` ends process and thread."""
+        self._requests.put(request)
+
+    def run(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                process = subprocess.Popen(
+                    [
+                        *self._command,
+                        str(theirs.fileno()),
+                        str(Path(cpu.__file__).with_name("launch.py")),
+                    ],
+                    env=self._inherited,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    # A Ctrl-C that is meant for the test does not end it.
+                    start_new_session=True,
+                )
+            ours.settimeout(PRELOAD_TIMEOUT_SECONDS)
+            try:
+                ready = ours.recv(1) == b"+"
+            except OSError:
+                ready = False
+            if not ready:
+                process.kill()
+            ours.settimeout(None)
+            for request in iter(self._requests.get, None):
+                # Where this fails, the connection closes and the start is a true one.
+                with request, suppress(OSError):
+                    request.forward(ours)
+        process.wait()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """A server's start, as ``interpreter.py`` sends it."""
+
+    content: bytes
+    connection: socket.socket
+    streams: list[int]
+
+    @classmethod
+    def receive(cls, connection: socket.socket) -> Self:
+        """Reads a request. Raises ``OSError`` if its sender has ended."""
+        head, streams, _, _ = socket.recv_fds(connection, 8, STREAMS)
+        length = int.from_bytes(head, "big")
+        content = b""
+        while len(content) < length:
+            part = connection.recv(length - len(content))
+            if not part:
+                raise OSError("The sender has ended.")
+            content += part
+        return cls(content=content, connection=connection, streams=list(streams))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that the server is to have."""
+        environment: dict[str, str] = json.loads(self.content)["environment"]
+        return environment
+
+    def forward(self, control: socket.socket) -> None:
+        """Sends the request on to a preloaded process."""
+        fds = [self.connection.fileno(), *self.streams]
+        socket.send_fds(control, [len(self.content).to_bytes(8, "big")], fds)
+        control.sendall(self.content)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for stream in self.streams:
+            os.close(stream)
+        self.connection.close()
+
+
 class _Starter:
     """Hands each request to a process that was preloaded in such an environment.
-
-    One thread does everything: the preloaded processes end with the thread that started
-    them.
 
     Args:
         path: where it listens.
@@ -194,85 +282,26 @@ class _Starter:
                     connection, _ = self._listener.accept()
                 except OSError:
                     return
-                # Where this fails, the connection says nothing, and the start is true.
-                with connection, suppress(OSError, ValueError):
-                    self._serve(connection)
+                with suppress(OSError, ValueError):
+                    self._serve(_Request.receive(connection))
         finally:
             for one in self._preloaded:
-                one.control.close()
+                one.put(None)
             for one in self._preloaded:
-                one.process.wait()
+                one.join(PRELOAD_TIMEOUT_SECONDS)
 
-    def _serve(self, connection: socket.socket) -> None:
-        request, streams = _receive(connection)
-        try:
-            one = self._find(json.loads(request)["environment"])
-            if one is not None:
-                fds = [connection.fileno(), *streams]
-                socket.send_fds(one.control, [_length(request)], fds)
-                one.control.sendall(request)
-        finally:
-            for stream in streams:
-                os.close(stream)
-
-    def _find(self, environment: Mapping[str, str]) -> _Preloaded | None:
+    def _serve(self, request: _Request) -> None:
+        environment = request.environment
         needed = read_by_imports(environment)
         for one in self._preloaded:
-            if one.environment == needed and one.process.poll() is None:
-                return one
+            if one.environment == needed:
+                one.put(request)
+                return
         if len(self._preloaded) == MAX_PRELOADED:
-            return None
-        made = self._preload(environment)
-        if made is not None:
-            self._preloaded.append(made)
-        return made
-
-    def _preload(self, environment: Mapping[str, str]) -> _Preloaded | None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [
-                    str(self._python),
-                    str(_FOLDER / "preloaded.py"),
-                    str(theirs.fileno()),
-                    str(Path(cpu.__file__).with_name("launch.py")),
-                ],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                # A Ctrl-C that is meant for the test does not end it.
-                start_new_session=True,
-            )
-        ours.settimeout(PRELOAD_TIMEOUT_SECONDS)
-        try:
-            ready = ours.recv(1) == b"+"
-        except OSError:
-            ready = False
-        if not ready:
-            process.kill()
-            process.wait()
-            ours.close()
-            return None
-        ours.settimeout(None)
-        return _Preloaded(
-            process=process, control=ours, environment=read_by_imports(environment)
-        )
-
-
-def _length(content: bytes) -> bytes:
-    return len(content).to_bytes(8, "big")
-
-
-def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Returns what stands behind its length, and the descriptors that came along."""
-    head, streams, _, _ = socket.recv_fds(connection, 8, STREAMS)
-    length = int.from_bytes(head, "big")
-    content = b""
-    while len(content) < length:
-        part = connection.recv(length - len(content))
-        if not part:
-            raise OSError("The other side has ended.")
-        content += part
-    return content, list(streams)
+            # Nobody answers, so the start is a true one.
+            request.__exit__()
+            return
+        one = _Preloaded(self._python, environment)
+        one.put(request)
+        one.start()
+        self._preloaded.append(one)

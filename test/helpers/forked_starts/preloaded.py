@@ -174,6 +174,10 @@ def start(launch: Any) -> None:
     if threads is not None:
         torch.set_num_threads(int(threads))
     multiprocessing.set_start_method("fork", force=True)
+    # Its value was read by the import.
+    name = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+    sampler = importlib.import_module("sglang.srt.layers.sampler")
+    setattr(sampler, name, os.environ.get(name, "").lower() in ("true", "1"))
     # SGLang asks for "spawn".
     multiprocessing.set_start_method = lambda *args, **kwargs: None
     os.register_at_fork(after_in_child=launch.die_with_parent)

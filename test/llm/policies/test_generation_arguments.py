@@ -38,6 +38,18 @@ def engine_without_tokenizer(tiny_model_path):
         yield engine
 
 
+@pytest.fixture(scope="module")
+def engine_with_grammar(tiny_model_path):
+    """A server with grammars, whose log-probs are those after the temperature."""
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path,
+        device="cpu",
+        grammar_backend="xgrammar",
+        environment={"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"},
+    ) as engine:
+        yield engine
+
+
 @pytest.fixture(params=["tokenizer", "no tokenizer"])
 def either_engine(request, session_engine):
     if request.param == "tokenizer":

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -651,12 +652,13 @@ import json, sys
 from torchrl_sglang import AsyncSGLang
 from helpers.forked_starts import processes_below
 
-ending, model = sys.argv[1:]
-engine = AsyncSGLang.from_pretrained(model, device="cpu")
+ending, model, key = sys.argv[1:]
+engine = AsyncSGLang.from_pretrained(model, device="cpu", api_key=key)
 (answer,) = engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 2})
 assert answer.token_ids
 pid = engine.servers[0].pid
-print(json.dumps([pid, *processes_below(pid)]), flush=True)
+tree = [pid, *processes_below(pid)]
+print(json.dumps([tree, engine.server_url]), flush=True)
 input()
 if ending == "exception":
     try:
@@ -669,13 +671,20 @@ if ending == "exception":
 """
 
 ENDINGS = ("exception", "exit", "kill")
+KEY = "sesame-7731"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    process: subprocess.Popen
+    tree: list[int]
+    """The processes of its server."""
+    server_url: str
 
 
 @pytest.fixture(scope="module")
-def trainers(
-    tiny_model_path, forking_python
-) -> Iterator[dict[str, tuple[subprocess.Popen, list[int]]]]:
-    """Three trainers with a server each, and the servers' trees.
+def trainers(tiny_model_path, forking_python) -> Iterator[dict[str, Trainer]]:
+    """Three trainers with a server each.
 
     The server of the one that is killed was started as a user's is.
     """
@@ -686,7 +695,7 @@ def trainers(
         processes = {
             ending: stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-c", SCRIPT, ending, tiny_model_path],
+                    [sys.executable, "-c", SCRIPT, ending, tiny_model_path, KEY],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env={
@@ -701,7 +710,8 @@ def trainers(
         }
         try:
             for ending, process in processes.items():
-                found[ending] = (process, json.loads(process.stdout.readline()))
+                tree, url = json.loads(process.stdout.readline())
+                found[ending] = Trainer(process=process, tree=tree, server_url=url)
             yield found
         finally:
             for process in processes.values():
@@ -713,8 +723,39 @@ def alive(tree: list[int]) -> bool:
     return len(tree) >= 4 and all(is_alive(pid) for pid in tree)
 
 
+def test_a_forked_server_answers_as_a_truly_started_one(engine, trainers):
+    """To the bit, which two computations of one program are."""
+    found = trainers["kill"]
+    for pid in found.tree:
+        for name in ("cmdline", "environ"):
+            assert KEY.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+    with AsyncSGLang.connect(found.server_url, api_key=KEY) as true:
+        pid = engine.servers[0].pid
+        forks = set(processes_below(pid)) - set(descendants(pid))
+        assert len(forks) >= 3, "A launcher, a scheduler and a detokenizer."
+        assert not forks & set(found.tree)
+        forked, expected = (
+            [
+                (response.token_ids, response.log_probs)
+                for response in one.generate(
+                    input_ids=[[5, 6, 7, 8], [9, 10, 11], [12]],
+                    sampling_params={"max_new_tokens": 12, "temperature": 0.0},
+                    return_logprobs=True,
+                )
+            ]
+            for one in (engine, true)
+        )
+        assert forked == expected
+        own = {"port", "random_seed", "nccl_port", "startup_time", "api_key"}
+        arguments = [
+            {k: v for k, v in one.capabilities.server_args.items() if k not in own}
+            for one in (engine, true)
+        ]
+        assert arguments[0] == arguments[1]
+
+
 def test_gone_after_an_exception_in_the_caller(trainers):
-    process, tree = trainers["exception"]
+    process, tree = trainers["exception"].process, trainers["exception"].tree
     assert alive(tree)
     process.stdin.write("\n")
     process.stdin.flush()
@@ -727,7 +768,7 @@ def test_gone_after_an_exception_in_the_caller(trainers):
 
 
 def test_gone_after_the_interpreter_exits(trainers):
-    process, tree = trainers["exit"]
+    process, tree = trainers["exit"].process, trainers["exit"].tree
     assert alive(tree)
     process.stdin.write("\n")
     process.stdin.flush()
@@ -736,7 +777,7 @@ def test_gone_after_the_interpreter_exits(trainers):
 
 
 def test_gone_after_the_trainer_is_killed(trainers):
-    process, tree = trainers["kill"]
+    process, tree = trainers["kill"].process, trainers["kill"].tree
     assert alive(tree)
     variables = Path(f"/proc/{tree[0]}/environ").read_bytes().split(b"\0")
     named = dict(line.partition(b"=")[::2] for line in variables)
@@ -747,10 +788,8 @@ def test_gone_after_the_trainer_is_killed(trainers):
     assert not folder.exists()
 
 
-def test_a_server_with_a_key_that_is_killed_while_it_generates(
-    tiny_model_path, true_starts
-):
-    key = "sesame-7731"
+def test_a_server_with_a_key_that_is_killed_while_it_generates(tiny_model_path):
+    key = KEY
     with AsyncSGLang.from_pretrained(
         tiny_model_path, device="cpu", api_key=key
     ) as engine:
