@@ -161,6 +161,9 @@ class ServerProcess:
             cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
             name = "TORCHINDUCTOR_CACHE_DIR"
             variables[name] = environment.get(name, str(cache))
+            # They would be made anew in each server's folder, 10 s for each.
+            name = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+            variables[name] = environment.get(name, "0")
         return variables
 
     @property
