@@ -102,8 +102,8 @@ def default_server_args(*, lora: bool = False) -> dict[str, object]:
         "disable_overlap_schedule": True,
         # Otherwise an idle scheduler polls on one core.
         "sleep_on_idle": True,
-        # SGLang counts what other processes allocate during its start as its own: with a
-        # small share, a trainer that loads its model then makes the start fail.
+        # SGLang counts what others allocate during its start as its own: with a small
+        # share, a trainer that loads its model meanwhile makes the start fail.
         "mem_fraction_static": 0.3,
         # Limits the KV cache, whatever the machine's memory: 32 times 2,048 tokens.
         "max_total_tokens": 65_536,
