@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -30,13 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Deletes the logs that servers leave behind whose starts failed."""
-    # pytest's own folder stays where it is.
+    # pytest's own folder stays where it is, and so do the kernels that servers compile.
     tmp_path_factory.getbasetemp()
+    kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     with (
         # Short, for the paths of sockets.
         tempfile.TemporaryDirectory(prefix="t_", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", kernels)
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
