@@ -8,12 +8,13 @@ an offset that is a multiple of its item size. Largest item size first gives tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
+from torchrl_sglang.errors import WeightMismatchError
 from torchrl_sglang.weight_update.weights import NamedTensors, TensorSpec, Weights
 
 __all__ = ["Bucket", "flatten", "plan_buckets", "read_buckets"]
@@ -36,6 +37,15 @@ class Bucket:
     small: bool
     """Its tensors are below ``small_below``, see :func:`plan_buckets`."""
 
+    def view(self, flat: torch.Tensor) -> NamedTensors:
+        """Returns the tensors as views of the bucket's bytes."""
+        return {
+            spec.name: flat[offset : offset + spec.num_bytes]
+            .view(spec.dtype)
+            .view(spec.shape)
+            for spec, offset in zip(self.specs, self.offsets, strict=True)
+        }
+
 
 def plan_buckets(
     specs: Iterable[TensorSpec], max_bytes: int, small_below: int = 0
@@ -44,18 +54,7 @@ def plan_buckets(
 
     A larger tensor has a bucket to itself. Tensors below ``small_below`` bytes have
     buckets of their own, of an eighth of the size.
-
-    Examples:
-        >>> half = TensorSpec(name="a", dtype=torch.float16, shape=torch.Size([3]))
-        >>> full = TensorSpec(name="b", dtype=torch.float32, shape=torch.Size([2]))
-        >>> (bucket,) = plan_buckets([half, full], max_bytes=1024)
-        >>> [spec.name for spec in bucket.specs], bucket.offsets, bucket.num_bytes
-        (['b', 'a'], (0, 8), 14)
     """
-    if max_bytes <= 0:
-        raise ConfigurationError(
-            f"bucket_bytes must be a positive number of bytes, got {max_bytes}."
-        )
     buckets: list[Bucket] = []
     groups: dict[bool, list[TensorSpec]] = {False: [], True: []}
     limits = {False: max_bytes, True: max_bytes // SMALL_SHARE}
@@ -73,44 +72,38 @@ def plan_buckets(
 
 
 def _lay_out(group: list[TensorSpec], small: bool) -> Bucket:
-    ordered = sorted(group, key=lambda spec: -spec.dtype.itemsize)
-    offsets, end = [], 0
-    for spec in ordered:
-        offsets.append(end)
-        end += spec.num_bytes
+    specs = sorted(group, key=lambda spec: -spec.dtype.itemsize)
+    *offsets, end = accumulate((spec.num_bytes for spec in specs), initial=0)
     return Bucket(
-        specs=tuple(ordered), offsets=tuple(offsets), num_bytes=end, small=small
+        specs=tuple(specs), offsets=tuple(offsets), num_bytes=end, small=small
     )
 
 
 def read_buckets(
     weights: Weights, max_bytes: int, small_below: int = 0
 ) -> Iterator[tuple[Bucket, NamedTensors]]:
-    """Reads weights bucket by bucket; the tensors may still have to be cast.
-
-    Raises:
-        WeightMismatchError: if the source yields other tensors than its specs announce.
-
-    Examples:
-        >>> spec = TensorSpec(name="a", dtype=torch.float16, shape=torch.Size([3]))
-        >>> weights = Weights(
-        ...     specs=(spec,),
-        ...     read=lambda: iter([("a", torch.ones(3))]),
-        ...     device=torch.device("cpu"),
-        ...     stable=True,
-        ... )
-        >>> [list(tensors) for bucket, tensors in read_buckets(weights, max_bytes=8)]
-        [['a']]
-    """
+    """Reads weights bucket by bucket; the tensors may still have to be cast."""
     announced = {spec.name: tuple(spec.shape) for spec in weights.specs}
     source = weights.read()
     held: NamedTensors = {}
     for bucket in plan_buckets(weights.specs, max_bytes, small_below):
         names = [spec.name for spec in bucket.specs]
         while not held.keys() >= set(names):
-            name, value = _next(source, announced)
+            item = next(source, None)
+            if item is None:
+                raise WeightMismatchError(
+                    f"The source of the weights ended before it had yielded all "
+                    f"{len(announced)} tensors."
+                )
+            name, value = item
+            if tuple(value.shape) != announced.get(name):
+                raise WeightMismatchError(
+                    f"The source of the weights yields {name} of shape "
+                    f"{tuple(value.shape)}, and announced "
+                    f"{announced.get(name, 'no such tensor')}."
+                )
             held[name] = value
-            del value
+            del item, value
         tensors = {name: held.pop(name) for name in names}
         yield bucket, tensors
         if not weights.stable:
@@ -123,25 +116,6 @@ def read_buckets(
         )
 
 
-def _next(
-    source: Iterator[tuple[str, torch.Tensor]],
-    announced: Mapping[str, tuple[int, ...]],
-) -> tuple[str, torch.Tensor]:
-    item = next(source, None)
-    if item is None:
-        raise WeightMismatchError(
-            f"The source of the weights ended before it had yielded all "
-            f"{len(announced)} tensors."
-        )
-    name, value = item
-    if tuple(value.shape) != announced.get(name):
-        raise WeightMismatchError(
-            f"The source of the weights yields {name} of shape {tuple(value.shape)}, "
-            f"and announced {announced.get(name, 'no such tensor')}."
-        )
-    return name, value
-
-
 def flatten(
     bucket: Bucket, tensors: NamedTensors, device: torch.device
 ) -> torch.Tensor:
@@ -150,13 +124,10 @@ def flatten(
     Copies cast and move in one step. On a GPU they may still be in flight.
     """
     flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
-    targets = [
-        flat[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
-        for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)
-    ]
+    targets = bucket.view(flat)
     torch._foreach_copy_(
-        targets,
-        [tensors[spec.name].detach() for spec in bucket.specs],
+        list(targets.values()),
+        [tensors[name].detach() for name in targets],
         # Host memory is read as soon as this returns.
         non_blocking=device.type == "cuda",
     )

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.buckets import plan_buckets
+from torchrl_sglang.weight_update.transports.cuda_ipc import divide
 from torchrl_sglang.weight_update.weights import TensorSpec
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
@@ -42,6 +42,12 @@ def test_one_bucket_where_everything_fits():
     assert plan_buckets([], 10) == []
 
 
-def test_size_must_be_positive():
-    with pytest.raises(ConfigurationError, match="bucket_bytes must be .* got 0"):
-        plan_buckets([], 0)
+def test_the_smallest_tensors_that_are_ready_are_put_together():
+    sizes = {"a": 100, "b": 10, "c": 20, "cast": 1}
+    specs = [
+        TensorSpec(name=name, dtype=torch.uint8, shape=torch.Size([size]))
+        for name, size in sizes.items()
+    ]
+    together, apart = divide(specs, ready={"a", "b", "c"}, num_bytes=35)
+    assert [spec.name for spec in together] == ["b", "c", "cast"]
+    assert [spec.name for spec in apart] == ["a"]

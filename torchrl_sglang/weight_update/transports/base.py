@@ -1,11 +1,12 @@
-"""The protocol of a weight transport: the seam between the session and the bytes."""
+"""The base class of weight transports: the seam between the session and the bytes."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,8 +18,8 @@ from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = [
     "BUCKET_BYTES",
+    "CPU",
     "SEND_TIMEOUT_SECONDS",
-    "SelectableTransport",
     "TransportOptions",
     "WeightTransport",
     "send_to_each",
@@ -29,7 +30,8 @@ BUCKET_BYTES = 2 << 30
 370 GB/s six for this much."""
 
 SEND_TIMEOUT_SECONDS = 300.0
-"""Default timeout of one transfer."""
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class TransportOptions:
         object.__setattr__(self, name, value)
 
 
-class WeightTransport(Protocol):
+class WeightTransport(abc.ABC):
     """Carries weights to every server of an engine.
 
     Pausing, flushing, update sessions and resuming are the business of ``session.py``.
@@ -59,16 +61,32 @@ class WeightTransport(Protocol):
 
     name: ClassVar[str]
     """Its name in ``SGLangWeightSyncScheme(transport=...)`` and in reports."""
-    in_session: ClassVar[bool]
+    in_session: ClassVar[bool] = False
     """Servers take the tensors only between begin and end calls, if they have these."""
-    adapter_only: ClassVar[bool]
+    adapter_only: ClassVar[bool] = False
     """It loads a LoRA adapter beside the served weights, so nothing is paused."""
+    options_type: ClassVar[type[TransportOptions]] = TransportOptions
+    """Its options, which are arguments of the scheme."""
+
+    def __init__(
+        self, engine: RLSGLangEngine, options: Any = None, *, device: torch.device = CPU
+    ) -> None:
+        self._engine = engine
+        self._options: Any = options or self.options_type()
+        # Where buckets are put together.
+        self._device = device
+
+    @classmethod
+    def reason(cls, facts: Facts) -> str | None:
+        """Returns why ``"auto"`` takes this transport, or None if it does not."""
+        return None
 
     @property
     def connected(self) -> bool:
         """Whether :meth:`send` can be called; False again after a failure."""
+        return True
 
-    def connect(self) -> None:
+    def connect(self) -> None:  # noqa: B027 - Not every transport connects.
         """Connects to the servers; touches no weights.
 
         Raises:
@@ -76,6 +94,7 @@ class WeightTransport(Protocol):
             UnsupportedByServerError: if this transport cannot reach these servers.
         """
 
+    @abc.abstractmethod
     def send(self, weights: Weights, *, version: str) -> int:
         """Makes every server load the weights, and returns the number of transfers.
 
@@ -88,24 +107,8 @@ class WeightTransport(Protocol):
                 received anything.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - Likewise.
         """Disconnects from the servers. Safe to call twice; never waits long."""
-
-
-class SelectableTransport(WeightTransport, Protocol):
-    """A transport of the registry, which a scheme can name and ``"auto"`` can take."""
-
-    options_type: ClassVar[type[TransportOptions]]
-    """Its options, which are arguments of the scheme."""
-
-    def __init__(
-        self, engine: RLSGLangEngine, options: Any, *, device: torch.device
-    ) -> None:
-        """Makes the transport; ``device`` is where buckets are put together."""
-
-    @classmethod
-    def reason(cls, facts: Facts) -> str | None:
-        """Returns why ``"auto"`` takes this transport, or None if it does not."""
 
 
 async def send_to_each(
@@ -134,11 +137,9 @@ async def send_to_each(
             task.cancel()
     for error in errors:
         if error is not None:
-            untouched = all(_is_refusal(each, refusals) for each in errors)
+            untouched = all(
+                isinstance(each, RequestRefusedError)
+                and any(words in str(each) for words in refusals)
+                for each in errors
+            )
             raise WeightTransferError(describe(error), untouched=untouched) from error
-
-
-def _is_refusal(error: BaseException | None, words: Sequence[str]) -> bool:
-    return isinstance(error, RequestRefusedError) and any(
-        each in str(error) for each in words
-    )

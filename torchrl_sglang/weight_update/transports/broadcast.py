@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,11 @@ from torchrl_sglang.backends.support.event_loop import submit
 from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
 from torchrl_sglang.weight_update.buckets import Bucket, flatten, read_buckets
 from torchrl_sglang.weight_update.transports import nccl, process_group
-from torchrl_sglang.weight_update.transports.base import TransportOptions, send_to_each
+from torchrl_sglang.weight_update.transports.base import (
+    TransportOptions,
+    WeightTransport,
+    send_to_each,
+)
 from torchrl_sglang.weight_update.transports.placement import Facts
 from torchrl_sglang.weight_update.transports.process_group import POLL_SECONDS
 from torchrl_sglang.weight_update.transports.rendezvous import open_store
@@ -34,7 +38,6 @@ from torchrl_sglang.weight_update.weights import NamedTensors, TensorSpec, Weigh
 __all__ = ["BroadcastOptions", "BroadcastTransport"]
 
 CONNECT_TIMEOUT_SECONDS = 60.0
-"""Default timeout of joining: a first NCCL communicator takes some seconds."""
 
 SETTLE_SECONDS = 0.0002
 """How often the end of an NCCL broadcast is polled."""
@@ -75,40 +78,21 @@ class BroadcastOptions(TransportOptions):
             self._set("master_port", check_port("master_port", self.master_port))
 
 
-@dataclass(kw_only=True, slots=True)
-class _InFlight:
-    """A bucket whose broadcasts may not have ended."""
-
-    works: list[Any]
-    """Its broadcasts."""
-    parts: list[torch.Tensor]
-    """The tensors that these read."""
-
-
-class BroadcastTransport:
+class BroadcastTransport(WeightTransport):
     """Broadcasts buckets from rank 0, this process, to the ranks of all servers."""
 
-    name: ClassVar[str] = "broadcast"
-    in_session: ClassVar[bool] = True
-    adapter_only: ClassVar[bool] = False
-    options_type: ClassVar[type[TransportOptions]] = BroadcastOptions
+    name = "broadcast"
+    in_session = True
+    options_type = BroadcastOptions
+    _options: BroadcastOptions
 
     def __init__(
-        self,
-        engine: RLSGLangEngine,
-        options: BroadcastOptions | None = None,
-        *,
-        device: torch.device,
-        small_below: int | None = None,
+        self, engine: RLSGLangEngine, options: Any = None, *, device: torch.device
     ) -> None:
-        self._engine = engine
-        self._options = options or BroadcastOptions()
-        self._device = device
+        super().__init__(engine, options, device=device)
         self._backend = "nccl" if device.type == "cuda" else "gloo"
-        if small_below is None:
-            small_below = SMALL_BELOW_BYTES[self._backend]
-        self._small_below = small_below
-        self._in_flight: deque[_InFlight] = deque()
+        # Broadcasts that may not have ended, and the tensors that they read, by bucket.
+        self._in_flight: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
         self._group: Any = None
         self._group_name = ""
         self._epoch = -1
@@ -129,14 +113,10 @@ class BroadcastTransport:
 
     @property
     def connected(self) -> bool:
-        """Whether this group of all servers is alive.
-
-        A trainer that tears torch.distributed down takes this group with it.
-        """
-        return (
-            process_group.is_alive(self._group)
-            and self._epoch == self._engine.control.membership_epoch
-        )
+        """Whether the group of all servers is alive."""
+        # A trainer that tears torch.distributed down takes this group with it.
+        alive = process_group.is_alive(self._group)
+        return alive and self._epoch == self._engine.control.membership_epoch
 
     def connect(self) -> None:
         """Forms a process group with all servers; see :class:`.WeightTransport`."""
@@ -145,19 +125,20 @@ class BroadcastTransport:
         if self._group is not None:
             self._give_up()
         self._check_servers()
-        control, timeout = self._engine.control, self._options.connect_timeout
+        control, options = self._engine.control, self._options
         self._epoch = control.membership_epoch
         self._group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
-        address = self._options.master_address or self._engine.get_master_address()
-        store = self._open_store(address)
+        world_size = 1 + self._engine.get_world_size()
+        address = options.master_address or self._engine.get_master_address()
+        store = self._open_store(address, world_size)
         request = submit(
             control.init_weights_update_group(
                 master_address=address,
                 master_port=store.port,
-                world_size=self._world_size,
+                world_size=world_size,
                 group_name=self._group_name,
                 backend=self._backend,
-                timeout=timeout,
+                timeout=options.connect_timeout,
             )
         )
         joining = process_group.in_thread(
@@ -165,13 +146,27 @@ class BroadcastTransport:
             store,
             address,
             self._backend,
-            self._world_size,
+            world_size,
             self._group_name,
-            timeout,
-            self._options.send_timeout,
+            options.connect_timeout,
+            options.send_timeout,
         )
         try:
-            self._await_group(request, joining, f"{address}:{store.port}")
+            concurrent.futures.wait(
+                [request, joining],
+                options.connect_timeout,
+                concurrent.futures.FIRST_EXCEPTION,
+            )
+            for part in (request, joining):
+                if part.done():
+                    part.result()
+            if not (request.done() and joining.done()):
+                raise WeightTransferError(
+                    f"The servers {self._servers} did not join a process group at "
+                    f"{address}:{store.port} within {options.connect_timeout:g} s. Can "
+                    f"they reach that address?"
+                )
+            self._group = joining.result()
         except BaseException as error:  # noqa: BLE001 - _fail raises it again.
             joining.add_done_callback(_destroy_late)
             self._fail(
@@ -180,33 +175,6 @@ class BroadcastTransport:
                 untouched=True,
                 advice=" Nothing was sent; the update can be tried again.",
             )
-
-    @property
-    def _world_size(self) -> int:
-        return 1 + self._engine.get_world_size()
-
-    def _await_group(
-        self,
-        request: concurrent.futures.Future[None],
-        joining: concurrent.futures.Future[Any],
-        address: str,
-    ) -> None:
-        timeout = self._options.connect_timeout
-        deadline = time.monotonic() + timeout
-        while not (joining.done() and request.done()):
-            for part in (request, joining):
-                if part.done():
-                    part.result()
-            if time.monotonic() > deadline:
-                raise WeightTransferError(
-                    f"The servers {self._servers} did not join a process group at "
-                    f"{address} within {timeout:g} s. Can they reach that address?"
-                )
-            concurrent.futures.wait(
-                [request, joining], POLL_SECONDS, concurrent.futures.FIRST_COMPLETED
-            )
-        request.result()
-        self._group = joining.result()
 
     def _check_servers(self) -> None:
         """Checks that these servers can join, and that NCCL will work."""
@@ -219,18 +187,18 @@ class BroadcastTransport:
             )
         if capabilities.pp_size > 1:
             raise UnsupportedByServerError(
-                f"SGLang gives the first rank of each of the server's "
-                f"{capabilities.pp_size} pipeline stages the same place in a process "
-                f"group, so weights cannot be broadcast to it; use transport='disk'."
+                f"SGLang gives the first ranks of the server's {capabilities.pp_size} "
+                f"pipeline stages the same place in a process group; use "
+                f"transport='disk'."
             )
         if self._backend == "nccl":
             nccl.share_settings(capabilities.server_args, refuse=True)
 
-    def _open_store(self, address: str) -> dist.TCPStore:
+    def _open_store(self, address: str, world_size: int) -> dist.TCPStore:
         timeout = datetime.timedelta(seconds=self._options.connect_timeout)
         port = self._options.master_port or 0
         try:
-            return open_store(address, port, self._world_size, timeout)
+            return open_store(address, port, world_size, timeout)
         except (OSError, RuntimeError) as error:
             raise WeightTransferError(
                 f"No store for the process group can be opened at {address}:{port}: "
@@ -242,14 +210,14 @@ class BroadcastTransport:
         """Broadcasts bucket after bucket; see :class:`.WeightTransport`.
 
         Over NCCL a server answers when it has queued a bucket on its device, so the
-        next request is answered while the link is busy, and the link never waits for
-        requests.
+        link never waits for requests.
         """
         self._in_flight.clear()
         count, sent = 0, 0
         try:
+            small_below = SMALL_BELOW_BYTES[self._backend]
             for bucket, tensors in read_buckets(
-                weights, self._options.bucket_bytes, self._small_below
+                weights, self._options.bucket_bytes, small_below
             ):
                 sent += len(bucket.specs)
                 last = sent == len(weights.specs)
@@ -278,9 +246,11 @@ class BroadcastTransport:
             parts = [flatten(bucket, tensors, self._device)]
         else:
             parts = [_ready(tensors[s.name], s, self._device) for s in bucket.specs]
-        ready = _record_event(self._device)
+        ready = None
+        if self._backend == "nccl":
+            ready = torch.cuda.current_stream(self._device).record_event()
         works: list[Any] = []
-        self._in_flight.append(_InFlight(works=works, parts=parts))
+        self._in_flight.append((works, parts))
         request: concurrent.futures.Future[None] | None = None
         try:
             request = submit(self._receive(bucket, version))
@@ -337,7 +307,7 @@ class BroadcastTransport:
         timeout = self._options.send_timeout
         while len(self._in_flight) > keep:
             deadline = time.monotonic() + timeout
-            for work in self._in_flight[0].works:
+            for work in self._in_flight[0][0]:
                 left = max(deadline - time.monotonic(), 1e-3)
                 if self._backend == "gloo":
                     work.wait(datetime.timedelta(seconds=left))
@@ -355,7 +325,7 @@ class BroadcastTransport:
     def _shares(self, tensors: NamedTensors) -> bool:
         """Returns whether the latest broadcasts read the tensors' own memory."""
         own = {tensor.data_ptr() for tensor in tensors.values()}
-        return {part.data_ptr() for part in self._in_flight[-1].parts} <= own
+        return {part.data_ptr() for part in self._in_flight[-1][1]} <= own
 
     @property
     def _servers(self) -> str:
@@ -378,8 +348,8 @@ class BroadcastTransport:
         in_flight, self._in_flight = self._in_flight, deque()
         self._leave()
         if group is not None:
-            works = [work for bucket in in_flight for work in bucket.works]
-            parts = [part for bucket in in_flight for part in bucket.parts]
+            works = [work for works, _ in in_flight for work in works]
+            parts = [part for _, parts in in_flight for part in parts]
             process_group.abandon(group, works, parts, self._backend)
 
     def _leave(self) -> concurrent.futures.Future[Any]:
@@ -405,13 +375,6 @@ def _ready(
 ) -> torch.Tensor:
     """Returns a tensor as it is served; the tensor itself where that is the same."""
     return tensor.detach().to(device=device, dtype=spec.dtype).contiguous()
-
-
-def _record_event(device: torch.device) -> Any:
-    """Returns an event at the end of the device's queue; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.current_stream(device).record_event()
 
 
 def _start_broadcasts(

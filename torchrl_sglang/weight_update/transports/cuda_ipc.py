@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -30,7 +30,10 @@ from torchrl_sglang.weight_update.buckets import (
     plan_buckets,
     read_buckets,
 )
-from torchrl_sglang.weight_update.transports.base import TransportOptions, send_to_each
+from torchrl_sglang.weight_update.transports.base import (
+    WeightTransport,
+    send_to_each,
+)
 from torchrl_sglang.weight_update.transports.handles import pack
 from torchrl_sglang.weight_update.transports.placement import (
     Facts,
@@ -39,7 +42,7 @@ from torchrl_sglang.weight_update.transports.placement import (
 )
 from torchrl_sglang.weight_update.weights import NamedTensors, TensorSpec, Weights
 
-__all__ = ["CudaIpcOptions", "CudaIpcTransport"]
+__all__ = ["CudaIpcTransport", "divide"]
 
 VALUE_BYTES = 1 << 26
 """Most bytes of values in one request, whose text is parsed as a whole."""
@@ -56,38 +59,34 @@ _NOTHING_LOADED = ("must run between",)
 """Refusals of a server that has not touched its weights."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CudaIpcOptions(TransportOptions):
-    """Options of ``transport="cuda_ipc"``; ``bucket_bytes`` limits conversions."""
+@dataclass(kw_only=True, slots=True)
+class _Content:
+    """The content of one request, and the memory that servers read."""
+
+    value: Any
+    num_tensors: int
+    load_format: LoadFormat = None
+    kept: list[torch.Tensor] = field(default_factory=list)
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(WeightTransport):
     """Makes every server open the trainer's memory and copy from it.
 
     Each server must be on this machine and see the GPU of the weights.
     """
 
-    name: ClassVar[str] = "cuda_ipc"
-    in_session: ClassVar[bool] = True
-    adapter_only: ClassVar[bool] = False
-    options_type: ClassVar[type[TransportOptions]] = CudaIpcOptions
+    name = "cuda_ipc"
+    in_session = True
 
     def __init__(
-        self,
-        engine: RLSGLangEngine,
-        options: CudaIpcOptions | None = None,
-        *,
-        device: torch.device,
+        self, engine: RLSGLangEngine, options: Any = None, *, device: torch.device
     ) -> None:
-        options = options or CudaIpcOptions()
-        self._engine = engine
-        self._device = device
         if device.type == "cuda" and device.index is None:
-            self._device = torch.device("cuda", torch.cuda.current_device())
-        self._bucket_bytes = options.bucket_bytes
+            device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(engine, options, device=device)
+        self._bucket_bytes = self._options.bucket_bytes
         if device.type == "cpu":
-            self._bucket_bytes = min(options.bucket_bytes, VALUE_BYTES)
-        self._send_timeout = options.send_timeout
+            self._bucket_bytes = min(self._bucket_bytes, VALUE_BYTES)
         self._epoch = -1
         self._in_place = False
         self._held: deque[_Content] = deque()
@@ -121,10 +120,9 @@ class CudaIpcTransport:
         capabilities = self._engine.capabilities
         if capabilities.pp_size > 1 or capabilities.dp_size > 1:
             raise UnsupportedByServerError(
-                f"SGLang takes tensors of another process with one pipeline stage and "
-                f"one data-parallel rank only, and the server has pp_size="
-                f"{capabilities.pp_size}, dp_size={capabilities.dp_size}; use "
-                f"transport='disk'."
+                f"SGLang takes another process's tensors with pp_size=1 and dp_size=1 "
+                f"only, and the server has pp_size={capabilities.pp_size}, "
+                f"dp_size={capabilities.dp_size}; use transport='disk'."
             )
         self._in_place = False
         if self._device.type == "cuda":
@@ -183,28 +181,23 @@ class CudaIpcTransport:
         if not (self._in_place and weights.stable):
             half = max(self._bucket_bytes // 2, 1)
             for bucket, tensors in read_buckets(weights, half):
-                yield self._content(bucket, tensors)
+                if all(self._is_ready(s, tensors[s.name]) for s in bucket.specs):
+                    yield _named(bucket.specs, tensors)
+                else:
+                    yield _flat(bucket, flatten(bucket, tensors, self._device))
             return
         found: NamedTensors = {}
         for _, some in read_buckets(weights, self._bucket_bytes):
             found.update(some)
-        together, apart = divide(
-            weights.specs,
-            {s.name for s in weights.specs if self._is_ready(s, found[s.name])},
-            self._bucket_bytes,
-        )
+        ready = {s.name for s in weights.specs if self._is_ready(s, found[s.name])}
+        together, apart = divide(weights.specs, ready, self._bucket_bytes)
         num_bytes = sum(spec.num_bytes for spec in together)
         one = num_bytes <= self._bucket_bytes
         size = self._bucket_bytes if one else max(self._bucket_bytes // 2, 1)
         for bucket in plan_buckets(together, size):
-            yield _Flat(bucket, flatten(bucket, found, self._device))
+            yield _flat(bucket, flatten(bucket, found, self._device))
         if apart:
-            yield _Named(apart, found)
-
-    def _content(self, bucket: Bucket, tensors: NamedTensors) -> _Content:
-        if all(self._is_ready(spec, tensors[spec.name]) for spec in bucket.specs):
-            return _Named(bucket.specs, tensors)
-        return _Flat(bucket, flatten(bucket, tensors, self._device))
+            yield _named(apart, found)
 
     def _is_ready(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
         """Returns whether a server can copy from the tensor itself."""
@@ -222,7 +215,13 @@ class CudaIpcTransport:
         # A server that does not answer may still read this, so it stays until the next
         # update.
         self._held.append(content)
-        entries = self._pack(content)
+        entries: list[str] = []
+        for _ in range(self._engine.get_world_size()):
+            # A handle is opened by one rank of one server; values are the same for all.
+            if self._device.type == "cuda" or not entries:
+                entry, kept = pack(content.value)
+                content.kept += kept
+            entries.append(entry)
         return submit(self._post(entries, content.load_format, version))
 
     def _settle(self, in_flight: deque[Future[None]], *, keep: int) -> None:
@@ -237,9 +236,8 @@ class CudaIpcTransport:
 
         A server could serve an abandoned request in the middle of the next update.
         """
-        outcomes: list[BaseException | None] = [
-            each.exception(2 * self._send_timeout + GRACE_SECONDS) for each in in_flight
-        ]
+        timeout = 2 * self._options.send_timeout + GRACE_SECONDS
+        outcomes = [each.exception(timeout) for each in in_flight]
         transfer = isinstance(error, WeightTransferError)
         if transfer:
             outcomes.append(error)
@@ -254,16 +252,6 @@ class CudaIpcTransport:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         message = str(error) if transfer else f"The weights did not arrive: {error}"
         return WeightTransferError(message, untouched=untouched)
-
-    def _pack(self, content: _Content) -> list[str]:
-        """Returns an entry for every rank of every server; each is opened once."""
-        entries: list[str] = []
-        for _ in range(self._engine.get_world_size()):
-            if self._device.type == "cuda" or not entries:
-                entry, kept = pack(content.value)
-                content.kept += kept
-            entries.append(entry)
-        return entries
 
     async def _post(
         self, entries: Sequence[str], load_format: LoadFormat, version: str | None
@@ -288,7 +276,7 @@ class CudaIpcTransport:
                 entries[index * ranks : (index + 1) * ranks],
                 load_format=load_format,
                 weight_version=version,
-                timeout=self._send_timeout,
+                timeout=self._options.send_timeout,
                 urls=[url],
             )
 
@@ -300,50 +288,34 @@ class CudaIpcTransport:
         )
 
 
-class _Content:
-    """The content of one request, and the memory that servers read."""
-
-    load_format: LoadFormat = None
-
-    def __init__(self, value: Any, num_tensors: int) -> None:
-        self.value = value
-        self.num_tensors = num_tensors
-        self.kept: list[torch.Tensor] = []
+def _named(specs: Sequence[TensorSpec], tensors: NamedTensors) -> _Content:
+    """Makes the content of tensors in their own memory."""
+    value = [(spec.name, tensors[spec.name].detach()) for spec in specs]
+    return _Content(value=value, num_tensors=len(value))
 
 
-class _Named(_Content):
-    """Tensors in their own memory."""
-
-    def __init__(self, specs: Sequence[TensorSpec], tensors: NamedTensors) -> None:
-        super().__init__(
-            [(spec.name, tensors[spec.name].detach()) for spec in specs], len(specs)
-        )
-
-
-class _Flat(_Content):
-    """Tensors in one flat run of bytes.
+def _flat(bucket: Bucket, flat: torch.Tensor) -> _Content:
+    """Makes the content of tensors in one flat run of bytes.
 
     SGLang reads these attributes of each (``FlattenedTensorMetadata`` in
     ``sglang/srt/weight_sync/tensor_bucket.py``), of an object of any kind.
     """
-
-    load_format: LoadFormat = "flattened_bucket"
-
-    def __init__(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        metadata = [
-            SimpleNamespace(
-                name=spec.name,
-                shape=tuple(spec.shape),
-                dtype=spec.dtype,
-                start_idx=offset,
-                end_idx=offset + spec.num_bytes,
-                numel=spec.num_bytes,
-            )
-            for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)
-        ]
-        super().__init__(
-            {"flattened_tensor": flat, "metadata": metadata}, len(metadata)
+    metadata = [
+        SimpleNamespace(
+            name=spec.name,
+            shape=tuple(spec.shape),
+            dtype=spec.dtype,
+            start_idx=offset,
+            end_idx=offset + spec.num_bytes,
+            numel=spec.num_bytes,
         )
+        for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)
+    ]
+    return _Content(
+        value={"flattened_tensor": flat, "metadata": metadata},
+        num_tensors=len(metadata),
+        load_format="flattened_bucket",
+    )
 
 
 def divide(
@@ -353,22 +325,11 @@ def divide(
 
     ``ready`` names the tensors that a server can copy from; the smallest of them fill
     up ``num_bytes``.
-
-    Examples:
-        >>> sizes = {"a": 100, "b": 10, "c": 20}
-        >>> specs = [
-        ...     TensorSpec(name=name, dtype=torch.uint8, shape=torch.Size([size]))
-        ...     for name, size in sizes.items()
-        ... ]
-        >>> together, apart = divide(specs, ready={"a", "b", "c"}, num_bytes=35)
-        >>> [spec.name for spec in together], [spec.name for spec in apart]
-        (['b', 'c'], ['a'])
     """
     chosen = {spec.name for spec in specs if spec.name not in ready}
     left = num_bytes - sum(spec.num_bytes for spec in specs if spec.name in chosen)
-    for spec in sorted(specs, key=lambda spec: spec.num_bytes):
-        if spec.name in chosen:
-            continue
+    candidates = [spec for spec in specs if spec.name in ready]
+    for spec in sorted(candidates, key=lambda spec: spec.num_bytes):
         left -= spec.num_bytes
         if left < 0 or spec.num_bytes > TOGETHER_BELOW_BYTES:
             break

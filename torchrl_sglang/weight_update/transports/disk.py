@@ -15,21 +15,25 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import MARK, RLSGLangEngine, write_mark
+from torchrl_sglang.backends.base import MARK, write_mark
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import ConfigurationError, WeightTransferError
 from torchrl_sglang.weight_update.buckets import flatten, plan_buckets, read_buckets
-from torchrl_sglang.weight_update.transports.base import TransportOptions, send_to_each
+from torchrl_sglang.weight_update.transports.base import (
+    CPU,
+    TransportOptions,
+    WeightTransport,
+    send_to_each,
+)
 from torchrl_sglang.weight_update.transports.placement import Facts
 from torchrl_sglang.weight_update.weights import Weights
 
@@ -41,25 +45,13 @@ KEPT = 2
 UNFINISHED = ".unfinished-"
 """Prefix of a folder that is being written or removed."""
 
-UNFINISHED_NAME = re.compile(re.escape(UNFINISHED) + "[0-9a-f]{32}")
-
 LOAD_FORMAT = "safetensors"
 """A server with ``load_format="dummy"`` would read nothing otherwise."""
 
-_CPU = torch.device("cpu")
-
-_WEIGHT_FILES = (
-    "*.safetensors",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-    "*.msgpack",
-    "*.h5",
-    "*.onnx",
-    "*.index.json",
+_WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pth?|gguf|msgpack|h5|onnx|index\.json)|\..*"
 )
-"""Files of a model's folder that are not copied: weights, and their indexes."""
+"""Files of a model's folder that are not copied: weights, indexes, hidden ones."""
 
 _NOTHING_LOADED = ("Failed to get weights iterator", "Failed to get model loader")
 """Refusals of a server that has not touched its weights."""
@@ -75,7 +67,7 @@ class DiskOptions(TransportOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        path = self.directory
+        path: Any = self.directory
         if path is None:
             raise ConfigurationError(
                 "transport='disk' needs directory=..., a folder that this process and "
@@ -87,34 +79,21 @@ class DiskOptions(TransportOptions):
                 f"directory must be a folder that this process and every server see, "
                 f"got {self.directory!r}."
             )
-        self._set("directory", path)
+        # A server has its own working directory.
+        self._set("directory", Path(path).absolute())
 
 
-class DiskTransport:
+class DiskTransport(WeightTransport):
     """Writes ``<directory>/v<version>``, and makes every server load it.
 
     The folder holds the weights in safetensors files and the rest of the served model's
-    folder (configuration, tokenizer), so a server can be started from it.
+    folder (configuration, tokenizer), so a server can be started from it. A server
+    restores and processes its weights by itself when it loads from disk.
     """
 
-    name: ClassVar[str] = "disk"
-    # A server restores and processes its weights by itself when it loads from disk.
-    in_session: ClassVar[bool] = False
-    adapter_only: ClassVar[bool] = False
-    options_type: ClassVar[type[TransportOptions]] = DiskOptions
-
-    def __init__(
-        self,
-        engine: RLSGLangEngine,
-        options: DiskOptions,
-        *,
-        device: torch.device | None = None,
-    ) -> None:
-        self._engine = engine
-        self._options = options
-        # A server has its own working directory.
-        self._directory = Path(str(options.directory)).absolute()
-        self._connected = False
+    name = "disk"
+    options_type = DiskOptions
+    _connected = False
 
     @classmethod
     def reason(cls, facts: Facts) -> str | None:
@@ -122,6 +101,11 @@ class DiskTransport:
         if facts.directory is None:
             return None
         return f"A directory was given: {facts.directory!r}."
+
+    @property
+    def _directory(self) -> Path:
+        directory: Path = self._options.directory
+        return directory
 
     @property
     def connected(self) -> bool:
@@ -138,13 +122,17 @@ class DiskTransport:
 
     def send(self, weights: Weights, *, version: str) -> int:
         """Publishes a checkpoint and has it loaded; returns the number of its files."""
-        with ExitStack() as held:
+        lock = None
+        try:
             with self._before_servers():
-                held.enter_context(_locked(self._directory))
+                lock = _lock(self._directory)
                 self._remove_unfinished()
                 folder, count = self._publish(weights, version)
             self._load(folder, version)
             self._remove_old()
+        finally:
+            if lock is not None:
+                os.close(lock)
         return count
 
     def close(self) -> None:
@@ -189,15 +177,13 @@ class DiskTransport:
                 urls=[url],
             )
 
+        def describe(error: BaseException) -> str:
+            hint = "Does every server see that path?"
+            return f"A server did not load {folder}: {error} {hint}"
+
         run_sync(
             send_to_each(
-                control.urls,
-                load,
-                refusals=_NOTHING_LOADED,
-                describe=lambda error: (
-                    f"A server did not load {folder}: {error} Does every server see "
-                    f"that path?"
-                ),
+                control.urls, load, refusals=_NOTHING_LOADED, describe=describe
             )
         )
 
@@ -216,14 +202,13 @@ class DiskTransport:
         """Removes the folders that a killed trainer left; the lock is held."""
         for folder in self._directory.glob(f"{UNFINISHED}*"):
             # A folder that was just made, or is half removed, has no mark.
-            if UNFINISHED_NAME.fullmatch(folder.name) and folder.is_dir():
+            own = re.fullmatch("[0-9a-f]{32}", folder.name.removeprefix(UNFINISHED))
+            if own and folder.is_dir():
                 _delete(folder)
 
     def _remove(self, folder: Path) -> None:
         # No reader may find half of a checkpoint under its name.
-        gone = self._unfinished()
-        folder.rename(gone)
-        _delete(gone)
+        _delete(folder.rename(self._unfinished()))
 
     def _unfinished(self) -> Path:
         return self._directory / f"{UNFINISHED}{uuid.uuid4().hex}"
@@ -237,7 +222,7 @@ class DiskTransport:
             raise error.replace(untouched=True) from error.__cause__
         except (OSError, SafetensorError) as error:
             free = ""
-            with suppress(OSError):
+            if self._directory.is_dir():
                 left = shutil.disk_usage(self._directory).free
                 free = f" There are {left / 1e9:.3g} GB left."
             raise WeightTransferError(
@@ -251,23 +236,20 @@ class DiskTransport:
             ) from error
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _lock(directory: Path) -> int:
     """Keeps other trainers out of a directory, where the file system can."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise WeightTransferError(
-                f"Another trainer is writing weights to {directory}; give each trainer "
-                f"a directory of its own."
-            ) from None
-        except OSError as error:
-            torchrl_logger.debug(f"{directory} cannot be locked: {error}")
-        yield
-    finally:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         os.close(handle)
+        raise WeightTransferError(
+            f"Another trainer is writing weights to {directory}; give each trainer "
+            f"a directory of its own."
+        ) from None
+    except OSError as error:
+        torchrl_logger.debug(f"{directory} cannot be locked: {error}")
+    return handle
 
 
 def _write_weights(weights: Weights, folder: Path, bucket_bytes: int) -> int:
@@ -276,29 +258,18 @@ def _write_weights(weights: Weights, folder: Path, bucket_bytes: int) -> int:
     files: dict[str, str] = {}
     for index, (bucket, tensors) in enumerate(read_buckets(weights, bucket_bytes)):
         name = f"model-{index + 1:05}-of-{total:05}.safetensors"
-        flat = flatten(bucket, tensors, _CPU)
-        # The next bucket is made after this iteration, and this one must be gone then.
+        views = bucket.view(flatten(bucket, tensors, CPU))
+        # This bucket must be gone when the next one is made.
         del tensors
-        views = {
-            spec.name: flat[offset : offset + spec.num_bytes]
-            .view(spec.dtype)
-            .view(spec.shape)
-            for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)
-        }
         save_file(views, folder / name, metadata={"format": "pt"})
         _sync(folder / name)
         files.update(dict.fromkeys(views, name))
-        del flat, views
-    _write_json(
-        folder / "model.safetensors.index.json",
-        {"metadata": {"total_size": weights.num_bytes}, "weight_map": files},
-    )
-    return total
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+        del views
+    path = folder / "model.safetensors.index.json"
+    content = {"metadata": {"total_size": weights.num_bytes}, "weight_map": files}
     path.write_text(json.dumps(content))
     _sync(path)
+    return total
 
 
 def _copy_model_files(model: str, folder: Path) -> None:
@@ -311,8 +282,7 @@ def _copy_model_files(model: str, folder: Path) -> None:
         )
         return
     for path in sorted(source.iterdir()):
-        hidden = path.name.startswith(".")
-        if path.is_file() and not hidden and not any(map(path.match, _WEIGHT_FILES)):
+        if path.is_file() and not _WEIGHTS.fullmatch(path.name):
             shutil.copyfile(path, folder / path.name)
             _sync(folder / path.name)
 

@@ -30,11 +30,6 @@ def pack(content: Any) -> tuple[str, list[torch.Tensor]]:
 
     ``content`` is a list of names and tensors or a flattened bucket, whose values must
     be complete on their devices before the text is sent.
-
-    Examples:
-        >>> text, kept = pack([("a", torch.ones(2))])
-        >>> pickle.loads(base64.b64decode(text))
-        [('a', tensor([1., 1.]))]
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -50,7 +45,14 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor) or obj.device.type != "cuda":
             return NotImplemented
-        alias = _alias(obj)
+        # An alias that does not own the memory: sharing adds a count of receivers to
+        # the storage for as long as it lives, for a parameter one with every update.
+        storage = obj.untyped_storage()
+        same = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(), storage.device, storage.nbytes()
+        )
+        alias = torch.empty(0, dtype=obj.dtype, device=obj.device)
+        alias.set_(same, obj.storage_offset(), obj.size(), obj.stride())
         self.kept.append(alias)
         rebuild, arguments = reductions.reduce_tensor(alias)  # type: ignore[no-untyped-call]
         changed = list(arguments)
@@ -59,17 +61,3 @@ class _Pickler(pickle.Pickler):
         # Opening an event takes longer than a small tensor, and this process waits.
         changed[_WAIT] = False
         return rebuild, tuple(changed)
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in the same memory, which does not own it.
-
-    Sharing adds a count of receivers to the shared storage, for as long as it lives:
-    for a parameter, one with every update. An alias's storage ends with the update.
-    """
-    storage = tensor.untyped_storage()
-    same = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), storage.device, storage.nbytes()
-    )
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())

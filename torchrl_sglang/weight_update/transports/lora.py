@@ -7,14 +7,14 @@ old one, and requests select the new one when every server holds it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
-
-from torchrl_sglang.backends.base import RLSGLangEngine, check_name
+from torchrl_sglang.backends.base import check_name
 from torchrl_sglang.backends.support.checks import check_flag
 from torchrl_sglang.errors import ConfigurationError, SGLangError, WeightTransferError
-from torchrl_sglang.weight_update.transports.base import TransportOptions
+from torchrl_sglang.weight_update.transports.base import (
+    TransportOptions,
+    WeightTransport,
+)
 from torchrl_sglang.weight_update.transports.placement import Facts
 from torchrl_sglang.weight_update.weights import Weights
 
@@ -36,27 +36,17 @@ class LoraOptions(TransportOptions):
         self._set("pin_adapter", check_flag("pin_adapter", self.pin_adapter))
 
 
-class LoraTransport:
+class LoraTransport(WeightTransport):
     """Loads an adapter on every server, and makes requests carry it.
 
     Requests in flight end with the adapter that they began with. Each completion names
     its version in ``versions``.
     """
 
-    name: ClassVar[str] = "lora"
-    in_session: ClassVar[bool] = False
-    adapter_only: ClassVar[bool] = True
-    options_type: ClassVar[type[TransportOptions]] = LoraOptions
-
-    def __init__(
-        self,
-        engine: RLSGLangEngine,
-        options: LoraOptions | None = None,
-        *,
-        device: torch.device | None = None,
-    ) -> None:
-        self._engine = engine
-        self._options = options or LoraOptions()
+    name = "lora"
+    adapter_only = True
+    options_type = LoraOptions
+    _options: LoraOptions
 
     @classmethod
     def reason(cls, facts: Facts) -> str | None:
@@ -99,6 +89,3 @@ class LoraTransport:
                 untouched=True,
             ) from error
         return 1
-
-    def close(self) -> None:
-        """Leaves the published adapter where it is."""

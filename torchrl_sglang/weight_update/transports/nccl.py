@@ -31,16 +31,7 @@ SLOW = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 def decide(
     environment: Mapping[str, str], servers: str, begun: bool
 ) -> Literal["agree", "set", "late", "differ"]:
-    """Compares the trainer's setting with the servers' value. Pure.
-
-    ``begun``: NCCL has made a communicator in this process.
-
-    Examples:
-        >>> decide({}, "0", begun=False)
-        'set'
-        >>> decide({"NCCL_CUMEM_ENABLE": "1"}, "0", begun=False)
-        'differ'
-    """
+    """Compares the trainer's setting with the servers' value. Pure."""
     value = environment.get(VARIABLE)
     if value is None:
         return "late" if begun else "set"

@@ -53,22 +53,19 @@ def find_facts(
     adapter: bool = False,
 ) -> Facts:
     """Asks the engine and CUDA."""
+    names: frozenset[str] = frozenset()
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        uuid = gpu_uuid(torch.device("cuda", index)).removeprefix("GPU-")
+        names = frozenset({*visible_devices()[index : index + 1], f"GPU-{uuid}"})
     return Facts(
         device=str(device),
-        gpu_names=_names_of(device),
+        gpu_names=names,
         servers=engine.placements,
         pp_size=engine.capabilities.pp_size,
         directory=directory,
         adapter=adapter,
     )
-
-
-def _names_of(device: torch.device) -> frozenset[str]:
-    if device.type != "cuda":
-        return frozenset()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    uuid = gpu_uuid(torch.device("cuda", index)).removeprefix("GPU-")
-    return frozenset({*visible_devices()[index : index + 1], f"GPU-{uuid}"})
 
 
 @functools.cache
@@ -81,19 +78,19 @@ def reach_of(server: ServerPlacement, facts: Facts) -> Reach:
     """Returns whether a server can open the memory of the weights. Pure."""
     if server.device not in ("cuda", None):
         why = f"It computes on {server.device!r}."
-        return Reach(url=server.url, opens=False, why=why)
-    if not server.local:
+    elif not server.local:
         why = "It runs on another machine."
-        return Reach(url=server.url, opens=False, why=why)
-    if server.visible_gpus is None:
+    elif server.visible_gpus is None:
         return Reach(url=server.url, opens=None)
-    sees = f"It sees the GPUs {', '.join(server.visible_gpus) or 'none'} only."
-    opens = any(_is_same(name, facts.gpu_names) for name in server.visible_gpus)
-    shares = any(_is_same(name, facts.gpu_names) for name in server.gpus or ())
-    return Reach(url=server.url, opens=opens, shares=shares, why="" if opens else sees)
+    elif any(_is_one_of(name, facts.gpu_names) for name in server.visible_gpus):
+        shares = any(_is_one_of(name, facts.gpu_names) for name in server.gpus or ())
+        return Reach(url=server.url, opens=True, shares=shares)
+    else:
+        why = f"It sees the GPUs {', '.join(server.visible_gpus) or 'none'} only."
+    return Reach(url=server.url, opens=False, why=why)
 
 
-def _is_same(name: str, names: frozenset[str]) -> bool:
+def _is_one_of(name: str, names: frozenset[str]) -> bool:
     # A UUID can be abbreviated.
     is_uuid = name.startswith("GPU-")
     return name in names or (is_uuid and any(known.startswith(name) for known in names))

@@ -9,11 +9,9 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import datetime
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,12 +19,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.weight_update.transports.rendezvous import gloo_listens_on
+from torchrl_sglang.weight_update.transports.rendezvous import (
+    gloo_listens_on,
+    variable,
+)
 
 __all__ = ["POLL_SECONDS", "abandon", "destroy", "in_thread", "is_alive", "join"]
 
 POLL_SECONDS = 0.05
-"""How often the end of an operation is polled."""
 
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -67,10 +67,10 @@ def join(
 ) -> Any:
     """Joins a process group as its first rank, beside the trainer's own groups.
 
-    The same construction as SGLang's ``init_custom_process_group``: both sides must
-    find the same keys in the store.
+    As SGLang's ``init_custom_process_group``: both sides find the same keys in a store.
     """
-    with _errors_end_the_group_alone(), gloo_listens_on(address):
+    # An error of this group ends the group alone, not this process.
+    with variable(ASYNC_ERRORS, "0"), gloo_listens_on(address):
         group, _ = distributed_c10d._new_process_group_helper(
             world_size,
             0,
@@ -85,20 +85,6 @@ def join(
     seconds = NCCL_SECONDS if backend == "nccl" else send_timeout
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
     return group
-
-
-@contextmanager
-def _errors_end_the_group_alone() -> Iterator[None]:
-    """Keeps torch from ending this process for an error of a group made inside."""
-    before = os.environ.get(ASYNC_ERRORS)
-    os.environ[ASYNC_ERRORS] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ASYNC_ERRORS]
-        else:
-            os.environ[ASYNC_ERRORS] = before
 
 
 def destroy(group: Any) -> None:

@@ -11,20 +11,18 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.support.urls import is_loopback
 
-__all__ = ["GLOO_INTERFACE", "gloo_listens_on", "listen_at", "open_store"]
+__all__ = ["gloo_listens_on", "listen_at", "open_store", "variable"]
 
 LISTEN_BACKLOG = 512
-"""Ranks that can connect at the same moment."""
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable with the network interface that gloo listens on."""
 
 
 def open_store(
@@ -69,13 +67,21 @@ def listen_at(address: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def gloo_listens_on(address: str) -> Iterator[None]:
-    """Makes gloo listen on loopback if ranks meet there and the user chose nothing."""
-    if not is_loopback(address) or GLOO_INTERFACE in os.environ:
-        yield
-        return
-    os.environ[GLOO_INTERFACE] = "lo"
+def variable(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[GLOO_INTERFACE]
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def gloo_listens_on(address: str) -> AbstractContextManager[None]:
+    """Makes gloo listen on loopback if ranks meet there and the user chose nothing."""
+    if not is_loopback(address) or GLOO_INTERFACE in os.environ:
+        return nullcontext()
+    return variable(GLOO_INTERFACE, "lo")

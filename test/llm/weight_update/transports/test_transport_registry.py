@@ -77,10 +77,10 @@ CHOICES = {
 @pytest.mark.parametrize("case", CHOICES)
 def test_choice(case):
     known, name, words = CHOICES[case]
-    choice = choose(known)
-    assert choice.name == name
-    assert words in choice.reason
-    assert choice.reason.endswith(".")
+    chosen, reason = choose(known)
+    assert chosen == name
+    assert words in reason
+    assert reason.endswith(".")
 
 
 @pytest.mark.parametrize(
