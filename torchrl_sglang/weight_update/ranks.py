@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrl._utils import logger as torchrl_logger
-from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.errors import (
     SGLangError,
@@ -26,21 +24,11 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.types import SyncReport
-from torchrl_sglang.weight_update.sources.base import Source, Wanted
+from torchrl_sglang.weight_update.sources.base import Source, Wanted, wrapped
 
 __all__ = ["Ranks", "find_ranks", "is_copy"]
 
 Send: TypeAlias = Callable[[Source], SyncReport]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Gather:
-    """Tells the other ranks which tensors to gather."""
-
-    dtypes: Mapping[str, torch.dtype]
-    """Name in the source -> served type."""
-    shapes: Mapping[str, torch.Size]
-    """Name -> shape, which must be the same on all ranks."""
 
 
 def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks | None:
@@ -60,21 +48,17 @@ def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks 
 
 def is_copy(weights: Any) -> bool:
     """Returns whether this is another rank than 0 of DistributedDataParallel."""
-    while isinstance(weights, nn.Module):
-        if isinstance(weights, DistributedDataParallel):
-            return dist.get_rank(weights.process_group) != 0
-        inner = weights.model if isinstance(weights, LLMWrapperBase) else None
-        weights = inner or getattr(weights, "_orig_mod", None)
+    for module in wrapped(weights):
+        if isinstance(module, DistributedDataParallel):
+            return dist.get_rank(module.process_group) != 0
     return False
 
 
 class Ranks:
-    """The ranks of a trainer that hold one model together.
-
-    ``groups`` are process groups of this rank, one per dimension of the ranks' mesh.
-    """
+    """The ranks of a trainer that hold one model together."""
 
     def __init__(self, groups: list[Any]) -> None:
+        # Process groups of this rank, one for each dimension of the ranks' mesh.
         self._groups = groups
 
     @property
@@ -92,22 +76,48 @@ class Ranks:
         return self._follow(source)
 
     def _lead(self, source: Source, send: Send) -> SyncReport:
-        gathering = _Gathering(self, source)
+        left: Iterator[tuple[str, torch.Tensor]] | None = None
+
+        def read(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+            """Makes all ranks gather, and yields the gathered tensors."""
+            nonlocal left
+            if left is not None:
+                raise WeightSyncStateError(
+                    "Tensors that are spread over ranks can be read once for an update."
+                )
+            left = iter(())
+            self.share(
+                {name: (wanted[name], source.specs[name].shape) for name in wanted}
+            )
+            problem = self.agree(None)
+            if problem is not None:
+                raise WeightSyncStateError(problem)
+            left = source.read(wanted)
+            return _through(left)
+
+        outcome: Any = None
         try:
-            report = send(replace(source, read=gathering.read))
+            outcome = send(replace(source, read=read))
         except BaseException as error:
-            gathering.finish()
-            self.share(_portable(error))
+            outcome = _portable(error)
             raise
-        gathering.finish()
-        self.share(report)
+        finally:
+            # The other ranks have yet to gather the tensors that nobody read.
+            try:
+                _exhaust(left or ())
+            except Exception as error:  # noqa: BLE001 - The first error is raised.
+                torchrl_logger.warning(f"Ranks could not gather to the end: {error}")
+            self.share(outcome)
+        report: SyncReport = outcome
         return report
 
     def _follow(self, source: Source) -> SyncReport:
         message = self.share(None)
-        if isinstance(message, _Gather):
+        if isinstance(message, dict):
             if self.agree(_find_difference(source, message)) is None:
-                _exhaust(source.read(message.dtypes))
+                _exhaust(
+                    source.read({name: dtype for name, (dtype, _) in message.items()})
+                )
             message = self.share(None)
         if isinstance(message, BaseException):
             raise message
@@ -143,8 +153,21 @@ def _exhaust(tensors: Iterable[Any]) -> None:
     deque(tensors, maxlen=0)
 
 
-def _find_difference(source: Source, message: _Gather) -> str | None:
-    for name, shape in message.shapes.items():
+def _through(
+    left: Iterator[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    # Ending this generator does not end the one that the ranks are in.
+    while (item := next(left, None)) is not None:
+        name, tensor = item
+        del item
+        yield name, tensor
+        del tensor
+
+
+def _find_difference(
+    source: Source, message: Mapping[str, tuple[torch.dtype, torch.Size]]
+) -> str | None:
+    for name, (_, shape) in message.items():
         spec = source.specs.get(name)
         if spec is None or spec.shape != shape:
             own = "nothing of that name" if spec is None else tuple(spec.shape)
@@ -163,45 +186,3 @@ def _portable(error: BaseException) -> BaseException:
         f"The rank that sends the weights failed: {type(error).__name__}: {error}",
         untouched=bool(getattr(error, "untouched", False)),
     )
-
-
-class _Gathering:
-    """Keeps the first rank in step with the others, also where nobody reads on."""
-
-    def __init__(self, ranks: Ranks, source: Source) -> None:
-        self._ranks = ranks
-        self._source = source
-        self._left: Iterator[tuple[str, torch.Tensor]] | None = None
-
-    def read(self, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
-        """Makes all ranks gather, and yields the gathered tensors."""
-        if self._left is not None:
-            raise WeightSyncStateError(
-                "Tensors that are spread over ranks can be read once for an update."
-            )
-        self._left = iter(())
-        shapes = {name: self._source.specs[name].shape for name in wanted}
-        self._ranks.share(_Gather(dtypes=dict(wanted), shapes=shapes))
-        problem = self._ranks.agree(None)
-        if problem is not None:
-            raise WeightSyncStateError(problem)
-        self._left = self._source.read(wanted)
-        return self._through(self._left)
-
-    @staticmethod
-    def _through(
-        left: Iterator[tuple[str, torch.Tensor]],
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        # Ending this generator does not end the one that the ranks are in.
-        while (item := next(left, None)) is not None:
-            name, tensor = item
-            del item
-            yield name, tensor
-            del tensor
-
-    def finish(self) -> None:
-        """Gathers the tensors that the other ranks have yet to gather."""
-        try:
-            _exhaust(self._left or ())
-        except Exception as error:  # noqa: BLE001 - The first error is the one to raise.
-            torchrl_logger.warning(f"Ranks could not gather to the end: {error}")

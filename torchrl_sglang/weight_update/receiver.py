@@ -15,8 +15,7 @@ __all__ = ["SGLangWeightReceiver"]
 class SGLangWeightReceiver:
     """Answers questions about the servers that receive weights.
 
-    A server joins the process group, receives and loads when the sender asks it to,
-    over HTTP, so nothing runs here.
+    Nothing runs here: servers receive when the sender asks them to, over HTTP.
 
     Examples:
         >>> receiver = SGLangWeightSyncScheme(engine).create_receiver()

@@ -27,7 +27,7 @@ from torchrl_sglang.weight_update.transports.registry import AUTO
 __all__ = ["SGLangWeightSyncScheme"]
 
 
-class SGLangWeightSyncScheme(WeightSyncScheme):
+class SGLangWeightSyncScheme(SchemeServers, WeightSyncScheme):
     """Sends a trained model's weights to the servers of an engine.
 
     Used by itself, through :meth:`create_sender`, or with a collector::
@@ -38,9 +38,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         collector.update_policy_weights_()   # sends, and counts one policy version
 
     Args:
-        engine (RLSGLangEngine or str, optional): the engine, or the URL of a server. A
-            recipe may give it to :meth:`SGLangWeightSender.init_all_workers_group`
-            instead.
+        engine (RLSGLangEngine or str, optional): the engine, or the URL of a server, or
+            given later to :meth:`SGLangWeightSender.init_all_workers_group`.
         master_address (str, optional): address at which servers meet the sender; an
             option of ``"broadcast"``, as is the next one. Defaults to the address of
             this machine that they can reach.
@@ -68,42 +67,34 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             their weights meanwhile. Defaults to 2 GiB.
         pause_mode (str, optional): what happens to requests in flight during an update.
             ``"retract"`` (default) computes their prefix again with the new weights;
-            where a server cannot empty its prefix cache while requests wait, as older
-            versions of SGLang cannot, it aborts them, the engine that updates sends its
-            own again from their beginning, and those of others raise
-            :class:`GenerationAbortedError`. ``"abort"`` ends them, and they raise that
-            error. ``"in_place"`` continues them with the stale KV cache of the old
-            weights, so that what they generate belongs to no version alone
-            (``mixed_state`` of :class:`~torchrl_sglang.GenerationInfo` marks it).
-            ``"none"`` pauses nothing: it is for a caller that generates nothing
-            meanwhile, and the update is refused if a request runs.
-        flush_cache (bool): empty the servers' prefix caches even where nothing stale
-            can be hit: requests of this package carry the weight version as a cache
-            key, clients that speak OpenAI's protocol may not. A flush also releases
-            memory that the next update needs again, which takes some milliseconds on
-            GPUs, and up to half a second on CPU. ``pause_mode="retract"`` always
-            flushes. Defaults to True.
+            servers of older versions abort them, the engine that updates sends its own
+            again from their beginning, and those of others raise
+            :class:`GenerationAbortedError`. ``"abort"`` ends them with that error.
+            ``"in_place"`` continues them on the stale KV cache of the old weights,
+            which ``mixed_state`` of :class:`~torchrl_sglang.GenerationInfo` marks.
+            ``"none"`` pauses nothing, and the update is refused if a request runs.
+        flush_cache (bool): empty the servers' prefix caches for clients whose requests
+            do not carry the weight version as a cache key, as this package's do. It
+            takes milliseconds on GPUs, and up to half a second on CPU.
+            ``pause_mode="retract"`` always flushes. Defaults to True.
         send_timeout (float): timeout of one bucket, in seconds; with ``"disk"``, of
             loading everything. Defaults to 300.
         control_timeout (float): timeout of each call that moves no weights, such as
             pausing and resuming, in seconds. Defaults to 60.
-        verify (bool): compare servers and trainer after every update. A few values are
-            read back from every server, where it can tell them, and must be equal; and
-            every server scores a few prompts, which the model that was sent scores too,
-            if it can be called. Defaults to False.
+        verify (bool): compare servers and trainer after every update: a few values,
+            where a server tells them, must be equal, and its log-probs of a few prompts
+            must be those of the model that was sent, if it can be called. Defaults to
+            False.
         process_group (ProcessGroup, optional): the ranks that make the weights
-            together, where these do not tell, as DTensors do: those of an exporter that
-            runs its own collectives, such as a bridge from Megatron. All of them
-            call the sender and run through the exporter; the first one sends.
+            together, where these do not tell, as DTensors do: those of an exporter with
+            collectives of its own. All call the sender; the first one sends.
         flush_cache_on_update (bool, optional): ``flush_cache``, under the name of
             TorchRL's scheme for SGLang.
         server_url (str, optional): URL of the engine, likewise.
         gpus_per_replica (int, optional): GPUs of one server; only checked.
         num_replicas (int, optional): number of servers; only checked.
-        **transport_options: options of single transports: ``directory`` (required by
-            ``"disk"``), ``adapter`` and ``pin_adapter`` (``"lora"``),
-            ``connect_timeout`` (``"broadcast"``). See :class:`.DiskOptions`,
-            :class:`.LoraOptions` and :class:`.BroadcastOptions`.
+        **transport_options: options of single transports: see
+            :class:`.BroadcastOptions`, :class:`.DiskOptions` and :class:`.LoraOptions`.
 
     Raises:
         ConfigurationError: if an argument is wrong.
@@ -146,7 +137,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
                 f"strategy={strategy!r} is not one of 'tensordict' and 'state_dict'."
             )
         # TorchRL warns of the other one, which makes no difference here.
-        super().__init__("tensordict")
+        WeightSyncScheme.__init__(self, "tensordict")
         if flush_cache_on_update is not None:
             flush_cache = check_flag("flush_cache_on_update", flush_cache_on_update)
         self.options = SchemeOptions(
@@ -170,64 +161,24 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             "gpus_per_replica": gpus_per_replica,
             "num_replicas": num_replicas,
         }
-        self._servers = SchemeServers(engine, server_url, expected)
+        SchemeServers.__init__(self, engine, server_url, expected)
         # Attributes of TorchRL's scheme.
         self.strategy_name = strategy
-        self.master_address = master_address
-        self.master_port = master_port
-        self.device = self.options.device
+        self.master_address, self.master_port = master_address, master_port
         self.pause_mode = self.options.pause_mode
         self.flush_cache = self.options.flush_cache
         self._sender: SGLangWeightSender | None = None
 
-    @property
-    def server_url(self) -> str | None:
-        """Address that the scheme was made for, or of its engine; makes no request."""
-        return self._servers.server_url
-
-    @property
-    def num_gpus(self) -> int | None:
-        """Number of GPUs of all servers together; ``None`` if it is not known yet."""
-        return self._servers.num_gpus
-
-    @property
-    def world_size(self) -> int | None:
-        """Number of ranks of a broadcast, the sender's included."""
-        return self._servers.world_size
-
-    @property
-    def engine(self) -> RLSGLangEngine:
-        """The engine that weights are sent to.
-
-        Raises:
-            WeightSyncStateError: if none was given yet.
-        """
-        return self._servers.engine
-
-    def use_engine(self, engine: RLSGLangEngine) -> None:
-        """Takes the engine that weights are sent to, if there is none yet.
-
-        Raises:
-            ConfigurationError: if it is not the one that the scheme was made for.
-        """
-        self._servers.use_engine(engine)
-
     def create_sender(self) -> SGLangWeightSender:
         """Returns the scheme's sender; the same one every time."""
         if self._sender is None:
-            self._sender = SGLangWeightSender(
-                self._servers, self.options, lambda: self.context
-            )
+            self._sender = SGLangWeightSender(self, self.options)
         return self._sender
 
     def create_receiver(
         self, engine: RLSGLangEngine | None = None
     ) -> SGLangWeightReceiver:
-        """Returns the receiving side of the servers.
-
-        Args:
-            engine: the servers; by default the scheme's.
-        """
+        """Returns the receiving side of the servers; by default the scheme's."""
         return SGLangWeightReceiver(engine or self.engine)
 
     def create_transport(self, **kwargs: Any) -> _TorchRLTransport:
@@ -282,25 +233,10 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
 
 
 class _TorchRLTransport:
-    """TorchRL's transport protocol over a sender. The collector counts versions."""
+    """What TorchRL calls to send prepared weights. The collector counts versions."""
 
     def __init__(self, sender: SGLangWeightSender) -> None:
-        self._sender = sender
+        self.send_weights = sender.send
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Does nothing: the sender connects when it sends."""
-
-    def send_weights(self, weights: Any) -> None:
-        self._sender.send(weights)
-
-    def receive_weights(self, **kwargs: Any) -> None:
-        """Does nothing: servers receive by themselves."""
-
-    def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None:
-        """Does nothing: servers receive by themselves."""
-
-    def check_connection(self) -> bool:
-        return True
-
-    def shutdown(self) -> None:
-        self._sender.shutdown()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from torchrl_sglang.weight_update.sources.resolve import (
     open_weights,
     refuse_fsdp1,
 )
-from torchrl_sglang.weight_update.transports.base import WeightTransport
+from torchrl_sglang.weight_update.transports.base import CPU, WeightTransport
 from torchrl_sglang.weight_update.transports.registry import AUTO, TRANSPORTS
 from torchrl_sglang.weight_update.verify import Verifier
 
@@ -56,16 +55,9 @@ class SGLangWeightSender:
         >>> sender.shutdown()
     """
 
-    def __init__(
-        self,
-        servers: SchemeServers,
-        options: SchemeOptions,
-        get_context: Callable[[], Any] = lambda: None,
-    ) -> None:
+    def __init__(self, servers: SchemeServers, options: SchemeOptions) -> None:
         self._servers = servers
         self._options = options
-        # The collector that TorchRL has initialised the scheme with, if any.
-        self._get_context = get_context
         self._model: Any = None
         self._metadata: ModelMetadata | None = None
         self._fused: dict[str, FusedParameter] = {}
@@ -125,23 +117,20 @@ class SGLangWeightSender:
             self._servers.use_engine(vllm_engine)
         source = None
         if self._model is not None:
-            if is_copy(self._model) and not self._servers.owned:
+            if self._is_idle_copy(self._model):
                 return
             source = self._find_source(self._model)
             ranks = find_ranks(source, self._options.process_group)
-            if ranks is not None and not ranks.sends:
-                return
-            if source.adapter is not None:
-                # An adapter travels in the requests themselves.
+            # An adapter travels in the requests themselves.
+            if (ranks is not None and not ranks.sends) or source.adapter is not None:
                 return
         if model_metadata is not None:
             check_metadata(model_metadata, self._served(), self._fused)
-        if source is None and self._options.device is None:
-            source = self._find_source(self.resolve())
-        device = torch.device("cpu")
-        if source is not None and self._options.device is None:
+        device = CPU
+        if self._options.device is None:
+            source = source or self._find_source(self.resolve())
             device = open_weights(source, self._served(), self._fused).device
-        self._get_transport(device, adapter=False)[0].connect()
+        self._get_transport(device).connect()
 
     def update_weights(
         self, weights: Any = None, *, verify: bool | None = None
@@ -163,8 +152,8 @@ class SGLangWeightSender:
                 - an exporter: a function without arguments that returns such an
                   iterator, or an object that gives a new one whenever it is iterated
                   over. One bucket of its tensors is alive at a time. The first update
-                  runs through it once more before it sends, to check names and shapes;
-                  give the same object every time.
+                  also runs through it to check names and shapes; give the same object
+                  every time.
 
                 Other floating-point types are cast to the served one, tied weights
                 are sent once, and fused experts in the pieces of a checkpoint.
@@ -184,21 +173,17 @@ class SGLangWeightSender:
             Where a model is spread over ranks (FSDP2's ``fully_shard``, or DTensors
             otherwise), **every** rank of its mesh calls this. They gather one bucket
             at a time; the first rank sends it, and needs the servers; all return its
-            report or raise its error. A rank waits for a slow server as long as the
-            process group's own timeout allows, so give that at least ``send_timeout``.
+            report or raise its error. The process group's own timeout must be at least
+            ``send_timeout``.
 
             With DistributedDataParallel every rank may call, and rank 0 sends: the
             others return a report with ``transport="none"`` at once, unless they have
             started servers of their own. Give ``ddp.module`` to send from a rank in
-            any case. A model of one rank is sent by that rank, whatever process groups
-            there are.
+            any case.
 
         Examples:
             >>> sender = SGLangWeightSyncScheme(engine).create_sender()
-            >>> def export():
-            ...     for name, parameter in model.named_parameters():
-            ...         yield name, parameter.float()
-            >>> report = sender.update_weights(export)
+            >>> report = sender.update_weights(model.named_parameters)
             >>> report.num_tensors == len(get_model_metadata(model))
             True
             >>> sender.shutdown()
@@ -207,16 +192,23 @@ class SGLangWeightSender:
 
     def send(self, weights: Any = None) -> SyncReport:
         """Sends weights for a collector that counts this update itself."""
-        return self._update(weights, counts_itself=self._get_context())
+        return self._update(weights, counts_itself=self._servers.context)
 
     def _update(
         self, weights: Any, *, verify: bool | None = None, counts_itself: Any = None
     ) -> SyncReport:
         given = self.resolve(weights)
-        if is_copy(given) and not self._servers.owned:
-            return self._count(_nothing_sent(), counts_itself)
-        if verify is None:
-            verify = self._options.verify
+        if self._is_idle_copy(given):
+            report = SyncReport(
+                version="",
+                transport="none",
+                num_tensors=0,
+                num_bytes=0,
+                num_buckets=0,
+                seconds=0.0,
+            )
+            return self._count(report, counts_itself)
+        verify = self._options.verify if verify is None else verify
         source = self._find_source(given)
         ranks = find_ranks(source, self._options.process_group)
 
@@ -229,6 +221,10 @@ class SGLangWeightSender:
             self._exporters.forget()
             raise
         return self._count(report, counts_itself)
+
+    def _is_idle_copy(self, given: Any) -> bool:
+        """Returns whether another rank of DistributedDataParallel sends."""
+        return is_copy(given) and not self._servers.owns_servers
 
     def _find_source(self, given: Any) -> Source:
         """Resolves weights, once per update: whole ones, or a LoRA adapter alone."""
@@ -259,23 +255,26 @@ class SGLangWeightSender:
         )
 
     def _send(self, source: Source, given: Any, verify: bool) -> SyncReport:
-        engine = self._engine
-        if source.adapter is None:
+        engine, adapter = self._engine, source.adapter is not None
+        if adapter:
+            weights = open_weights(source, {})
+        else:
             engine.look_at_servers()
             weights = open_weights(source, self._served(), self._fused)
-        else:
-            weights = open_weights(source, {})
         # From here on no other update can take the version.
         with engine.weight_update() as update:
             version = self._next_version()
             check = None
             if verify:
-                if self._verifier is None:
-                    self._verifier = Verifier(engine)
+                self._verifier = self._verifier or Verifier(engine)
                 weights, check = self._verifier.watch(weights, given, version=version)
-            transport, reason = self._get_transport(
-                weights.device, adapter=weights.adapter is not None
-            )
+            if adapter:
+                transport, reason = self._options.make_transport(
+                    engine, weights.device, adapter=True
+                )
+            else:
+                transport = self._get_transport(weights.device)
+                reason = self._reason
             return session.update_weights(
                 engine,
                 transport,
@@ -289,27 +288,19 @@ class SGLangWeightSender:
                 held=update,
             )
 
-    def _get_transport(
-        self, device: torch.device, *, adapter: bool
-    ) -> tuple[WeightTransport, str]:
-        if adapter:
-            return self._options.make_transport(self._engine, device, adapter=True)
+    def _get_transport(self, device: torch.device) -> WeightTransport:
         if self._transport is None:
             made = self._options.make_transport(self._engine, device)
             self._transport, self._reason = made
-        return self._transport, self._reason
+        return self._transport
 
     def recover(self) -> SyncReport:
         """Brings the servers back to the checkpoint that they were started with.
 
         For a trainer that gives up after a failed update, and for the successor of a
         trainer that was killed: whatever the servers hold, they generate with whole
-        weights afterwards. These have a new version, and every registered collector
-        counts it. Servers that this engine owns and that do not answer are started
-        again first.
-
-        Returns:
-            The report; its ``transport`` is ``"checkpoint"``.
+        weights afterwards. These have a new version, which every registered collector
+        counts. Servers that this engine owns and that do not answer are restarted.
 
         Raises:
             UnsupportedByServerError: if the servers were started with
@@ -328,7 +319,7 @@ class SGLangWeightSender:
         recovery.checkpoint_path(engine)
         with engine.weight_update():
             # No update is in flight.
-            self._drop_transport()
+            self.shutdown()
         # Restarted servers belong to an update only if it begins later.
         engine.revive()
         with engine.weight_update() as update:
@@ -400,7 +391,7 @@ class SGLangWeightSender:
         return next_version([*known, engine.weight_version, engine.newest_version])
 
     def _all_collectors(self) -> list[Any]:
-        context = self._get_context()
+        context = self._servers.context
         if context is None or any(context is known for known in self._collectors):
             return self._collectors
         return [*self._collectors, context]
@@ -414,9 +405,6 @@ class SGLangWeightSender:
 
     def shutdown(self) -> None:
         """Leaves the servers' process group. Safe to call twice."""
-        self._drop_transport()
-
-    def _drop_transport(self) -> None:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -433,14 +421,3 @@ def _policy_version(collector: Any) -> int:
             f"ended, make a new sender."
         ) from error
     return version if isinstance(version, int) else 0
-
-
-def _nothing_sent() -> SyncReport:
-    return SyncReport(
-        version="",
-        transport="none",
-        num_tensors=0,
-        num_bytes=0,
-        num_buckets=0,
-        seconds=0.0,
-    )

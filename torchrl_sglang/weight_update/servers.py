@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -19,7 +20,10 @@ __all__ = ["SchemeServers"]
 
 
 class SchemeServers:
-    """Holds a scheme's engine, and checks the sizes that the scheme was given."""
+    """The part of a scheme that holds the engine."""
+
+    context: Any
+    """The collector that TorchRL has initialised the scheme with, if any."""
 
     def __init__(
         self,
@@ -44,7 +48,7 @@ class SchemeServers:
 
     @property
     def server_url(self) -> str | None:
-        """Address of the servers; makes no request."""
+        """Address that the scheme was made for, or of its engine; makes no request."""
         if self._engine is not None:
             return self._engine.server_url
         return None if self._url is None else split_credentials(self._url)[0]
@@ -65,7 +69,11 @@ class SchemeServers:
 
     @property
     def engine(self) -> RLSGLangEngine:
-        """The engine, connected to now if an address was given."""
+        """The engine that weights are sent to, connected to now if a URL was given.
+
+        Raises:
+            WeightSyncStateError: if none was given yet.
+        """
         if self._engine is None and self._url is not None:
             self.use_engine(connect(self._url))
         if self._engine is None:
@@ -76,12 +84,16 @@ class SchemeServers:
         return self._engine
 
     @property
-    def owned(self) -> bool:
+    def owns_servers(self) -> bool:
         """Whether this process started the servers; makes no request."""
         return bool(getattr(self._engine, "servers", ()))
 
     def use_engine(self, engine: RLSGLangEngine) -> None:
-        """Takes an engine; see :meth:`.SGLangWeightSyncScheme.use_engine`."""
+        """Takes the engine that weights are sent to, if there is none yet.
+
+        Raises:
+            ConfigurationError: if it is not the one that the scheme was made for.
+        """
         known = self.server_url
         if not isinstance(engine, RLSGLangEngine):
             raise ConfigurationError(
@@ -93,15 +105,6 @@ class SchemeServers:
                 f"The scheme was made for {self._engine or known}, and the engine is "
                 f"{engine!r}; give the same engine, or leave it out."
             )
-        self._check_sizes(engine)
-        if self._engine is None:
-            self._engine = engine
-            server_args = engine.capabilities.server_args
-            if server_args.get("device") != "cpu" and torch.cuda.is_available():
-                # NCCL reads it with the first communicator of this process.
-                nccl.share_settings(server_args, refuse=False)
-
-    def _check_sizes(self, engine: RLSGLangEngine) -> None:
         actual = {
             # As TorchRL's recipes count them.
             "num_gpus": engine.get_tp_size() * engine.get_dp_size(),
@@ -114,3 +117,9 @@ class SchemeServers:
                     f"{name}={value!r} was given, and {engine!r} has {actual[name]}; "
                     f"leave it out, the engine knows."
                 )
+        if self._engine is None:
+            self._engine = engine
+            server_args = engine.capabilities.server_args
+            if server_args.get("device") != "cpu" and torch.cuda.is_available():
+                # NCCL reads it with the first communicator of this process.
+                nccl.share_settings(server_args, refuse=False)

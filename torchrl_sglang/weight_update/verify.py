@@ -14,8 +14,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -43,7 +42,6 @@ ELEMENTS = 256
 """Elements of a vector that are compared."""
 
 NUM_PROMPTS = 4
-"""Prompts that each server scores."""
 
 PROMPT_TOKENS = 32
 """Length of a prompt, where the context allows it."""
@@ -72,18 +70,6 @@ _KINDS = (
 Check: TypeAlias = Callable[[], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Expected:
-    """The trainer's side of a comparison of log-probs."""
-
-    prompts: list[list[int]]
-    """Prompts that every server scores."""
-    log_probs: torch.Tensor
-    """Log-probs of the trainer's model, ``(prompts, tokens - 1)``."""
-    allowed: float
-    """Mean difference that rounding explains."""
-
-
 class Verifier:
     """Compares servers with the weights that a sender sends."""
 
@@ -99,13 +85,21 @@ class Verifier:
         ``given`` is the caller's model, asked for log-probs if it can be called. Raises
         :class:`UnsupportedByServerError` if nothing can be compared.
         """
-        if weights.adapter is not None:
-            return weights, self._watch_adapter(given, version)
-        names, model = self._find_comparable(weights, given)
+        engine, adapter = self._engine, weights.adapter is not None
+        names = frozenset() if adapter else self._find_readable(weights)
+        # Servers cannot generate before their cache is awake.
+        model = None if engine.asleep else whole_model(given)
+        if not names and model is None:
+            raise UnsupportedByServerError(
+                f"verify=True has nothing to compare: the servers of "
+                f"{engine.capabilities.model_path!r} do not tell the values of these "
+                f"weights, and log-probs need awake servers and a model that is whole "
+                f"on this rank and can be called with input_ids, got "
+                f"{type(given).__name__}. Register such a model, or leave verify=True "
+                f"out."
+            )
         dtypes = {spec.name: spec.dtype for spec in weights.specs}
-        expected = None
-        if model is not None:
-            expected = self._expect(model, set(dtypes.values()), version)
+        compare_log_probs = self._watch_log_probs(model, dtypes, adapter, version)
         sent: dict[str, torch.Tensor] = {}
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,78 +111,25 @@ class Verifier:
                 del tensor
 
         def check() -> None:
-            self._check_alone(version)
+            if not adapter:
+                self._check_alone(version)
             for name, value in sent.items():
                 self._compare_values(name, value)
-            if expected is not None:
-                self._compare_log_probs(expected, version=version)
+            compare_log_probs()
 
         return dataclasses.replace(weights, read=read), check
 
-    def _watch_adapter(self, given: Any, version: str) -> Check:
-        model = None if self._engine.asleep else whole_model(given)
-        if model is None:
-            raise UnsupportedByServerError(
-                f"verify=True has nothing to compare: log-probs need awake servers and "
-                f"a model that is whole on this rank and can be called with input_ids, "
-                f"got {type(given).__name__}. Leave verify=True out."
-            )
-        served = self._engine.capabilities.dtype or torch.bfloat16
-        expected = self._expect(model, {served}, version)
-
-        def check() -> None:
-            published = self._engine.adapters[self._engine.default_adapter or ""]
-            self._compare_log_probs(
-                expected, version=version, adapter=published.served_as
-            )
-
-        return check
-
-    def _expect(
-        self, model: nn.Module, served: set[torch.dtype], version: str
-    ) -> _Expected:
-        """Scores prompts with the trainer's model."""
-        capabilities = self._engine.capabilities
-        prompts = _make_prompts(
-            version, capabilities.vocab_size, capabilities.max_prompt
-        )
-        log_probs = _score(model, prompts)
-        # Either side may compute in half precision.
-        dtypes = {value.dtype for value in model.parameters()} | served
-        allowed = max(allowed_difference(dtype, log_probs) for dtype in dtypes)
-        return _Expected(prompts=prompts, log_probs=log_probs, allowed=allowed)
-
-    def _find_comparable(
-        self, weights: Weights, given: Any
-    ) -> tuple[frozenset[str], nn.Module | None]:
-        """Returns the names of readable parameters, and the model that scores."""
-        capabilities = self._engine.capabilities
-        quantization = capabilities.server_args.get("quantization")
+    def _find_readable(self, weights: Weights) -> frozenset[str]:
+        """Returns the names of parameters whose values the servers tell."""
+        quantization = self._engine.capabilities.server_args.get("quantization")
         if quantization:
             raise UnsupportedByServerError(
                 f"The servers quantise what they receive ({quantization!r}), so it "
                 f"cannot be compared with what was sent; leave verify=True out."
             )
-        names = self._find_readable(weights)
-        # Servers cannot generate before their cache is awake.
-        model = None if self._engine.asleep else whole_model(given)
-        if not names and model is None:
-            raise UnsupportedByServerError(
-                f"verify=True has nothing to compare: the servers of "
-                f"{capabilities.model_path!r} do not tell the values of weights, and "
-                f"log-probs need awake servers and a model that is whole on this rank "
-                f"and can be called, got {type(given).__name__}. Register such a "
-                f"model, or leave verify=True out."
-            )
-        return names, model
-
-    def _find_readable(self, weights: Weights) -> frozenset[str]:
         if self._readable is None:
-            self._readable = frozenset(
-                name
-                for name in choose_names([spec.name for spec in weights.specs])
-                if self._is_readable(name)
-            )
+            chosen = choose_names([spec.name for spec in weights.specs])
+            self._readable = frozenset(filter(self._is_readable, chosen))
         return self._readable
 
     def _is_readable(self, name: str) -> bool:
@@ -219,37 +160,64 @@ class Verifier:
             found = torch.tensor(answer, dtype=torch.float32)
             # A rank of a tensor-parallel server may hold fewer rows.
             same = sent[: len(found)]
-            if torch.equal(found, same):
-                continue
-            raise WeightMismatchError(
-                f"After the update to {url}, {name} is not what was sent there: it "
-                f"begins with {_listed(found)}, sent was {_listed(same)}. Did another "
-                f"trainer update this server?"
-            )
+            if not torch.equal(found, same):
+                raise WeightMismatchError(
+                    f"After the update to {url}, {name} is not what was sent there: it "
+                    f"begins with {_listed(found)}, sent was {_listed(same)}. Did "
+                    f"another trainer update this server?"
+                )
 
-    def _compare_log_probs(
-        self, expected: _Expected, *, version: str, adapter: str | None = None
-    ) -> None:
-        control = self._engine.control
-        answers = run_sync(
-            control.prompt_log_probs(
-                expected.prompts, cache_key=version, adapter=adapter
+    def _watch_log_probs(
+        self,
+        model: nn.Module | None,
+        sent: Mapping[str, torch.dtype],
+        adapter: bool,
+        version: str,
+    ) -> Check:
+        """Scores prompts with the trainer's model; returns the servers' comparison."""
+        if model is None:
+            return lambda: None
+        engine, capabilities = self._engine, self._engine.capabilities
+        # Other prompts at every update, and the same ones when it is repeated.
+        choice = random.Random(version)
+        prompts = [
+            [
+                choice.randrange(capabilities.vocab_size)
+                for _ in range(min(PROMPT_TOKENS, capabilities.max_prompt))
+            ]
+            for _ in range(NUM_PROMPTS)
+        ]
+        expected = _score(model, prompts)
+        # Either side may compute in half precision.
+        base = capabilities.dtype or torch.bfloat16
+        served = {base} if adapter else set(sent.values())
+        dtypes = {value.dtype for value in model.parameters()} | served
+        allowed = max(allowed_difference(dtype, expected) for dtype in dtypes)
+
+        def compare() -> None:
+            control, name = engine.control, None
+            if adapter:
+                name = engine.adapters[engine.default_adapter or ""].served_as
+            answers = run_sync(
+                control.prompt_log_probs(prompts, cache_key=version, adapter=name)
             )
-        )
-        for url, answer in zip(control.urls, answers, strict=True):
-            found = torch.tensor(answer, dtype=torch.float32)
-            differs = (found - expected.log_probs).abs()
-            # A NaN is a difference.
-            if bool(differs.mean() <= expected.allowed):
-                continue
-            where = int(differs.nan_to_num(torch.inf).argmax())
-            raise WeightMismatchError(
-                f"After the update, {url} does not generate with what was sent there: "
-                f"its log-probs differ from the trainer's by {differs.mean():.3g} on "
-                f"average; rounding explains {expected.allowed:.3g}. Furthest apart "
-                f"are {found.flatten()[where]:.4f} and "
-                f"{expected.log_probs.flatten()[where]:.4f}."
-            )
+            for url, answer in zip(control.urls, answers, strict=True):
+                found = torch.tensor(answer, dtype=torch.float32)
+                differs = (found - expected).abs()
+                # A NaN is a difference.
+                if bool(differs.mean() <= allowed):
+                    continue
+                where = int(differs.nan_to_num(torch.inf).argmax())
+                raise WeightMismatchError(
+                    f"After the update, {url} does not generate with what was sent "
+                    f"there: its log-probs differ from the trainer's by "
+                    f"{differs.mean():.3g} on average; rounding explains "
+                    f"{allowed:.3g}. Furthest apart are "
+                    f"{found.flatten()[where]:.4f} and "
+                    f"{expected.flatten()[where]:.4f}."
+                )
+
+        return compare
 
 
 def choose_names(names: Sequence[str]) -> list[str]:
@@ -285,28 +253,18 @@ def whole_model(source: Any) -> nn.Module | None:
         source = adapted.get_base_model()
     if not isinstance(source, nn.Module):
         return None
-    if "input_ids" not in inspect.signature(source.forward).parameters:
-        return None
-    for value in source.parameters():
-        if isinstance(value, DTensor) or value.is_meta or not value.numel():
-            return None
-    return source
+    callable_ = "input_ids" in inspect.signature(source.forward).parameters
+    whole = not any(
+        isinstance(value, DTensor) or value.is_meta or not value.numel()
+        for value in source.parameters()
+    )
+    return source if callable_ and whole else None
 
 
 def _head(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Copies the first rows as a server holds them, in float32, which is exact."""
     first = tensor.detach()[: ELEMENTS if tensor.dim() == 1 else ROWS]
     return first.to("cpu", dtype, copy=True).float()
-
-
-def _make_prompts(version: str, vocab_size: int, max_prompt: int) -> list[list[int]]:
-    # Other prompts at every update, and the same ones when it is repeated.
-    choice = random.Random(version)
-    length = min(PROMPT_TOKENS, max_prompt)
-    return [
-        [choice.randrange(vocab_size) for _ in range(length)]
-        for _ in range(NUM_PROMPTS)
-    ]
 
 
 def _score(model: nn.Module, prompts: list[list[int]]) -> torch.Tensor:

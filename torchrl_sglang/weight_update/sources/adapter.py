@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.backends.base import read_folder, why_not
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.weight_update.sources.base import Source, gather, tensor_source
+from torchrl_sglang.weight_update.sources.base import (
+    Source,
+    gather,
+    tensor_source,
+    wrapped,
+)
 
 __all__ = [
     "adapter_from_model",
@@ -93,9 +96,17 @@ def _parts_of(
             f"A {type(model).__name__} has no LoRA adapter; give a model that "
             f"peft.get_peft_model() has made."
         )
+    active, names = found.active_adapters, sorted(found.peft_config)
+    if adapter_name is None and len(active) != 1:
+        raise ConfigurationError(
+            f"The model has {len(active)} active adapters, {active}; select the one to "
+            f"send with model.set_adapter(name)."
+        )
+    name = active[0] if adapter_name is None else adapter_name
+    if name not in names:
+        raise ConfigurationError(f"The model has no adapter {name!r}; it has {names}.")
     from peft import get_peft_model_state_dict
 
-    name = _name_of(found, adapter_name)
     # Embeddings that the adapter changes are the base model's own, and served already.
     tensors = get_peft_model_state_dict(
         found, adapter_name=name, save_embedding_layers=False
@@ -105,37 +116,12 @@ def _parts_of(
 
 def peft_model_in(model: Any) -> Any:
     """Returns the PEFT model that is, or is wrapped in, ``model``; or None."""
-    while isinstance(model, nn.Module):
-        if _is_peft(model):
-            return model
-        if isinstance(model, LLMWrapperBase):
-            model = model.model
-        else:
-            # DDP, and torch.compile.
-            model = getattr(model, "module", getattr(model, "_orig_mod", None))
+    for module in wrapped(model):
+        if hasattr(module, "peft_config") and any(
+            kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__
+        ):
+            return module
     return None
-
-
-def _is_peft(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") and any(
-        kind.__module__.partition(".")[0] == "peft" for kind in type(model).__mro__
-    )
-
-
-def _name_of(model: Any, name: str | None) -> str:
-    if name is None:
-        active = model.active_adapters
-        if len(active) != 1:
-            raise ConfigurationError(
-                f"The model has {len(active)} active adapters, {active}; select the "
-                f"one to send with model.set_adapter(name)."
-            )
-        name = active[0]
-    if name not in model.peft_config:
-        raise ConfigurationError(
-            f"The model has no adapter {name!r}; it has {sorted(model.peft_config)}."
-        )
-    return str(name)
 
 
 def _to_json(value: Any) -> Any:

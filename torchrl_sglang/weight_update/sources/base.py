@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.weight_update.weights import TensorSpec
 
@@ -26,6 +27,7 @@ __all__ = [
     "read_tensors",
     "shrink",
     "tensor_source",
+    "wrapped",
 ]
 
 Wanted: TypeAlias = Mapping[str, torch.dtype]
@@ -48,29 +50,24 @@ class Source:
 
 def describe(name: str, tensor: torch.Tensor, *, computed: bool = False) -> TensorSpec:
     """Describes a tensor, without holding its values."""
-    local: Any = tensor
-    if isinstance(tensor, DTensor):
-        local = tensor._local_tensor
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    identity: Hashable
+    try:
+        # While such a reference lives, no other storage gets the same identity.
+        reference = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
+        identity = reference, local.storage_offset(), local.shape, local.stride()
+    except (NotImplementedError, RuntimeError):
+        # A subclass without its own memory.
+        identity = object()
     return TensorSpec(
         name=name,
         dtype=tensor.dtype,
         shape=tensor.shape,
         device=tensor.device,
-        identity=_identity(local),
+        identity=identity,
         computed=computed,
         mesh=tensor.device_mesh if isinstance(tensor, DTensor) else None,
     )
-
-
-def _identity(tensor: torch.Tensor) -> Hashable:
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        # A subclass without its own memory.
-        return object()
-    # As long as such a reference lives, no other storage gets the same identity.
-    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    return reference, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -99,6 +96,17 @@ def read_tensors(
     for name, tensor in tensors.items():
         if name in wanted:
             yield name, gather(tensor, wanted[name])
+
+
+def wrapped(model: Any) -> Iterator[Any]:
+    """Yields a module and the modules that it wraps, from the outside in."""
+    while isinstance(model, nn.Module):
+        yield model
+        if isinstance(model, LLMWrapperBase):
+            model = model.model
+        else:
+            # DDP, and torch.compile.
+            model = getattr(model, "module", getattr(model, "_orig_mod", None))
 
 
 def tensor_source(
