@@ -10,14 +10,27 @@ import torch.distributed as dist
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from torchrl_sglang.backends.base import CONTROL_TIMEOUT_SECONDS, RLSGLangEngine
+from torchrl_sglang.backends.base import (
+    CONTROL_TIMEOUT_SECONDS,
+    RLSGLangEngine,
+    connect,
+)
 from torchrl_sglang.backends.support.checks import check_flag
-from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.backends.support.urls import (
+    hide_passwords,
+    normalize_url,
+    split_credentials,
+)
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    UnsupportedByServerError,
+    WeightSyncStateError,
+)
 from torchrl_sglang.types import PauseMode
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
 from torchrl_sglang.weight_update.sender import SGLangWeightSender
-from torchrl_sglang.weight_update.servers import SchemeServers
+from torchrl_sglang.weight_update.transports import nccl
 from torchrl_sglang.weight_update.transports.base import (
     BUCKET_BYTES,
     SEND_TIMEOUT_SECONDS,
@@ -27,7 +40,7 @@ from torchrl_sglang.weight_update.transports.registry import AUTO
 __all__ = ["SGLangWeightSyncScheme"]
 
 
-class SGLangWeightSyncScheme(SchemeServers, WeightSyncScheme):
+class SGLangWeightSyncScheme(WeightSyncScheme):
     """Sends a trained model's weights to the servers of an engine.
 
     Used by itself, through :meth:`create_sender`, or with a collector::
@@ -136,8 +149,13 @@ class SGLangWeightSyncScheme(SchemeServers, WeightSyncScheme):
             raise ConfigurationError(
                 f"strategy={strategy!r} is not one of 'tensordict' and 'state_dict'."
             )
+        if engine is not None and server_url is not None:
+            raise ConfigurationError(
+                f"Give the engine once: engine={engine!r}, "
+                f"server_url={hide_passwords(server_url)!r}."
+            )
         # TorchRL warns of the other one, which makes no difference here.
-        WeightSyncScheme.__init__(self, "tensordict")
+        super().__init__("tensordict")
         if flush_cache_on_update is not None:
             flush_cache = check_flag("flush_cache_on_update", flush_cache_on_update)
         self.options = SchemeOptions(
@@ -156,23 +174,107 @@ class SGLangWeightSyncScheme(SchemeServers, WeightSyncScheme):
             verify=verify,
             process_group=process_group,
         )
-        expected = {
+        self._expected = {
             "num_gpus": num_gpus,
             "gpus_per_replica": gpus_per_replica,
             "num_replicas": num_replicas,
         }
-        SchemeServers.__init__(self, engine, server_url, expected)
         # Attributes of TorchRL's scheme.
         self.strategy_name = strategy
         self.master_address, self.master_port = master_address, master_port
         self.pause_mode = self.options.pause_mode
         self.flush_cache = self.options.flush_cache
         self._sender: SGLangWeightSender | None = None
+        self._engine: RLSGLangEngine | None = None
+        # Connected to when it is needed: a recipe that gives an address brings the
+        # engine itself later.
+        url = engine if isinstance(engine, str) else server_url
+        self._url = None if url is None else normalize_url(url)
+        if engine is not None and not isinstance(engine, str):
+            self.use_engine(engine)
+
+    @property
+    def server_url(self) -> str | None:
+        """Address that the scheme was made for, or of its engine; makes no request."""
+        if self._engine is not None:
+            return self._engine.server_url
+        return None if self._url is None else split_credentials(self._url)[0]
+
+    @property
+    def num_gpus(self) -> int | None:
+        """Number of GPUs of all servers together; ``None`` if it is not known yet."""
+        if self._engine is None:
+            return self._expected["num_gpus"]
+        return self._engine.get_tp_size() * self._engine.get_dp_size()
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks of a broadcast, the sender's included."""
+        if self._engine is not None:
+            return 1 + self._engine.get_world_size()
+        return None if self.num_gpus is None else 1 + self.num_gpus
+
+    @property
+    def engine(self) -> RLSGLangEngine:
+        """The engine that weights are sent to, connected to now if a URL was given.
+
+        Raises:
+            WeightSyncStateError: if none was given yet.
+        """
+        if self._engine is None and self._url is not None:
+            self.use_engine(connect(self._url))
+        if self._engine is None:
+            raise WeightSyncStateError(
+                "The scheme has no engine: give one to SGLangWeightSyncScheme(engine), "
+                "or to sender.init_all_workers_group(metadata, vllm_engine=engine)."
+            )
+        return self._engine
+
+    @property
+    def owns_servers(self) -> bool:
+        """Whether this process started the servers; makes no request."""
+        return bool(getattr(self._engine, "servers", ()))
+
+    def use_engine(self, engine: RLSGLangEngine) -> None:
+        """Takes the engine that weights are sent to, if there is none yet.
+
+        Raises:
+            ConfigurationError: if it is not the one that the scheme was made for.
+        """
+        known = self.server_url
+        if not isinstance(engine, RLSGLangEngine):
+            raise ConfigurationError(
+                f"{engine!r} is no engine that weights are sent to; give the same "
+                f"engine as the policy's, or the address of a server."
+            )
+        if known not in (None, engine.server_url):
+            raise ConfigurationError(
+                f"The scheme was made for {self._engine or known}, and the engine is "
+                f"{engine!r}; give the same engine, or leave it out."
+            )
+        actual = {
+            # As TorchRL's recipes count them.
+            "num_gpus": engine.get_tp_size() * engine.get_dp_size(),
+            "gpus_per_replica": engine.get_tp_size() * engine.capabilities.pp_size,
+            "num_replicas": engine.num_replicas,
+        }
+        for name, value in self._expected.items():
+            if value not in (None, actual[name]):
+                raise ConfigurationError(
+                    f"{name}={value!r} was given, and {engine!r} has {actual[name]}; "
+                    f"leave it out, the engine knows."
+                )
+        if self._engine is None:
+            self._engine = engine
+            server_args = engine.capabilities.server_args
+            if server_args.get("device") != "cpu" and torch.cuda.is_available():
+                # NCCL reads it with the first communicator of this process.
+                nccl.share_settings(server_args, refuse=False)
 
     def create_sender(self) -> SGLangWeightSender:
         """Returns the scheme's sender; the same one every time."""
         if self._sender is None:
-            self._sender = SGLangWeightSender(self, self.options)
+            self._sender = SGLangWeightSender(self)
         return self._sender
 
     def create_receiver(

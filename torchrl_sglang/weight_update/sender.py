@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_sglang.backends.base import RLSGLangEngine, parse_served_name
 from torchrl_sglang.backends.support.event_loop import run_sync
@@ -20,7 +21,6 @@ from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
 from torchrl_sglang.weight_update import recovery, session
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.ranks import find_ranks, is_copy
-from torchrl_sglang.weight_update.servers import SchemeServers
 from torchrl_sglang.weight_update.sources.adapter import (
     adapter_source,
     is_plain_lora,
@@ -55,9 +55,9 @@ class SGLangWeightSender:
         >>> sender.shutdown()
     """
 
-    def __init__(self, servers: SchemeServers, options: SchemeOptions) -> None:
-        self._servers = servers
-        self._options = options
+    def __init__(self, scheme: WeightSyncScheme) -> None:
+        self._scheme = scheme
+        self._options: SchemeOptions = scheme.options
         self._model: Any = None
         self._metadata: ModelMetadata | None = None
         self._fused: dict[str, FusedParameter] = {}
@@ -76,7 +76,8 @@ class SGLangWeightSender:
 
     @property
     def _engine(self) -> RLSGLangEngine:
-        return self._servers.engine
+        engine: RLSGLangEngine = self._scheme.engine
+        return engine
 
     def register_model(self, model: Any) -> None:
         """Registers the model whose weights are sent when none are given.
@@ -114,7 +115,7 @@ class SGLangWeightSender:
             WeightTransferError: if the servers do not join.
         """
         if vllm_engine is not None:
-            self._servers.use_engine(vllm_engine)
+            self._scheme.use_engine(vllm_engine)
         source = None
         if self._model is not None:
             if self._is_idle_copy(self._model):
@@ -192,7 +193,7 @@ class SGLangWeightSender:
 
     def send(self, weights: Any = None) -> SyncReport:
         """Sends weights for a collector that counts this update itself."""
-        return self._update(weights, counts_itself=self._servers.context)
+        return self._update(weights, counts_itself=self._scheme.context)
 
     def _update(
         self, weights: Any, *, verify: bool | None = None, counts_itself: Any = None
@@ -224,7 +225,7 @@ class SGLangWeightSender:
 
     def _is_idle_copy(self, given: Any) -> bool:
         """Returns whether another rank of DistributedDataParallel sends."""
-        return is_copy(given) and not self._servers.owns_servers
+        return is_copy(given) and not self._scheme.owns_servers
 
     def _find_source(self, given: Any) -> Source:
         """Resolves weights, once per update: whole ones, or a LoRA adapter alone."""
@@ -391,7 +392,7 @@ class SGLangWeightSender:
         return next_version([*known, engine.weight_version, engine.newest_version])
 
     def _all_collectors(self) -> list[Any]:
-        context = self._servers.context
+        context = self._scheme.context
         if context is None or any(context is known for known in self._collectors):
             return self._collectors
         return [*self._collectors, context]

@@ -216,7 +216,7 @@ def refused(seed: int, reason: str) -> dict[str, Any]:
     def leave() -> None:
         # The servers leave the group, as they do when their process ends.
         if RANK == 0:
-            engine, name = sender._servers.engine, sender._transport._group_name
+            engine, name = sender._scheme.engine, sender._transport._group_name
             run_sync(engine.control.destroy_weights_update_group(name))
 
     if reason == "mismatch":
@@ -224,7 +224,7 @@ def refused(seed: int, reason: str) -> dict[str, Any]:
     elif reason == "half way":
         fails(model, Watch(at=10, then=leave))
     elif reason == "locked":
-        with sender._servers.engine.weight_update() if RANK == 0 else nullcontext():
+        with sender._scheme.engine.weight_update() if RANK == 0 else nullcontext():
             fails(model, Watch())
     else:
         other = shard(make_model(seed, intermediate_size=128))

@@ -28,7 +28,9 @@ class ExporterCache:
 
     def source(self, exporter: Any, export: Callable[[], Any]) -> Source:
         """Makes a source of an exporter, running it where it is a new one."""
-        if not self._specs or not _is_same(exporter, self._exporter):
+        # A bound method is another object every time it is looked up.
+        equal = inspect.ismethod(exporter) and exporter == self._exporter
+        if not self._specs or not (equal or exporter is self._exporter):
             specs: dict[str, TensorSpec] = {}
             for name, tensor in read_pairs(export, exporter):
                 specs[name] = describe(name, tensor)
@@ -40,7 +42,7 @@ class ExporterCache:
 
         def read(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in read_pairs(export, exporter):
-                _check_announced(name, tensor, specs)
+                _check_announced(tensor, name, specs.get(name))
                 if name in wanted:
                     yield name, gather(tensor, wanted[name])
                 del tensor
@@ -48,21 +50,14 @@ class ExporterCache:
         return Source(specs=specs, read=read, stable=False)
 
 
-def _is_same(exporter: Any, other: Any) -> bool:
-    # A bound method is another object every time it is looked up.
-    return exporter is other or (inspect.ismethod(exporter) and exporter == other)
-
-
-def _check_announced(
-    name: str, tensor: torch.Tensor, specs: Mapping[str, TensorSpec]
-) -> None:
-    known = specs.get(name)
+def _check_announced(tensor: torch.Tensor, name: str, known: TensorSpec | None) -> None:
+    integer = not tensor.dtype.is_floating_point
+    before = known and (known.dtype, tuple(known.shape))
     if (
         known is None
         or known.shape != tensor.shape
-        or known.dtype.is_floating_point != tensor.dtype.is_floating_point
+        or known.dtype.is_floating_point == integer
     ):
-        before = None if known is None else (known.dtype, tuple(known.shape))
         raise WeightMismatchError(
             f"The exporter of the weights yields {name} of {tensor.dtype} and shape "
             f"{tuple(tensor.shape)}, and yielded {before or 'no such tensor'} before."
@@ -89,28 +84,23 @@ def read_pairs(
             item = next(iterator, end)
         if item is end:
             return
-        name, value = _check_pair(item)
+        if not (isinstance(item, (tuple, list)) and len(item) == 2):
+            raise ConfigurationError(
+                f"An iterable of weights must yield (name, tensor), got a "
+                f"{type(item).__name__}; model.parameters() has no names, "
+                f"model.named_parameters() has."
+            )
+        name, value = item
         del item
+        if not isinstance(value, torch.Tensor):
+            raise ConfigurationError(
+                f"The weight {name!r} is a {type(value).__name__}, not a tensor."
+            )
         if name in seen:
             raise ConfigurationError(f"The weights hold {name!r} twice.")
         seen.add(name)
         yield name, value
         del value
-
-
-def _check_pair(item: Any) -> tuple[str, torch.Tensor]:
-    if not (isinstance(item, (tuple, list)) and len(item) == 2):
-        raise ConfigurationError(
-            f"An iterable of weights must yield (name, tensor), got a "
-            f"{type(item).__name__}; model.parameters() has no names, "
-            f"model.named_parameters() has."
-        )
-    name, value = item
-    if not isinstance(value, torch.Tensor):
-        raise ConfigurationError(
-            f"The weight {name!r} is a {type(value).__name__}, not a tensor."
-        )
-    return name, value
 
 
 def empty_error(given: Any) -> ConfigurationError:

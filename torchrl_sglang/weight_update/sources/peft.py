@@ -30,24 +30,13 @@ from torchrl_sglang.weight_update.sources.base import (
 
 __all__ = ["has_adapters", "merge_while_reading"]
 
-_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-"""Attributes of a module that are not copied with it: hooks can hold anything."""
-
 
 def has_adapters(module: nn.Module) -> bool:
     """Returns whether PEFT has changed a module or a part of it."""
     # PEFT made such a module, so it is imported.
-    if "peft" not in sys.modules:
-        return False
-    return any(isinstance(part, _adapted_types()) for part in module.modules())
+    return "peft" in sys.modules and any(
+        isinstance(part, _adapted_types()) for part in module.modules()
+    )
 
 
 def _adapted_types() -> tuple[Any, ...]:
@@ -62,12 +51,19 @@ def merge_while_reading(module: nn.Module) -> Source:
     """Makes a source of a model with its adapters merged, under the model's names."""
     _refuse_other_adapters(module)
     layers = dict(_adapted_layers(module))
-    models = [name for name, part in module.named_modules() if _is_peft_model(part)]
+    models = [
+        f"{name}.".removeprefix(".")
+        for name, part in module.named_modules()
+        if isinstance(part, _adapted_types()[:2])
+    ]
     tensors = {
         name: value
         for name, value in module_tensors(module).items()
         # A PEFT model holds tensors that its layers share, beside the base model.
-        if not any(_is_beside(name, outer) for outer in models)
+        if not any(
+            name.startswith(outer) and not name.startswith(f"{outer}base_model.model.")
+            for outer in models
+        )
         if _prefixes(name).isdisjoint(layers)
     }
     specs = {name: describe(name, value) for name, value in tensors.items()}
@@ -91,27 +87,18 @@ def merge_while_reading(module: nn.Module) -> Source:
     return Source(specs=specs, read=read, stable=False)
 
 
-def _is_peft_model(module: nn.Module) -> bool:
-    return isinstance(module, _adapted_types()[:2])
-
-
-def _is_beside(name: str, outer: str) -> bool:
-    own = f"{outer}.".removeprefix(".")
-    return name.startswith(own) and not name.startswith(f"{own}base_model.model.")
-
-
 def _prefixes(name: str) -> set[str]:
     parts = name.split(".")
     return {".".join(parts[:end]) for end in range(1, len(parts))}
 
 
 def _refuse_other_adapters(module: nn.Module) -> None:
-    part: Any
-    for part in module.modules():
-        if not _is_peft_model(part):
-            continue
-        for name in part.active_adapters:
-            config = part.peft_config[name]
+    models: Iterator[Any] = (
+        part for part in module.modules() if isinstance(part, _adapted_types()[:2])
+    )
+    for model in models:
+        for name in model.active_adapters:
+            config = model.peft_config[name]
             kind = str(getattr(config.peft_type, "value", config.peft_type))
             if config.is_prompt_learning or kind in ("ADAPTION_PROMPT", "XLORA"):
                 raise ConfigurationError(
@@ -141,21 +128,14 @@ def _changes(layer: Any) -> bool:
     return bool(layer.disable_adapters) == bool(layer.merged)
 
 
-def _outcome(layer: Any) -> nn.Module:
+def _outcome(layer: Any) -> Any:
     """Returns the module whose names, types and shapes the merged layer has."""
     if hasattr(layer, "modules_to_save"):
-        active = [
-            name for name in layer.active_adapters if name in layer.modules_to_save
-        ]
-        if layer.disable_adapters or not active:
-            module: nn.Module = layer.original_module
-        else:
-            module = layer.modules_to_save[active[0]]
-        return module
-    if _is_wrapper(layer):
-        layer = layer.token_adapter
-    base: nn.Module = layer.get_base_layer()
-    return base
+        saved = layer.modules_to_save
+        active = [name for name in layer.active_adapters if name in saved]
+        unused = layer.disable_adapters or not active
+        return layer.original_module if unused else saved[active[0]]
+    return (layer.token_adapter if _is_wrapper(layer) else layer).get_base_layer()
 
 
 def _kind(layer: Any) -> Hashable:
@@ -196,16 +176,15 @@ def _read_layer(
     }
     if not dtypes:
         return
-    if not _changes(layer):
-        held = module_tensors(_outcome(layer))
-        for inner, value in read_tensors(held, dtypes):
-            yield f"{name}.{inner}", value
-            del value
+    if _changes(layer):
+        merged = _merge_whole(layer)
+        for inner, dtype in dtypes.items():
+            # Popped, so that only the receiver holds the merged tensor.
+            yield f"{name}.{inner}", shrink(merged.pop(inner), dtype)
         return
-    merged = _merge_whole(layer)
-    for inner, dtype in dtypes.items():
-        # Popped, so that only the receiver holds the merged tensor.
-        yield f"{name}.{inner}", shrink(merged.pop(inner), dtype)
+    for inner, value in read_tensors(module_tensors(_outcome(layer)), dtypes):
+        yield f"{name}.{inner}", value
+        del value
 
 
 def _merge_whole(layer: nn.Module) -> dict[str, torch.Tensor]:
@@ -222,13 +201,15 @@ def _merge_whole(layer: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _merge(layer: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:
+def _merge(layer: nn.Module, parameters: dict[int, nn.Parameter]) -> Any:
     """Merges a copy of a layer with other parameters, given by the old ones' ids."""
     memo: dict[int, Any] = dict(parameters)
     memo.update({id(value): value for value in layer.buffers()})
     for part in layer.modules():
-        for hooks in _HOOKS:
-            memo[id(getattr(part, hooks))] = OrderedDict()
+        # Hooks can hold anything.
+        for name, value in vars(part).items():
+            if name.startswith(("_forward", "_backward")) and "_hooks" in name:
+                memo[id(value)] = OrderedDict()
     layer_copy: Any = copy.deepcopy(layer, memo)
     for part in layer_copy.modules():
         if hasattr(part, "merged_adapters"):
@@ -236,15 +217,12 @@ def _merge(layer: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:
             part.merged_adapters = list(part.merged_adapters)
     if _is_wrapper(layer_copy):
         layer_copy = layer_copy.token_adapter
-    merged: nn.Module
     if layer_copy.disable_adapters:
         layer_copy.unmerge()
-        merged = layer_copy.get_base_layer()
     elif hasattr(layer_copy, "unload_and_optionally_merge_module"):
-        merged = layer_copy.unload_and_optionally_merge_module(
+        return layer_copy.unload_and_optionally_merge_module(
             merge=True, safe_merge=False, adapter_names=None
         )
     else:
         layer_copy.merge()
-        merged = layer_copy.get_base_layer()
-    return merged
+    return layer_copy.get_base_layer()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -56,52 +57,46 @@ def open_weights(
 ) -> Weights:
     """Validates weights, or their source, against the served model."""
     source = weights if isinstance(weights, Source) else find_source(weights)
+    plan: Mapping[str, tuple[TensorSpec, ...]]
+    plan = {name: (spec,) for name, spec in source.specs.items()}
     if source.adapter is None:
         plan = plan_names(source.specs, served, fused)
-        _check_devices(source.specs[name] for name in plan)
-    else:
-        plan = {name: (spec,) for name, spec in source.specs.items()}
+        for spec in (source.specs[name] for name in plan):
+            if spec.device.type not in ("cuda", "cpu"):
+                raise ConfigurationError(
+                    f"The weight {spec.name} is on {spec.device}; weights are sent "
+                    f"from 'cuda' or 'cpu'."
+                    + (" A tensor there has no values." * (spec.device.type == "meta"))
+                )
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        # Nothing here may hold a tensor while the next one is made.
+        wanted = {name: parts[0].dtype for name, parts in plan.items()}
+        for name, tensor in source.read(wanted):
+            for spec in plan[name]:
+                yield spec.name, _take(tensor, spec)
+            del tensor
+
     return Weights(
         specs=tuple(spec for parts in plan.values() for spec in parts),
-        read=lambda: _read(source, plan),
+        read=read,
         device=_main_device(source.specs[name] for name in plan),
         stable=source.stable,
         adapter=source.adapter,
     )
 
 
-def _check_devices(specs: Iterable[TensorSpec]) -> None:
-    for spec in specs:
-        if spec.device.type not in ("cuda", "cpu"):
-            raise ConfigurationError(
-                f"The weight {spec.name} is on {spec.device}; weights are sent from "
-                f"'cuda' or 'cpu'."
-                + (" A tensor there has no values." * (spec.device.type == "meta"))
-            )
-
-
 def _main_device(specs: Iterable[TensorSpec]) -> torch.device:
     """Returns the device that most bytes are sent from."""
-    sizes: dict[torch.device, int] = {}
+    sizes: Counter[torch.device] = Counter()
     for spec in specs:
         device = spec.device
         if spec.mesh is not None and spec.mesh.device_type != device.type:
             # Shards on the host are gathered on their mesh's devices.
             index = torch.cuda.current_device()
             device = torch.device(spec.mesh.device_type, index)
-        sizes[device] = sizes.get(device, 0) + spec.num_bytes
+        sizes[device] += spec.num_bytes
     return max(sizes, key=lambda device: sizes[device], default=torch.device("cpu"))
-
-
-def _read(
-    source: Source, plan: Mapping[str, tuple[TensorSpec, ...]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    # Nothing here may hold a tensor while the next one is made.
-    wanted = {name: parts[0].dtype for name, parts in plan.items()}
-    for name, tensor in source.read(wanted):
-        for spec in plan[name]:
-            yield spec.name, _take(tensor, spec)
-        del tensor
 
 
 def _take(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -129,9 +124,16 @@ def find_source(weights: Any, cache: ExporterCache | None = None) -> Source:
             )
     # A TensorDict of parameters is a module too, with its own names.
     if isinstance(weights, TensorDictBase):
-        return _from_tensordict(weights)
+        tensors = _collect(weights.flatten_keys(".").items(), weights)
+        # A module's TensorDict holds its buffers too; most are computed, not trained.
+        buffers = {n for n, v in tensors.items() if not isinstance(v, nn.Parameter)}
+        computed = frozenset(buffers if len(buffers) < len(tensors) else ())
+        return tensor_source(tensors, computed)
     if isinstance(weights, nn.Module):
-        return _from_module(weights)
+        refuse_fsdp1(weights)
+        if has_adapters(weights):
+            return merge_while_reading(weights)
+        return tensor_source(_collect(module_tensors(weights).items(), weights))
     if not isinstance(weights, _NO_WEIGHTS):
         cache = cache or ExporterCache()
         if isinstance(weights, _COLLECTED):
@@ -163,16 +165,6 @@ def _no_weights_error(weights: Any) -> ConfigurationError:
     )
 
 
-def _from_module(module: nn.Module) -> Source:
-    refuse_fsdp1(module)
-    if has_adapters(module):
-        return merge_while_reading(module)
-    tensors = module_tensors(module)
-    if not tensors:
-        raise empty_error(module)
-    return tensor_source(tensors)
-
-
 def refuse_fsdp1(module: nn.Module) -> None:
     """Raises :class:`ConfigurationError` for a model that FSDP1 has flattened."""
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
@@ -181,18 +173,6 @@ def refuse_fsdp1(module: nn.Module) -> None:
             "cannot be gathered one by one; shard the model with "
             "torch.distributed.fsdp.fully_shard (FSDP2)."
         )
-
-
-def _from_tensordict(weights: TensorDictBase) -> Source:
-    tensors = _collect(weights.flatten_keys(".").items(), weights)
-    # A module's TensorDict holds its buffers too; most are computed, not trained.
-    trained = any(isinstance(value, nn.Parameter) for value in tensors.values())
-    computed = {
-        name
-        for name, value in tensors.items()
-        if trained and not isinstance(value, nn.Parameter)
-    }
-    return tensor_source(tensors, frozenset(computed))
 
 
 def _collect(items: Iterable[Any], given: Any) -> dict[str, torch.Tensor]:

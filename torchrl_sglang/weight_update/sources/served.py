@@ -59,69 +59,58 @@ def plan_names(
             unknown[raw] = f"{raw} (it is {twin}, too)"
             continue
         owners.update(dict.fromkeys(parts, raw))
-        if specs[raw].shape != expected:
-            shapes.append(
-                f"{name}: {tuple(specs[raw].shape)}, served {tuple(expected)}"
-            )
+        shape = specs[raw].shape
+        if shape != expected:
+            shapes.append(f"{name}: {tuple(shape)}, served {tuple(expected)}")
         plan[raw] = tuple(
-            TensorSpec(name=part_name, dtype=dtype, shape=shape, part=part)
-            for part_name, part in parts.items()
-            if part_name in served
-            for dtype, shape in [served[part_name]]
+            TensorSpec(name=each, dtype=dtype, shape=shape, part=part)
+            for each, part in parts.items()
+            if each in served
+            for dtype, shape in [served[each]]
         )
     sent = {specs[raw].identity for raw in plan}
-    _refuse(
-        missing=[name for name in served if name not in owners],
-        unexpected=[
+    problems = {
+        "missing": [name for name in served if name not in owners],
+        "unexpected": [
             name
             for raw, name in unknown.items()
-            if specs[raw].identity not in sent and not _is_computed(specs[raw])
+            if not (specs[raw].identity in sent or specs[raw].computed)
+            and not raw.endswith(_COMPUTED)
         ],
-        shapes=shapes,
-        kinds=[
+        "of another shape": shapes,
+        "of another kind": [
             f"{target.name}: {specs[raw].dtype}, served {target.dtype}"
             for raw, targets in plan.items()
             for target in targets
             if specs[raw].dtype.is_floating_point != target.dtype.is_floating_point
         ],
-    )
+    }
+    if any(problems.values()):
+        raise _mismatch(problems)
     return plan
 
 
-def _is_computed(spec: TensorSpec) -> bool:
-    return spec.computed or spec.name.endswith(_COMPUTED)
-
-
-def _refuse(
-    *, missing: list[str], unexpected: list[str], shapes: list[str], kinds: list[str]
-) -> None:
-    problems = {
-        "missing": missing,
-        "unexpected": unexpected,
-        "of another shape": shapes,
-        "of another kind": kinds,
-    }
+def _mismatch(problems: Mapping[str, list[str]]) -> WeightMismatchError:
     listed = [
         f"{len(names)} {problem}: {', '.join(names[:_LISTED])}"
         + (", ..." if len(names) > _LISTED else "")
         for problem, names in problems.items()
         if names
     ]
-    if not listed:
-        return
+    unexpected = problems["unexpected"]
     advice = "Send the model that the server was started with."
     if any(".lora_" in name or ".base_layer." in name for name in unexpected):
         advice = (
             "The tensors of a PEFT model cannot be merged without it; give the model "
             "itself, not its state dict."
         )
-    elif unexpected == ["lm_head.weight"] and not missing:
+    elif unexpected == ["lm_head.weight"] and not problems["missing"]:
         advice = (
             "The served model has its output layer tied to its input embeddings, and "
             "these are two different tensors; train it tied, or serve a checkpoint "
             "with tie_word_embeddings=False."
         )
-    raise WeightMismatchError(
+    return WeightMismatchError(
         f"The weights do not fit the served model; nothing was sent. "
         f"{'; '.join(listed)}. {advice}"
     )
@@ -142,13 +131,12 @@ def _strip(
     def count_known(candidates: list[str]) -> int:
         return sum(name in served or name in fused for name in candidates)
 
-    while True:
-        known = count_known(short)
-        for prefix in _LEADING:
-            if short and all(name.startswith(prefix) for name in short):
-                shorter = [name.removeprefix(prefix) for name in short]
-                if known < len(short) and count_known(shorter) >= known:
-                    short = shorter
-                    break
-        else:
-            return dict(zip(names, short, strict=True))
+    prefixes = list(_LEADING)
+    while prefixes and short and (known := count_known(short)) < len(short):
+        prefix = prefixes.pop(0)
+        shorter = [name.removeprefix(prefix) for name in short]
+        if all(name.startswith(prefix) for name in short) and (
+            count_known(shorter) >= known
+        ):
+            short, prefixes = shorter, list(_LEADING)
+    return dict(zip(names, short, strict=True))
