@@ -5,5 +5,5 @@ a ``sender``. For each update the sender resolves what it was given into a sourc
 (``sources/``; on several ``ranks`` they gather it together), maps that to the served
 names (``weights``), and hands it with a transport (``transports/``, which read it in
 ``buckets``) to ``session``, which orders pause, send and resume. ``verify`` compares
-afterwards, and ``recovery`` goes back to the checkpoint.
+afterwards.
 """

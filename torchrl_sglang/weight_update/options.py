@@ -72,8 +72,8 @@ class SchemeOptions:
 
     def make_transport(
         self, engine: RLSGLangEngine, device: torch.device, *, adapter: bool = False
-    ) -> tuple[WeightTransport, str]:
-        """Makes the transport for weights on a device, and tells why it is that one."""
+    ) -> WeightTransport:
+        """Makes the transport for weights on a device."""
         if isinstance(self.device, torch.device):
             device = self.device
         elif all(server.device == "cpu" for server in engine.placements):
@@ -90,7 +90,9 @@ class SchemeOptions:
                 check_used(name, self.transport_options)
                 torchrl_logger.info(f"Weights go by {name!r}: {reason}")
         options = make_options(name, self.transport_options, **self._shared)
-        return TRANSPORTS[name](engine, options, device=device), reason
+        made = TRANSPORTS[name](engine, options, device=device)
+        made.why = reason
+        return made
 
 
 def _to_device(device: torch.device | str | int) -> torch.device:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torchrl.weight_update import WeightSyncScheme
 
@@ -18,7 +17,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
-from torchrl_sglang.weight_update import recovery, session
+from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.ranks import find_ranks, is_copy
 from torchrl_sglang.weight_update.sources.adapter import (
@@ -35,8 +34,13 @@ from torchrl_sglang.weight_update.sources.resolve import (
     refuse_fsdp1,
 )
 from torchrl_sglang.weight_update.transports.base import CPU, WeightTransport
+from torchrl_sglang.weight_update.transports.checkpoint import (
+    CheckpointTransport,
+    checkpoint_path,
+)
 from torchrl_sglang.weight_update.transports.registry import AUTO, TRANSPORTS
 from torchrl_sglang.weight_update.verify import Verifier
+from torchrl_sglang.weight_update.weights import Weights, specs_of
 
 __all__ = ["SGLangWeightSender"]
 
@@ -64,7 +68,6 @@ class SGLangWeightSender:
         self._exporters = ExporterCache()
         # The transport of whole weights; an adapter's keeps no connection.
         self._transport: WeightTransport | None = None
-        self._reason = ""
         self._collectors: list[Any] = []
         self._verifier: Verifier | None = None
         self._last_report: SyncReport | None = None
@@ -80,19 +83,14 @@ class SGLangWeightSender:
         return engine
 
     def register_model(self, model: Any) -> None:
-        """Registers the model whose weights are sent when none are given.
-
-        Args:
-            model: a module, or a wrapper of TorchRL around one.
-        """
+        """Registers the model whose weights are sent when none are given."""
         self._model = model
 
     def register_collector(self, collector: Any) -> None:
         """Registers a collector whose policy version counts updates, once each.
 
-        Args:
-            collector: has ``increment_version()`` and ``policy_version``, as those of
-                TorchRL do. Its ``last_sync_report`` is set to each update's report.
+        It has ``increment_version()`` and ``policy_version``, as those of TorchRL do.
+        Its ``last_sync_report`` is set to each update's report.
         """
         if all(known is not collector for known in self._collectors):
             self._collectors.append(collector)
@@ -236,20 +234,17 @@ class SGLangWeightSender:
         return adapter_source(given) if adapter else find_source(given, self._exporters)
 
     def _trains_adapter(self, given: Any) -> bool:
-        """Returns whether a model trains only a LoRA adapter, which the servers take.
-
-        Ranks that hold a model together send whole weights: all must come to the same
-        answer, and only one sees the servers.
-        """
+        """Returns whether a model trains only an adapter that the servers take."""
         if not is_plain_lora(given) or self._options.process_group is not None:
             return False
-        model: nn.Module = peft_model_in(given)
         refuse_fsdp1(given)
-        if any(isinstance(v, DTensor) for v in module_tensors(model).values()):
+        # Ranks that hold a model together must come to the same answer, and only one
+        # sees the servers.
+        tensors = module_tensors(peft_model_in(given)).values()
+        sharded = any(isinstance(value, DTensor) for value in tensors)
+        if sharded or not self._engine.capabilities.has_lora:
             return False
         engine = self._engine
-        if not engine.capabilities.has_lora:
-            return False
         engine.look_at_servers()
         return engine.base_problem is None and is_plain_lora(
             given, engine.capabilities.server_args
@@ -269,30 +264,25 @@ class SGLangWeightSender:
             if verify:
                 self._verifier = self._verifier or Verifier(engine)
                 weights, check = self._verifier.watch(weights, given, version=version)
-            if adapter:
-                transport, reason = self._options.make_transport(
-                    engine, weights.device, adapter=True
-                )
-            else:
-                transport = self._get_transport(weights.device)
-                reason = self._reason
             return session.update_weights(
                 engine,
-                transport,
+                self._get_transport(weights.device, adapter=adapter),
                 weights,
                 version=version,
                 pause_mode=self._options.pause_mode,
                 flush=self._options.flush_cache,
                 verify=check,
-                reason=reason,
                 control_timeout=self._options.control_timeout,
                 held=update,
             )
 
-    def _get_transport(self, device: torch.device) -> WeightTransport:
+    def _get_transport(
+        self, device: torch.device, *, adapter: bool = False
+    ) -> WeightTransport:
+        if adapter:
+            return self._options.make_transport(self._engine, device, adapter=True)
         if self._transport is None:
-            made = self._options.make_transport(self._engine, device)
-            self._transport, self._reason = made
+            self._transport = self._options.make_transport(self._engine, device)
         return self._transport
 
     def recover(self) -> SyncReport:
@@ -316,19 +306,25 @@ class SGLangWeightSender:
             >>> sender.recover().transport
             'checkpoint'
         """
-        engine = self._engine
-        recovery.checkpoint_path(engine)
+        engine, pause_mode = self._engine, self._options.pause_mode
+        checkpoint_path(engine)
         with engine.weight_update():
             # No update is in flight.
             self.shutdown()
         # Restarted servers belong to an update only if it begins later.
         engine.revive()
+        # For the report alone; the servers read the files.
+        specs = tuple(specs_of(engine.get_model_metadata()).values())
+        weights = Weights(specs=specs, read=lambda: iter(()), device=CPU, stable=True)
         with engine.weight_update() as update:
-            report = recovery.recover(
+            report = session.update_weights(
                 engine,
+                CheckpointTransport(engine),
+                weights,
                 version=self._next_version(),
-                pause_mode=self._options.pause_mode,
+                pause_mode="retract" if pause_mode == "none" else pause_mode,
                 held=update,
+                checkpoint=True,
             )
         return self._count(report)
 
@@ -398,10 +394,7 @@ class SGLangWeightSender:
         return [*self._collectors, context]
 
     def flush_cache(self) -> bool:
-        """Empties the servers' prefix caches; returns False if one is too busy for it.
-
-        Updates do it by themselves.
-        """
+        """Empties the prefix caches, as updates do; False if a server is too busy."""
         return self._engine.flush_cache()
 
     def shutdown(self) -> None:

@@ -58,7 +58,6 @@ def update_weights(
     pause_mode: PauseMode,
     verify: Callable[[], None] | None = None,
     flush: bool = True,
-    reason: str = "",
     control_timeout: float = CONTROL_TIMEOUT_SECONDS,
     held: WeightUpdate | None = None,
     checkpoint: bool = False,
@@ -98,7 +97,7 @@ def update_weights(
     report = SyncReport(
         version=version,
         transport=transport.name,
-        reason=reason,
+        reason=transport.why,
         num_tensors=len(weights.specs),
         num_bytes=weights.num_bytes,
         num_buckets=count,

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchrl_sglang.types import TensorPart
+from torchrl_sglang.types import ModelMetadata, TensorPart
 
-__all__ = ["NamedTensors", "TensorSpec", "Weights"]
+__all__ = ["NamedTensors", "TensorSpec", "Weights", "specs_of"]
 
 NamedTensors: TypeAlias = dict[str, torch.Tensor]
 
@@ -65,3 +65,11 @@ class Weights:
     def num_bytes(self) -> int:
         """Size of all tensors, as they are sent."""
         return sum(spec.num_bytes for spec in self.specs)
+
+
+def specs_of(metadata: ModelMetadata) -> dict[str, TensorSpec]:
+    """Describes tensors of these types and shapes."""
+    return {
+        name: TensorSpec(name=name, dtype=dtype, shape=torch.Size(shape))
+        for name, (dtype, shape) in metadata.items()
+    }

@@ -91,7 +91,7 @@ def test_a_source_that_fails_in_the_middle(same_gpu):
     before = torch.cuda.memory_allocated()
     scheme = SGLangWeightSyncScheme(same_gpu, transport="cuda_ipc", bucket_bytes=SMALL)
     device = torch.device("cuda:0")
-    transport, _ = scheme.options.make_transport(scheme.engine, device)
+    transport = scheme.options.make_transport(scheme.engine, device)
     served = same_gpu.get_model_metadata()
 
     def read():

@@ -22,15 +22,10 @@ class Nothing:
     """A transport that carries nothing, in a session."""
 
     name, in_session, adapter_only, connected = "nothing", True, False, True
-
-    def connect(self) -> None:
-        pass
+    why = "It is a test."
 
     def send(self, weights: Weights, *, version: str) -> int:
         return 1
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def transport(restored_engine, arguments):
 
 def transport_of(engine, **arguments):
     options = SGLangWeightSyncScheme(engine, **arguments).options
-    return options.make_transport(engine, torch.device("cpu"))[0]
+    return options.make_transport(engine, torch.device("cpu"))
 
 
 def weights_of(model, engine, *, interfere=None, stable=True):

@@ -33,7 +33,7 @@ from torchrl_sglang.weight_update.sources.exporter import (
 )
 from torchrl_sglang.weight_update.sources.peft import has_adapters, merge_while_reading
 from torchrl_sglang.weight_update.sources.served import plan_names
-from torchrl_sglang.weight_update.weights import TensorSpec, Weights
+from torchrl_sglang.weight_update.weights import TensorSpec, Weights, specs_of
 
 __all__ = [
     "check_metadata",
@@ -208,8 +208,4 @@ def check_metadata(
     fused: Mapping[str, FusedParameter] | None = None,
 ) -> None:
     """Validates names and shapes of weights that do not exist yet."""
-    specs = {
-        name: TensorSpec(name=name, dtype=dtype, shape=torch.Size(shape))
-        for name, (dtype, shape) in metadata.items()
-    }
-    plan_names(specs, served, fused)
+    plan_names(specs_of(metadata), served, fused)

@@ -67,6 +67,8 @@ class WeightTransport(abc.ABC):
     """It loads a LoRA adapter beside the served weights, so nothing is paused."""
     options_type: ClassVar[type[TransportOptions]] = TransportOptions
     """Its options, which are arguments of the scheme."""
+    why: str = ""
+    """Why it was chosen."""
 
     def __init__(
         self, engine: RLSGLangEngine, options: Any = None, *, device: torch.device = CPU

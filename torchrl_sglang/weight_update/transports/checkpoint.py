@@ -1,14 +1,13 @@
 """Brings servers back to the checkpoint that they were started with.
 
-It is a weight update like any other, for a trainer that gives up or that was killed;
-the servers' own files are the transport.
+A weight update like any other, whose transport is the servers' own files.
 """
 
 from __future__ import annotations
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import RLSGLangEngine, WeightUpdate
+from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     RequestRefusedError,
@@ -16,42 +15,13 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightTransferError,
 )
-from torchrl_sglang.types import PauseMode, SyncReport
-from torchrl_sglang.weight_update import session
-from torchrl_sglang.weight_update.transports.base import CPU, WeightTransport
-from torchrl_sglang.weight_update.weights import TensorSpec, Weights
+from torchrl_sglang.weight_update.transports.base import WeightTransport
+from torchrl_sglang.weight_update.weights import Weights
 
-__all__ = ["checkpoint_path", "recover"]
+__all__ = ["CheckpointTransport", "checkpoint_path"]
 
 LOAD_TIMEOUT_SECONDS = 600.0
 """Timeout for the servers to read their checkpoint."""
-
-
-def recover(
-    engine: RLSGLangEngine,
-    *,
-    version: str,
-    pause_mode: PauseMode,
-    held: WeightUpdate | None = None,
-) -> SyncReport:
-    """Makes every server load its checkpoint as a new weight version, and generate.
-
-    The servers may be paused, in an open session, or inconsistent.
-    """
-    # For the report alone; the servers read the files.
-    specs = tuple(
-        TensorSpec(name=name, dtype=dtype, shape=shape)
-        for name, (dtype, shape) in engine.get_model_metadata().items()
-    )
-    return session.update_weights(
-        engine,
-        _CheckpointTransport(engine),
-        Weights(specs=specs, read=lambda: iter(()), device=CPU, stable=True),
-        version=version,
-        pause_mode="retract" if pause_mode == "none" else pause_mode,
-        held=held,
-        checkpoint=True,
-    )
 
 
 def checkpoint_path(engine: RLSGLangEngine) -> str:
@@ -66,7 +36,7 @@ def checkpoint_path(engine: RLSGLangEngine) -> str:
     return str(capabilities.server_args.get("model_path") or capabilities.model_path)
 
 
-class _CheckpointTransport(WeightTransport):
+class CheckpointTransport(WeightTransport):
     """Makes every server load files that it has."""
 
     name = "checkpoint"
