@@ -15,7 +15,7 @@ import torchrl_sglang
 from torchrl_sglang import SGLangWeightSyncScheme
 from torchrl_sglang.backends.launch.router import make_sglang_router
 from torchrl_sglang.backends.support.urls import is_loopback
-from torchrl_sglang.weight_update.transports.rendezvous import listen_at
+from torchrl_sglang.weight_update.transports.process_group import listen_at
 
 Place = tuple[int, str, int]
 """A process, and the address and the port that it listens on."""
@@ -94,4 +94,4 @@ def test_stores_are_opened_in_one_place():
         for file in package.rglob("*.py")
         if "TCPStore(" in (text := file.read_text()) and "is_master=True" in text
     ]
-    assert opening == ["rendezvous.py"]
+    assert opening == ["process_group.py"]

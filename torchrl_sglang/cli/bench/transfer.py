@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 from torchrl_sglang.weight_update.transports.base import BUCKET_BYTES
-from torchrl_sglang.weight_update.transports.rendezvous import (
+from torchrl_sglang.weight_update.transports.process_group import (
     gloo_listens_on,
     open_store,
 )

@@ -12,7 +12,11 @@ import torch
 
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.support.checks import check_count, check_seconds
-from torchrl_sglang.errors import RequestRefusedError, WeightTransferError
+from torchrl_sglang.errors import (
+    RequestRefusedError,
+    UnsupportedByServerError,
+    WeightTransferError,
+)
 from torchrl_sglang.weight_update.transports.placement import Facts
 from torchrl_sglang.weight_update.weights import Weights
 
@@ -54,9 +58,8 @@ class TransportOptions:
 class WeightTransport(abc.ABC):
     """Carries weights to every server of an engine.
 
-    Pausing, flushing, update sessions and resuming are the business of ``session.py``.
-    No call may hang: each has a timeout, and a collective runs where it can be
-    abandoned.
+    ``session.py`` pauses, flushes and resumes. No call may hang: each has a timeout,
+    and a collective runs where it can be abandoned.
     """
 
     name: ClassVar[str]
@@ -96,6 +99,17 @@ class WeightTransport(abc.ABC):
             UnsupportedByServerError: if this transport cannot reach these servers.
         """
 
+    def _refuse_stages(self) -> None:
+        """Refuses servers that take weights from files only."""
+        pp_size = self._engine.capabilities.pp_size
+        dp_size = self._engine.capabilities.dp_size
+        if pp_size > 1 or dp_size > 1:
+            raise UnsupportedByServerError(
+                f"SGLang receives tensors with pp_size=1 and dp_size=1 only, and the "
+                f"server has pp_size={pp_size}, dp_size={dp_size}; use "
+                f"transport='disk', or several servers (num_replicas) for dp_size."
+            )
+
     @abc.abstractmethod
     def send(self, weights: Weights, *, version: str) -> int:
         """Makes every server load the weights, and returns the number of transfers.
@@ -118,7 +132,7 @@ async def send_to_each(
     call: Callable[[int, str], Awaitable[Any]],
     *,
     refusals: Sequence[str],
-    describe: Callable[[BaseException], str] = str,
+    message: str = "",
     grace_seconds: float | None = None,
 ) -> None:
     """Calls every server, and raises :class:`WeightTransferError` if one fails.
@@ -144,4 +158,6 @@ async def send_to_each(
                 and any(words in str(each) for words in refusals)
                 for each in errors
             )
-            raise WeightTransferError(describe(error), untouched=untouched) from error
+            raise WeightTransferError(
+                f"{message} {error}".strip(), untouched=untouched
+            ) from error

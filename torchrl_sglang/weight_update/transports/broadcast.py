@@ -22,7 +22,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.support.checks import check_port, check_seconds
 from torchrl_sglang.backends.support.event_loop import submit
-from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
+from torchrl_sglang.errors import WeightTransferError
 from torchrl_sglang.weight_update.buckets import Bucket, flatten, read_buckets
 from torchrl_sglang.weight_update.transports import nccl, process_group
 from torchrl_sglang.weight_update.transports.base import (
@@ -31,21 +31,23 @@ from torchrl_sglang.weight_update.transports.base import (
     send_to_each,
 )
 from torchrl_sglang.weight_update.transports.placement import Facts
-from torchrl_sglang.weight_update.transports.process_group import POLL_SECONDS
-from torchrl_sglang.weight_update.transports.rendezvous import open_store
-from torchrl_sglang.weight_update.weights import NamedTensors, TensorSpec, Weights
+from torchrl_sglang.weight_update.transports.process_group import (
+    POLL_SECONDS,
+    open_store,
+)
+from torchrl_sglang.weight_update.weights import NamedTensors, Weights
 
 __all__ = ["BroadcastOptions", "BroadcastTransport"]
 
 CONNECT_TIMEOUT_SECONDS = 60.0
 
 SETTLE_SECONDS = 0.0002
-"""How often the end of an NCCL broadcast is polled."""
+"""How often the end of a broadcast is polled."""
 
-SMALL_BELOW_BYTES = {"nccl": 8 << 20, "gloo": 0}
-"""Smaller tensors are put together. Its own broadcast costs a tensor 40 µs with
-NCCL, the time of 15 MB on a link of 370 GB/s, and a copy within a GPU costs little. A
-copy in host memory costs about as much as gloo."""
+SMALL_BELOW = {"nccl": 8 << 20, "gloo": 0}
+"""Smaller tensors are put together, in bytes. Its own broadcast costs a tensor 40 µs
+with NCCL, the time of 15 MB on a link of 370 GB/s; a copy in host memory costs about as
+much as gloo."""
 
 REFUSAL_SECONDS = 1.0
 """Grace period for other servers to refuse, too, when one has."""
@@ -124,13 +126,24 @@ class BroadcastTransport(WeightTransport):
             return
         if self._group is not None:
             self._give_up()
-        self._check_servers()
+        self._refuse_stages()
+        if self._backend == "nccl":
+            nccl.share_settings(self._engine.capabilities.server_args, refuse=True)
         control, options = self._engine.control, self._options
         self._epoch = control.membership_epoch
         self._group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
         world_size = 1 + self._engine.get_world_size()
         address = options.master_address or self._engine.get_master_address()
-        store = self._open_store(address, world_size)
+        port = options.master_port or 0
+        timeout = datetime.timedelta(seconds=options.connect_timeout)
+        try:
+            store = open_store(address, port, world_size, timeout)
+        except (OSError, RuntimeError) as error:
+            raise WeightTransferError(
+                f"No store for the process group can be opened at {address}:{port}: "
+                f"{error}. Give another master_address or master_port.",
+                untouched=True,
+            ) from error
         request = submit(
             control.init_weights_update_group(
                 master_address=address,
@@ -176,36 +189,6 @@ class BroadcastTransport(WeightTransport):
                 advice=" Nothing was sent; the update can be tried again.",
             )
 
-    def _check_servers(self) -> None:
-        """Checks that these servers can join, and that NCCL will work."""
-        capabilities = self._engine.capabilities
-        if capabilities.dp_size > 1:
-            raise UnsupportedByServerError(
-                f"SGLang receives weights with dp_size=1 only, and the server has "
-                f"dp_size={capabilities.dp_size}; start several servers "
-                f"(num_replicas) instead, or use transport='disk'."
-            )
-        if capabilities.pp_size > 1:
-            raise UnsupportedByServerError(
-                f"SGLang gives the first ranks of the server's {capabilities.pp_size} "
-                f"pipeline stages the same place in a process group; use "
-                f"transport='disk'."
-            )
-        if self._backend == "nccl":
-            nccl.share_settings(capabilities.server_args, refuse=True)
-
-    def _open_store(self, address: str, world_size: int) -> dist.TCPStore:
-        timeout = datetime.timedelta(seconds=self._options.connect_timeout)
-        port = self._options.master_port or 0
-        try:
-            return open_store(address, port, world_size, timeout)
-        except (OSError, RuntimeError) as error:
-            raise WeightTransferError(
-                f"No store for the process group can be opened at {address}:{port}: "
-                f"{error}. Give another master_address or master_port.",
-                untouched=True,
-            ) from error
-
     def send(self, weights: Weights, *, version: str) -> int:
         """Broadcasts bucket after bucket; see :class:`.WeightTransport`.
 
@@ -215,10 +198,8 @@ class BroadcastTransport(WeightTransport):
         self._in_flight.clear()
         count, sent = 0, 0
         try:
-            small_below = SMALL_BELOW_BYTES[self._backend]
-            for bucket, tensors in read_buckets(
-                weights, self._options.bucket_bytes, small_below
-            ):
+            size, small_below = self._options.bucket_bytes, SMALL_BELOW[self._backend]
+            for bucket, tensors in read_buckets(weights, size, small_below):
                 sent += len(bucket.specs)
                 last = sent == len(weights.specs)
                 self._send_bucket(bucket, tensors, version if last else None, count > 0)
@@ -245,7 +226,11 @@ class BroadcastTransport(WeightTransport):
         if bucket.small:
             parts = [flatten(bucket, tensors, self._device)]
         else:
-            parts = [_ready(tensors[s.name], s, self._device) for s in bucket.specs]
+            # The tensors themselves where they are as they are served.
+            parts = [
+                tensors[spec.name].detach().to(self._device, spec.dtype).contiguous()
+                for spec in bucket.specs
+            ]
         ready = None
         if self._backend == "nccl":
             ready = torch.cuda.current_stream(self._device).record_event()
@@ -308,10 +293,6 @@ class BroadcastTransport(WeightTransport):
         while len(self._in_flight) > keep:
             deadline = time.monotonic() + timeout
             for work in self._in_flight[0][0]:
-                left = max(deadline - time.monotonic(), 1e-3)
-                if self._backend == "gloo":
-                    work.wait(datetime.timedelta(seconds=left))
-                    continue
                 # NCCL's wait() only makes the current stream wait.
                 while not work.is_completed():
                     if time.monotonic() > deadline:
@@ -319,7 +300,7 @@ class BroadcastTransport(WeightTransport):
                             f"A broadcast did not end within {timeout:g} s."
                         )
                     time.sleep(SETTLE_SECONDS)
-                work.wait()
+                work.wait()  # Raises if the broadcast has failed.
             self._in_flight.popleft()
 
     def _shares(self, tensors: NamedTensors) -> bool:
@@ -368,13 +349,6 @@ class BroadcastTransport(WeightTransport):
         group, self._group = self._group, None
         concurrent.futures.wait([self._leave()], GIVE_UP_SECONDS)
         process_group.destroy(group)
-
-
-def _ready(
-    tensor: torch.Tensor, spec: TensorSpec, device: torch.device
-) -> torch.Tensor:
-    """Returns a tensor as it is served; the tensor itself where that is the same."""
-    return tensor.detach().to(device=device, dtype=spec.dtype).contiguous()
 
 
 def _start_broadcasts(

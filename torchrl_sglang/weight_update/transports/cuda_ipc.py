@@ -117,13 +117,7 @@ class CudaIpcTransport(WeightTransport):
 
     def connect(self) -> None:
         """Checks that all servers reach the weights; see :class:`.WeightTransport`."""
-        capabilities = self._engine.capabilities
-        if capabilities.pp_size > 1 or capabilities.dp_size > 1:
-            raise UnsupportedByServerError(
-                f"SGLang takes another process's tensors with pp_size=1 and dp_size=1 "
-                f"only, and the server has pp_size={capabilities.pp_size}, "
-                f"dp_size={capabilities.dp_size}; use transport='disk'."
-            )
+        self._refuse_stages()
         self._in_place = False
         if self._device.type == "cuda":
             facts = find_facts(self._engine, self._device)
@@ -136,9 +130,8 @@ class CudaIpcTransport(WeightTransport):
                         f"transport='broadcast', or transport='disk'."
                     )
             # A rank on another GPU copies everything that it opens at once.
-            self._in_place = capabilities.tp_size == 1 and all(
-                reach.shares for reach in reaches
-            )
+            alone = self._engine.capabilities.tp_size == 1
+            self._in_place = alone and all(reach.shares for reach in reaches)
         self._epoch = self._engine.control.membership_epoch
 
     def send(self, weights: Weights, *, version: str) -> int:
@@ -284,7 +277,7 @@ class CudaIpcTransport(WeightTransport):
             self._engine.control.urls,
             post,
             refusals=_NOTHING_LOADED,
-            describe=lambda error: f"A server did not take the weights: {error}",
+            message="A server did not take the weights.",
         )
 
 

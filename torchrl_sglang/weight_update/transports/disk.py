@@ -68,16 +68,11 @@ class DiskOptions(TransportOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         path: Any = self.directory
-        if path is None:
-            raise ConfigurationError(
-                "transport='disk' needs directory=..., a folder that this process and "
-                "every server see under the same path."
-            )
         path = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(path, str) or not path.strip():
             raise ConfigurationError(
-                f"directory must be a folder that this process and every server see, "
-                f"got {self.directory!r}."
+                f"transport='disk' needs directory=...; it must be a folder that this "
+                f"process and every server see under the same path, got {path!r}."
             )
         # A server has its own working directory.
         self._set("directory", Path(path).absolute())
@@ -87,8 +82,7 @@ class DiskTransport(WeightTransport):
     """Writes ``<directory>/v<version>``, and makes every server load it.
 
     The folder holds the weights in safetensors files and the rest of the served model's
-    folder (configuration, tokenizer), so a server can be started from it. A server
-    restores and processes its weights by itself when it loads from disk.
+    folder (configuration, tokenizer), so a server can be started from it.
     """
 
     name = "disk"
@@ -177,15 +171,13 @@ class DiskTransport(WeightTransport):
                 urls=[url],
             )
 
-        def describe(error: BaseException) -> str:
-            hint = "Does every server see that path?"
-            return f"A server did not load {folder}: {error} {hint}"
-
-        run_sync(
-            send_to_each(
-                control.urls, load, refusals=_NOTHING_LOADED, describe=describe
-            )
+        sending = send_to_each(
+            control.urls,
+            load,
+            refusals=_NOTHING_LOADED,
+            message=f"A server did not load {folder}. Does every server see that path?",
         )
+        run_sync(sending)
 
     def _remove_old(self) -> None:
         """Removes all checkpoints of this package here but the latest."""
@@ -220,20 +212,18 @@ class DiskTransport(WeightTransport):
             yield
         except WeightTransferError as error:
             raise error.replace(untouched=True) from error.__cause__
-        except (OSError, SafetensorError) as error:
-            free = ""
-            if self._directory.is_dir():
-                left = shutil.disk_usage(self._directory).free
-                free = f" There are {left / 1e9:.3g} GB left."
-            raise WeightTransferError(
-                f"Weights cannot be written to {self._directory}: {error}.{free} Make "
-                f"room, or give another directory.",
-                untouched=True,
-            ) from error
         except Exception as error:
-            raise WeightTransferError(
-                f"No checkpoint could be written: {error}", untouched=True
-            ) from error
+            message = f"No checkpoint could be written: {error}"
+            if isinstance(error, (OSError, SafetensorError)):
+                free = ""
+                if self._directory.is_dir():
+                    left = shutil.disk_usage(self._directory).free
+                    free = f" There are {left / 1e9:.3g} GB left."
+                message = (
+                    f"Weights cannot be written to {self._directory}: {error}.{free} "
+                    f"Make room, or give another directory."
+                )
+            raise WeightTransferError(message, untouched=True) from error
 
 
 def _lock(directory: Path) -> int:

@@ -1,11 +1,10 @@
 """The NCCL setting that a trainer and SGLang's servers must share.
 
-SGLang sets ``NCCL_CUMEM_ENABLE`` in its processes: to 0, unless it was started with
-symmetric memory or inherits a value, as servers that are started here do. NCCL maps
-memory between processes accordingly, and reads the variable with the first communicator
-of a process. Where both sides differ, the first broadcast fails with "invalid
-argument". Disabling peer access or shared memory works around that, at a fiftieth of
-the link's speed.
+SGLang sets ``NCCL_CUMEM_ENABLE`` in its processes, to 0 unless it was started with
+symmetric memory or inherits a value. NCCL maps memory between processes accordingly,
+and reads it with the first communicator of a process. Where both sides differ, the
+first broadcast fails with "invalid argument"; disabling peer access or shared memory
+works around that, at a fiftieth of the link's speed.
 """
 
 from __future__ import annotations

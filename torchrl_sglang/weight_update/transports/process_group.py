@@ -1,7 +1,8 @@
 """Forms a process group with servers, and gives it up without waiting for them.
 
 A collective cannot be cancelled, and joining waits for every rank, so both run in
-threads that nothing waits for.
+threads that nothing waits for. PyTorch's store takes values from anybody who connects,
+so it and gloo listen on the address where ranks meet, not on all of them.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import datetime
+import errno
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,12 +24,23 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.weight_update.transports.rendezvous import (
-    gloo_listens_on,
-    variable,
-)
+from torchrl_sglang.backends.support.urls import is_loopback
 
-__all__ = ["POLL_SECONDS", "abandon", "destroy", "in_thread", "is_alive", "join"]
+__all__ = [
+    "POLL_SECONDS",
+    "abandon",
+    "destroy",
+    "gloo_listens_on",
+    "in_thread",
+    "is_alive",
+    "join",
+    "listen_at",
+    "open_store",
+]
+
+LISTEN_BACKLOG = 512
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 POLL_SECONDS = 0.05
 
@@ -56,6 +72,65 @@ def is_alive(group: Any) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+def open_store(
+    address: str, port: int, world_size: int, timeout: datetime.timedelta
+) -> dist.TCPStore:
+    """Opens a store that ranks reach at an address; port 0 is any free one."""
+    listener = listen_at(address, port)
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        # The store closes it.
+        master_listen_fd=listener.detach(),
+    )
+
+
+def listen_at(address: str, port: int) -> socket.socket:
+    """Listens on an address alone, or on all with a warning where it is not local."""
+    ((family, _, _, _, place), *_) = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM
+    )
+    if is_loopback(address) or not is_loopback(str(place[0])):
+        try:
+            return socket.create_server(
+                place[:2], family=family, backlog=LISTEN_BACKLOG
+            )
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    torchrl_logger.warning(
+        f"master_address={address!r} is no address at which other machines reach this "
+        f"one, so the process group's store listens on all addresses of this machine, "
+        f"where others can connect, too."
+    )
+    return socket.create_server(("", port), family=family, backlog=LISTEN_BACKLOG)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def gloo_listens_on(address: str) -> AbstractContextManager[None]:
+    """Makes gloo listen on loopback if ranks meet there and the user chose nothing."""
+    if not is_loopback(address) or GLOO_INTERFACE in os.environ:
+        return nullcontext()
+    return _variable(GLOO_INTERFACE, "lo")
+
+
 def join(
     store: dist.Store,
     address: str,
@@ -70,7 +145,7 @@ def join(
     As SGLang's ``init_custom_process_group``: both sides find the same keys in a store.
     """
     # An error of this group ends the group alone, not this process.
-    with variable(ASYNC_ERRORS, "0"), gloo_listens_on(address):
+    with _variable(ASYNC_ERRORS, "0"), gloo_listens_on(address):
         group, _ = distributed_c10d._new_process_group_helper(
             world_size,
             0,
@@ -98,13 +173,10 @@ def destroy(group: Any) -> None:
 def abandon(
     group: Any, works: list[Any], parts: list[torch.Tensor], backend: str
 ) -> None:
-    """Leaves a group without waiting for an operation that may hang.
-
-    ``works`` are its operations, and ``parts`` the tensors that these read.
+    """Leaves a group without waiting for operations, which read ``parts``.
 
     NCCL can abort. A gloo group's destructor waits for its operations, holding the GIL:
-    not for long once the servers have left, until the group's timeout otherwise. Until
-    then a reference keeps the group from every destructor, also at interpreter exit.
+    until they end, a reference keeps the group from it, also at interpreter exit.
     """
     if backend == "nccl":
         group._get_backend(torch.device("cuda")).abort()
