@@ -28,11 +28,11 @@ from torchrl_sglang.weight_update.sources.adapter import (
 from torchrl_sglang.weight_update.sources.base import Source, module_tensors
 from torchrl_sglang.weight_update.sources.exporter import ExporterCache
 from torchrl_sglang.weight_update.sources.resolve import (
-    check_metadata,
     find_source,
     open_weights,
     refuse_fsdp1,
 )
+from torchrl_sglang.weight_update.sources.served import plan_names
 from torchrl_sglang.weight_update.transports.base import CPU, WeightTransport
 from torchrl_sglang.weight_update.transports.checkpoint import (
     CheckpointTransport,
@@ -124,7 +124,7 @@ class SGLangWeightSender:
             if (ranks is not None and not ranks.sends) or source.adapter is not None:
                 return
         if model_metadata is not None:
-            check_metadata(model_metadata, self._served(), self._fused)
+            plan_names(specs_of(model_metadata), self._served(), self._fused)
         device = CPU
         if self._options.device is None:
             source = source or self._find_source(self.resolve())

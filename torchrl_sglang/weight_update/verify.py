@@ -134,10 +134,10 @@ class Verifier:
 
     def _is_readable(self, name: str) -> bool:
         try:
-            answers = run_sync(self._engine.control.get_weights_by_name(name, 1))
+            rows = run_sync(self._engine.control.get_weights_by_name(name, 1))
         except RequestRefusedError:
             return False
-        return all(isinstance(answer, list) and answer for answer in answers)
+        return all(isinstance(row, list) and row for row in rows)
 
     def _check_alone(self, version: str) -> None:
         """Checks that requests are computed with the weights that were sent, alone."""

@@ -33,10 +33,9 @@ from torchrl_sglang.weight_update.sources.exporter import (
 )
 from torchrl_sglang.weight_update.sources.peft import has_adapters, merge_while_reading
 from torchrl_sglang.weight_update.sources.served import plan_names
-from torchrl_sglang.weight_update.weights import TensorSpec, Weights, specs_of
+from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 __all__ = [
-    "check_metadata",
     "find_source",
     "get_model_metadata",
     "open_weights",
@@ -48,6 +47,9 @@ _COLLECTED = (Mapping, Iterator, Sequence, AbstractSet, MappingView)
 
 _NO_WEIGHTS = (str, bytes, type)
 """Can be iterated over or called, and hold no weights."""
+
+
+_REGISTER = "Register the model that is trained with sender.register_model(model)."
 
 
 def open_weights(
@@ -119,8 +121,7 @@ def find_source(weights: Any, cache: ExporterCache | None = None) -> Source:
         if not isinstance(weights, nn.Module):
             raise ConfigurationError(
                 f"The {kind} that was given as weights is an inference wrapper around "
-                f"a {type(weights).__name__}, and holds no weights itself. Register "
-                f"the model that is trained with sender.register_model(model)."
+                f"a {type(weights).__name__}, and holds no weights itself. {_REGISTER}"
             )
     # A TensorDict of parameters is a module too, with its own names.
     if isinstance(weights, TensorDictBase):
@@ -147,21 +148,18 @@ def find_source(weights: Any, cache: ExporterCache | None = None) -> Source:
 
 
 def _no_weights_error(weights: Any) -> ConfigurationError:
+    kind, advice = type(weights).__name__, ""
     if isinstance(weights, RLSGLangEngine):
-        return ConfigurationError(
-            f"The {type(weights).__name__} that was given as weights is the engine "
-            f"that they are sent to. Register the model that is trained with "
-            f"sender.register_model(model)."
-        )
+        advice = f" This one is the engine that they are sent to. {_REGISTER}"
     if isinstance(weights, (str, os.PathLike)):
-        return ConfigurationError(
-            f"Weights are no path, got {type(weights).__name__} "
-            f"{os.fspath(weights)!r}. If PEFT has saved an adapter in this folder, "
-            f"give the scheme transport='lora'; otherwise load the model, and give it."
+        kind = f"{kind} {os.fspath(weights)!r}"
+        advice = (
+            " If PEFT has saved an adapter in this folder, give the scheme "
+            "transport='lora'; otherwise load the model, and give it."
         )
     return ConfigurationError(
         f"Weights are a module, a state dict, a TensorDict, an iterable of (name, "
-        f"tensor) or a function that returns one, got {type(weights).__name__}."
+        f"tensor) or a function that returns one, got {kind}.{advice}"
     )
 
 
@@ -200,12 +198,3 @@ def get_model_metadata(model: Any) -> ModelMetadata:
             seen.add(spec.identity)
             metadata[name] = (spec.dtype, spec.shape)
     return metadata
-
-
-def check_metadata(
-    metadata: ModelMetadata,
-    served: ModelMetadata,
-    fused: Mapping[str, FusedParameter] | None = None,
-) -> None:
-    """Validates names and shapes of weights that do not exist yet."""
-    plan_names(specs_of(metadata), served, fused)

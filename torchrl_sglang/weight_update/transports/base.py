@@ -114,9 +114,7 @@ class WeightTransport(abc.ABC):
     def send(self, weights: Weights, *, version: str) -> int:
         """Makes every server load the weights, and returns the number of transfers.
 
-        Args:
-            weights: the tensors; read once, never more than a bucket ahead.
-            version: weight version that the servers report from then on.
+        They are read once, never more than a bucket ahead.
 
         Raises:
             WeightTransferError: if that failed; ``untouched`` is True if no server has

@@ -205,7 +205,9 @@ class BroadcastTransport(WeightTransport):
                 self._send_bucket(bucket, tensors, version if last else None, count > 0)
                 count += 1
                 # Buckets in flight hold memory, except where that is the parameters'.
-                if not (weights.stable and self._shares(tensors)):
+                own = {tensor.data_ptr() for tensor in tensors.values()}
+                parts = {part.data_ptr() for part in self._in_flight[-1][1]}
+                if not (weights.stable and parts <= own):
                     self._settle(keep=1 if weights.stable else 0)
                 del tensors
             self._settle(keep=0)
@@ -303,11 +305,6 @@ class BroadcastTransport(WeightTransport):
                 work.wait()  # Raises if the broadcast has failed.
             self._in_flight.popleft()
 
-    def _shares(self, tensors: NamedTensors) -> bool:
-        """Returns whether the latest broadcasts read the tensors' own memory."""
-        own = {tensor.data_ptr() for tensor in tensors.values()}
-        return {part.data_ptr() for part in self._in_flight[-1][1]} <= own
-
     @property
     def _servers(self) -> str:
         return ", ".join(self._engine.control.urls)
@@ -339,7 +336,9 @@ class BroadcastTransport(WeightTransport):
                 self._group_name, timeout=GIVE_UP_SECONDS
             )
         )
-        leaving.add_done_callback(_log_failure)
+        leaving.add_done_callback(
+            lambda left: torchrl_logger.debug(f"Servers left a group: {left}")
+        )
         return leaving
 
     def close(self) -> None:
@@ -367,8 +366,3 @@ def _destroy_late(joining: concurrent.futures.Future[Any]) -> None:
     # A group that came up after it was given up; nothing was sent in it.
     if joining.exception() is None:
         process_group.destroy(joining.result())
-
-
-def _log_failure(request: concurrent.futures.Future[Any]) -> None:
-    if not request.cancelled() and request.exception() is not None:
-        torchrl_logger.debug(f"A server did not leave a group: {request.exception()}")

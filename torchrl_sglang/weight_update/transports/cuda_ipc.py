@@ -150,8 +150,12 @@ class CudaIpcTransport(WeightTransport):
                 count += 1
                 del content
                 # The next content takes the memory of all but the latest.
-                self._settle(in_flight, keep=1)
-            self._settle(in_flight, keep=0)
+                while len(in_flight) > 1:
+                    in_flight.popleft().result()
+                    self._held.popleft()
+            while in_flight:
+                in_flight.popleft().result()
+                self._held.popleft()
         except BaseException as error:
             failure = self._give_up(error, in_flight, count)
             if not isinstance(error, Exception):
@@ -216,11 +220,6 @@ class CudaIpcTransport(WeightTransport):
                 content.kept += kept
             entries.append(entry)
         return submit(self._post(entries, content.load_format, version))
-
-    def _settle(self, in_flight: deque[Future[None]], *, keep: int) -> None:
-        while len(in_flight) > keep:
-            in_flight.popleft().result()
-            self._held.popleft()
 
     def _give_up(
         self, error: BaseException, in_flight: deque[Future[None]], count: int

@@ -26,10 +26,11 @@ from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update.buckets import read_buckets
 from torchrl_sglang.weight_update.sources.exporter import ExporterCache
 from torchrl_sglang.weight_update.sources.resolve import (
-    check_metadata,
     find_source,
     open_weights,
 )
+from torchrl_sglang.weight_update.sources.served import plan_names
+from torchrl_sglang.weight_update.weights import specs_of
 
 pytestmark = pytest.mark.filterwarnings(
     # torch.compile imports what PyTorch itself calls deprecated.
@@ -198,9 +199,9 @@ def test_many_names_are_counted_and_not_all_listed(served):
 
 
 def test_metadata_is_checked_before_there_are_weights(served):
-    check_metadata(served, served)
+    plan_names(specs_of(served), served)
     with pytest.raises(WeightMismatchError, match="1 unexpected: more"):
-        check_metadata({**served, "more": (torch.float32, (3,))}, served)
+        plan_names(specs_of({**served, "more": (torch.float32, (3,))}), served)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8])
