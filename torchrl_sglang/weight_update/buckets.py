@@ -8,6 +8,7 @@ an offset that is a multiple of its item size. Largest item size first gives tha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -83,7 +84,7 @@ def read_buckets(
     weights: Weights, max_bytes: int, small_below: int = 0
 ) -> Iterator[tuple[Bucket, NamedTensors]]:
     """Reads weights bucket by bucket; the tensors may still have to be cast."""
-    announced = {spec.name: tuple(spec.shape) for spec in weights.specs}
+    shapes = {spec.name: spec.shape for spec in weights.specs}
     source = weights.read()
     held: NamedTensors = {}
     for bucket in plan_buckets(weights.specs, max_bytes, small_below):
@@ -92,15 +93,13 @@ def read_buckets(
             item = next(source, None)
             if item is None:
                 raise WeightMismatchError(
-                    f"The source of the weights ended before it had yielded all "
-                    f"{len(announced)} tensors."
+                    f"The source of the weights ended before it had yielded {names}."
                 )
             name, value = item
-            if tuple(value.shape) != announced.get(name):
+            if value.shape != shapes.get(name):
                 raise WeightMismatchError(
-                    f"The source of the weights yields {name} of shape "
-                    f"{tuple(value.shape)}, and announced "
-                    f"{announced.get(name, 'no such tensor')}."
+                    f"The source of the weights yields {name} of {tuple(value.shape)}, "
+                    f"and announced {shapes.get(name, 'no such tensor')}."
                 )
             held[name] = value
             del item, value
@@ -109,11 +108,8 @@ def read_buckets(
         if not weights.stable:
             # This generator is suspended while the next tensors are made.
             tensors.clear()
-    if next(source, None) is not None:
-        raise WeightMismatchError(
-            f"The source of the weights yields more than the {len(announced)} tensors "
-            f"that it announced."
-        )
+    # An exporter runs to its end, with whatever collectives it still has.
+    deque(source, maxlen=0)
 
 
 def flatten(

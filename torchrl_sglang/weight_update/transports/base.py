@@ -17,7 +17,6 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightTransferError,
 )
-from torchrl_sglang.weight_update.transports.placement import Facts
 from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = [
@@ -80,11 +79,6 @@ class WeightTransport(abc.ABC):
         self._options: Any = options or self.options_type()
         # Where buckets are put together.
         self._device = device
-
-    @classmethod
-    def reason(cls, facts: Facts) -> str | None:
-        """Returns why ``"auto"`` takes this transport, or None if it does not."""
-        return None
 
     @property
     def connected(self) -> bool:

@@ -30,7 +30,6 @@ from torchrl_sglang.weight_update.transports.base import (
     WeightTransport,
     send_to_each,
 )
-from torchrl_sglang.weight_update.transports.placement import Facts
 from torchrl_sglang.weight_update.transports.process_group import (
     POLL_SECONDS,
     open_store,
@@ -98,20 +97,6 @@ class BroadcastTransport(WeightTransport):
         self._group: Any = None
         self._group_name = ""
         self._epoch = -1
-
-    @classmethod
-    def reason(cls, facts: Facts) -> str | None:
-        """Takes weights that no better transport takes."""
-        if facts.pp_size > 1:
-            return None
-        if not facts.device.startswith("cuda"):
-            return f"The weights are on {facts.device}, which servers do not share."
-        if all(server.gpus is not None for server in facts.servers):
-            return f"The servers compute elsewhere than on {facts.device}."
-        return (
-            f"It is not known that the servers share the GPU of the weights, "
-            f"{facts.device}; if they do, give transport='cuda_ipc'."
-        )
 
     @property
     def connected(self) -> bool:

@@ -20,7 +20,6 @@ import torch
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.support.event_loop import submit
 from torchrl_sglang.errors import (
-    ConfigurationError,
     UnsupportedByServerError,
     WeightTransferError,
 )
@@ -36,7 +35,6 @@ from torchrl_sglang.weight_update.transports.base import (
 )
 from torchrl_sglang.weight_update.transports.handles import pack
 from torchrl_sglang.weight_update.transports.placement import (
-    Facts,
     find_facts,
     reach_of,
 )
@@ -90,25 +88,6 @@ class CudaIpcTransport(WeightTransport):
         self._epoch = -1
         self._in_place = False
         self._held: deque[_Content] = deque()
-
-    @classmethod
-    def reason(cls, facts: Facts) -> str | None:
-        """Takes weights whose GPU a server shares: NCCL does not allow that."""
-        if facts.pp_size > 1:
-            return None
-        reaches = [reach_of(server, facts) for server in facts.servers]
-        if not any(reach.shares for reach in reaches):
-            return None
-        for reach in reaches:
-            if not reach.opens:
-                why = reach.why or "It is not known which GPUs it sees."
-                raise ConfigurationError(
-                    f"A server computes on the GPU of the weights ({facts.device}), "
-                    f"which NCCL does not allow, and the server at {reach.url} cannot "
-                    f"open their memory: {why} Give directory=..., a folder that this "
-                    f"process and every server see under the same path."
-                )
-        return f"The servers share the GPU of the weights, {facts.device}."
 
     @property
     def connected(self) -> bool:

@@ -34,7 +34,6 @@ from torchrl_sglang.weight_update.transports.base import (
     WeightTransport,
     send_to_each,
 )
-from torchrl_sglang.weight_update.transports.placement import Facts
 from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = ["DiskOptions", "DiskTransport"]
@@ -88,13 +87,6 @@ class DiskTransport(WeightTransport):
     name = "disk"
     options_type = DiskOptions
     _connected = False
-
-    @classmethod
-    def reason(cls, facts: Facts) -> str | None:
-        """Takes weights whenever a directory is given."""
-        if facts.directory is None:
-            return None
-        return f"A directory was given: {facts.directory!r}."
 
     @property
     def _directory(self) -> Path:

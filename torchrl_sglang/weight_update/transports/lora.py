@@ -15,7 +15,6 @@ from torchrl_sglang.weight_update.transports.base import (
     TransportOptions,
     WeightTransport,
 )
-from torchrl_sglang.weight_update.transports.placement import Facts
 from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = ["LoraOptions", "LoraTransport"]
@@ -47,13 +46,6 @@ class LoraTransport(WeightTransport):
     adapter_only = True
     options_type = LoraOptions
     _options: LoraOptions
-
-    @classmethod
-    def reason(cls, facts: Facts) -> str | None:
-        """Takes the adapter of a model that trains nothing else."""
-        if facts.adapter:
-            return "The model trains a LoRA adapter, and the servers take adapters."
-        return None
 
     @property
     def connected(self) -> bool:

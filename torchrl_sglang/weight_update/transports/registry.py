@@ -16,7 +16,7 @@ from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 from torchrl_sglang.weight_update.transports.cuda_ipc import CudaIpcTransport
 from torchrl_sglang.weight_update.transports.disk import DiskTransport
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
-from torchrl_sglang.weight_update.transports.placement import Facts
+from torchrl_sglang.weight_update.transports.placement import Facts, reach_of
 
 __all__ = [
     "AUTO",
@@ -35,10 +35,14 @@ _ROWS: tuple[type[WeightTransport], ...] = (
     CudaIpcTransport,
     BroadcastTransport,
 )
-"""All transports, in the order in which ``"auto"`` asks them."""
 
 TRANSPORTS: Mapping[str, type[WeightTransport]] = {row.name: row for row in _ROWS}
 """Name -> transport."""
+
+_GIVE_DIRECTORY = (
+    "give directory=..., a folder that this process and every server see under the "
+    "same path."
+)
 
 _SHARED = {field.name for field in fields(TransportOptions)}
 
@@ -102,12 +106,35 @@ def make_options(
 
 def choose(facts: Facts) -> tuple[str, str]:
     """Returns the name of the fastest transport that works, and why it is taken."""
-    for name, kind in TRANSPORTS.items():
-        reason = kind.reason(facts)
-        if reason is not None:
-            return name, reason
-    raise ConfigurationError(
-        f"The servers have {facts.pp_size} pipeline stages each, and take weights from "
-        f"files only; give directory=..., a folder that this process and every server "
-        f"see under the same path."
-    )
+    if facts.adapter:
+        why = "The model trains a LoRA adapter, and the servers take adapters."
+        return LoraTransport.name, why
+    if facts.directory is not None:
+        return DiskTransport.name, f"A directory was given: {facts.directory!r}."
+    if facts.pp_size > 1:
+        raise ConfigurationError(
+            f"The servers have {facts.pp_size} pipeline stages each, and take weights "
+            f"from files only; {_GIVE_DIRECTORY}"
+        )
+    reaches = [reach_of(server, facts) for server in facts.servers]
+    if any(reach.shares for reach in reaches):
+        for reach in reaches:
+            if not reach.opens:
+                why = reach.why or "It is not known which GPUs it sees."
+                raise ConfigurationError(
+                    f"A server computes on the GPU of the weights ({facts.device}), "
+                    f"which NCCL does not allow, and the server at {reach.url} cannot "
+                    f"open their memory: {why} To send files, {_GIVE_DIRECTORY}"
+                )
+        why = f"The servers share the GPU of the weights, {facts.device}."
+        return CudaIpcTransport.name, why
+    if not facts.device.startswith("cuda"):
+        why = f"The weights are on {facts.device}, which servers do not share."
+    elif all(server.gpus is not None for server in facts.servers):
+        why = f"The servers compute elsewhere than on {facts.device}."
+    else:
+        why = (
+            f"It is not known that the servers share the GPU of the weights, "
+            f"{facts.device}; if they do, give transport='cuda_ipc'."
+        )
+    return BroadcastTransport.name, why
