@@ -39,7 +39,7 @@ from torchrl_sglang.weight_update.transports.checkpoint import (
     checkpoint_path,
 )
 from torchrl_sglang.weight_update.transports.registry import AUTO, TRANSPORTS
-from torchrl_sglang.weight_update.verify import Verifier
+from torchrl_sglang.weight_update.verify import watch
 from torchrl_sglang.weight_update.weights import Weights, specs_of
 
 __all__ = ["SGLangWeightSender"]
@@ -69,7 +69,6 @@ class SGLangWeightSender:
         # The transport of whole weights; an adapter's keeps no connection.
         self._transport: WeightTransport | None = None
         self._collectors: list[Any] = []
-        self._verifier: Verifier | None = None
         self._last_report: SyncReport | None = None
 
     @property
@@ -262,8 +261,7 @@ class SGLangWeightSender:
             version = self._next_version()
             check = None
             if verify:
-                self._verifier = self._verifier or Verifier(engine)
-                weights, check = self._verifier.watch(weights, given, version=version)
+                weights, check = watch(engine, weights, given, version=version)
             return session.update_weights(
                 engine,
                 self._get_transport(weights.device, adapter=adapter),

@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -33,7 +34,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.weight_update.sources.adapter import peft_model_in
 from torchrl_sglang.weight_update.weights import Weights
 
-__all__ = ["Verifier", "allowed_difference", "choose_names", "whole_model"]
+__all__ = ["allowed_difference", "choose_names", "watch", "whole_model"]
 
 ROWS = 2
 """Rows of a matrix that are compared."""
@@ -58,173 +59,159 @@ differ by 1.0 to 1.2."""
 
 # Compared parameters, from the first layer to the last. Their rows are the same on a
 # tensor-parallel server's first rank and in the checkpoint.
-_KINDS = (
-    "embed_tokens.weight",
-    "q_proj.weight",
-    "gate_proj.weight",
-    "layernorm.weight",
-    ".norm.weight",
-    "lm_head.weight",
-)
+_KINDS = ("embed_tokens", "q_proj", "gate_proj", "layernorm", ".norm", "lm_head")
 
 Check: TypeAlias = Callable[[], None]
 
 
-class Verifier:
-    """Compares servers with the weights that a sender sends."""
+def watch(
+    engine: RLSGLangEngine, weights: Weights, given: Any, *, version: str
+) -> tuple[Weights, Check]:
+    """Returns the weights to send instead, and the comparison to call afterwards.
 
-    def __init__(self, engine: RLSGLangEngine) -> None:
-        self._engine = engine
-        self._readable: frozenset[str] | None = None
+    ``given`` is the caller's model, asked for log-probs if it can be called. Raises
+    :class:`UnsupportedByServerError` if nothing can be compared.
+    """
+    adapter = weights.adapter is not None
+    names = [] if adapter else _find_readable(engine, weights)
+    # Servers cannot generate before their cache is awake.
+    model = None if engine.asleep else whole_model(given)
+    if not names and model is None:
+        raise UnsupportedByServerError(
+            f"verify=True has nothing to compare: the servers of "
+            f"{engine.capabilities.model_path!r} do not tell the values of these "
+            f"weights, and log-probs need awake servers and a model that is whole on "
+            f"this rank and can be called with input_ids, got {type(given).__name__}. "
+            f"Register such a model, or leave verify=True out."
+        )
+    dtypes = {spec.name: spec.dtype for spec in weights.specs}
+    served = {engine.capabilities.dtype or torch.bfloat16}
+    if not adapter:
+        served = set(dtypes.values())
+    compare_log_probs = _watch_log_probs(engine, model, served, adapter, version)
+    sent: dict[str, torch.Tensor] = {}
 
-    def watch(
-        self, weights: Weights, given: Any, *, version: str
-    ) -> tuple[Weights, Check]:
-        """Returns the weights to send instead, and the comparison to call afterwards.
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.read():
+            if name in names:
+                # The first rows as a server holds them; float32 is exact.
+                first = tensor.detach()[: ELEMENTS if tensor.dim() == 1 else ROWS]
+                sent[name] = first.to("cpu", dtypes[name], copy=True).float()
+                del first
+            yield name, tensor
+            # Not held while the next one is made.
+            del tensor
 
-        ``given`` is the caller's model, asked for log-probs if it can be called. Raises
-        :class:`UnsupportedByServerError` if nothing can be compared.
-        """
-        engine, adapter = self._engine, weights.adapter is not None
-        names = frozenset() if adapter else self._find_readable(weights)
-        # Servers cannot generate before their cache is awake.
-        model = None if engine.asleep else whole_model(given)
-        if not names and model is None:
-            raise UnsupportedByServerError(
-                f"verify=True has nothing to compare: the servers of "
-                f"{engine.capabilities.model_path!r} do not tell the values of these "
-                f"weights, and log-probs need awake servers and a model that is whole "
-                f"on this rank and can be called with input_ids, got "
-                f"{type(given).__name__}. Register such a model, or leave verify=True "
-                f"out."
-            )
-        dtypes = {spec.name: spec.dtype for spec in weights.specs}
-        compare_log_probs = self._watch_log_probs(model, dtypes, adapter, version)
-        sent: dict[str, torch.Tensor] = {}
+    def check() -> None:
+        if not adapter:
+            _check_alone(engine, version)
+        for name, value in sent.items():
+            _compare_values(engine, name, value)
+        compare_log_probs()
 
-        def read() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in weights.read():
-                if name in names:
-                    sent[name] = _head(tensor, dtypes[name])
-                yield name, tensor
-                # Not held while the next one is made.
-                del tensor
+    return dataclasses.replace(weights, read=read), check
 
-        def check() -> None:
-            if not adapter:
-                self._check_alone(version)
-            for name, value in sent.items():
-                self._compare_values(name, value)
-            compare_log_probs()
 
-        return dataclasses.replace(weights, read=read), check
+def _find_readable(engine: RLSGLangEngine, weights: Weights) -> list[str]:
+    """Returns the names of parameters whose values the servers tell."""
+    quantization = engine.capabilities.server_args.get("quantization")
+    if quantization:
+        raise UnsupportedByServerError(
+            f"The servers quantise what they receive ({quantization!r}), so it cannot "
+            f"be compared with what was sent; leave verify=True out."
+        )
+    names = []
+    for name in choose_names([spec.name for spec in weights.specs]):
+        with suppress(RequestRefusedError):
+            rows = run_sync(engine.control.get_weights_by_name(name, 1))
+            if all(isinstance(row, list) and row for row in rows):
+                names.append(name)
+    return names
 
-    def _find_readable(self, weights: Weights) -> frozenset[str]:
-        """Returns the names of parameters whose values the servers tell."""
-        quantization = self._engine.capabilities.server_args.get("quantization")
-        if quantization:
-            raise UnsupportedByServerError(
-                f"The servers quantise what they receive ({quantization!r}), so it "
-                f"cannot be compared with what was sent; leave verify=True out."
-            )
-        if self._readable is None:
-            chosen = choose_names([spec.name for spec in weights.specs])
-            self._readable = frozenset(filter(self._is_readable, chosen))
-        return self._readable
 
-    def _is_readable(self, name: str) -> bool:
-        try:
-            rows = run_sync(self._engine.control.get_weights_by_name(name, 1))
-        except RequestRefusedError:
-            return False
-        return all(isinstance(row, list) and row for row in rows)
+def _check_alone(engine: RLSGLangEngine, version: str) -> None:
+    """Checks that requests are computed with the weights that were sent, alone."""
+    carried = set(engine.published_adapters(timeout=CONTROL_TIMEOUT_SECONDS))
+    if engine.default_adapter is not None:
+        carried.add(engine.default_adapter)
+    if carried:
+        raise WeightMismatchError(
+            f"After the update to version {version}, requests that select no LoRA "
+            f"adapter carry {', '.join(map(repr, sorted(carried)))} over the weights "
+            f"that were sent. Did somebody publish it meanwhile? Send the weights "
+            f"again."
+        )
 
-    def _check_alone(self, version: str) -> None:
-        """Checks that requests are computed with the weights that were sent, alone."""
-        engine = self._engine
-        carried = set(engine.published_adapters(timeout=CONTROL_TIMEOUT_SECONDS))
-        if engine.default_adapter is not None:
-            carried.add(engine.default_adapter)
-        if carried:
+
+def _compare_values(engine: RLSGLangEngine, name: str, sent: torch.Tensor) -> None:
+    answers = run_sync(engine.control.get_weights_by_name(name, len(sent)))
+    for url, answer in zip(engine.control.urls, answers, strict=True):
+        found = torch.tensor(answer, dtype=torch.float32)
+        # A rank of a tensor-parallel server may hold fewer rows.
+        same = sent[: len(found)]
+        if not torch.equal(found, same):
+            starts = [
+                [round(value, 6) for value in values.flatten()[:4].tolist()]
+                for values in (found, same)
+            ]
             raise WeightMismatchError(
-                f"After the update to version {version}, requests that select no LoRA "
-                f"adapter carry {', '.join(map(repr, sorted(carried)))} over the "
-                f"weights that were sent. Did somebody publish it meanwhile? Send the "
-                f"weights again."
+                f"After the update to {url}, {name} is not what was sent there: it "
+                f"begins with {starts[0]}, sent was {starts[1]}. Did another trainer "
+                f"update this server?"
             )
 
-    def _compare_values(self, name: str, sent: torch.Tensor) -> None:
-        control = self._engine.control
-        answers = run_sync(control.get_weights_by_name(name, len(sent)))
+
+def _watch_log_probs(
+    engine: RLSGLangEngine,
+    model: nn.Module | None,
+    served: set[torch.dtype],
+    adapter: bool,
+    version: str,
+) -> Check:
+    """Scores prompts with the trainer's model; returns the servers' comparison."""
+    if model is None:
+        return lambda: None
+    # Other prompts at every update, and the same ones when it is repeated.
+    choice, capabilities = random.Random(version), engine.capabilities
+    length = min(PROMPT_TOKENS, capabilities.max_prompt)
+    prompts = [
+        [choice.randrange(capabilities.vocab_size) for _ in range(length)]
+        for _ in range(NUM_PROMPTS)
+    ]
+    expected = _score(model, prompts)
+    # Either side may compute in half precision.
+    dtypes = {value.dtype for value in model.parameters()} | served
+    allowed = max(allowed_difference(dtype, expected) for dtype in dtypes)
+
+    def compare() -> None:
+        control, name = engine.control, None
+        if adapter:
+            name = engine.adapters[engine.default_adapter or ""].served_as
+        answers = run_sync(
+            control.prompt_log_probs(prompts, cache_key=version, adapter=name)
+        )
         for url, answer in zip(control.urls, answers, strict=True):
             found = torch.tensor(answer, dtype=torch.float32)
-            # A rank of a tensor-parallel server may hold fewer rows.
-            same = sent[: len(found)]
-            if not torch.equal(found, same):
-                raise WeightMismatchError(
-                    f"After the update to {url}, {name} is not what was sent there: it "
-                    f"begins with {_listed(found)}, sent was {_listed(same)}. Did "
-                    f"another trainer update this server?"
-                )
-
-    def _watch_log_probs(
-        self,
-        model: nn.Module | None,
-        sent: Mapping[str, torch.dtype],
-        adapter: bool,
-        version: str,
-    ) -> Check:
-        """Scores prompts with the trainer's model; returns the servers' comparison."""
-        if model is None:
-            return lambda: None
-        engine, capabilities = self._engine, self._engine.capabilities
-        # Other prompts at every update, and the same ones when it is repeated.
-        choice = random.Random(version)
-        prompts = [
-            [
-                choice.randrange(capabilities.vocab_size)
-                for _ in range(min(PROMPT_TOKENS, capabilities.max_prompt))
-            ]
-            for _ in range(NUM_PROMPTS)
-        ]
-        expected = _score(model, prompts)
-        # Either side may compute in half precision.
-        base = capabilities.dtype or torch.bfloat16
-        served = {base} if adapter else set(sent.values())
-        dtypes = {value.dtype for value in model.parameters()} | served
-        allowed = max(allowed_difference(dtype, expected) for dtype in dtypes)
-
-        def compare() -> None:
-            control, name = engine.control, None
-            if adapter:
-                name = engine.adapters[engine.default_adapter or ""].served_as
-            answers = run_sync(
-                control.prompt_log_probs(prompts, cache_key=version, adapter=name)
+            differs = (found - expected).abs()
+            # A NaN is a difference.
+            if bool(differs.mean() <= allowed):
+                continue
+            where = int(differs.nan_to_num(torch.inf).argmax())
+            raise WeightMismatchError(
+                f"After the update, {url} does not generate with what was sent there: "
+                f"its log-probs differ from the trainer's by {differs.mean():.3g} on "
+                f"average; rounding explains {allowed:.3g}. Furthest apart are "
+                f"{found.flatten()[where]:.4f} and {expected.flatten()[where]:.4f}."
             )
-            for url, answer in zip(control.urls, answers, strict=True):
-                found = torch.tensor(answer, dtype=torch.float32)
-                differs = (found - expected).abs()
-                # A NaN is a difference.
-                if bool(differs.mean() <= allowed):
-                    continue
-                where = int(differs.nan_to_num(torch.inf).argmax())
-                raise WeightMismatchError(
-                    f"After the update, {url} does not generate with what was sent "
-                    f"there: its log-probs differ from the trainer's by "
-                    f"{differs.mean():.3g} on average; rounding explains "
-                    f"{allowed:.3g}. Furthest apart are "
-                    f"{found.flatten()[where]:.4f} and "
-                    f"{expected.flatten()[where]:.4f}."
-                )
 
-        return compare
+    return compare
 
 
 def choose_names(names: Sequence[str]) -> list[str]:
     """Returns some parameters, of every kind and from every depth."""
     chosen = []
     for position, kind in enumerate(_KINDS):
-        found = [name for name in names if name.endswith(kind)]
+        found = [name for name in names if name.endswith(f"{kind}.weight")]
         if found:
             chosen.append(found[position * (len(found) - 1) // (len(_KINDS) - 1)])
     # An architecture with other names.
@@ -261,12 +248,6 @@ def whole_model(source: Any) -> nn.Module | None:
     return source if callable_ and whole else None
 
 
-def _head(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copies the first rows as a server holds them, in float32, which is exact."""
-    first = tensor.detach()[: ELEMENTS if tensor.dim() == 1 else ROWS]
-    return first.to("cpu", dtype, copy=True).float()
-
-
 def _score(model: nn.Module, prompts: list[list[int]]) -> torch.Tensor:
     """Returns the log-probability of each token but the first of each prompt."""
     device = next(model.parameters()).device
@@ -289,7 +270,3 @@ def _score(model: nn.Module, prompts: list[list[int]]) -> torch.Tensor:
     finally:
         for module in training:
             module.training = True
-
-
-def _listed(values: torch.Tensor) -> str:
-    return str([round(value, 6) for value in values.flatten()[:4].tolist()])

@@ -28,7 +28,7 @@ from torchrl_sglang.weight_update.sources.adapter import (
 )
 from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights
 from torchrl_sglang.weight_update.transports.lora import LoraOptions, LoraTransport
-from torchrl_sglang.weight_update.verify import Verifier
+from torchrl_sglang.weight_update.verify import watch
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -334,8 +334,7 @@ def test_verification_notices_another_adapter(lora_engine, peft_models):
         peft_models.make(seed, target_modules=["v_proj"]) for seed in (1, 2)
     )
     train(other, steps=3)
-    verifier = Verifier(lora_engine)
-    weights, check = verifier.watch(adapter_weights(model), other, version="1")
+    weights, check = watch(lora_engine, adapter_weights(model), other, version="1")
     LoraTransport(lora_engine).send(weights, version="1")
     with pytest.raises(WeightMismatchError, match="does not generate with"):
         check()
@@ -471,9 +470,8 @@ def test_whole_weights_replace_what_anybody_published(
 def test_verification_notices_an_adapter_over_whole_weights(
     lora_engine, peft_models, hf_model
 ):
-    verifier = Verifier(lora_engine)
     weights = open_weights(find_source(hf_model), lora_engine.get_model_metadata(), {})
-    _, check = verifier.watch(weights, hf_model, version="1")
+    _, check = watch(lora_engine, weights, hf_model, version="1")
     check()
     tensors, config = adapter_from_model(peft_models.make(14))
     with AsyncSGLang.connect(lora_engine.server_url) as other:

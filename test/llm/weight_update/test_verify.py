@@ -19,9 +19,9 @@ from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 from torchrl_sglang.weight_update.verify import (
-    Verifier,
     allowed_difference,
     choose_names,
+    watch,
     whole_model,
 )
 
@@ -116,7 +116,7 @@ def update_and_interfere(engine, weights, interfere):
     """An update, after which somebody does something before it is verified."""
     version = str(int("0" + engine.weight_version.strip("default")) + 1)
     opened = open_weights(weights, engine.get_model_metadata())
-    opened, check = Verifier(engine).watch(opened, weights, version=version)
+    opened, check = watch(engine, opened, weights, version=version)
 
     def verify():
         interfere()
