@@ -297,9 +297,6 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         """Returns the weights to send: those given, or the registered model.
 
         Never the collector's own policy, an inference wrapper without parameters.
-
-        Raises:
-            WeightSyncStateError: if none are given and no model is registered.
         """
         return self.create_sender().resolve(weights)
 

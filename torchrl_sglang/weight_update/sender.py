@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,8 +64,6 @@ class SGLangWeightSender:
         self._scheme = scheme
         self._options: SchemeOptions = scheme.options
         self._model: Any = None
-        self._metadata: ModelMetadata | None = None
-        self._fused: dict[str, FusedParameter] = {}
         self._exporters = ExporterCache()
         # The transport of whole weights; an adapter's keeps no connection.
         self._transport: WeightTransport | None = None
@@ -91,8 +90,7 @@ class SGLangWeightSender:
         It has ``increment_version()`` and ``policy_version``, as those of TorchRL do.
         Its ``last_sync_report`` is set to each update's report.
         """
-        if all(known is not collector for known in self._collectors):
-            self._collectors.append(collector)
+        self._collectors.append(collector)
 
     def init_all_workers_group(
         self,
@@ -123,11 +121,11 @@ class SGLangWeightSender:
             if (ranks is not None and not ranks.sends) or source.adapter is not None:
                 return
         if model_metadata is not None:
-            plan_names(specs_of(model_metadata), self._served(), self._fused)
+            plan_names(specs_of(model_metadata), *self._served)
         device = CPU
         if self._options.device is None:
             source = source or self._find_source(self.resolve())
-            device = open_weights(source, self._served(), self._fused).device
+            device = open_weights(source, *self._served).device
         self._get_transport(device).connect()
 
     def update_weights(
@@ -147,11 +145,10 @@ class SGLangWeightSender:
                   and adapters of PEFT are merged layer by layer as they are sent;
                 - a state dict, or a flat or nested TensorDict;
                 - a list or an iterator of (name, tensor);
-                - an exporter: a function without arguments that returns such an
-                  iterator, or an object that gives a new one whenever it is iterated
-                  over. One bucket of its tensors is alive at a time. The first update
-                  also runs through it to check names and shapes; give the same object
-                  every time.
+                - an exporter: a function that returns such an iterator, or an object
+                  that can be iterated over anew. One bucket of its tensors is alive at
+                  a time. The first update also runs through it to check names and
+                  shapes; give the same object every time.
 
                 Other floating-point types are cast to the served one, tied weights
                 are sent once, and fused experts in the pieces of a checkpoint.
@@ -172,12 +169,9 @@ class SGLangWeightSender:
             otherwise), **every** rank of its mesh calls this. They gather one bucket
             at a time; the first rank sends it, and needs the servers; all return its
             report or raise its error. The process group's own timeout must be at least
-            ``send_timeout``.
-
-            With DistributedDataParallel every rank may call, and rank 0 sends: the
-            others return a report with ``transport="none"`` at once, unless they have
-            started servers of their own. Give ``ddp.module`` to send from a rank in
-            any case.
+            ``send_timeout``. With DistributedDataParallel every rank may call, and rank
+            0 sends: the others return a report with ``transport="none"`` at once,
+            unless they have started servers of their own or give ``ddp.module``.
 
         Examples:
             >>> sender = SGLangWeightSyncScheme(engine).create_sender()
@@ -255,7 +249,7 @@ class SGLangWeightSender:
             weights = open_weights(source, {})
         else:
             engine.look_at_servers()
-            weights = open_weights(source, self._served(), self._fused)
+            weights = open_weights(source, *self._served)
         # From here on no other update can take the version.
         with engine.weight_update() as update:
             version = self._next_version()
@@ -345,11 +339,7 @@ class SGLangWeightSender:
         return report
 
     def resolve(self, weights: Any = None) -> Any:
-        """Returns the weights to send: those given, or the registered model.
-
-        Raises:
-            WeightSyncStateError: if none are given and no model is registered.
-        """
+        """Returns the weights to send: those given, or the registered model."""
         given = self._model if weights is None else weights
         if given is None:
             raise WeightSyncStateError(
@@ -358,17 +348,15 @@ class SGLangWeightSender:
             )
         return given
 
-    def _served(self) -> ModelMetadata:
-        if self._metadata is None:
-            self._fused = self._engine.get_fused_parameters()
-            self._metadata = self._engine.get_model_metadata()
-        return self._metadata
+    @cached_property
+    def _served(self) -> tuple[ModelMetadata, dict[str, FusedParameter]]:
+        engine = self._engine
+        return engine.get_model_metadata(), engine.get_fused_parameters()
 
     def _next_version(self) -> str:
         # Versions only grow, whoever updates and however often the trainer or a server
         # is restarted, so the servers are asked as well.
-        engine = self._engine
-        timeout = self._options.control_timeout
+        engine, timeout = self._engine, self._options.control_timeout
         try:
             known = run_sync(engine.control.weight_versions(timeout=timeout))
             if engine.capabilities.has_lora:
@@ -386,10 +374,8 @@ class SGLangWeightSender:
         return next_version([*known, engine.weight_version, engine.newest_version])
 
     def _all_collectors(self) -> list[Any]:
-        context = self._scheme.context
-        if context is None or any(context is known for known in self._collectors):
-            return self._collectors
-        return [*self._collectors, context]
+        known = [*self._collectors, self._scheme.context]
+        return list({id(each): each for each in known if each is not None}.values())
 
     def flush_cache(self) -> bool:
         """Empties the prefix caches, as updates do; False if a server is too busy."""

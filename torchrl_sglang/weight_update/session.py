@@ -129,9 +129,8 @@ class _Session:
     adapter: str | None = None
     """The adapter that requests carried before."""
     opened: set[str] = field(default_factory=set)
-    """Servers with a session of this update."""
+    """Servers with a session of this update; ``unclear`` ones may have one."""
     unclear: set[str] = field(default_factory=set)
-    """Servers that may have one, as their answer was lost."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -377,10 +376,7 @@ class _Session:
             self._resume(CLEANUP_SECONDS)
 
     def _close_sessions(self) -> bool:
-        """Closes this update's sessions; returns whether an unclear one was open.
-
-        Then the weights of that server are not known.
-        """
+        """Closes this update's sessions; returns whether an unclear one was open."""
         found = False
         for url in sorted(self.opened | self.unclear):
             closing = self.control.end_weight_update(
@@ -396,10 +392,7 @@ class _Session:
         return found
 
     def _others_update(self) -> bool:
-        """Returns whether another sender has a session open; it resumes generation.
-
-        Only opening one tells. Sessions that could be opened are closed at once.
-        """
+        """Tries to open sessions; returns whether another sender has one open."""
         urls = [
             url for url in self.control.urls if url not in self.opened | self.unclear
         ]
