@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from torchrl_sglang.collectors.weight_sync import attach, attach_weight_sync
     from torchrl_sglang.policies.info import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-    from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
-    from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+    from torchrl_sglang.weight_update.scheme import (
+        SGLangWeightReceiver,
+        SGLangWeightSyncScheme,
+    )
     from torchrl_sglang.weight_update.sender import SGLangWeightSender
     from torchrl_sglang.weight_update.sources.resolve import get_model_metadata
 
@@ -28,7 +30,7 @@ _HOME = {
     "GenerationInfo": "policies.info",
     "RLSGLangEngine": "backends.base",
     "SGLangLLMCollector": "collectors.llm_collector",
-    "SGLangWeightReceiver": "weight_update.receiver",
+    "SGLangWeightReceiver": "weight_update.scheme",
     "SGLangWeightSender": "weight_update.sender",
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",

@@ -49,7 +49,7 @@ PUBLIC = {
     "GenerationInfo": "policies.info",
     "RLSGLangEngine": "backends.base",
     "SGLangLLMCollector": "collectors.llm_collector",
-    "SGLangWeightReceiver": "weight_update.receiver",
+    "SGLangWeightReceiver": "weight_update.scheme",
     "SGLangWeightSender": "weight_update.sender",
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,6 @@ from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.sources.base import Source, Wanted, wrapped
 
 __all__ = ["Ranks", "find_ranks", "is_copy"]
-
-Send: TypeAlias = Callable[[Source], SyncReport]
 
 
 def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks | None:
@@ -66,7 +64,9 @@ class Ranks:
         """Whether this rank is the one that talks to the servers."""
         return all(dist.get_rank(group) == 0 for group in self._groups)
 
-    def update(self, source: Source, send: Send) -> SyncReport:
+    def update(
+        self, source: Source, send: Callable[[Source], SyncReport]
+    ) -> SyncReport:
         """Sends a source from the first rank; all ranks call this, each with its part.
 
         All return the first rank's report or raise its error.
@@ -75,7 +75,7 @@ class Ranks:
             return self._lead(source, send)
         return self._follow(source)
 
-    def _lead(self, source: Source, send: Send) -> SyncReport:
+    def _lead(self, source: Source, send: Callable[[Source], SyncReport]) -> SyncReport:
         left: Iterator[tuple[str, torch.Tensor]] | None = None
 
         def read(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:

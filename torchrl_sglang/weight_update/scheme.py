@@ -16,6 +16,7 @@ from torchrl_sglang.backends.base import (
     connect,
 )
 from torchrl_sglang.backends.support.checks import check_flag
+from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.backends.support.urls import (
     hide_passwords,
     normalize_url,
@@ -26,9 +27,8 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
 )
-from torchrl_sglang.types import PauseMode
+from torchrl_sglang.types import ModelMetadata, PauseMode
 from torchrl_sglang.weight_update.options import SchemeOptions
-from torchrl_sglang.weight_update.receiver import SGLangWeightReceiver
 from torchrl_sglang.weight_update.sender import SGLangWeightSender
 from torchrl_sglang.weight_update.transports import nccl
 from torchrl_sglang.weight_update.transports.base import (
@@ -37,7 +37,7 @@ from torchrl_sglang.weight_update.transports.base import (
 )
 from torchrl_sglang.weight_update.transports.registry import AUTO
 
-__all__ = ["SGLangWeightSyncScheme"]
+__all__ = ["SGLangWeightReceiver", "SGLangWeightSyncScheme"]
 
 
 class SGLangWeightSyncScheme(WeightSyncScheme):
@@ -339,3 +339,36 @@ class _TorchRLTransport:
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Does nothing: the sender connects when it sends."""
+
+
+class SGLangWeightReceiver:
+    """Answers questions about the servers that receive weights.
+
+    Nothing runs here: servers receive when the sender asks them to, over HTTP.
+
+    Examples:
+        >>> receiver = SGLangWeightSyncScheme(engine).create_receiver()
+        >>> receiver.weight_versions() == [engine.weight_version]
+        True
+    """
+
+    def __init__(self, engine: RLSGLangEngine) -> None:
+        self._engine = engine
+
+    def weight_versions(self) -> list[str]:
+        """Returns the weight version that each server reports."""
+        return run_sync(self._engine.control.weight_versions())
+
+    def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
+        """Does nothing: servers join when the sender asks them to."""
+
+    def poll_and_apply(self, timeout: float = 0.1) -> bool:
+        """Returns False: weights are pushed, and loaded as they come."""
+        return False
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Raises :class:`UnsupportedByServerError`: only a sender sends weights."""
+        raise UnsupportedByServerError(
+            "Weights cannot be applied to an SGLang server from here; send them with "
+            "SGLangWeightSender.update_weights(weights)."
+        )

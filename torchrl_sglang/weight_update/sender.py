@@ -35,7 +35,7 @@ from torchrl_sglang.weight_update.sources.resolve import (
 )
 from torchrl_sglang.weight_update.sources.served import plan_names
 from torchrl_sglang.weight_update.transports.base import CPU, WeightTransport
-from torchrl_sglang.weight_update.transports.checkpoint import (
+from torchrl_sglang.weight_update.transports.disk import (
     CheckpointTransport,
     checkpoint_path,
 )

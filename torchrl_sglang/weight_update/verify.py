@@ -16,7 +16,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,12 +61,10 @@ differ by 1.0 to 1.2."""
 # tensor-parallel server's first rank and in the checkpoint.
 _KINDS = ("embed_tokens", "q_proj", "gate_proj", "layernorm", ".norm", "lm_head")
 
-Check: TypeAlias = Callable[[], None]
-
 
 def watch(
     engine: RLSGLangEngine, weights: Weights, given: Any, *, version: str
-) -> tuple[Weights, Check]:
+) -> tuple[Weights, Callable[[], None]]:
     """Returns the weights to send instead, and the comparison to call afterwards.
 
     ``given`` is the caller's model, asked for log-probs if it can be called. Raises
@@ -167,7 +165,7 @@ def _watch_log_probs(
     served: set[torch.dtype],
     adapter: bool,
     version: str,
-) -> Check:
+) -> Callable[[], None]:
     """Scores prompts with the trainer's model; returns the servers' comparison."""
     if model is None:
         return lambda: None

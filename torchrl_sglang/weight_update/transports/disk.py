@@ -2,7 +2,7 @@
 
 For servers that nothing faster reaches: on other machines, or with pipeline stages.
 Each checkpoint appears under its name in one step, so readers always find a complete
-one.
+one. Recovery loads the checkpoint that the servers were started with.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import MARK, write_mark
+from torchrl_sglang.backends.base import MARK, RLSGLangEngine, write_mark
 from torchrl_sglang.backends.support.event_loop import run_sync
-from torchrl_sglang.errors import ConfigurationError, WeightTransferError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    RequestRefusedError,
+    ServerError,
+    UnsupportedByServerError,
+    WeightTransferError,
+)
 from torchrl_sglang.weight_update.buckets import flatten, plan_buckets, read_buckets
 from torchrl_sglang.weight_update.transports.base import (
     CPU,
@@ -36,7 +42,7 @@ from torchrl_sglang.weight_update.transports.base import (
 )
 from torchrl_sglang.weight_update.weights import Weights
 
-__all__ = ["DiskOptions", "DiskTransport"]
+__all__ = ["CheckpointTransport", "DiskOptions", "DiskTransport", "checkpoint_path"]
 
 KEPT = 2
 """Checkpoints that stay: the current one, and one that a slow server still reads."""
@@ -54,6 +60,10 @@ _WEIGHTS = re.compile(
 
 _NOTHING_LOADED = ("Failed to get weights iterator", "Failed to get model loader")
 """Refusals of a server that has not touched its weights."""
+
+
+CHECKPOINT_TIMEOUT_SECONDS = 600.0
+"""Timeout for the servers to read the checkpoint that they were started with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,3 +306,41 @@ def _delete(folder: Path) -> None:
         shutil.rmtree(folder)
     except OSError as error:
         torchrl_logger.warning(f"{folder} could not be removed: {error}")
+
+
+def checkpoint_path(engine: RLSGLangEngine) -> str:
+    """Returns the path, as the servers see it, that they were started with."""
+    capabilities = engine.capabilities
+    if capabilities.server_args.get("load_format") == "dummy":
+        raise UnsupportedByServerError(
+            "The servers were started with load_format='dummy', so there is no "
+            "checkpoint to go back to; send them weights instead."
+        )
+    # A server that has loaded other files reports those as its model's path.
+    return str(capabilities.server_args.get("model_path") or capabilities.model_path)
+
+
+class CheckpointTransport(WeightTransport):
+    """Makes every server load the files that it was started with."""
+
+    name = "checkpoint"
+
+    def send(self, weights: Weights, *, version: str) -> int:
+        """Loads the checkpoint; see :class:`.WeightTransport`."""
+        control, path = self._engine.control, checkpoint_path(self._engine)
+        try:
+            run_sync(control.end_weight_update())
+        except RequestRefusedError as error:
+            # The usual case: no trainer has left its session open.
+            torchrl_logger.debug(f"Before the checkpoint is loaded: {error}")
+        loading = control.update_weights_from_disk(
+            path, weight_version=version, timeout=CHECKPOINT_TIMEOUT_SECONDS
+        )
+        try:
+            run_sync(loading)
+        except ServerError as error:
+            # The weights before were not trusted, so the servers count as touched.
+            raise WeightTransferError(
+                f"The checkpoint {path!r} could not be loaded: {error}"
+            ) from error
+        return 1
