@@ -254,12 +254,7 @@ class _Session:
         if not flushed and self.pause_mode == "retract":
             self._abort_all(self.timeout)
             flushed = run_sync(self.control.flush_cache(timeout=self.timeout))
-        if not flushed:
-            torchrl_logger.debug(
-                "A prefix cache could not be flushed; its entries are out of reach "
-                "because requests carry the new weight version."
-            )
-        elif self.pause_mode != "none":
+        if flushed and self.pause_mode != "none":
             # Requests that other clients send meanwhile wait.
             self.update.flushed()
 
