@@ -15,9 +15,8 @@ from torchrl_sglang.backends.support.checks import check_flag, check_seconds
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import PauseMode
 from torchrl_sglang.weight_update.transports.base import (
-    BUCKET_BYTES,
     CPU,
-    SEND_TIMEOUT_SECONDS,
+    TransportOptions,
     WeightTransport,
 )
 from torchrl_sglang.weight_update.transports.placement import find_facts
@@ -34,13 +33,11 @@ __all__ = ["SchemeOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchemeOptions:
+class SchemeOptions(TransportOptions):
     """The options of a :class:`.SGLangWeightSyncScheme`, which documents them."""
 
     transport: str = AUTO
     transport_options: Mapping[str, Any] = field(default_factory=dict)
-    bucket_bytes: int = BUCKET_BYTES
-    send_timeout: float = SEND_TIMEOUT_SECONDS
     control_timeout: float = CONTROL_TIMEOUT_SECONDS
     device: torch.device | str | int | None = None
     pause_mode: PauseMode = "retract"
@@ -49,22 +46,20 @@ class SchemeOptions:
     process_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.pause_mode not in get_args(PauseMode):
             raise ConfigurationError(
                 f"pause_mode={self.pause_mode!r} is not one of "
                 f"{', '.join(map(repr, get_args(PauseMode)))}."
             )
-        checked = {
-            "transport_options": check_options(
-                self.transport, self.transport_options, **self._shared
-            ),
-            "control_timeout": check_seconds("control_timeout", self.control_timeout),
-            "flush_cache": check_flag("flush_cache", self.flush_cache),
-            "verify": check_flag("verify", self.verify),
-            "device": None if self.device is None else _to_device(self.device),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        given = check_options(self.transport, self.transport_options, **self._shared)
+        self._set("transport_options", given)
+        seconds = check_seconds("control_timeout", self.control_timeout)
+        self._set("control_timeout", seconds)
+        self._set("flush_cache", check_flag("flush_cache", self.flush_cache))
+        self._set("verify", check_flag("verify", self.verify))
+        if self.device is not None:
+            self._set("device", _to_device(self.device))
 
     @property
     def _shared(self) -> dict[str, Any]:

@@ -39,12 +39,10 @@ __all__ = [
 ]
 
 LISTEN_BACKLOG = 512
-
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-
 POLL_SECONDS = 0.05
 
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 NCCL_SECONDS = 7 * 24 * 3600.0
 """NCCL's own timeout, after which torch ends the whole process. The transport's

@@ -77,7 +77,6 @@ def check_options(
     given = {name: each for name, each in given.items() if each != _OPTIONS[name][1]}
     if transport != AUTO:
         check_used(transport, given)
-    TransportOptions(**shared)
     for name in {transport, *(_OPTIONS[option][0] for option in given)} - {AUTO}:
         make_options(name, given, **shared)
     if "directory" in given:
