@@ -9,7 +9,7 @@ one. The process group's own timeout limits how long a rank waits for another on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -104,7 +104,7 @@ class Ranks:
         finally:
             # The other ranks have yet to gather the tensors that nobody read.
             try:
-                _exhaust(left or ())
+                deque(left or (), maxlen=0)
             except Exception as error:  # noqa: BLE001 - The first error is raised.
                 torchrl_logger.warning(f"Ranks could not gather to the end: {error}")
             self.share(outcome)
@@ -115,9 +115,8 @@ class Ranks:
         message = self.share(None)
         if isinstance(message, dict):
             if self.agree(_find_difference(source, message)) is None:
-                _exhaust(
-                    source.read({name: dtype for name, (dtype, _) in message.items()})
-                )
+                wanted = {name: dtype for name, (dtype, _) in message.items()}
+                deque(source.read(wanted), maxlen=0)
             message = self.share(None)
         if isinstance(message, BaseException):
             raise message
@@ -146,11 +145,6 @@ class Ranks:
             # Ranks of one column have the same by now.
             problem = " ".join(dict.fromkeys(p for p in problems if p)) or None
         return problem
-
-
-def _exhaust(tensors: Iterable[Any]) -> None:
-    """Reads to the end, and holds nothing while the next tensor is made."""
-    deque(tensors, maxlen=0)
 
 
 def _through(
