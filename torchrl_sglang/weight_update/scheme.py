@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -283,9 +284,13 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         """Returns the receiving side of the servers; by default the scheme's."""
         return SGLangWeightReceiver(engine or self.engine)
 
-    def create_transport(self, **kwargs: Any) -> _TorchRLTransport:
+    def create_transport(self, **kwargs: Any) -> Any:
         """Returns the transport that TorchRL gives prepared weights to."""
-        return _TorchRLTransport(self.create_sender())
+        return SimpleNamespace(
+            send_weights=self.create_sender().send,
+            # The sender connects when it sends.
+            setup_connection_and_weights_on_sender=lambda: None,
+        )
 
     def prepare_weights(
         self,
@@ -329,16 +334,6 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         state["_sender_transports"] = None
         state["options"] = dataclasses.replace(self.options, process_group=None)
         return state
-
-
-class _TorchRLTransport:
-    """What TorchRL calls to send prepared weights. The collector counts versions."""
-
-    def __init__(self, sender: SGLangWeightSender) -> None:
-        self.send_weights = sender.send
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Does nothing: the sender connects when it sends."""
 
 
 class SGLangWeightReceiver:
