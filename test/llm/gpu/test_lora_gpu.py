@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.adapters import adapter_from_model
 from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, start
 from helpers.log_probs import response_difference
 
 from torchrl_sglang.weight_update.sources.adapter import (
-    adapter_from_model,
     adapter_source,
 )
 from torchrl_sglang.weight_update.sources.resolve import open_weights

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.adapters import adapter_from_model
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import Tokens
@@ -21,7 +22,6 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.weight_update.sources.adapter import (
-    adapter_from_model,
     adapter_source,
     is_plain_lora,
     peft_model_in,
@@ -199,13 +199,13 @@ def test_several_adapters(peft_models):
     model = peft_models.make(7)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
     assert adapter_from_model(model)[1]["r"] == 4
-    tensors, config = adapter_from_model(model, "other")
+    model.set_adapter("other")
+    tensors, config = adapter_from_model(model)
     assert config["r"] == 2
     assert all("o_proj.lora_" in name for name in tensors)
-    model.set_adapter("other")
-    assert adapter_from_model(model)[1]["r"] == 2
-    with pytest.raises(ConfigurationError, match="'third'.*'default', 'other'"):
-        adapter_from_model(model, "third")
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ConfigurationError, match="2 active adapters"):
+        adapter_from_model(model)
 
 
 def test_models_without_an_adapter(hf_model):

@@ -11,19 +11,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from torchrl_sglang.backends.base import read_folder, why_not
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.sources.base import (
     Source,
-    gather,
     tensor_source,
     wrapped,
 )
 
 __all__ = [
-    "adapter_from_model",
     "adapter_source",
     "is_plain_lora",
     "peft_model_in",
@@ -59,59 +55,30 @@ def is_plain_lora(model: Any, server_args: Mapping[str, Any] | None = None) -> b
 
 
 def adapter_source(given: Any) -> Source:
-    """Resolves the adapter of a PEFT model, or of a folder that PEFT has saved."""
+    """Resolves the active adapter of a PEFT model, or a folder that PEFT has saved."""
     if isinstance(given, (str, os.PathLike)):
         tensors, config = read_folder(given)
-    else:
-        tensors, config = _parts_of(given, None)
-    source = tensor_source(tensors)
-    return dataclasses.replace(source, adapter=config)
-
-
-def adapter_from_model(
-    model: Any, adapter_name: str | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns a model's adapter, by default the active one, as PEFT saves it.
-
-    Sharded tensors are gathered, one at a time; all ranks call this together.
-
-    Examples:
-        >>> from peft import LoraConfig, get_peft_model
-        >>> trained = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-        >>> tensors, config = adapter_from_model(trained)
-        >>> config["r"], sorted(tensors)[0]
-        (4, 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight')
-    """
-    tensors, config = _parts_of(model, adapter_name)
-    return {name: gather(value, value.dtype) for name, value in tensors.items()}, config
-
-
-def _parts_of(
-    model: Any, adapter_name: str | None
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns an adapter's tensors, as they are on this rank, and its configuration."""
-    found = peft_model_in(model)
+        return dataclasses.replace(tensor_source(tensors), adapter=config)
+    found = peft_model_in(given)
     if found is None:
         raise ConfigurationError(
-            f"A {type(model).__name__} has no LoRA adapter; give a model that "
+            f"A {type(given).__name__} has no LoRA adapter; give a model that "
             f"peft.get_peft_model() has made."
         )
-    active, names = found.active_adapters, sorted(found.peft_config)
-    if adapter_name is None and len(active) != 1:
+    active = found.active_adapters
+    if len(active) != 1:
         raise ConfigurationError(
             f"The model has {len(active)} active adapters, {active}; select the one to "
             f"send with model.set_adapter(name)."
         )
-    name = active[0] if adapter_name is None else adapter_name
-    if name not in names:
-        raise ConfigurationError(f"The model has no adapter {name!r}; it has {names}.")
     from peft import get_peft_model_state_dict
 
     # Embeddings that the adapter changes are the base model's own, and served already.
     tensors = get_peft_model_state_dict(
-        found, adapter_name=name, save_embedding_layers=False
+        found, adapter_name=active[0], save_embedding_layers=False
     )
-    return tensors, _to_json(found.peft_config[name].to_dict())
+    config = _to_json(found.peft_config[active[0]].to_dict())
+    return dataclasses.replace(tensor_source(tensors), adapter=config)
 
 
 def peft_model_in(model: Any) -> Any:

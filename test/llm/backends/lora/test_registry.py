@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from helpers.adapters import adapter_from_model
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
@@ -27,7 +28,6 @@ from torchrl_sglang.errors import (
     WeightMismatchError,
 )
 from torchrl_sglang.types import VersionSpan
-from torchrl_sglang.weight_update.sources.adapter import adapter_from_model
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
