@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.backends.base import CONTROL_TIMEOUT_SECONDS, RLSGLangEngine
 from torchrl_sglang.backends.support.event_loop import run_sync
@@ -32,6 +31,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.weight_update.sources.adapter import peft_model_in
+from torchrl_sglang.weight_update.sources.base import wrapped
 from torchrl_sglang.weight_update.weights import Weights
 
 __all__ = ["allowed_difference", "choose_names", "watch", "whole_model"]
@@ -226,24 +226,20 @@ def allowed_difference(dtype: torch.dtype, expected: torch.Tensor) -> float:
 
 def whole_model(source: Any) -> nn.Module | None:
     """Returns the model in ``source`` that can score; None if a part is elsewhere."""
-    if isinstance(source, LLMWrapperBase):
-        source = source.model
-    if isinstance(source, nn.parallel.DistributedDataParallel):
-        # Calling the wrapper would take every rank.
-        source = source.module
-    source = getattr(source, "_orig_mod", source)
-    adapted = peft_model_in(source)
-    if adapted is not None:
-        # PEFT's own forward may take anything; the base model has the adapter's layers.
-        source = adapted.get_base_model()
-    if not isinstance(source, nn.Module):
+    # Calling a wrapper could take every rank; PEFT's own forward may take anything, and
+    # the base model has the adapter's layers.
+    *_, source = [None, *wrapped(source)]
+    if peft_model_in(source) is not None:
+        source = source.get_base_model()
+    if source is None:
         return None
-    callable_ = "input_ids" in inspect.signature(source.forward).parameters
-    whole = not any(
+    elsewhere = any(
         isinstance(value, DTensor) or value.is_meta or not value.numel()
         for value in source.parameters()
     )
-    return source if callable_ and whole else None
+    takes_ids = "input_ids" in inspect.signature(source.forward).parameters
+    model: nn.Module = source
+    return model if takes_ids and not elsewhere else None
 
 
 def _score(model: nn.Module, prompts: list[list[int]]) -> torch.Tensor:
