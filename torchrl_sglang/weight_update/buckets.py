@@ -54,7 +54,7 @@ def plan_buckets(
     """Groups tensors into buckets of at most ``max_bytes``, in the order of ``specs``.
 
     A larger tensor has a bucket to itself. Tensors below ``small_below`` bytes have
-    buckets of their own, of an eighth of the size.
+    smaller buckets of their own.
     """
     buckets: list[Bucket] = []
     groups: dict[bool, list[TensorSpec]] = {False: [], True: []}

@@ -65,9 +65,7 @@ def update_weights(
     """Sends weights, or a LoRA adapter, to every server of an engine.
 
     After whole weights, requests that select no LoRA adapter are computed with these
-    alone: published adapters are dropped from every server before it generates again,
-    and requests in flight are sent again without them.
-
+    alone: published adapters are dropped from every server before it generates again.
     ``held`` is the engine's weight update, if the caller has begun it. ``checkpoint``:
     the servers load what they were started with; they may hold half of an update, so
     any failure leaves them inconsistent. ``"retract"`` flushes the prefix caches in any

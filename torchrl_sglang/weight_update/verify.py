@@ -1,12 +1,10 @@
 """Verifies that the servers hold, and generate with, the weights that were sent.
 
-Two comparisons, each where it is possible. *Values*: the first rows of a few parameters
-of every server must equal the trainer's, bit for bit; this finds a server that kept its
-old weights, however little they differ. *Log-probs* of a few prompts on every server
-must be those of the trainer's model; this finds weights in the wrong place.
-
-The trainer's side is computed before and while the weights are sent, so that its model
-may change afterwards.
+*Values*: the first rows of a few parameters of every server must equal the trainer's,
+bit for bit; this finds a server that kept its old weights. *Log-probs* of a few prompts
+on every server must be those of the trainer's model; this finds weights in the wrong
+place. The trainer's side is computed before and while the weights are sent, so that its
+model may change afterwards.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class TensorSpec:
     dtype: torch.dtype
     """Its type; in :class:`Weights`, the served one."""
     shape: torch.Size
-    """Its shape, over all ranks together."""
+    """Over all ranks together."""
     device: torch.device = field(default=torch.device("cpu"), compare=False)
     """Where the source holds it."""
     identity: Hashable = field(default_factory=object, compare=False)

@@ -1,7 +1,4 @@
-"""The LoRA adapter of a PEFT model, or of a folder that PEFT has saved it in.
-
-PEFT is imported only where one of its models is given.
-"""
+"""The LoRA adapter of a PEFT model, or of a folder that PEFT has saved it in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Resolves a module, state dict, TensorDict, pairs or exporter into a ``Source``.
 
-:func:`open_weights` validates a source against the served model and gives the
-:class:`~torchrl_sglang.weight_update.weights.Weights` that a transport sends.
+:func:`open_weights` validates it against the served model for a transport to send.
 """
 
 from __future__ import annotations

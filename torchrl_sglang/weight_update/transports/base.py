@@ -129,9 +129,8 @@ async def send_to_each(
 ) -> None:
     """Calls every server, and raises :class:`WeightTransferError` if one fails.
 
-    Its ``untouched`` is True if all servers refused with one of ``refusals``. With
-    ``grace_seconds``, calls end that long after the first failure; otherwise all are
-    awaited.
+    It is ``untouched`` if all servers refused with one of ``refusals``. Calls end
+    ``grace_seconds`` after the first failure; otherwise all are awaited.
     """
     tasks = [asyncio.ensure_future(call(*pair)) for pair in enumerate(urls)]
     until = asyncio.FIRST_EXCEPTION if grace_seconds else asyncio.ALL_COMPLETED

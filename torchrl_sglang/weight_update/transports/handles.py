@@ -28,8 +28,7 @@ whether the receiver has to wait for an event of the sender."""
 def pack(content: Any) -> tuple[str, list[torch.Tensor]]:
     """Returns the text for one rank of a server, and what must live until it was read.
 
-    ``content`` is a list of names and tensors or a flattened bucket, whose values must
-    be complete on their devices before the text is sent.
+    Values must be complete on their devices before the text is sent.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
