@@ -28,10 +28,8 @@ Fault: TypeAlias = Literal[
     "hang",  # accept the request and never answer
     "hang_up",  # close the connection without an answer
     "hang_up_mid_body",  # close it after the first bytes of the answer
-    "hang_up_mid_batch",  # close it after the first half of a batch's responses
     "malformed_json",  # answer 200 and something that is not JSON
     "error_500",  # answer "Internal Server Error"
-    "short_batch",  # leave out the last item of a batch
     "short_tokens",  # leave out the last token of each response
     "short_log_probs",  # leave out its last log-probability
     "short_top_log_probs",  # leave out the last token's alternatives
@@ -40,7 +38,6 @@ Fault: TypeAlias = Literal[
     "other_tokens",  # send the log-probabilities of other tokens
     "abort",  # end each response as a pause with mode "abort" does
     "abort_400",  # end each response as a late refusal does
-    "abort_last",  # abort the last item of a batch, and answer the others
 ]
 """Faults that the server can be told to show."""
 
@@ -142,7 +139,7 @@ class FakeServer:
         self._vocab_size: int = config["vocab_size"]
         self._context: int = context or config["max_position_embeddings"]
         self._api_key = api_key
-        self._faults: dict[str, Fault] = {}
+        self._faults: dict[str, tuple[Fault, Callable[[Any], bool]]] = {}
         self.weight_version = "default"
         self.cached_tokens = 0
         self.adapters: list[str] = []
@@ -179,9 +176,21 @@ class FakeServer:
         return self._most_open
 
     @contextmanager
-    def misbehaving(self, fault: Fault, path: str = "/generate") -> Iterator[None]:
-        """Shows a fault at every request to a path, inside the ``with`` block."""
-        self._faults[path] = fault
+    def misbehaving(
+        self,
+        fault: Fault,
+        path: str = "/generate",
+        when: Callable[[Any], bool] = lambda content: True,
+    ) -> Iterator[None]:
+        """Shows a fault inside the ``with`` block.
+
+        Args:
+            fault: what is wrong.
+            path: of the requests.
+            when: whether a request with this content, which is among ``requests``
+                already, meets the fault.
+        """
+        self._faults[path] = fault, when
         try:
             yield
         finally:
@@ -198,6 +207,10 @@ class FakeServer:
         self.adapters.clear()
         self._released.clear()
         self._in_session = self.paused = self._dead = False
+
+    def _fault(self, path: str, content: Any) -> Fault | None:
+        fault, when = self._faults.get(path, (None, lambda content: False))
+        return fault if when(content) else None
 
     def recover(self) -> None:
         """Ends all faults, and aborts every request that hangs."""
@@ -284,7 +297,7 @@ class FakeServer:
         key = request.headers.get("Authorization")
         if self._api_key and key != f"Bearer {self._api_key}":
             return _json({"error": "Unauthorized"}, 401)
-        fault = self._faults.get(request.path)
+        fault = self._fault(request.path, content)
         if fault == "hang" and await self._hang(content):
             return self._generate(content, "abort")
         if fault in ("hang", "hang_up") or self._dead:
@@ -519,13 +532,10 @@ class FakeServer:
                 raise _RefusedError(
                     f"Got LoRA adapter that has never been loaded: {item['lora_path']}"
                 )
-        fault = fault or self._faults.get("/generate")
+        fault = fault or self._fault("/generate", content)
         replies = [self._reply(item) for item in items]
-        for number, reply in enumerate(replies, start=1):
-            if fault != "abort_last" or number == len(replies):
-                _spoil(reply, fault)
-        if fault == "short_batch":
-            replies.pop()
+        for reply in replies:
+            _spoil(reply, fault)
         poisoned = any(self.poison.intersection(item["input_ids"]) for item in items)
         return _respond(content, replies, fault, poisoned)
 
@@ -641,12 +651,10 @@ def _respond(
             reply["index"] = index
         if poisoned:
             return _Events([], whole=False)
-        if fault == "hang_up_mid_batch":
-            return _Events(replies[: len(replies) // 2], whole=False)
         return _Events(replies)
     if poisoned:
         return web.Response(text="Internal Server Error", status=500)
-    return _json(replies if batched or not replies else replies[0])
+    return _json(replies if batched else replies[0])
 
 
 class _RefusedError(Exception):
@@ -752,7 +760,7 @@ def _spoil(reply: dict[str, Any], fault: Fault | None) -> None:
     """Breaks one item of a reply according to a fault."""
     meta = reply["meta_info"]
     entries = meta.get("output_token_logprobs")
-    if fault in ("abort", "abort_last"):
+    if fault == "abort":
         reply["output_ids"] = reply["output_ids"][:1]
         meta["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
     elif fault == "abort_400":

@@ -47,8 +47,8 @@ from torchrl_sglang.backends.fleet.supervisor import (
     Supervisor,
     revive,
 )
-from torchrl_sglang.backends.generation.completions import Generation
-from torchrl_sglang.backends.generation.dispatch import Dispatcher
+from torchrl_sglang.backends.generation.batch import Generation
+from torchrl_sglang.backends.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from torchrl_sglang.backends.generation.metrics import Counters, collect_stats
 from torchrl_sglang.backends.generation.openai import post_openai
 from torchrl_sglang.backends.generation.request import (
@@ -56,7 +56,6 @@ from torchrl_sglang.backends.generation.request import (
     GenerateRequest,
     to_batch,
 )
-from torchrl_sglang.backends.generation.retries import RetryPolicy
 from torchrl_sglang.backends.launch.launcher import launch
 from torchrl_sglang.backends.launch.local import LocalLauncher, replica_specs
 from torchrl_sglang.backends.launch.ports import find_free_port
@@ -111,7 +110,6 @@ __all__ = ["AsyncSGLang"]
 MAX_IN_FLIGHT = 2048
 """Default for the most in-flight requests of one engine."""
 
-MAX_ATTEMPTS = RetryPolicy().attempts
 MAX_RESTARTS = 3
 """Default for how often a server that ended is restarted."""
 
@@ -196,9 +194,9 @@ class AsyncSGLang(TorchRLCalls):
             self._fleet,
             self._capabilities,
             self._adapters,
-            retries=RetryPolicy(attempts=self._settings.max_attempts),
+            self._counters,
+            max_attempts=self._settings.max_attempts,
             max_in_flight=limit_in_flight(self._settings.max_in_flight),
-            counters=self._counters,
         )
         self._generation = Generation(self._dispatcher)
         dispatcher, counters = self._dispatcher, self._counters
@@ -206,7 +204,7 @@ class AsyncSGLang(TorchRLCalls):
             self._fleet,
             self._control,
             in_flight=lambda: dispatcher.in_flight.queued + counters.in_flight,
-            abort=lambda: dispatcher.aborts.abort(None),
+            abort=lambda: dispatcher.in_flight.abort(None),
         )
         lock, pausing = self._update_lock, self._control.pausing
         self._supervisor = Supervisor(
@@ -649,7 +647,7 @@ class AsyncSGLang(TorchRLCalls):
         self._check_open()
         if isinstance(request_ids, str):
             request_ids = [request_ids]
-        return run_sync(self._dispatcher.aborts.abort(request_ids))
+        return run_sync(self._dispatcher.in_flight.abort(request_ids))
 
     @property
     @override
@@ -964,7 +962,7 @@ class AsyncSGLang(TorchRLCalls):
         self._fleet.close()
         self._supervisor.stop()
         try:
-            run_sync(self._dispatcher.aborts.close())
+            run_sync(self._dispatcher.in_flight.close())
             run_sync(self._adapters.close())
             run_sync(self._http.close())
         finally:

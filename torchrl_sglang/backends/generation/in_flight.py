@@ -1,55 +1,83 @@
-"""The running requests of one engine in this process, and their limit."""
+"""The running requests of one engine in this process: their limit, and aborts."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.backends.client.http import HttpClient
+from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.generation.metrics import Counters
-from torchrl_sglang.errors import ServerTimeoutError
+from torchrl_sglang.errors import (
+    RequestRefusedError,
+    ServerTimeoutError,
+    SGLangError,
+)
 
 __all__ = ["InFlight", "Ticket"]
+
+ABORT_TIMEOUT_SECONDS = 5.0
+ABORTS_AT_ONCE = 64
+"""Most abort calls to one server at once."""
+
+REPEATS = 5
+"""How often an abort is sent again while its request runs."""
+
+REPEAT_SECONDS = 0.5
+CLOSE_TIMEOUT_SECONDS = 1.0
+"""Timeout for the last aborts when an engine is shut down."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Ticket:
     """One running request."""
 
+    deadline: float
+    """When the timeout of its batch ends, on the monotonic clock."""
+    request_timeout: float | None = None
+    """Its own timeout from when it is sent, in seconds."""
     request_id: str | None = None
     """The caller's name for it; several requests can share one."""
-    # A server aborts every request whose id begins with the given one, so all ids have
-    # one length and none is a user's.
-    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Beginning of its ids on the servers."""
     sent_as: str = ""
-    """Id of its latest attempt; empty before the first."""
+    """Its id on a server while it is sent; otherwise empty."""
     aborted: bool = False
     """Whether the caller has aborted it."""
 
+    def end_of_attempt(self) -> float:
+        """Returns when an attempt that begins now times out."""
+        if self.request_timeout is None:
+            return self.deadline
+        return min(self.deadline, time.monotonic() + self.request_timeout)
+
 
 class InFlight:
-    """Registers running requests and limits how many are in flight at once.
+    """Registers running requests, limits how many are sent at once, and aborts them.
 
     Used from the background loop only.
     """
 
-    def __init__(self, limit: int, counters: Counters) -> None:
-        self._limit = limit
+    def __init__(
+        self, http: HttpClient, fleet: Fleet, counters: Counters, limit: int
+    ) -> None:
+        self._http = http
+        self._fleet = fleet
         self._counters = counters
+        self._limit = limit
         self._reset()
 
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._turns = asyncio.Semaphore(self._limit)
         self._running: set[Ticket] = set()
-        self._sent: set[str] = set()
-        self._attempts = itertools.count()
+        self._aborting: set[asyncio.Task[None]] = set()
         self._counters.in_flight = 0
 
     def _reset_after_fork(self) -> None:
@@ -61,16 +89,15 @@ class InFlight:
     def queued(self) -> int:
         """Number of running requests that wait to be sent."""
         self._reset_after_fork()
-        return len(self._running) - len(self._sent)
+        return len(self._running) - self._counters.in_flight
 
     @contextmanager
-    def registered(self, request_ids: Sequence[str | None]) -> Iterator[list[Ticket]]:
-        """Yields a ticket per request, by which it can be aborted."""
+    def registered(self, tickets: Collection[Ticket]) -> Iterator[None]:
+        """Lets requests be aborted until they are forgotten."""
         self._reset_after_fork()
-        tickets = [Ticket(request_id=each) for each in request_ids]
         self._running.update(tickets)
         try:
-            yield tickets
+            yield
         finally:
             self._running.difference_update(tickets)
 
@@ -78,54 +105,95 @@ class InFlight:
         """Removes a request that has its response."""
         self._running.discard(ticket)
 
-    def is_running(self, ticket: Ticket) -> bool:
-        """Returns whether a request has no response yet."""
-        return ticket in self._running
+    @asynccontextmanager
+    async def turn(self, deadline: float) -> AsyncIterator[None]:
+        """Waits until one more request may be in flight."""
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise ServerTimeoutError(
+                "A request waited for its turn until its timeout: too many others "
+                "are in flight; see max_in_flight."
+            ) from None
+        try:
+            yield
+        finally:
+            self._turns.release()
 
-    def mark_aborted(self, request_ids: Collection[str] | None) -> list[Ticket]:
-        """Marks running requests, by default all, and returns them."""
+    @contextmanager
+    def attempt(self, ticket: Ticket) -> Iterator[None]:
+        """Gives a request an id for one attempt; aborts it if it gets no answer."""
+        # Each attempt has a new id: the previous one may be aborted meanwhile. A server
+        # aborts all whose ids begin with the given one, so they have one length.
+        name = ticket.sent_as = uuid.uuid4().hex
+        self._counters.in_flight += 1
+        try:
+            yield
+        except RequestRefusedError:
+            raise
+        except BaseException:
+            # The server may still compute it.
+            self._start(self._abort([name]))
+            raise
+        finally:
+            ticket.sent_as = ""
+            self._counters.in_flight -= 1
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> int:
+        """Aborts requests by name, or all of all users; returns how many ran here."""
         tickets = [
             ticket
             for ticket in self._running
             if not ticket.aborted
             and (request_ids is None or ticket.request_id in request_ids)
         ]
+        # First, so that requests which wait here are not sent any more.
         for ticket in tickets:
             ticket.aborted = True
-        return tickets
+        if request_ids is None:
+            await self._post({"abort_all": True})
+        else:
+            await self._abort([ticket.sent_as for ticket in tickets])
+        self._start(self._repeat(tickets))
+        return len(tickets)
 
-    def sent(self, tickets: Sequence[Ticket]) -> list[str]:
-        """Registers an attempt and returns the id of each request on the server."""
-        # Each attempt has new ids: the previous one may be aborted meanwhile.
-        number = next(self._attempts) % 16**8
-        for ticket in tickets:
-            ticket.sent_as = f"{ticket.rid}-{number:08x}"
-        names = [ticket.sent_as for ticket in tickets]
-        self._sent.update(names)
-        self._counters.in_flight = len(self._sent)
-        return names
+    async def close(self) -> None:
+        """Waits shortly for aborts that are in flight."""
+        loop = asyncio.get_running_loop()
+        # Those of a fork's parent never end here.
+        tasks = [task for task in self._aborting if task.get_loop() is loop]
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_SECONDS)
 
-    def landed(self, names: Collection[str]) -> list[str]:
-        """Ends attempts, and returns those that were still in flight."""
-        ended = [name for name in names if name in self._sent]
-        self._sent.difference_update(ended)
-        self._counters.in_flight = len(self._sent)
-        return ended
+    async def _repeat(self, tickets: Sequence[Ticket]) -> None:
+        """Re-sends aborts that may have arrived before their request."""
+        for _ in range(REPEATS):
+            await asyncio.sleep(REPEAT_SECONDS)
+            if self._running.isdisjoint(tickets):
+                return
+            await self._abort([ticket.sent_as for ticket in tickets])
 
-    @asynccontextmanager
-    async def turn(
-        self, deadline: float, own: asyncio.Semaphore | None = None
-    ) -> AsyncIterator[None]:
-        """Waits until one more request may be in flight, of its batch and of all."""
-        async with AsyncExitStack() as stack:
+    async def _abort(self, rids: Sequence[str]) -> None:
+        rids = list(filter(None, rids))
+        for start in range(0, len(rids), ABORTS_AT_ONCE):
+            part = rids[start : start + ABORTS_AT_ONCE]
+            await asyncio.gather(*(self._post({"rid": rid}) for rid in part))
+
+    async def _post(self, payload: dict[str, object]) -> None:
+        async def to_one(url: str) -> None:
+            path = f"{url}/abort_request"
             try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                    if own is not None:
-                        await stack.enter_async_context(own)
-                    await stack.enter_async_context(self._turns)
-            except TimeoutError:
-                raise ServerTimeoutError(
-                    "A request waited for its turn until its timeout: too many others "
-                    "are in flight; see max_in_flight."
-                ) from None
-            yield
+                await self._http.request(
+                    "POST", path, payload, timeout=ABORT_TIMEOUT_SECONDS
+                )
+            except SGLangError as error:
+                # A server that has ended has nothing left to abort.
+                torchrl_logger.debug(f"An abort did not arrive: {error}")
+
+        await asyncio.gather(*map(to_one, self._fleet.urls))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)

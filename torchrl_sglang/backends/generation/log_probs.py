@@ -20,9 +20,9 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.generation.dispatch import seconds_left
 from torchrl_sglang.backends.generation.protocol import response_limit
 from torchrl_sglang.backends.generation.request import GenerateRequest
-from torchrl_sglang.backends.generation.retries import seconds_left
 from torchrl_sglang.backends.generation.sampling import changes_logits, temperature_of
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -50,7 +50,6 @@ PROBE_MARGIN = 0.2
 """How far the top log-prob of undivided logits lies above that of equal ones."""
 
 PROBE_TIMEOUT_SECONDS = 30.0
-"""Timeout of a probe."""
 
 
 def scales_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
@@ -78,18 +77,26 @@ def plan_scoring(
     ignores_temperature: bool | None,
     capabilities: ServerCapabilities,
 ) -> GenerateRequest:
-    """Decides whether a response is scored when it is finished. Pure.
-
-    ``ignores_temperature``: the servers take log-probs before they apply the
-    temperature; ``None`` if that is unknown or they differ.
-    """
+    """Decides whether a response is scored when it is finished. Pure."""
     params = request.sampling_params
     if not request.wants_logprobs or params.get("max_new_tokens") == 0:
         return request
     scaled = scales_logits(params, capabilities)
     if request.logprobs_mode == "sampling":
         if scaled and ignores_temperature is not False:
-            raise _why_not_sampling(params, ignores_temperature)
+            why = (
+                "depends on how the servers were started, and they differ, or one of "
+                "them did not tell; try again, or use logprobs_mode='model'."
+                if ignores_temperature is None
+                else "cannot be had: the server takes log-probabilities before it "
+                "applies the temperature. Start it with environment="
+                "{'SGLANG_RETURN_ORIGINAL_LOGPROB': '0'}, or use "
+                "logprobs_mode='model'."
+            )
+            temperature = params.get("temperature")
+            raise UnsupportedByServerError(
+                f"logprobs_mode='sampling' with temperature={temperature!r} {why}"
+            )
         return request
     if not changes_logits(params, capabilities) and (not scaled or ignores_temperature):
         return request
@@ -104,24 +111,6 @@ def plan_scoring(
     return planned
 
 
-def _why_not_sampling(
-    params: Mapping[str, Any], ignores_temperature: bool | None
-) -> SGLangError:
-    temperature = params.get("temperature")
-    if ignores_temperature is None:
-        return UnsupportedByServerError(
-            f"logprobs_mode='sampling' with temperature={temperature!r} depends on how "
-            f"the servers were started, and they differ, or one of them did not tell; "
-            f"try again, or use logprobs_mode='model'."
-        )
-    return UnsupportedByServerError(
-        f"logprobs_mode='sampling' with temperature={temperature!r} cannot be had: the "
-        f"server takes log-probabilities before it applies the temperature. Start it "
-        f"with environment={{'SGLANG_RETURN_ORIGINAL_LOGPROB': '0'}}, or use "
-        f"logprobs_mode='model'."
-    )
-
-
 class TemperatureProbe:
     """Finds out whether servers take log-probs before they apply the temperature."""
 
@@ -134,10 +123,7 @@ class TemperatureProbe:
         self._found: tuple[int, bool | None] | None = None
 
     async def ignores_temperature(self, deadline: float) -> bool | None:
-        """Returns the answer for all serving servers, probed again when others join.
-
-        ``None`` if one of them did not tell, or they differ.
-        """
+        """Returns the answer of all servers; ``None`` if they do not agree."""
         epoch = self._fleet.membership_epoch
         if self._found is None or self._found[0] != epoch:
             urls = self._fleet.serving
@@ -171,21 +157,17 @@ class TemperatureProbe:
 
 
 def is_unscaled(greatest: float, vocab_size: int) -> bool:
-    """Returns whether logits were not divided by :data:`PROBE_TEMPERATURE`. Pure.
-
-    A model whose tokens are all equally probable counts as divided, which costs time
-    and no exactness. ``greatest`` is the top log-probability.
-    """
+    """Returns whether logits with this top log-prob were not divided. Pure."""
+    # A model whose tokens are all equally probable counts as divided, which costs time
+    # and no exactness.
     return greatest > PROBE_MARGIN - math.log(vocab_size)
 
 
 def to_scoring_request(
     request: GenerateRequest, completion: Completion
 ) -> GenerateRequest:
-    """Returns the request that scores a response under the model's own distribution.
-
-    The first scored token gets no log-prob, so scoring begins at the last prompt token.
-    """
+    """Returns the request that scores a response under the model's own distribution."""
+    # The first scored token gets no log-prob: scoring begins at the last prompt token.
     return replace(
         request,
         input_ids=[*request.input_ids, *completion.token_ids],
@@ -198,27 +180,25 @@ def to_scoring_request(
 
 
 def with_scores(completion: Completion, scores: Completion) -> Completion | None:
-    """Returns a response with the log-probs of :func:`to_scoring_request`. Pure.
-
-    They are of the weights at that time: a token of other weights gets NaN. ``None`` if
-    that is every token.
-    """
+    """Returns a response with these log-probs; ``None`` if none is of its weights."""
     version = scores.versions[-1].version if scores.versions else None
-    known = [False] * len(completion.token_ids)
-    for span in completion.versions:
-        if span.version == version:
-            known[span.start : span.end] = [True] * (span.end - span.start)
-    if known and not any(known):
+    known = {
+        position
+        for span in completion.versions
+        if span.version == version
+        for position in range(span.start, span.end)
+    }
+    if completion.token_ids and not known:
         return None
     log_probs = [
-        value if is_known else math.nan
-        for value, is_known in zip(scores.log_probs or (), known, strict=True)
+        value if position in known else math.nan
+        for position, value in enumerate(scores.log_probs or ())
     ]
     tops = scores.top_log_probs
     if tops is not None:
         tops = [
-            row if is_known else [math.nan] * len(row)
-            for row, is_known in zip(tops, known, strict=True)
+            row if position in known else [math.nan] * len(row)
+            for position, row in enumerate(tops)
         ]
     return replace(
         completion,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -15,7 +13,7 @@ from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.errors import SGLangError
-from torchrl_sglang.types import Completion, EngineStats, ServerStats
+from torchrl_sglang.types import EngineStats, ServerStats
 
 __all__ = ["Counters", "collect_stats"]
 
@@ -43,42 +41,25 @@ class Counters:
     """Tokens of finished responses."""
     _recent: deque[tuple[float, int]] = field(default_factory=deque, repr=False)
 
-    def count(self, completion: Completion, prompt_tokens: int) -> None:
-        """Counts a completion."""
-        self._count(prompt_tokens, completion.cached_tokens, len(completion.token_ids))
-
-    def count_usage(self, usage: Mapping[str, Any]) -> None:
-        """Counts a response of OpenAI's protocol."""
-        details = usage.get("prompt_tokens_details") or {}
-        self._count(
-            int(usage.get("prompt_tokens") or 0),
-            int(details.get("cached_tokens") or 0),
-            int(usage.get("completion_tokens") or 0),
-        )
-
-    def _count(self, prompt: int, cached: int, response: int) -> None:
+    def count(self, prompt: int, cached: int, response: int) -> None:
+        """Counts the tokens of a finished response."""
         self.completed += 1
         self.prompt_tokens += prompt
         self.cached_tokens += cached
         self.response_tokens += response
-        now = time.monotonic()
-        self._recent.append((now, response))
-        self._drop_old(now)
+        self._recent.append((time.monotonic(), response))
+        self._drop_old()
 
-    def _drop_old(self, now: float) -> None:
-        while self._recent and self._recent[0][0] < now - RATE_SECONDS:
+    def _drop_old(self) -> None:
+        oldest = time.monotonic() - RATE_SECONDS
+        while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()
 
     @property
     def tokens_per_second(self) -> float:
         """Response tokens per second over the last ten seconds."""
-        self._drop_old(time.monotonic())
+        self._drop_old()
         return sum(count for _, count in self._recent) / RATE_SECONDS
-
-    @property
-    def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens that came from the prefix cache."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 async def collect_stats(
@@ -119,7 +100,7 @@ async def collect_stats(
         tokens_per_second=counters.tokens_per_second,
         prompt_tokens=counters.prompt_tokens,
         response_tokens=counters.response_tokens,
-        cache_hit_rate=counters.cache_hit_rate,
+        cache_hit_rate=counters.cached_tokens / max(counters.prompt_tokens, 1),
         weight_version=fleet.weights.version,
         servers=tuple(servers),
     )

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_sglang.backends.generation.completions import explain_unavailable
-from torchrl_sglang.backends.generation.dispatch import Dispatcher, routing_header
+from torchrl_sglang.backends.generation.batch import explain_unavailable
+from torchrl_sglang.backends.generation.dispatch import Dispatcher
+from torchrl_sglang.backends.generation.in_flight import Ticket
 from torchrl_sglang.backends.generation.request import GENERATE_TIMEOUT_SECONDS
-from torchrl_sglang.backends.generation.retries import seconds_left
 from torchrl_sglang.backends.support.checks import check_mapping, check_seconds
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 
@@ -32,41 +32,40 @@ async def post_openai(
             "A stream cannot be returned as one answer; use a client of OpenAI's "
             "protocol with base_url=engine.openai_base_url."
         )
-    seconds = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
     content = dict(payload)
     name = content.pop("lora_path", None)
     await dispatcher.adapters.refresh([name])
-    deadline = time.monotonic() + seconds
-    with dispatcher.in_flight.registered([None]) as (ticket,):
+    seconds = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
+    ticket = Ticket(deadline=time.monotonic() + seconds)
 
-        async def attempt(url: str) -> dict[str, Any]:
-            with dispatcher.adapters.used([name]) as (adapter,):
-                selected = {} if adapter is None else {"lora_path": adapter.served_as}
-                # The weight version of when it is sent, not of when it was asked for.
-                version = dispatcher.fleet.weights.version
-                defaults = {"model": "default", "extra_key": version}
-                answer = await dispatcher.http.request(
-                    "POST",
-                    url + path,
-                    {**defaults, **content, **selected, "rid": ticket.sent_as},
-                    timeout=seconds_left(deadline),
-                    headers=routing_header(session_id, ticket),
-                )
-            reply = answer.raise_for_status().json()
-            if not isinstance(reply, dict):
-                raise ServerUnavailableError(f"{url}{path} answered {reply!r:.200}.")
-            return reply
+    async def attempt(url: str) -> dict[str, Any]:
+        with dispatcher.adapters.used([name]) as (adapter,):
+            selected = {} if adapter is None else {"lora_path": adapter.served_as}
+            # The weight version of when it is sent, not of when it was asked for.
+            version = dispatcher.fleet.weights.version
+            defaults = {"model": "default", "extra_key": version}
+            sent = {**defaults, **content, **selected, "rid": ticket.sent_as}
+            reply = await dispatcher.post(
+                url + path, sent, ticket, ticket.deadline, session_id
+            )
+        if not isinstance(reply, dict):
+            raise ServerUnavailableError(f"{url}{path} answered {reply!r:.200}.")
+        return reply
 
+    with dispatcher.in_flight.registered([ticket]):
         try:
-            async with dispatcher.in_flight.turn(deadline):
+            async with dispatcher.in_flight.turn(ticket.deadline):
                 reply = await dispatcher.send(
-                    attempt,
-                    lambda: [ticket],
-                    session_id=session_id,
-                    deadline=deadline,
+                    attempt, ticket, ticket.deadline, session_id=session_id
                 )
         except ServerUnavailableError as error:
             better = await explain_unavailable(dispatcher.fleet, error)
             raise better from better.__cause__
-    dispatcher.counters.count_usage(reply.get("usage") or {})
+    usage = reply.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    dispatcher.counters.count(
+        int(usage.get("prompt_tokens") or 0),
+        int(details.get("cached_tokens") or 0),
+        int(usage.get("completion_tokens") or 0),
+    )
     return reply

@@ -12,9 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
-from torchrl_sglang.backends.client.http import Response
 from torchrl_sglang.backends.generation.request import GenerateRequest
 from torchrl_sglang.errors import (
     GenerationAbortedError,
@@ -25,9 +22,7 @@ from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
 
 __all__ = [
     "ROUTING_KEY_HEADER",
-    "finished_reply",
     "parse_completion",
-    "reply_position",
     "response_limit",
     "to_payload",
 ]
@@ -36,52 +31,38 @@ ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """A router with a keyed policy sends requests with equal values of this header to one
 server."""
 
-STREAM_INTERVAL = 2**30
-"""Tokens between two events of a response: only its first token and its end come."""
-
 NAN_STOP = "NaN happened"
 """The stop text that SGLang reports when it sampled from logits that are NaN."""
 
 
 def to_payload(
-    requests: Sequence[GenerateRequest],
+    request: GenerateRequest,
     capabilities: ServerCapabilities,
     *,
     cache_key: str,
-    rids: Sequence[str],
-    adapters: Sequence[str | None] = (),
-    stream: bool = False,
+    rid: str,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the JSON content of one ``/generate`` call for one or more requests.
-
-    ``cache_key`` separates prefix-cache entries, ``rids`` and ``adapters`` are the
-    server's names, and ``stream`` sends each response when it is finished.
-    """
-    rows = []
-    for index, request in enumerate(requests):
-        own = not request.score_response
-        row = {
-            "input_ids": list(request.input_ids),
-            "sampling_params": _limited_params(request, capabilities, stream),
-            "return_logprob": request.return_prompt_logprobs
-            or (request.wants_logprobs and own),
-            "top_logprobs_num": request.top_logprobs if own else 0,
-            "logprob_start_len": _logprob_start(request),
-            "extra_key": cache_key,
-            "rid": rids[index],
-        }
-        if any(adapters):
-            row["lora_path"] = adapters[index]
-        rows.append(row)
-    if len(rows) == 1:
-        # The router takes lists for several prompts only.
-        return {**rows[0], "stream": stream}
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    return {**columns, "stream": stream}
+    """Returns the JSON content of a ``/generate`` call."""
+    own = not request.score_response
+    start = 0 if request.return_prompt_logprobs else -1
+    payload = {
+        "input_ids": list(request.input_ids),
+        "sampling_params": _limited_params(request, capabilities),
+        "return_logprob": request.return_prompt_logprobs
+        or (request.wants_logprobs and own),
+        "top_logprobs_num": request.top_logprobs if own else 0,
+        "logprob_start_len": (
+            start if request.scored_from is None else request.scored_from
+        ),
+        "extra_key": cache_key,
+        "rid": rid,
+    }
+    return payload if adapter is None else {**payload, "lora_path": adapter}
 
 
 def _limited_params(
-    request: GenerateRequest, capabilities: ServerCapabilities, stream: bool
+    request: GenerateRequest, capabilities: ServerCapabilities
 ) -> dict[str, Any]:
     """Returns sampling parameters that are cut to what the context has room for."""
     params = dict(request.sampling_params)
@@ -91,8 +72,6 @@ def _limited_params(
     params["max_new_tokens"] = limit
     if "min_new_tokens" in params:
         params["min_new_tokens"] = min(params["min_new_tokens"], limit)
-    if stream:
-        params["stream_interval"] = STREAM_INTERVAL
     return params
 
 
@@ -105,45 +84,6 @@ def response_limit(request: GenerateRequest, capabilities: ServerCapabilities) -
     return longest - len(request.input_ids)
 
 
-def _logprob_start(request: GenerateRequest) -> int:
-    if request.scored_from is not None:
-        return request.scored_from
-    return 0 if request.return_prompt_logprobs else -1
-
-
-def finished_reply(event: Any, url: str) -> dict[str, Any] | None:
-    """Returns an event if it ends a response; raises the error that it may hold."""
-    if isinstance(event, dict) and isinstance(event.get("error"), dict):
-        status = event["error"].get("code")
-        Response(
-            url=f"{url}/generate",
-            status=status if isinstance(status, int) else 500,
-            body=orjson.dumps(event),
-        ).raise_for_status()
-    try:
-        finished = event["meta_info"]["finish_reason"]
-    except (KeyError, TypeError) as error:
-        raise _malformed(event, url) from error
-    return None if finished is None else event
-
-
-def reply_position(reply: Mapping[str, Any], size: int, url: str) -> int:
-    """Returns the position in its batch that a reply of a stream belongs to."""
-    position = reply.get("index")
-    if type(position) is int and 0 <= position < size:
-        return position
-    # The server does not number the reply to a single request.
-    if position is None and size == 1:
-        return 0
-    raise _malformed(reply, url)
-
-
-def _malformed(event: Any, url: str) -> ServerUnavailableError:
-    return ServerUnavailableError(
-        f"{url} sent a malformed reply: {event!r:.300}", status=200
-    )
-
-
 def parse_completion(
     reply: Mapping[str, Any],
     request: GenerateRequest,
@@ -152,171 +92,150 @@ def parse_completion(
     server: str,
     sent_version: str | None = None,
 ) -> Completion:
-    """Returns the completion in one item of a reply.
-
-    ``sent_version`` is the weight version when the request was sent. Where the server
-    reports only the version at the end and it differs, ``versions`` are unknown.
-
-    Raises:
-        GenerationAbortedError: if an abort cut the response off.
-        RequestRefusedError: if the server aborted it because the request is wrong.
-        ServerUnavailableError: if the reply is malformed or lacks something requested.
-    """
+    """Returns the completion in a reply; raises an error for any other reply."""
     try:
-        return _parse(reply, request, vocab_size, server, sent_version)
+        return _Reply(reply, vocab_size, server).completion(request, sent_version)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ServerUnavailableError(
             f"{server} sent a malformed reply ({error!r}): {reply!r:.300}"
         ) from error
 
 
-def _parse(
-    reply: Mapping[str, Any],
-    request: GenerateRequest,
-    vocab_size: int,
-    server: str,
-    sent_version: str | None,
-) -> Completion:
-    meta, token_ids = reply["meta_info"], reply["output_ids"]
-    reason = meta["finish_reason"]
-    _check_end(reason, meta, len(token_ids), server)
-    log_probs = prompt_log_probs = top_token_ids = top_log_probs = None
-    own_scores = not request.score_response
-    if request.scored_from is not None:
-        scored = request.input_ids[request.scored_from :]
-        values = _log_probs(meta, "input_token_logprobs", scored, vocab_size, server)
-        log_probs = values[1:]
-    elif request.return_logprobs and own_scores:
-        log_probs = _log_probs(
-            meta, "output_token_logprobs", token_ids, vocab_size, server
-        )
-    if request.return_prompt_logprobs:
-        prompt_log_probs = _log_probs(
-            meta, "input_token_logprobs", request.input_ids, vocab_size, server
-        )
-    if request.top_logprobs and own_scores:
-        if request.scored_from is None:
-            rows, length = meta.get("output_top_logprobs") or [], len(token_ids)
-        else:
-            rows = (meta.get("input_top_logprobs") or [])[1:]
-            length = len(log_probs or ())
-        top_token_ids, top_log_probs = _top_log_probs(
-            rows, length, request.top_logprobs, server
-        )
-    final = meta.get("weight_version")
-    versions = _version_spans(meta, len(token_ids), sent_version)
-    return Completion(
-        token_ids=token_ids,
-        log_probs=log_probs,
-        logprobs_mode=(
-            request.logprobs_mode if request.wants_logprobs and own_scores else None
-        ),
-        top_token_ids=top_token_ids,
-        top_log_probs=top_log_probs,
-        prompt_log_probs=prompt_log_probs,
-        finish_reason=reason["type"],
-        matched_stop=reason.get("matched"),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
-        versions=versions,
-        weight_version=None if final is None else str(final),
-        mixed_state=(
-            # Unless a retraction recomputed it, the KV cache is of the older weights.
-            int(meta.get("num_retractions") or 0) < len(versions) - 1
-            or (not versions and bool(token_ids))
-        ),
-        text=reply.get("text"),
-    )
+class _Reply:
+    """Reads a reply and checks it."""
 
+    def __init__(self, reply: Mapping[str, Any], vocab_size: int, server: str) -> None:
+        self._meta, self._token_ids = reply["meta_info"], reply["output_ids"]
+        self._text = reply.get("text")
+        self._vocab_size = vocab_size
+        self._server = server
 
-def _check_end(
-    reason: Mapping[str, Any], meta: Mapping[str, Any], length: int, server: str
-) -> None:
-    """Raises an error unless a response ended as it should."""
-    kind = reason["type"]
-    if kind == "abort":
-        raise _abort_error(reason, length, server)
-    if reason.get("matched") == NAN_STOP:
-        raise GenerationAbortedError(
-            f"{server} ended a response after {length} tokens, the last of which is "
-            f"made up: the model's logits were not numbers (NaN). Check the weights "
-            f"that were sent last."
-        )
-    if kind not in ("stop", "length"):
-        raise ServerUnavailableError(
-            f"{server} ended a response for an unknown reason: {reason!r}."
-        )
-    if length != meta.get("completion_tokens", length):
-        raise ServerUnavailableError(
-            f"{server} sent {length} tokens of a response and counts "
-            f"{meta['completion_tokens']}; the reply is cut short."
+    def completion(
+        self, request: GenerateRequest, sent_version: str | None
+    ) -> Completion:
+        """Returns the completion that was asked for; it ended as it should."""
+        meta, length, reason = self._meta, len(self._token_ids), self._finish_reason()
+        log_probs = prompt_log_probs = top_token_ids = top_log_probs = None
+        tops: Sequence[Any] = ()
+        own_scores = not request.score_response
+        if request.scored_from is not None:
+            scored = request.input_ids[request.scored_from :]
+            log_probs = self._log_probs("input_token_logprobs", scored)[1:]
+            tops, length = (meta.get("input_top_logprobs") or ())[1:], len(log_probs)
+        elif own_scores:
+            tops = meta.get("output_top_logprobs") or ()
+            if request.return_logprobs:
+                log_probs = self._log_probs("output_token_logprobs", self._token_ids)
+        if request.return_prompt_logprobs:
+            prompt = request.input_ids
+            prompt_log_probs = self._log_probs("input_token_logprobs", prompt)
+        if request.top_logprobs and own_scores:
+            rows = self._top_log_probs(tops, length, request.top_logprobs)
+            top_token_ids = [[int(entry[1]) for entry in row] for row in rows]
+            top_log_probs = [[float(entry[0]) for entry in row] for row in rows]
+        final = meta.get("weight_version")
+        versions = self._versions(sent_version)
+        return Completion(
+            token_ids=self._token_ids,
+            log_probs=log_probs,
+            logprobs_mode=(
+                request.logprobs_mode if request.wants_logprobs and own_scores else None
+            ),
+            top_token_ids=top_token_ids,
+            top_log_probs=top_log_probs,
+            prompt_log_probs=prompt_log_probs,
+            finish_reason=reason["type"],
+            matched_stop=reason.get("matched"),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            versions=versions,
+            weight_version=None if final is None else str(final),
+            mixed_state=(
+                # Unless a retraction recomputed it, the KV cache is of older weights.
+                int(meta.get("num_retractions") or 0) < len(versions) - 1
+                or (not versions and bool(self._token_ids))
+            ),
+            text=self._text,
         )
 
-
-def _log_probs(
-    meta: Mapping[str, Any],
-    key: str,
-    token_ids: Sequence[int],
-    vocab_size: int,
-    server: str,
-) -> list[float]:
-    # Each entry is [log-prob, token id, text]; the first prompt token has no context.
-    entries = meta.get(key)
-    if entries is None or len(entries) != len(token_ids):
-        found = "none" if entries is None else str(len(entries))
-        raise ServerUnavailableError(
-            f"{server} was asked for {key} of {len(token_ids)} tokens and sent {found}."
-        )
-    values = [entry[0] for entry in entries]
-    # The server writes the last id of the vocabulary as 0 (its value is the right one).
-    last = vocab_size - 1
-    if any(
-        entry[1] != token and not (token == last and entry[1] == 0)
-        for entry, token in zip(entries, token_ids, strict=True)
-    ):
-        raise ServerUnavailableError(
-            f"{server} sent {key} of other tokens than the ones they belong to."
-        )
-    if values and values[0] is None and key == "input_token_logprobs":
-        values[0] = math.nan
-    if None in values:
-        raise ServerUnavailableError(
-            f"{server} left the log-probability at position {values.index(None)} of "
-            f"{key} unset, as it does where the logits are not numbers (NaN). Check "
-            f"the weights that were sent last."
-        )
-    return values
-
-
-def _top_log_probs(
-    rows: Sequence[Any], length: int, number: int, server: str
-) -> tuple[list[list[int]], list[list[float]]]:
-    # One list of [log-prob, token id, text] per position, the most probable first.
-    if len(rows) != length or any(len(row or ()) != number for row in rows):
-        raise ServerUnavailableError(
-            f"{server} was asked for the top-{number} tokens at {length} positions and "
-            f"sent {[len(row or ()) for row in rows]!r:.100}."
-        )
-    return (
-        [[int(entry[1]) for entry in row] for row in rows],
-        [[float(entry[0]) for entry in row] for row in rows],
-    )
-
-
-def _version_spans(
-    meta: Mapping[str, Any], length: int, sent_version: str | None
-) -> tuple[VersionSpan, ...]:
-    spans = meta.get("weight_versions")
-    if spans:
-        return tuple(
-            VersionSpan(
-                version=str(span["version"]), start=span["start"], end=span["end"]
+    def _finish_reason(self) -> Mapping[str, Any]:
+        """Returns why a response ended; raises an error if it should not have."""
+        reason: Mapping[str, Any] = self._meta["finish_reason"]
+        kind, length = reason["type"], len(self._token_ids)
+        if kind == "abort":
+            raise _abort_error(reason, length, self._server)
+        if reason.get("matched") == NAN_STOP:
+            raise GenerationAbortedError(
+                f"{self._server} ended a response after {length} tokens, the last of "
+                f"which is made up: the model's logits were not numbers (NaN). Check "
+                f"the weights that were sent last."
             )
-            for span in spans
+        if kind not in ("stop", "length"):
+            raise ServerUnavailableError(
+                f"{self._server} ended a response for an unknown reason: {reason!r}."
+            )
+        counted = self._meta.get("completion_tokens", length)
+        if length != counted:
+            raise ServerUnavailableError(
+                f"{self._server} sent {length} tokens of a response and counts "
+                f"{counted}; the reply is cut short."
+            )
+        return reason
+
+    def _log_probs(self, key: str, token_ids: Sequence[int]) -> list[float]:
+        # Each entry is [log-prob, token id, text]; the first prompt token has no
+        # context.
+        entries = self._meta.get(key)
+        if entries is None or len(entries) != len(token_ids):
+            found = "none" if entries is None else str(len(entries))
+            raise ServerUnavailableError(
+                f"{self._server} was asked for {key} of {len(token_ids)} tokens and "
+                f"sent {found}."
+            )
+        values = [entry[0] for entry in entries]
+        # The server writes the last id of the vocabulary as 0 (its value is the right
+        # one).
+        last = self._vocab_size - 1
+        if any(
+            entry[1] != token and not (token == last and entry[1] == 0)
+            for entry, token in zip(entries, token_ids, strict=True)
+        ):
+            raise ServerUnavailableError(
+                f"{self._server} sent {key} of other tokens than the ones they belong "
+                f"to."
+            )
+        if values and values[0] is None and key == "input_token_logprobs":
+            values[0] = math.nan
+        if None in values:
+            raise ServerUnavailableError(
+                f"{self._server} left the log-probability at position "
+                f"{values.index(None)} of {key} unset, as it does where the logits are "
+                f"not numbers (NaN). Check the weights that were sent last."
+            )
+        return values
+
+    def _top_log_probs(
+        self, rows: Sequence[Any], length: int, number: int
+    ) -> Sequence[Any]:
+        # One list of [log-prob, token id, text] per position, most probable first.
+        if len(rows) != length or any(len(row or ()) != number for row in rows):
+            raise ServerUnavailableError(
+                f"{self._server} was asked for the top-{number} tokens at {length} "
+                f"positions and sent {[len(row or ()) for row in rows]!r:.100}."
+            )
+        return rows
+
+    def _versions(self, sent_version: str | None) -> tuple[VersionSpan, ...]:
+        version, length = self._meta.get("weight_version"), len(self._token_ids)
+        spans = self._meta.get("weight_versions")
+        if not spans:
+            # The server names the last version only; others may have come before.
+            if version is None or sent_version not in (None, str(version)):
+                return ()
+            spans = [{"version": version, "start": 0, "end": length}]
+        return tuple(
+            VersionSpan(version=str(s["version"]), start=s["start"], end=s["end"])
+            for s in spans
         )
-    version = meta.get("weight_version")
-    if version is None or (sent_version is not None and str(version) != sent_version):
-        return ()
-    return (VersionSpan(version=str(version), start=0, end=length),)
 
 
 def _abort_error(reason: Mapping[str, Any], length: int, server: str) -> Exception:

@@ -146,7 +146,11 @@ def to_batch(
     # TorchRL's own engine takes return_text and ignores it.
     known = {"input_ids", "logprobs_mode", *_PER_PROMPT, *_CALL_OPTIONS}
     sampling = {name: options[name] for name in options.keys() - known}
-    _check_sampling_keywords(sampling, known)
+    for name in sampling.keys() - {"n", *SAMPLING_PARAMETERS, *SAMPLING_ALIASES}:
+        raise ConfigurationError(
+            f"{name!r} is neither an argument of generate() nor a sampling "
+            f"parameter.{hint(name, sorted(known))}"
+        )
     params = _merge(sampling_params, sampling)
     check_logprobs_mode(logprobs_mode)
     token_ids = _to_token_ids(prompts, input_ids, get_tokenizer)
@@ -216,16 +220,6 @@ def _for_each(value: Any, size: int, name: str) -> list[Any]:
     return [to_python(each) for each in value]
 
 
-def _check_sampling_keywords(names: Mapping[str, Any], others: set[str]) -> None:
-    valid = {"n", *SAMPLING_PARAMETERS, *SAMPLING_ALIASES}
-    for name in names:
-        if name not in valid:
-            raise ConfigurationError(
-                f"{name!r} is neither an argument of generate() nor a sampling "
-                f"parameter.{hint(name, sorted(others))}"
-            )
-
-
 def _merge(sampling_params: Any, keywords: Mapping[str, Any]) -> Any:
     """Returns sampling parameters with those that were given as keywords."""
     if not keywords:
@@ -276,17 +270,19 @@ def check_request(
     name: str,
     known: dict[int, dict[str, Any]],
 ) -> GenerateRequest:
-    """Returns a request that the servers can serve, under SGLang's names.
-
-    Most requests of a batch share one mapping of sampling parameters; ``known`` keeps
-    those that have been checked.
-    """
+    """Returns a request that the servers can serve, under SGLang's names."""
     check_prompt(request.input_ids, capabilities, name)
+    # Most requests of a batch share one mapping, which is checked once.
     given = request.sampling_params
     if id(given) not in known:
         known[id(given)] = check_sampling_params(given, capabilities)
     params = known[id(given)]
-    _check_top_logprobs(request.top_logprobs, capabilities)
+    number, most = request.top_logprobs, capabilities.vocab_size
+    if type(number) is not int or not 0 <= number <= most:
+        raise ConfigurationError(
+            f"top_logprobs={number!r} is not a number of tokens; give an integer in "
+            f"[0, {most}] (the size of the vocabulary)."
+        )
     if capabilities.uses_seeds and "sampling_seed" not in params:
         # The server would give all requests the same one.
         params = {**params, "sampling_seed": secrets.randbits(63)}
@@ -320,12 +316,3 @@ def check_prompt(
 def longest_prompt(capabilities: ServerCapabilities) -> int:
     """Returns the most tokens of a prompt that leave room for a response."""
     return min(capabilities.max_prompt, capabilities.max_context - 1)
-
-
-def _check_top_logprobs(number: Any, capabilities: ServerCapabilities) -> None:
-    largest = capabilities.vocab_size
-    if type(number) is not int or not 0 <= number <= largest:
-        raise ConfigurationError(
-            f"top_logprobs={number!r} is not a number of tokens; give an integer in "
-            f"[0, {largest}] (the size of the vocabulary)."
-        )

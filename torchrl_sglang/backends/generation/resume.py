@@ -19,13 +19,7 @@ def resume_request(
 ) -> AnyRequest | None:
     """Returns the request that goes on behind the first tokens of its response.
 
-    Args:
-        request: under SGLang's names of sampling parameters.
-        token_ids: response tokens so far; they become a part of the prompt.
-        capabilities: of the servers.
-
-    Returns:
-        ``None`` if the response has reached ``max_new_tokens`` or the context length.
+    ``None`` if the response has reached ``max_new_tokens`` or the context length.
 
     Examples:
         >>> request = GenerateRequest(

@@ -234,12 +234,20 @@ def check_sampling_params(
             )
         row = SAMPLING_PARAMETERS[name]
         _check_value(given_name, value, row)
-        _check_supported(given_name, row, capabilities)
+        if row.needs_grammar and not capabilities.has_grammar:
+            raise UnsupportedByServerError(
+                f"{given_name!r} needs a grammar backend, and the server was started "
+                f"without one; start it with grammar_backend='xgrammar'."
+            )
+        if row.needs_tokenizer and not capabilities.has_tokenizer:
+            raise UnsupportedByServerError(
+                f"{given_name!r} is matched on text, and the server was started with "
+                f"skip_tokenizer_init=True; give 'stop_token_ids'."
+            )
         if row.check is not None:
             value = row.check(given_name, value, capabilities)
         checked[name] = value
-    _check_seed(checked, capabilities)
-    _check_together(checked)
+    _check_together(checked, capabilities)
     return checked
 
 
@@ -278,22 +286,10 @@ def _check_value(name: str, value: Any, row: SamplingParameter) -> None:
         )
 
 
-def _check_supported(
-    name: str, row: SamplingParameter, capabilities: ServerCapabilities
+def _check_together(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> None:
-    if row.needs_grammar and not capabilities.has_grammar:
-        raise UnsupportedByServerError(
-            f"{name!r} needs a grammar backend, and the server was started without "
-            f"one; start it with grammar_backend='xgrammar'."
-        )
-    if row.needs_tokenizer and not capabilities.has_tokenizer:
-        raise UnsupportedByServerError(
-            f"{name!r} is matched on text, and the server was started with "
-            f"skip_tokenizer_init=True; give 'stop_token_ids'."
-        )
-
-
-def _check_seed(params: Mapping[str, Any], capabilities: ServerCapabilities) -> None:
+    """Refuses values that are wrong together, or with what the servers were given."""
     # Greedy sampling draws nothing.
     honoured = capabilities.uses_seeds or temperature_of(params, capabilities) == 0
     if "sampling_seed" in params and not honoured:
@@ -302,9 +298,6 @@ def _check_seed(params: Mapping[str, Any], capabilities: ServerCapabilities) -> 
             f"was started without enable_deterministic_inference=True. Start it with "
             f"that, leave the seed out, or sample with temperature=0."
         )
-
-
-def _check_together(params: Mapping[str, Any]) -> None:
     if params.get("top_k") == 0:
         raise ConfigurationError(
             "The sampling parameter top_k=0 keeps no token; give -1 for no limit, or "

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack, contextmanager
 
 import pytest
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.generation.batch import LARGEST_BATCH, SINGLE_REQUESTS
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
@@ -38,7 +36,6 @@ def generate(engine, **options):
         ("hang_up_mid_body", ServerUnavailableError, "Payload"),
         ("malformed_json", ServerUnavailableError, "not JSON"),
         ("error_500", ServerUnavailableError, "HTTP 500.*Internal Server Error"),
-        ("short_batch", ServerUnavailableError, "sent 1 prompts and answered 0"),
         ("short_tokens", ServerUnavailableError, "sent 3 tokens .* counts 4"),
         ("short_log_probs", ServerUnavailableError, "4 tokens and sent 3"),
         ("short_top_log_probs", ServerUnavailableError, "top-2 tokens at 4 positions"),
@@ -65,7 +62,7 @@ def test_an_aborted_response_has_its_index(fake, fake_engine, fault):
 
 
 def test_an_aborted_response_leaves_the_others_alone(fake, fake_engine):
-    with fake.misbehaving("abort_last"):
+    with fake.misbehaving("abort", when=lambda asked: asked["input_ids"] == PROMPTS[2]):
         *good, bad = generate(fake_engine, return_exceptions=True)
         assert [answer.token_ids for answer in good] == [[5, 5, 5, 5], [6, 7, 6, 7]]
         assert isinstance(bad, GenerationAbortedError)
@@ -78,7 +75,7 @@ def test_an_aborted_response_leaves_the_others_alone(fake, fake_engine):
 def test_indices_when_only_a_part_of_the_batch_is_sent(fake, fake_engine):
     prompts = [[5], [], [6], [10**6], [7], [8]]
     params = [SHORT] * 4 + [REFUSED, SHORT]
-    with fake.misbehaving("abort_last"):
+    with fake.misbehaving("abort"):
         outcomes = generate(
             fake_engine,
             input_ids=prompts,
@@ -86,7 +83,7 @@ def test_indices_when_only_a_part_of_the_batch_is_sent(fake, fake_engine):
             return_exceptions=True,
         )
     assert [type(outcome).__name__ for outcome in outcomes] == [
-        "GenerationAbortedError",  # each is the last one of its own request
+        "GenerationAbortedError",
         "ConfigurationError",
         "GenerationAbortedError",
         "ConfigurationError",
@@ -96,21 +93,20 @@ def test_indices_when_only_a_part_of_the_batch_is_sent(fake, fake_engine):
     places = [getattr(outcome, "index", None) for outcome in outcomes]
     assert places == [0, None, 2, None, 4, 5]
     sent = [payload["input_ids"] for payload in fake.payloads()]
-    assert sent[0] == [[5], [6], [7], [8]]
-    assert sorted(sent[1:]) == [[[5]], [[6]], [[7]], [[8]]]
+    assert sorted(sent) == [[[5]], [[6]], [[7]], [[8]]]
 
 
 def test_a_response_on_a_stale_kv_cache_is_not_used(fake, fake_engine):
     """Another process updates the weights between two requests."""
-    generate(fake_engine)
+    generate(fake_engine, input_ids=[5])
     fake.weight_version = "3"
-    generate(fake_engine)
+    generate(fake_engine, input_ids=[5])
     assert fake_engine.weight_version == "3"
     assert len(fake.payloads()) == 2, "Nothing was cached, so the answers were right."
     fake.weight_version, fake.cached_tokens = "4", 1
-    generate(fake_engine)
+    generate(fake_engine, input_ids=[5])
     keys = [payload["extra_key"][0] for payload in fake.payloads()]
-    assert keys == ["default", "default", "3", "4", "4", "4"]
+    assert keys == ["default", "default", "3", "4"]
 
 
 def test_a_stale_response_is_requested_again_at_once(fake, tiny_model_path):
@@ -182,38 +178,19 @@ def test_errors_are_returned_in_their_places(fake, tiny_model_path, fault):
         assert [type(each) for each in outcomes] == [ServerUnavailableError] * 3
 
 
-@contextmanager
-def ending_in_the_middle(fake):
-    """Has a server answer the first half of a batch, and nothing after that."""
-    answer = fake.routes["/generate"]
-    with ExitStack() as faults:
-
-        def end(content):
-            with fake.misbehaving("hang_up_mid_batch"):
-                begun = answer(content)
-            faults.enter_context(fake.misbehaving("hang_up"))
-            return begun
-
-        fake.routes["/generate"] = end
-        yield
-    fake.routes["/generate"] = answer
-
-
 def test_finished_responses_survive_the_death_of_their_server(fake):
     """A server that ends in the middle of a batch takes only the rest with it."""
     prompts = [[index] for index in range(10)]
-    with AsyncSGLang.connect(fake.url, max_attempts=2) as engine:
-        with ending_in_the_middle(fake):
-            outcomes = generate(engine, input_ids=prompts, return_exceptions=True)
+    with (
+        AsyncSGLang.connect(fake.url, max_attempts=2, max_in_flight=1) as engine,
+        fake.misbehaving("hang_up", when=lambda asked: asked["input_ids"][0] >= 5),
+    ):
+        outcomes = generate(engine, input_ids=prompts, return_exceptions=True)
         assert [answer.token_ids for answer in outcomes[:5]] == [
             [index] * 4 for index in range(5)
         ]
         assert {type(error) for error in outcomes[5:]} == {ServerUnavailableError}
-        assert fake.payloads()[1]["input_ids"] == prompts[5:], "The rest"
-        with (
-            ending_in_the_middle(fake),
-            pytest.raises(ServerUnavailableError) as caught,
-        ):
+        with pytest.raises(ServerUnavailableError) as caught:
             generate(engine, input_ids=prompts)
         finished = caught.value.completions
         assert {index: answer.token_ids for index, answer in finished.items()} == {
@@ -221,41 +198,21 @@ def test_finished_responses_survive_the_death_of_their_server(fake):
         }
 
 
-def test_a_recovered_server_gets_only_the_unfinished_requests(fake, fake_engine):
-    answer = fake.routes["/generate"]
-
-    def break_once(content):
-        fake.routes["/generate"] = answer
-        with fake.misbehaving("hang_up_mid_batch"):
-            return answer(content)
-
-    fake.routes["/generate"] = break_once
+def test_a_recovered_server_gets_only_the_unfinished_requests(fake):
     prompts = [[index] for index in range(10)]
-    answers = generate(fake_engine, input_ids=prompts)
+
+    def first_of_prompt_5(asked):
+        tried = [payload["input_ids"] for payload in fake.payloads()]
+        return asked["input_ids"] == [5] and tried.count([[5]]) == 1
+
+    with (
+        AsyncSGLang.connect(fake.url, max_in_flight=1) as engine,
+        fake.misbehaving("hang_up", when=first_of_prompt_5),
+    ):
+        answers = generate(engine, input_ids=prompts)
     assert [answer.token_ids for answer in answers] == [[i] * 4 for i in range(10)]
-    assert [p["input_ids"] for p in fake.payloads()] == [prompts, prompts[5:]]
-
-
-def test_a_large_batch_is_several_requests(fake, fake_engine):
-    prompts = [[index % 90] for index in range(LARGEST_BATCH + 3)]
-    answers = generate(fake_engine, input_ids=prompts)
-    assert [answer.token_ids[0] for answer in answers] == [p[0] for p in prompts]
-    sizes = sorted(len(payload["input_ids"]) for payload in fake.payloads())
-    assert sizes == [3, LARGEST_BATCH]
-
-
-def test_a_server_that_streams_deltas_gets_single_requests(fake):
-    tell = fake.routes["/server_info"]
-
-    def incremental(content):
-        told = tell(content)
-        body = told.body[:-1] + b', "incremental_streaming_output": true}'
-        return type(told)(body=body, content_type="application/json")
-
-    fake.routes["/server_info"] = incremental
-    with AsyncSGLang.connect(fake.url) as engine:
-        assert len(generate(engine)) == 3
-    assert [payload["stream"] for payload in fake.payloads()] == [False] * 3
+    sent = [prompt for (prompt,) in (p["input_ids"] for p in fake.payloads())]
+    assert sorted(sent) == sorted([*prompts, [5]])
 
 
 def test_versions_of_a_server_that_reports_only_the_last(tiny_model_path):
@@ -318,48 +275,12 @@ def test_timeout(fake, fake_engine):
     assert time.monotonic() - start < 60
 
 
-def test_a_refused_batch_is_sent_again_within_the_same_timeout(fake, fake_engine):
-    """The server refuses the batch late, and then hangs."""
-    answer = fake.routes["/generate"]
-    start = time.monotonic()
-    with ExitStack() as faults:
-
-        def slow_once(content):
-            time.sleep(2.5)
-            faults.enter_context(fake.misbehaving("hang"))
-            return answer(content)
-
-        fake.routes["/generate"] = slow_once
-        with pytest.raises(ServerTimeoutError):
-            generate(fake_engine, sampling_params=[SHORT, REFUSED, SHORT], timeout=3.0)
-    # A new timeout would have ended 5.5 s after the beginning.
-    assert time.monotonic() - start < 5.5
-    assert len(fake.payloads()) > 1
-
-
-def test_a_large_batch_that_is_refused_does_not_open_as_many_connections(
-    fake, fake_engine
-):
-    count = 5 * SINGLE_REQUESTS
-    params = [SHORT] * (count - 1) + [REFUSED]
-    outcomes = generate(
-        fake_engine,
-        input_ids=[[index % 90] for index in range(count)],
-        sampling_params=params,
-        return_exceptions=True,
-    )
-    assert fake.most_connections <= SINGLE_REQUESTS + 1
-    assert isinstance(outcomes.pop(), RequestRefusedError)
-    found = [outcome.token_ids[0] for outcome in outcomes]
-    assert found == [index % 90 for index in range(count - 1)]
-
-
-def test_a_batch_is_one_request(fake, fake_engine):
+def test_each_prompt_is_a_request(fake, fake_engine):
     generate(fake_engine, return_prompt_logprobs=True)
-    (payload,) = fake.payloads()
-    assert payload["input_ids"] == PROMPTS
-    assert payload["extra_key"] == ["default"] * 3
-    assert payload["logprob_start_len"] == [0, 0, 0]
+    payloads = sorted(fake.payloads(), key=lambda payload: payload["input_ids"])
+    assert [payload["input_ids"] for payload in payloads] == [[p] for p in PROMPTS]
+    assert {payload["extra_key"][0] for payload in payloads} == {"default"}
+    assert {payload["logprob_start_len"][0] for payload in payloads} == {0}
 
 
 def test_an_empty_batch_is_no_request(fake, fake_engine):

@@ -192,54 +192,42 @@ def test_stop_texts_need_a_tokenizer(name, capabilities):
     check_sampling_params({"stop_token_ids": [5]}, without)
 
 
-def test_payload(capabilities):
-    requests = [
-        GenerateRequest(input_ids=(5, 6), sampling_params={"max_new_tokens": 3}),
-        GenerateRequest(
-            input_ids=[7],
-            sampling_params={"temperature": 0.0, "max_new_tokens": 0},
-            return_logprobs=True,
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ({}, {}),
+        ({"return_logprobs": True}, {"return_logprob": True}),
+        (
+            {"return_prompt_logprobs": True},
+            {"return_logprob": True, "logprob_start_len": 0},
         ),
-        GenerateRequest(
-            input_ids=[8],
-            sampling_params={"max_new_tokens": 0},
-            return_prompt_logprobs=True,
-        ),
-    ]
-    payload = to_payload(requests, capabilities, cache_key="7", rids=["x", "y", "z"])
+        ({"top_logprobs": 2}, {"return_logprob": True, "top_logprobs_num": 2}),
+    ],
+)
+def test_payload(options, sent, capabilities):
+    request = GenerateRequest(
+        input_ids=(5, 6),
+        sampling_params={"temperature": 0.0, "max_new_tokens": 3},
+        **options,
+    )
+    payload = to_payload(request, capabilities, cache_key="7", rid="x")
     assert payload == {
-        "input_ids": [[5, 6], [7], [8]],
-        "sampling_params": [
-            {"max_new_tokens": 3},
-            {"temperature": 0.0, "max_new_tokens": 0},
-            {"max_new_tokens": 0},
-        ],
-        "return_logprob": [False, True, True],
-        "logprob_start_len": [-1, -1, 0],
-        "extra_key": ["7", "7", "7"],
-        "top_logprobs_num": [0, 0, 0],
-        "rid": ["x", "y", "z"],
-        "stream": False,
+        "input_ids": [5, 6],
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 3},
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        "extra_key": "7",
+        "top_logprobs_num": 0,
+        "rid": "x",
+        **sent,
     }
 
 
-def test_adapters_are_named_where_there_are_any(capabilities):
+def test_an_adapter_is_named_where_there_is_one(capabilities):
     one = GenerateRequest(input_ids=[5], sampling_params={})
-
-    def adapters(*names):
-        payload = to_payload(
-            [one] * len(names),
-            capabilities,
-            cache_key="7",
-            rids=["x"] * len(names),
-            adapters=names,
-        )
-        return payload.get("lora_path", "not sent")
-
-    assert adapters("a", None) == ["a", None]
-    # The router takes lists for several prompts only.
-    assert adapters("a") == "a"
-    assert adapters(None) == adapters(None, None) == "not sent"
+    for adapter, sent in (("a", {"lora_path": "a"}), (None, {})):
+        payload = to_payload(one, capabilities, cache_key="7", rid="x", adapter=adapter)
+        assert {k: v for k, v in payload.items() if k == "lora_path"} == sent
 
 
 @pytest.mark.parametrize(
@@ -260,8 +248,7 @@ def test_adapters_are_named_where_there_are_any(capabilities):
 )
 def test_responses_are_limited_by_the_context(length, asked, sent, capabilities):
     request = GenerateRequest(input_ids=[5] * length, sampling_params=asked)
-    payload = to_payload([request], capabilities, cache_key="", rids=["x"])
-    # One prompt is sent by itself, which a router takes too.
+    payload = to_payload(request, capabilities, cache_key="", rid="x")
     assert payload["sampling_params"] == sent
 
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.generation.dispatch import Response, Sent
+from torchrl_sglang.backends.generation.dispatch import Response
 from torchrl_sglang.backends.generation.request import GenerateRequest
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.backends.support.versions import version_order
 from torchrl_sglang.errors import GenerationAbortedError, WeightSyncStateError
 from torchrl_sglang.types import Completion
 
-__all__ = ["StaleResponses"]
+__all__ = ["Staleness"]
 
 MOST_CHECKS = 3
 """How often in a row servers are checked for older weights without finding any."""
 
 
-class StaleResponses:
+class Staleness:
     """Decides whether a response must be generated again after a weight update."""
 
     def __init__(self, fleet: Fleet, adapters: AdapterRegistry) -> None:
@@ -31,14 +33,9 @@ class StaleResponses:
         self._checking: asyncio.Task[None] | None = None
 
     async def is_stale(self, request: GenerateRequest, response: Response) -> bool:
-        """Returns whether a request has to be sent again.
-
-        Raises:
-            WeightSyncStateError: if servers go on answering with older weights than
-                were current when it was sent.
-        """
-        outcome, sent = response.outcome, response.sent
-        aborted = self._fleet.weights.abort_epoch > sent.weights.abort_epoch
+        """Returns whether a request has to be sent again."""
+        outcome, sent_with = response.outcome, response.weights
+        aborted = self._fleet.weights.abort_epoch > sent_with.abort_epoch
         if isinstance(outcome, GenerationAbortedError):
             return aborted and not outcome.requested
         if not isinstance(outcome, Completion):
@@ -52,43 +49,39 @@ class StaleResponses:
             return True
         if outcome.weight_version is None:
             return False
-        if version_order(outcome.weight_version) < version_order(sent.weights.version):
+        if version_order(outcome.weight_version) < version_order(sent_with.version):
             # Another process restarted the server, and this one did not know.
-            await self._check_servers(sent)
+            await self._check_servers(response.sent_at)
             return True
         self._vain_checks = 0
         self._fleet.weights_state.observe(outcome.weight_version)
-        return self._used_stale_cache(outcome, sent.weights.version)
+        return self._used_stale_cache(outcome, sent_with.version)
 
-    async def _check_servers(self, sent: Sent) -> None:
+    async def _check_servers(self, sent_at: float) -> None:
         """Takes servers with older weights out of rotation, once for all requests."""
-        if sent.time < self._checked_at:
-            # They have been checked since.
+        if sent_at < self._checked_at:
             return
         if self._checking is None or self._checking.done():
-            if self._vain_checks >= MOST_CHECKS or self._fleet.poll is None:
+            poll = self._fleet.poll
+            if self._vain_checks >= MOST_CHECKS or poll is None:
                 raise WeightSyncStateError(
                     f"A server answered with older weights than the current ones, "
                     f"{self._fleet.weights.version!r}, and does not say so itself: "
                     f"it was started again by somebody else. Send the weights again."
                 )
             self._vain_checks += 1
-            self._checking = asyncio.ensure_future(self._check())
+            self._checking = asyncio.ensure_future(self._check(poll))
         await asyncio.shield(self._checking)
 
-    async def _check(self) -> None:
-        if self._fleet.poll is not None:
-            self._fleet.suspect_all()
-            await self._fleet.poll()
+    async def _check(self, poll: Callable[[], Awaitable[Any]]) -> None:
+        self._fleet.suspect_all()
+        await poll()
         self._checked_at = time.monotonic()
 
     def _used_stale_cache(self, completion: Completion, key: str) -> bool:
-        """Returns whether a response may rest on a KV cache of older weights.
-
-        It may if it began with newer weights than ``key``, with a cached prefix that
-        was looked up under ``key``: another engine object updated the weights
-        meanwhile, or the cache was not flushed.
-        """
+        """Returns whether a response may rest on a KV cache of older weights."""
+        # It may if it began with newer weights than its key, and found a prefix under
+        # that: another engine object updated the weights, or the cache was not flushed.
         weights = self._fleet.weights
         if completion.versions:
             first = completion.versions[0].version
