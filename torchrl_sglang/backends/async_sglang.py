@@ -12,7 +12,6 @@ import re
 import threading
 from collections.abc import (
     AsyncIterator,
-    Callable,
     Iterable,
     Iterator,
     Mapping,
@@ -20,19 +19,20 @@ from collections.abc import (
 )
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import torch
 from typing_extensions import override
 
 from torchrl_sglang.backends.base import WeightUpdate
+from torchrl_sglang.backends.client.capabilities import find_out
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.client.model_info import ServedModel
 from torchrl_sglang.backends.client.router import find_workers
-from torchrl_sglang.backends.fleet.discovery import discover
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.poller import ServerPoller
+from torchrl_sglang.backends.fleet.poller import ServerPoller, discover
 from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle, format_tags
 from torchrl_sglang.backends.fleet.routing import RemoteRouter, RouterHandle
 from torchrl_sglang.backends.fleet.sleep import (
@@ -206,28 +206,23 @@ class AsyncSGLang(TorchRLCalls):
             in_flight=lambda: dispatcher.in_flight.queued + counters.in_flight,
             abort=lambda: dispatcher.in_flight.abort(None),
         )
-        lock, pausing = self._update_lock, self._control.pausing
         self._supervisor = Supervisor(
             self._fleet,
             self._http,
             self._capabilities,
-            progress=lambda: (counters.in_flight, counters.completed),
             # What the supervisor holds must not hold the fleet: with its last
             # reference, its servers end.
-            may_probe=lambda fleet: (
-                not (
-                    lock.locked()
-                    or pausing.paused
-                    or fleet.asleep
-                    or fleet.weights.inconsistent is not None
-                )
-            ),
+            progress=lambda: (counters.in_flight, counters.completed),
             poller=ServerPoller(
                 self._http,
                 self._capabilities,
                 self._adapters,
-                model=self._model,
-                trust_remote_code=self._settings.trust_remote_code,
+                partial(
+                    find_out,
+                    self._http,
+                    model=self._model,
+                    trust_remote_code=self._settings.trust_remote_code,
+                ),
             ),
             max_restarts=self._settings.max_restarts,
             progress_seconds=self._settings.progress_timeout,
@@ -335,9 +330,11 @@ class AsyncSGLang(TorchRLCalls):
         launched = launch(launcher, router=router)
         try:
             return cls._connected(
-                launched.replicas,
-                router=launched.router,
-                start_router=launched.start_router,
+                Fleet(
+                    launched.replicas,
+                    router=launched.router,
+                    start_router=launched.start_router,
+                ),
                 http=HttpClient(api_key),
                 settings=settings,
             )
@@ -426,8 +423,7 @@ class AsyncSGLang(TorchRLCalls):
                 f"urls must name each server once, and at least one: {addresses}."
             )
         return cls._connected(
-            [Replica(url=address) for address in addresses],
-            router=router,
+            Fleet([Replica(url=address) for address in addresses], router=router),
             model=model,
             http=HttpClient(api_key, credentials),
             settings=settings,
@@ -436,24 +432,18 @@ class AsyncSGLang(TorchRLCalls):
     @classmethod
     def _connected(
         cls,
-        replicas: list[Replica],
+        fleet: Fleet,
         *,
-        router: RouterHandle | None = None,
-        start_router: Callable[[Sequence[str]], RouterHandle] | None = None,
         model: str | None = None,
         http: HttpClient,
         settings: Settings,
     ) -> Self:
-        fleet, capabilities = run_sync(
-            discover(
-                replicas,
-                http,
-                router=router,
-                start_router=start_router,
-                model=model,
-                trust_remote_code=settings.trust_remote_code,
-            )
-        )
+        trusted = settings.trust_remote_code
+        find = partial(find_out, http, model=model, trust_remote_code=trusted)
+        try:
+            capabilities = run_sync(discover(fleet, find))
+        finally:
+            run_sync(http.close())
         return cls(fleet, capabilities, model=model, http=http, settings=settings)
 
     @property
@@ -695,7 +685,7 @@ class AsyncSGLang(TorchRLCalls):
             tensors=tensors,
             config=config,
             capabilities=self._capabilities,
-            get_metadata=lambda: self._adapters.metadata(self.get_model_metadata),
+            get_metadata=self.get_model_metadata,
         )
         loaded = run_sync(
             self._adapters.load(
@@ -728,7 +718,7 @@ class AsyncSGLang(TorchRLCalls):
     @override
     def look_at_servers(self) -> None:
         self._check_open()
-        self._fleet.suspect_all()
+        self._fleet.suspect()
         run_sync(self._supervisor.poll_now())
 
     @override

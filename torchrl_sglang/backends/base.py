@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import torch
 
-from torchrl_sglang.backends.client.checkpoint_mark import MARK, write_mark
 from torchrl_sglang.backends.client.control import (
     CONTROL_TIMEOUT_SECONDS,
     ControlPlane,
 )
+from torchrl_sglang.backends.client.model_files import MARK, write_mark
 from torchrl_sglang.backends.generation.request import (
     GenerateRequest,
     check_logprobs_mode,
@@ -36,7 +36,7 @@ from torchrl_sglang.backends.generation.sampling import (
     hint,
 )
 from torchrl_sglang.backends.lora.names import check_name, parse_served_name
-from torchrl_sglang.backends.lora.payload import read_folder, why_not
+from torchrl_sglang.backends.lora.payload import fits_servers, read_folder
 from torchrl_sglang.backends.support.gpus import visible_devices
 from torchrl_sglang.types import (
     Adapter,
@@ -63,6 +63,7 @@ __all__ = [
     "check_logprobs_mode",
     "check_name",
     "connect",
+    "fits_servers",
     "hint",
     "join_completions",
     "parse_served_name",
@@ -70,7 +71,6 @@ __all__ = [
     "resume_request",
     "start",
     "visible_devices",
-    "why_not",
     "write_mark",
 ]
 

@@ -172,8 +172,8 @@ class TorchRLCalls(RLSGLangEngine):
 
     async def _receive(self, **tensors: Any) -> None:
         await self.control.begin_weight_update()
-        await self.control.update_weights_from_distributed(
-            group_name=WEIGHT_UPDATE_GROUP, load_format=None, **tensors
+        await self.control.update_weights_from(
+            "distributed", group_name=WEIGHT_UPDATE_GROUP, **tensors
         )
         await self.control.end_weight_update()
         await self.control.flush_cache()

@@ -177,7 +177,7 @@ class _Session:
             self.update.commit(self.version, checkpoint=checkpoint)
             self.committed = True
             # A failed update, or released memory, may have left them paused.
-            if self.pause_mode != "none" or self.control.pausing.paused:
+            if self.pause_mode != "none" or self.control.paused:
                 with self.phase("resume"):
                     self._resume(self.timeout)
         except SGLangError as error:
@@ -365,7 +365,7 @@ class _Session:
         """Lets untouched servers generate as before."""
         if self.adapter is not None and self.engine.default_adapter is None:
             self._select(self.adapter, "retract", CLEANUP_SECONDS)
-        if self.control.pausing.paused:
+        if self.control.paused:
             self._resume(CLEANUP_SECONDS)
 
     def _close_sessions(self) -> bool:

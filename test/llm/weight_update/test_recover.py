@@ -115,10 +115,10 @@ def stop():
     if place == "in a broadcast":
         # The server is told of a bucket that nobody sends.
         spec = weights.specs[-1]
-        submit(engine.control.update_weights_from_distributed(
-            names=[spec.name], dtypes=["float32"], shapes=[spec.shape],
-            group_name=transport._group_name, load_format=None, weight_version=None,
-            timeout=1000,
+        submit(engine.control.update_weights_from(
+            "distributed", names=[spec.name], dtypes=["float32"],
+            shapes=[list(spec.shape)], group_name=transport._group_name,
+            weight_version=None, timeout=1000,
         ))
         while not engine.health():
             pass

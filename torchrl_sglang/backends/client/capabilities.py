@@ -7,15 +7,15 @@ numbers, so a new release needs no change as long as it keeps the routes.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
+from dataclasses import fields
 from typing import Any
 
 import orjson
 import torch
 
-from torchrl_sglang.backends.client.checkpoint_mark import original_model
 from torchrl_sglang.backends.client.http import HttpClient
+from torchrl_sglang.backends.client.model_files import original_model, read_model
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -23,9 +23,10 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.types import ServerCapabilities
 
-__all__ = ["find_out", "interpret", "load_model_config"]
+__all__ = ["check_same", "find_out", "interpret"]
 
-CONNECT_BUDGET_SECONDS = 30.0
+CONNECT_TIMEOUT_SECONDS = 30.0
+"""Timeout of each question to a server."""
 
 _SECRET = ("api_key", "password", "launch_command", "internal_states")
 """Suffixes of arguments that are not kept: a server reveals its keys."""
@@ -39,31 +40,24 @@ text."""
 _INFO_ROUTES = ("/server_info", "/get_server_info")
 """Routes of a server's arguments and its scheduler's state, newest first."""
 
+_MODEL_ROUTES = ("/model_info", "/get_model_info")
 _LOAD_ROUTES = ("/v1/loads", "/get_load")
 """Routes of the number of running requests, newest first."""
 
-
-_SAME = (
-    "vocab_size",
-    "max_context",
-    "max_prompt",
-    "dtype",
-    "tp_size",
-    "pp_size",
-    "dp_size",
-    "needs_update_session",
-    "has_tokenizer",
-    "has_grammar",
-    "has_lora",
-    "lora_tensors_field",
-    "can_sleep",
-    "keeps_weights",
-    "uses_seeds",
-    "streams_deltas",
-    "default_sampling_params",
-)
-"""Capabilities that all servers of an engine must share."""
-
+_MAY_DIFFER = {
+    "version",
+    "model_path",
+    "tokenizer_path",
+    "eos_token_ids",
+    "load_route",
+    "info_route",
+    "weight_version",
+    "adapters",
+    "tells_paused",
+    "start_id",
+    "server_args",
+}
+"""Capabilities that servers of one engine need not share."""
 
 _TO_SLEEP: Mapping[str, tuple[Any, ...]] = {
     "enable_memory_saver": (True,),
@@ -74,7 +68,7 @@ _TO_SLEEP: Mapping[str, tuple[Any, ...]] = {
     "disaggregation_mode": ("null", None),
 }
 """Argument values with which a server can release memory. Without the first it only
-says that it did; with other values it can end."""
+reports that it did; with other values it can end."""
 
 
 def sleep_obstacles(
@@ -90,7 +84,6 @@ def sleep_obstacles(
 async def find_out(
     http: HttpClient,
     url: str,
-    *,
     model: str | None = None,
     trust_remote_code: bool = False,
 ) -> ServerCapabilities:
@@ -101,7 +94,7 @@ async def find_out(
     """
 
     async def ask(path: str) -> dict[str, Any]:
-        answer = await http.request("GET", url + path, timeout=CONNECT_BUDGET_SECONDS)
+        answer = await http.request("GET", url + path, timeout=CONNECT_TIMEOUT_SECONDS)
         if answer.status in (401, 403):
             raise ConfigurationError(
                 f"{answer.url} asks for a key (HTTP {answer.status}); give the "
@@ -118,27 +111,27 @@ async def find_out(
             )
         return content
 
-    described = await _ask_routes(ask, url)
-    routes = set(described["paths"])
+    described = await ask("/openapi.json")
+    routes = described.get("paths")
+    if not isinstance(routes, dict) or "/generate" not in routes:
+        raise ServerUnavailableError(
+            f"{url} has no /generate; that is not an SGLang server."
+        )
     server_info = await ask(_first(routes, _INFO_ROUTES, url))
-    model_info = await ask(_first(routes, ("/model_info", "/get_model_info"), url))
+    model_info = await ask(_first(routes, _MODEL_ROUTES, url))
     models = await ask("/v1/models")
     try:
         # The folder of a disk update may be gone; its mark names the original model.
         served = original_model(str(model_info["model_path"]))
         started = str(server_info.get("model_path") or served)
+        revision = server_info.get("revision")
         # In a thread: a model's files can be on slow storage.
         served, vocab_size, eos_token_ids = await asyncio.to_thread(
-            _read_model,
-            model,
-            served,
-            started,
-            trust_remote_code,
-            server_info.get("revision"),
+            read_model, model, served, started, trust_remote_code, revision
         )
         return interpret(
             url=url,
-            routes=routes,
+            routes=set(routes),
             server_info=server_info,
             model_info={**model_info, "model_path": served},
             models=models,
@@ -151,38 +144,6 @@ async def find_out(
             f"The answers of {url} are not understood ({error!r}); is it an "
             f"SGLang server that this package supports?"
         ) from error
-
-
-def _read_model(
-    model: str | None,
-    served: str,
-    started: str,
-    trust_remote_code: bool,
-    revision: str | None,
-) -> tuple[str, int, tuple[int, ...]]:
-    """Returns the readable model path, its vocabulary size and its end tokens."""
-    # A revision belongs to the name that the server was started with.
-    revision = None if model else revision
-    try:
-        config = load_model_config(model or served, trust_remote_code, revision)
-    except ConfigurationError:
-        if model or started == served:
-            raise
-        served = started
-        config = load_model_config(started, trust_remote_code, revision)
-    vocab_size = int(config.get_text_config().vocab_size)
-    return served, vocab_size, find_eos_token_ids(config, model or served, revision)
-
-
-async def _ask_routes(ask: Any, url: str) -> dict[str, Any]:
-    content = await ask("/openapi.json")
-    paths = content.get("paths")
-    if not isinstance(paths, dict) or "/generate" not in paths:
-        raise ServerUnavailableError(
-            f"{url} has no /generate; that is not an SGLang server."
-        )
-    described: dict[str, Any] = content
-    return described
 
 
 def fields_of(described: Mapping[str, Any], path: str) -> set[str]:
@@ -200,19 +161,14 @@ def fields_of(described: Mapping[str, Any], path: str) -> set[str]:
 
 
 def adapters_in(models: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the LoRA adapters among what a server answers to ``/v1/models``.
-
-    Examples:
-        >>> adapters_in({"data": [{"id": "base"}, {"id": "a", "parent": "base"}]})
-        ('a',)
-    """
+    """Returns the LoRA adapters among what a server answers to ``/v1/models``."""
     return tuple(str(card["id"]) for card in models["data"] if card.get("parent"))
 
 
-def _first(routes: set[str], candidates: tuple[str, ...], url: str) -> str:
-    for route in candidates:
-        if route in routes:
-            return route
+def _first(routes: Collection[str], candidates: tuple[str, ...], url: str) -> str:
+    found = next((route for route in candidates if route in routes), None)
+    if found is not None:
+        return found
     raise UnsupportedByServerError(
         f"The server at {url} has none of the routes {', '.join(candidates)}; its "
         f"version of SGLang is too old or too new for this package."
@@ -220,14 +176,10 @@ def _first(routes: set[str], candidates: tuple[str, ...], url: str) -> str:
 
 
 def start_id(server_info: Mapping[str, Any]) -> str:
-    """Returns what differs from one start of a server to the next. Pure.
+    """Returns what differs from one start of a server to the next.
 
     That is how long the phases of its start took, to the nanosecond, and the seed that
     it has drawn, where it was given none.
-
-    Examples:
-        >>> start_id({"random_seed": 7, "startup_time": {"e2e": 1.25}})
-        '[7,{"e2e":1.25}]'
     """
     states = server_info.get("internal_states") or ()
     times = [server_info.get("startup_time"), *(s.get("startup_time") for s in states)]
@@ -240,72 +192,13 @@ def check_same(
     first: ServerCapabilities, first_url: str, other: ServerCapabilities, other_url: str
 ) -> None:
     """Raises unless two servers are alike enough for one engine."""
-    for name in _SAME:
+    for name in (f.name for f in fields(first) if f.name not in _MAY_DIFFER):
         one, two = getattr(first, name), getattr(other, name)
         if one != two:
             raise ConfigurationError(
                 f"The servers of one engine must be alike, and they differ in {name}: "
                 f"{first_url} has {one!r}, {other_url} has {two!r}."
             )
-
-
-_IMPORTING = threading.Lock()
-
-
-def load_model_config(
-    model: str, trust_remote_code: bool = False, revision: str | None = None
-) -> Any:
-    """Returns the Hugging Face configuration of a folder or a hub name."""
-    # Each server's model is looked at in its own thread, and the modules that
-    # transformers loads lazily fail in one thread while another one loads them.
-    with _IMPORTING:
-        from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(
-            model, trust_remote_code=trust_remote_code, revision=revision or "main"
-        )
-    except Exception as error:
-        advice = why_untrusted(error, trust_remote_code) or (
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); pass model=... "
-            f"with a folder or hub name that has the same config.json."
-        )
-        raise ConfigurationError(
-            f"The configuration of the served model {model!r} cannot be read from "
-            f"here {advice}"
-        ) from error
-
-
-def why_untrusted(error: Exception, trust_remote_code: bool) -> str | None:
-    """Returns the end of the message for a model whose code is not trusted here."""
-    if trust_remote_code or "trust_remote_code" not in str(error):
-        return None
-    return (
-        "without running the code that comes with it. If you trust that code, give "
-        "from_pretrained or connect trust_remote_code=True."
-    )
-
-
-def find_eos_token_ids(
-    config: Any, model: str, revision: str | None = None
-) -> tuple[int, ...]:
-    """Returns the tokens that end a response.
-
-    Like the server, it takes those of ``config.json`` and those of
-    ``generation_config.json``, where there is one.
-    """
-    from transformers import GenerationConfig
-
-    try:
-        generation = GenerationConfig.from_pretrained(
-            model, revision=revision or "main"
-        ).eos_token_id
-    except OSError:  # Most models have the file, and none must.
-        generation = None
-    found: set[int] = set()
-    for ids in (config.get_text_config().eos_token_id, generation):
-        found.update([ids] if isinstance(ids, int) else ids or ())
-    return tuple(sorted(found))
 
 
 def interpret(
@@ -327,8 +220,13 @@ def interpret(
         )
     model_path = str(model_info["model_path"])
     max_context = int(models["data"][0]["max_model_len"])
-    skip_tokenizer = bool(server_info.get("skip_tokenizer_init", False))
-    grammar = server_info.get("grammar_backend")
+
+    def has(*names: str) -> bool:
+        return any(map(server_info.get, names))
+
+    def size(name: str) -> int:
+        return int(server_info.get(name) or 1)
+
     return ServerCapabilities(
         version=str(server_info.get("version", "unknown")),
         model_path=model_path,
@@ -339,34 +237,26 @@ def interpret(
         # The scheduler refuses a prompt of max_req_input_len tokens or more.
         max_prompt=int(server_info.get("max_req_input_len") or max_context) - 1,
         dtype=_dtype(server_info.get("dtype")),
-        tp_size=int(server_info.get("tp_size") or 1),
-        pp_size=int(server_info.get("pp_size") or 1),
-        dp_size=int(server_info.get("dp_size") or 1),
+        tp_size=size("tp_size"),
+        pp_size=size("pp_size"),
+        dp_size=size("dp_size"),
         needs_update_session="/begin_weight_update" in routes,
         load_route=_first(routes, _LOAD_ROUTES, url),
         info_route=next((r for r in _INFO_ROUTES if r in routes), _INFO_ROUTES[0]),
-        has_tokenizer=not skip_tokenizer,
-        has_grammar=grammar not in (None, "none"),
+        has_tokenizer=not has("skip_tokenizer_init"),
+        has_grammar=server_info.get("grammar_backend") not in (None, "none"),
         weight_version=str(model_info.get("weight_version") or "default"),
-        has_lora=bool(server_info.get("enable_lora")),
-        lora_tensors_field=next(
-            (name for name in _LORA_FIELDS if name in lora_fields), None
-        ),
+        has_lora=has("enable_lora"),
+        lora_tensors_field=next((f for f in _LORA_FIELDS if f in lora_fields), None),
         adapters=adapters_in(models),
         can_sleep=not any(sleep_obstacles(server_info)),
-        keeps_weights=bool(server_info.get("enable_weights_cpu_backup")),
+        keeps_weights=has("enable_weights_cpu_backup"),
         tells_paused="/ready" in routes,
         start_id=start_id(server_info),
         # Training on policy switches deterministic inference on.
-        uses_seeds=bool(
-            server_info.get("enable_deterministic_inference")
-            or server_info.get("rl_on_policy_target")
-        ),
-        streams_deltas=bool(
-            server_info.get("incremental_streaming_output")
-            # Its name in older versions.
-            or server_info.get("stream_output")
-        ),
+        uses_seeds=has("enable_deterministic_inference", "rl_on_policy_target"),
+        # The second is its name in older versions.
+        streams_deltas=has("incremental_streaming_output", "stream_output"),
         default_sampling_params=_mapping(model_info.get("preferred_sampling_params")),
         server_args={
             name: value
@@ -377,7 +267,7 @@ def interpret(
 
 
 def _mapping(value: object) -> dict[str, Any]:
-    # SGLang takes it as JSON, and tells it as it has it.
+    # Reported as JSON text, or as a mapping.
     content = orjson.loads(value) if isinstance(value, str) and value else value
     return dict(content) if isinstance(content, Mapping) else {}
 

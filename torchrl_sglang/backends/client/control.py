@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torchrl_sglang.backends.client.capabilities import adapters_in, start_id
@@ -31,9 +30,15 @@ QUERY_TIMEOUT_SECONDS = 10.0
 Errors = dict[str, SGLangError | None]
 """Each server's error, or ``None`` where the call succeeded."""
 
+Urls = Sequence[str] | None
+"""The servers that a call goes to; ``None``: all that run."""
+
 
 class Servers(Protocol):
     """The servers that control calls go to."""
+
+    paused: bool
+    """Whether this engine object paused generation."""
 
     @property
     def urls(self) -> Sequence[str]:
@@ -41,25 +46,17 @@ class Servers(Protocol):
 
     @property
     def membership_epoch(self) -> int:
-        """Grows whenever a server joins."""
+        """Grows whenever a server joins or leaves."""
 
     @property
     def asleep(self) -> Collection[str]:
         """Tags of the released memory; nothing may be computed while there are any."""
 
 
-@dataclass
-class Pausing:
-    """Whether this engine object paused generation."""
-
-    paused: bool = False
-
-
 class ControlPlane:
     """Control calls to a set of servers with equal capabilities.
 
-    To be awaited on the background loop. Every method takes a timeout in seconds;
-    ``urls`` restricts a call to some of the servers.
+    To be awaited on the background loop. Timeouts are in seconds.
     """
 
     def __init__(
@@ -67,7 +64,6 @@ class ControlPlane:
     ) -> None:
         self._http = http
         self._servers = servers
-        self.pausing = Pausing()
         self.capabilities = capabilities
 
     @property
@@ -80,111 +76,95 @@ class ControlPlane:
         """Grows whenever a server joins; a process group holds for one value."""
         return self._servers.membership_epoch
 
-    async def _one(
-        self, method: Method, url: str, payload: Any, timeout: float
-    ) -> Any | SGLangError:
-        """Returns the content of a server's response, or its error."""
-        try:
-            response = await self._http.request(method, url, payload, timeout=timeout)
-            body = response.raise_for_status().body
-            if not body.lstrip().startswith((b"{", b"[")):
-                return None
-            content = response.json()
-        except SGLangError as error:
-            return error
-        # Older versions answer 200 and say in the body that they failed.
-        if isinstance(content, dict) and content.get("success") is False:
-            return RequestRefusedError(
-                f"{url} refused: {content.get('message', content)}"
-            )
-        return content
+    @property
+    def paused(self) -> bool:
+        """Whether this engine object paused generation."""
+        return self._servers.paused
 
     async def _each(
         self,
-        method: Method,
         path: str,
         payload: Any,
         timeout: float,
-        urls: Sequence[str] | None,
+        urls: Urls = None,
+        method: Method = "POST",
     ) -> dict[str, Any | SGLangError]:
-        """Returns each server's response, or its error."""
+        """Returns the content of each server's response, or its error."""
+
+        async def one(url: str) -> Any | SGLangError:
+            call = self._http.request(method, url + path, payload, timeout=timeout)
+            try:
+                response = (await call).raise_for_status()
+                # Some answer with a plain text.
+                is_json = response.body.lstrip().startswith((b"{", b"["))
+                content = response.json() if is_json else None
+            except SGLangError as error:
+                return error
+            # Older versions answer 200 and say in the body that they failed.
+            if isinstance(content, dict) and content.get("success") is False:
+                reason = content.get("message", content)
+                return RequestRefusedError(f"{url}{path} refused: {reason}")
+            return content
+
         targets = self.urls if urls is None else urls
-        outcomes = await asyncio.gather(
-            *(self._one(method, url + path, payload, timeout) for url in targets)
-        )
+        outcomes = await asyncio.gather(*map(one, targets))
         return dict(zip(targets, outcomes, strict=True))
 
     async def _all(
         self,
-        method: Method,
         path: str,
-        payload: Any = None,
-        *,
+        payload: Any,
         timeout: float,
-        urls: Sequence[str] | None = None,
+        urls: Urls = None,
+        method: Method = "POST",
     ) -> list[Any]:
         """Returns the servers' responses; raises the worst error if one failed."""
-        outcomes = list(
-            (await self._each(method, path, payload, timeout, urls)).values()
-        )
+        outcomes = await self._each(path, payload, timeout, urls, method)
         if not outcomes:
             raise ServerUnavailableError(
                 f"No server of the engine runs, so {path} was not sent."
             )
-        failures = [error for error in outcomes if isinstance(error, SGLangError)]
+        failures = [e for e in outcomes.values() if isinstance(e, SGLangError)]
         if failures:
             # A refusal changed nothing on its server, so any other failure is worse.
-            failures.sort(key=lambda error: isinstance(error, RequestRefusedError))
+            worst = min(failures, key=lambda e: isinstance(e, RequestRefusedError))
             partly = len(failures) < len(outcomes)
-            raise failures[0].replace(partly=partly) from failures[0].__cause__
-        return outcomes
+            raise worst.replace(partly=partly) from worst.__cause__
+        return list(outcomes.values())
 
-    async def _post(
-        self,
-        path: str,
-        payload: Any,
-        timeout: float,
-        urls: Sequence[str] | None = None,
-    ) -> list[Any]:
-        return await self._all("POST", path, payload, timeout=timeout, urls=urls)
+    async def _get(self, path: str, timeout: float, urls: Urls = None) -> list[Any]:
+        return await self._all(path, None, timeout, urls, "GET")
 
-    async def _get(
-        self, path: str, timeout: float, urls: Sequence[str] | None = None
-    ) -> list[Any]:
-        return await self._all("GET", path, timeout=timeout, urls=urls)
-
-    async def _post_to_each(
-        self, path: str, payload: Any, timeout: float, urls: Sequence[str] | None
+    async def _errors(
+        self, path: str, payload: Any, timeout: float, urls: Urls = None
     ) -> Errors:
-        outcomes = await self._each("POST", path, payload, timeout, urls)
+        outcomes = await self._each(path, payload, timeout, urls)
         return {
             url: outcome if isinstance(outcome, SGLangError) else None
             for url, outcome in outcomes.items()
         }
 
-    async def healthy(self, *, timeout: float = QUERY_TIMEOUT_SECONDS) -> bool:
+    # Questions.
+
+    async def healthy(self) -> bool:
         """Returns whether every server responds; does not raise."""
         try:
-            await self._get("/health", timeout)
+            await self._get("/health", QUERY_TIMEOUT_SECONDS)
         except SGLangError:
             return False
         return True
 
     async def weight_versions(
-        self,
-        *,
-        timeout: float = QUERY_TIMEOUT_SECONDS,
-        urls: Sequence[str] | None = None,
+        self, *, timeout: float = QUERY_TIMEOUT_SECONDS, urls: Urls = None
     ) -> list[str]:
         """Returns the weight version that each server reports."""
         answers = await self._get("/model_info", timeout, urls)
         return [str(answer.get("weight_version") or "default") for answer in answers]
 
-    async def start_id(
-        self, url: str, *, timeout: float = QUERY_TIMEOUT_SECONDS
-    ) -> str:
+    async def start_id(self, url: str) -> str:
         """Returns an identifier of a server's latest start; may be empty."""
-        (answer,) = await self._get(self.capabilities.info_route, timeout, [url])
+        route = self.capabilities.info_route
+        (answer,) = await self._get(route, QUERY_TIMEOUT_SECONDS, [url])
         return start_id(answer)
 
     async def schedulers_answer(self, *, timeout: float) -> Errors:
@@ -193,7 +173,7 @@ class ControlPlane:
         Most other questions are answered by a process in front of it, even while the
         scheduler hangs. A refusal is an answer.
         """
-        errors = await self._post_to_each("/flush_cache", None, timeout, None)
+        errors = await self._errors("/flush_cache", None, timeout)
         return {
             url: None if isinstance(error, RequestRefusedError) else error
             for url, error in errors.items()
@@ -204,196 +184,29 @@ class ControlPlane:
         return sum(running for running, _ in await self.loads(timeout=timeout))
 
     async def loads(
-        self,
-        *,
-        timeout: float = QUERY_TIMEOUT_SECONDS,
-        urls: Sequence[str] | None = None,
+        self, *, timeout: float = QUERY_TIMEOUT_SECONDS, urls: Urls = None
     ) -> list[tuple[int, int]]:
         """Returns the numbers of running and of queued requests of each server."""
         answers = await self._get(self.capabilities.load_route, timeout, urls)
         return [_load(answer) for answer in answers]
 
-    async def cache_usages(
-        self, *, timeout: float = QUERY_TIMEOUT_SECONDS
-    ) -> list[float]:
+    async def cache_usages(self) -> list[float]:
         """Returns how much of each server's KV cache is in use, from 0 to 1."""
-        answers = await self._get(self.capabilities.load_route, timeout)
+        answers = await self._get(self.capabilities.load_route, QUERY_TIMEOUT_SECONDS)
         return [_cache_usage(answer) for answer in answers]
 
-    async def start_profile(
-        self, options: Mapping[str, Any], *, timeout: float = CONTROL_TIMEOUT_SECONDS
-    ) -> None:
-        """Starts PyTorch's profiler in every server."""
-        await self._post("/start_profile", dict(options), timeout)
+    async def adapters(
+        self, *, timeout: float = QUERY_TIMEOUT_SECONDS, urls: Urls = None
+    ) -> list[tuple[str, ...]]:
+        """Returns the served names of the LoRA adapters of each server."""
+        answers = await self._get("/v1/models", timeout, urls)
+        return [adapters_in(answer) for answer in answers]
 
-    async def stop_profile(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
-        """Stops the profiler; the servers write their traces."""
-        await self._post("/stop_profile", {}, timeout)
-
-    async def pause(
-        self, mode: PauseMode, *, timeout: float = CONTROL_TIMEOUT_SECONDS
-    ) -> None:
-        """Pauses generation.
-
-        A scheduler handles control calls in order, between two steps, so no step runs
-        during a later call. Do not ask for loads meanwhile: some versions answer with
-        the last value before the pause.
-        """
-        self.pausing.paused = True
-        await self._post("/pause_generation", {"mode": mode}, timeout)
-
-    async def abort_all(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
-        """Aborts every request, of all users."""
-        await self._post("/abort_request", {"abort_all": True}, timeout)
-
-    async def resume(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
-        """Resumes generation, unless servers are asleep: waking them up does so."""
-        if self._servers.asleep:
-            return
-        await self._post("/continue_generation", {}, timeout)
-        self.pausing.paused = False
-
-    async def release_memory_occupation(
-        self, tags: Collection[str], *, urls: Sequence[str], timeout: float
-    ) -> None:
-        """Releases GPU memory; kills a server that is not idle, paused and awake."""
-        payload = {"tags": sorted(tags)}
-        await self._post("/release_memory_occupation", payload, timeout, urls)
-
-    async def resume_memory_occupation(
-        self, tags: Collection[str], *, urls: Sequence[str], timeout: float
-    ) -> None:
-        """Allocates released memory again; kills a server that did not release it."""
-        payload = {"tags": sorted(tags)}
-        await self._post("/resume_memory_occupation", payload, timeout, urls)
-
-    async def flush_cache(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
-        """Empties the prefix caches; returns False if a server is too busy to."""
-        try:
-            await self._post("/flush_cache", None, timeout)
-        except RequestRefusedError:
-            return False
-        return True
-
-    async def init_weights_update_group(
-        self,
-        *,
-        master_address: str,
-        master_port: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-        timeout: float,
-    ) -> None:
-        """Has every server join a process group whose rank 0 is the sender.
-
-        Server ``i`` has ranks ``1 + i * tp_size * pp_size`` and on. Raises as soon as
-        one server fails, as the others wait for it.
-        """
-        ranks = self.capabilities.tp_size * self.capabilities.pp_size
-        payload = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        await asyncio.gather(
-            *(
-                self._post(
-                    "/init_weights_update_group",
-                    {**payload, "rank_offset": 1 + index * ranks},
-                    timeout,
-                    [url],
-                )
-                for index, url in enumerate(self.urls)
-            )
-        )
-
-    async def destroy_weights_update_group(
-        self, group_name: str, *, timeout: float = CONTROL_TIMEOUT_SECONDS
-    ) -> None:
-        """Has every server leave a process group."""
-        payload = {"group_name": group_name}
-        await self._post("/destroy_weights_update_group", payload, timeout)
-
-    async def begin_weight_update(
-        self,
-        *,
-        timeout: float = CONTROL_TIMEOUT_SECONDS,
-        urls: Sequence[str] | None = None,
-    ) -> None:
-        """Opens an update session, on servers that have such sessions."""
-        if self.capabilities.needs_update_session:
-            await self._post("/begin_weight_update", {}, timeout, urls)
-
-    async def begin_weight_update_on_each(
-        self, urls: Sequence[str], *, timeout: float = CONTROL_TIMEOUT_SECONDS
-    ) -> Errors:
-        """Opens update sessions; returns each server's error."""
-        if not self.capabilities.needs_update_session:
-            return {}
-        return await self._post_to_each("/begin_weight_update", {}, timeout, urls)
-
-    async def end_weight_update(
-        self,
-        *,
-        timeout: float = CONTROL_TIMEOUT_SECONDS,
-        urls: Sequence[str] | None = None,
-    ) -> None:
-        """Closes the update session, on servers that have such sessions."""
-        if self.capabilities.needs_update_session:
-            await self._post("/end_weight_update", {}, timeout, urls)
-
-    async def update_weights_from_distributed(
-        self,
-        *,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        load_format: Literal["flattened_bucket"] | None,
-        weight_version: str | None,
-        timeout: float,
-        urls: Sequence[str] | None = None,
-    ) -> None:
-        """Has servers receive one bucket over a process group.
-
-        Args:
-            names: parameters, in the order in which they lie in the bucket.
-            dtypes: like ``"bfloat16"``.
-            shapes: likewise.
-            group_name: a group that the servers have joined.
-            load_format: ``"flattened_bucket"`` for one broadcast of all tensors,
-                ``None`` for one broadcast each.
-            weight_version: given with the last bucket; reported from then on.
-            timeout: in seconds.
-            urls: the servers; by default all.
-        """
-        payload = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name,
-            **_loading(load_format, weight_version),
-        }
-        path = "/update_weights_from_distributed"
-        await self._post(path, payload, timeout, urls)
-
-    async def get_weights_by_name(
-        self,
-        name: str,
-        rows: int,
-        *,
-        timeout: float = CONTROL_TIMEOUT_SECONDS,
-        urls: Sequence[str] | None = None,
-    ) -> list[Any]:
-        """Returns the first rows of a parameter as each server's first rank holds it.
-
-        Refused for most architectures; Llama's family has it.
-        """
+    async def get_weights_by_name(self, name: str, rows: int) -> list[Any]:
+        """Returns a parameter's first rows on each first rank; for Llama's family."""
         payload = {"name": name, "truncate_size": rows}
-        return await self._post("/get_weights_by_name", payload, timeout, urls)
+        path = "/get_weights_by_name"
+        return await self._all(path, payload, CONTROL_TIMEOUT_SECONDS)
 
     async def prompt_log_probs(
         self,
@@ -401,18 +214,11 @@ class ControlPlane:
         *,
         cache_key: str,
         adapter: str | None = None,
-        timeout: float = CONTROL_TIMEOUT_SECONDS,
     ) -> list[list[list[float]]]:
-        """Has every server score prompts, past any router.
+        """Returns, per server and prompt, the log-prob of each token but the first.
 
-        Args:
-            prompts: token ids.
-            cache_key: weight version, so that no older prefix cache is used.
-            adapter: served name of the LoRA adapter to score with.
-            timeout: in seconds.
-
-        Returns:
-            Per server and prompt, the log-probability of each token but the first.
+        ``cache_key`` is the weight version, so that no older prefix cache is used;
+        ``adapter`` the served name of a LoRA adapter.
         """
         payload = {
             "input_ids": [list(prompt) for prompt in prompts],
@@ -423,7 +229,7 @@ class ControlPlane:
         }
         if adapter is not None:
             payload["lora_path"] = [adapter] * len(prompts)
-        answers = await self._post("/generate", payload, timeout)
+        answers = await self._all("/generate", payload, CONTROL_TIMEOUT_SECONDS)
         return [
             [
                 [entry[0] for entry in item["meta_info"]["input_token_logprobs"][1:]]
@@ -432,128 +238,176 @@ class ControlPlane:
             for answer in answers
         ]
 
-    async def update_weights_from_disk(
+    # Generation, caches and memory.
+
+    async def pause(
+        self, mode: PauseMode, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+    ) -> None:
+        """Pauses generation.
+
+        A scheduler handles control calls in order, between two steps, so no step runs
+        during a later call. Do not ask for loads meanwhile: some versions answer with
+        the last value before the pause.
+        """
+        self._servers.paused = True
+        await self._all("/pause_generation", {"mode": mode}, timeout)
+
+    async def resume(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
+        """Resumes generation, unless servers are asleep: waking them up does so."""
+        if not self._servers.asleep:
+            await self._all("/continue_generation", {}, timeout)
+            self._servers.paused = False
+
+    async def abort_all(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
+        """Aborts every request, of all users."""
+        await self._all("/abort_request", {"abort_all": True}, timeout)
+
+    async def flush_cache(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
+        """Empties the prefix caches; returns False if a server is too busy to."""
+        try:
+            await self._all("/flush_cache", None, timeout)
+        except RequestRefusedError:
+            return False
+        return True
+
+    async def memory_occupation(
         self,
-        path: str,
+        verb: Literal["release", "resume"],
+        tags: Collection[str],
+        *,
+        url: str,
+        timeout: float,
+    ) -> None:
+        """Releases GPU memory of a server, or allocates released memory again.
+
+        It ends a server that is not idle, paused and awake, or has not released it.
+        """
+        payload = {"tags": sorted(tags)}
+        await self._all(f"/{verb}_memory_occupation", payload, timeout, [url])
+
+    async def start_profile(self, options: Mapping[str, Any]) -> None:
+        """Starts PyTorch's profiler in every server."""
+        await self._all("/start_profile", dict(options), CONTROL_TIMEOUT_SECONDS)
+
+    async def stop_profile(self) -> None:
+        """Stops the profiler; the servers write their traces."""
+        await self._all("/stop_profile", {}, CONTROL_TIMEOUT_SECONDS)
+
+    # Weights.
+
+    async def init_weights_update_group(self, *, timeout: float, **group: Any) -> None:
+        """Has every server join a process group whose rank 0 is the sender.
+
+        ``group``: ``master_address``, ``master_port``, ``world_size``, ``group_name``
+        and ``backend``. Server ``i`` has ranks ``1 + i * tp_size * pp_size`` and on.
+        Raises as soon as one server fails, as the others wait for it.
+        """
+        ranks = self.capabilities.tp_size * self.capabilities.pp_size
+        path = "/init_weights_update_group"
+        await asyncio.gather(
+            *(
+                self._all(path, {**group, "rank_offset": 1 + i * ranks}, timeout, [url])
+                for i, url in enumerate(self.urls)
+            )
+        )
+
+    async def destroy_weights_update_group(
+        self, group_name: str, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+    ) -> None:
+        """Has every server leave a process group."""
+        payload = {"group_name": group_name}
+        await self._all("/destroy_weights_update_group", payload, timeout)
+
+    async def begin_weight_update(self, *, urls: Urls = None) -> None:
+        """Opens an update session, on servers that have such sessions."""
+        if self.capabilities.needs_update_session:
+            await self._all("/begin_weight_update", {}, CONTROL_TIMEOUT_SECONDS, urls)
+
+    async def begin_weight_update_on_each(
+        self, urls: Sequence[str], *, timeout: float
+    ) -> Errors:
+        """Opens update sessions; returns each server's error."""
+        if not self.capabilities.needs_update_session:
+            return {}
+        return await self._errors("/begin_weight_update", {}, timeout, urls)
+
+    async def end_weight_update(
+        self, *, timeout: float = CONTROL_TIMEOUT_SECONDS, urls: Urls = None
+    ) -> None:
+        """Closes the update session, on servers that have such sessions."""
+        if self.capabilities.needs_update_session:
+            await self._all("/end_weight_update", {}, timeout, urls)
+
+    async def update_weights_from(
+        self,
+        source: Literal["distributed", "disk", "tensor"],
         *,
         load_format: str | None = None,
         weight_version: str | None,
         timeout: float,
-        urls: Sequence[str] | None = None,
+        urls: Urls = None,
+        **fields: Any,
     ) -> None:
-        """Has servers load a checkpoint from a folder or hub name that they can read.
+        """Has servers load weights from a process group, a folder or the request.
 
-        ``load_format`` is by default the one of their start, which reads no files
-        where it is ``"dummy"``.
-        """
-        payload = {"model_path": path, **_loading(load_format, weight_version)}
-        await self._post("/update_weights_from_disk", payload, timeout, urls)
-
-    async def update_weights_from_tensor(
-        self,
-        entries: Sequence[str],
-        *,
-        load_format: Literal["flattened_bucket"] | None = None,
-        weight_version: str | None,
-        timeout: float,
-        urls: Sequence[str] | None = None,
-    ) -> None:
-        """Has servers load tensors that they open, or that the request holds.
-
-        Args:
-            entries: for each tensor-parallel rank, the base64 of a pickled list of
-                (name, tensor), or of a flattened bucket.
-            load_format: ``"flattened_bucket"`` for a flattened bucket.
-            weight_version: given with the last bucket; reported from then on.
-            timeout: in seconds.
-            urls: the servers; by default all.
+        ``fields`` are those of SGLang's route. ``load_format`` is
+        ``"flattened_bucket"`` where all tensors come as one, and of a folder by default
+        the one of the server's start, which reads no files where it is ``"dummy"``.
+        ``weight_version``, given with the last part, is reported from then on.
         """
         payload = {
-            "serialized_named_tensors": list(entries),
-            **_loading(load_format, weight_version),
+            **fields,
+            "load_format": load_format,
+            # An update that flushes while requests are queued kills some versions.
+            "flush_cache": False,
+            "abort_all_requests": False,
+            "weight_version": weight_version,
         }
-        await self._post("/update_weights_from_tensor", payload, timeout, urls)
+        await self._all(f"/update_weights_from_{source}", payload, timeout, urls)
+
+    # LoRA adapters.
 
     async def load_lora_adapter(
         self,
         name: str,
-        path: str,
+        path: str | None = None,
         *,
+        tensors: str = "",
+        config: Mapping[str, Any] | None = None,
         pinned: bool = False,
         timeout: float = CONTROL_TIMEOUT_SECONDS,
-        urls: Sequence[str] | None = None,
+        urls: Urls = None,
     ) -> Errors:
-        """Has servers read an adapter under a new name; returns each one's error."""
-        payload = {"lora_name": name, "lora_path": path, "pinned": pinned}
-        return await self._post_to_each("/load_lora_adapter", payload, timeout, urls)
+        """Has servers load an adapter under a new name; returns each one's error.
 
-    async def load_lora_adapter_from_tensors(
-        self,
-        name: str,
-        tensors: str,
-        config: Mapping[str, Any],
-        *,
-        pinned: bool = False,
-        timeout: float = CONTROL_TIMEOUT_SECONDS,
-        urls: Sequence[str] | None = None,
-    ) -> Errors:
-        """Sends servers an adapter as text; returns each one's error.
-
-        ``tensors`` is encoded by :func:`.payload.to_text`, ``config`` is the content of
-        PEFT's ``adapter_config.json``.
+        It is in a folder that they read, or the text of :func:`.payload.to_text`, with
+        the content of PEFT's ``adapter_config.json``.
         """
+        payload = {"lora_name": name, "pinned": pinned}
+        if path is not None:
+            payload["lora_path"] = path
+            return await self._errors("/load_lora_adapter", payload, timeout, urls)
         field = self.capabilities.lora_tensors_field
         if field is None:
             raise UnsupportedByServerError(
                 "This version of SGLang takes LoRA adapters from files only; save the "
                 "adapter where the servers can read it, and give its path."
             )
-        payload = {
-            "lora_name": name,
-            "config_dict": dict(config),
-            field: [tensors] * self.capabilities.tp_size
-            if field.endswith("named_tensors")
-            else tensors,
-            "pinned": pinned,
-        }
-        path = "/load_lora_adapter_from_tensors"
-        return await self._post_to_each(path, payload, timeout, urls)
+        per_rank = field.endswith("named_tensors")
+        payload[field] = [tensors] * self.capabilities.tp_size if per_rank else tensors
+        payload["config_dict"] = dict(config or {})
+        route = "/load_lora_adapter_from_tensors"
+        return await self._errors(route, payload, timeout, urls)
 
     async def unload_lora_adapter(
-        self,
-        name: str,
-        *,
-        timeout: float = CONTROL_TIMEOUT_SECONDS,
-        urls: Sequence[str] | None = None,
+        self, name: str, *, timeout: float = CONTROL_TIMEOUT_SECONDS
     ) -> Errors:
         """Has servers drop an adapter; returns each one's error.
 
         A server drops it after the last request that uses it, and loads or drops no
         other adapter until then: for ever, while generation is paused.
         """
-        payload = {"lora_name": name}
-        return await self._post_to_each("/unload_lora_adapter", payload, timeout, urls)
-
-    async def adapters(
-        self,
-        *,
-        timeout: float = QUERY_TIMEOUT_SECONDS,
-        urls: Sequence[str] | None = None,
-    ) -> list[tuple[str, ...]]:
-        """Returns the served names of the LoRA adapters of each server."""
-        answers = await self._get("/v1/models", timeout, urls)
-        return [adapters_in(answer) for answer in answers]
-
-
-def _loading(load_format: str | None, weight_version: str | None) -> dict[str, Any]:
-    """Returns the fields that all weight updates share."""
-    return {
-        "load_format": load_format,
-        # An update that flushes while requests are queued kills some versions.
-        "flush_cache": False,
-        "abort_all_requests": False,
-        "weight_version": weight_version,
-    }
+        return await self._errors("/unload_lora_adapter", {"lora_name": name}, timeout)
 
 
 def _loads(answer: Any) -> list[dict[str, Any]]:
@@ -579,9 +433,7 @@ def _load(answer: Any) -> tuple[int, int]:
     running = waiting = 0
     for load in _loads(answer):
         queued = int(load.get("num_waiting_reqs", 0))
-        if "num_running_reqs" in load:
-            running += int(load["num_running_reqs"])
-        else:
-            running += int(load.get("num_reqs", 0)) - queued
+        every = int(load.get("num_reqs", 0))
+        running += int(load.get("num_running_reqs", every - queued))
         waiting += queued
     return max(running, 0), waiting

@@ -56,9 +56,7 @@ LAST_EVENT = b"[DONE]"
 ERROR_BODY_CHARACTERS = 2000
 """How much of an error's body a message quotes."""
 
-_CLOSING: collections.deque[concurrent.futures.Future[None]] = collections.deque(
-    maxlen=64
-)
+_CLOSING = collections.deque[concurrent.futures.Future[None]](maxlen=64)
 """The latest sessions that are being closed."""
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
@@ -93,35 +91,31 @@ class Response:
 
     def error_text(self) -> str:
         """Returns the message of an error response, in any of SGLang's formats."""
-        text = self.body.decode("utf-8", "replace")[:ERROR_BODY_CHARACTERS].strip()
+        text = self.body.decode("utf-8", "replace").strip()
         try:
             content = orjson.loads(self.body)
         except orjson.JSONDecodeError:
-            return text
-        if isinstance(content, dict):
-            inner = content.get("error", content)
-            if isinstance(inner, dict):
-                for name in ("message", "detail", "error_message"):
-                    if inner.get(name):
-                        return str(inner[name])[:ERROR_BODY_CHARACTERS]
-            if isinstance(inner, str):
-                return inner[:ERROR_BODY_CHARACTERS]
-        return text
+            content = text
+        inner = content.get("error", content) if isinstance(content, dict) else text
+        if isinstance(inner, dict):
+            named = (inner.get(name) for name in ("message", "detail", "error_message"))
+            inner = next(filter(None, named), text)
+        return str(inner or text)[:ERROR_BODY_CHARACTERS]
 
     def raise_for_status(self) -> Response:
         """Returns itself, or raises for 4xx (refused) and for other failures."""
         if self.ok:
             return self
-        if 400 <= self.status < 500:
+        status = self.status
+        if 400 <= status < 500:
             raise RequestRefusedError(
-                f"{self.url} refused the request (HTTP {self.status}): "
-                f"{self.error_text()}",
-                status=self.status,
+                f"{self.url} refused the request (HTTP {status}): {self.error_text()}",
+                status=status,
             )
         raise ServerUnavailableError(
-            f"{self.url} failed (HTTP {self.status}): {self.error_text()}",
+            f"{self.url} failed (HTTP {status}): {self.error_text()}",
             transient=True,
-            status=self.status,
+            status=status,
         )
 
 
@@ -153,11 +147,8 @@ class HttpClient:
 
     def _get_session(self) -> aiohttp.ClientSession:
         # A forked child must not touch its parent's sockets, so it opens its own.
-        if (
-            self._session is None
-            or self._session.closed
-            or self._session_pid != os.getpid()
-        ):
+        own = self._session_pid == os.getpid()
+        if self._session is None or self._session.closed or not own:
             headers = {"Content-Type": "application/json"}
             if self._api_key is not None:
                 headers["Authorization"] = f"Bearer {self._api_key}"
@@ -166,8 +157,6 @@ class HttpClient:
                     limit=0, keepalive_timeout=KEEPALIVE_SECONDS
                 ),
                 headers=headers,
-                auto_decompress=True,
-                trust_env=False,
             )
             self._session_pid = os.getpid()
             # The finalizer keeps the session alive until it is closed, also when the
@@ -198,8 +187,7 @@ class HttpClient:
     ) -> AsyncGenerator[Any, None]:
         """Posts a request and yields each server-sent event of the response, decoded.
 
-        Raises as :meth:`request` and :meth:`Response.raise_for_status` do, and if the
-        events end without the one that marks the end.
+        Raises also if the events end without the one that marks the end.
         """
         async with self._answered("POST", url, payload, timeout, headers) as response:
             status = response.status
@@ -240,24 +228,23 @@ class HttpClient:
             ) from None
         deadline = time.monotonic() + timeout
         headers = {**self._login(url), **(headers or {})}
-        stack = AsyncExitStack()
-        while True:
-            try:
+        async with AsyncExitStack() as stack:
+            while True:
                 left = max(deadline - time.monotonic(), 1e-3)
                 sent = self._exchange(method, url, data, headers, left, timeout)
-                response = await stack.enter_async_context(sent)
-                break
-            except _NoFileError:
-                if time.monotonic() + NO_FILE_SECONDS > deadline:
-                    raise ServerTimeoutError(
-                        f"{method} {url} was not sent within {timeout:.3g} s: this "
-                        f"process has too many files open for one more connection "
-                        f"({open_files_limit()} are allowed). Raise the limit "
-                        f"(ulimit -n), or lower max_in_flight."
-                    ) from None
-                # Nothing was sent. Connections become free as others are answered.
-                await asyncio.sleep(NO_FILE_SECONDS)
-        async with stack:
+                try:
+                    response = await stack.enter_async_context(sent)
+                    break
+                except _NoFileError:
+                    if time.monotonic() + NO_FILE_SECONDS > deadline:
+                        raise ServerTimeoutError(
+                            f"{method} {url} was not sent within {timeout:.3g} s: this "
+                            f"process has too many files open for one more connection "
+                            f"({open_files_limit()} are allowed). Raise the limit "
+                            f"(ulimit -n), or lower max_in_flight."
+                        ) from None
+                    # Nothing was sent. Connections become free as others are answered.
+                    await asyncio.sleep(NO_FILE_SECONDS)
             yield response
 
     def _login(self, url: str) -> dict[str, str]:
@@ -279,13 +266,13 @@ class HttpClient:
         """Sends a request once and maps the errors of aiohttp to this package's."""
         # aiohttp writes bytes in one go, and a buffer in pieces.
         body = io.BytesIO(data) if data and len(data) > STREAMED_BODY_BYTES else data
-        budget = aiohttp.ClientTimeout(
+        limits = aiohttp.ClientTimeout(
             total=left, sock_connect=min(left, CONNECT_TIMEOUT_SECONDS)
         )
         status = None
         try:
             async with self._get_session().request(
-                method, url, data=body, timeout=budget, headers=headers
+                method, url, data=body, timeout=limits, headers=headers
             ) as response:
                 status = response.status
                 yield response
@@ -295,7 +282,7 @@ class HttpClient:
         except aiohttp.ConnectionTimeoutError:
             raise ServerUnavailableError(
                 f"{method} {url} failed: no connection within "
-                f"{budget.sock_connect:g} s. Check that the server is running and that "
+                f"{limits.sock_connect:g} s. Check that the server is running and that "
                 f"the address is right.",
                 transient=True,
             ) from None
@@ -306,9 +293,8 @@ class HttpClient:
             ) from None
         # An invalid host name is a UnicodeError, a bad header a ValueError.
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            if isinstance(error, aiohttp.ClientConnectorError) and lacks_open_files(
-                error
-            ):
+            connecting = isinstance(error, aiohttp.ClientConnectorError)
+            if connecting and lacks_open_files(error):
                 raise _NoFileError from None
             raise ServerUnavailableError(
                 f"{method} {url} failed: {type(error).__name__}: {error}. Check that "

@@ -1,12 +1,10 @@
-"""Whether a server hangs, or is only paused: no token comes in either case.
+"""Detects servers that hang; neither those nor paused ones give a token.
 
-A server is paused while weights are updated, by any engine object that uses it. So that
-it gives no token counts only where it says, before and after, that it is not paused.
+A server is paused during a weight update of any engine object that uses it. So a
+missing token counts only if the server reports, before and after, that it generates.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -17,19 +15,17 @@ from torchrl_sglang.types import ServerCapabilities
 __all__ = ["hangs"]
 
 TOKEN_SECONDS = 15.0
-"""Budget for a sign that a server generates. After 20 s without one, SGLang calls
-itself unhealthy, and would not tell any more whether it is paused."""
+"""Timeout for a token. After 20 s without one, SGLang reports that it is unhealthy, and
+no longer whether it is paused."""
 
-DOOR_SECONDS = 5.0
-"""Budget for a question that a server answers without its scheduler."""
+ANSWER_SECONDS = 5.0
+"""Timeout for an answer that a server gives without its scheduler."""
 
 _REFUSED = {
     "input_ids": [0],
     "sampling_params": {"temperature": -1.0, "max_new_tokens": 1},
 }
-"""A request that is refused when it is let in: while generation is paused, it waits."""
-
-Told = Literal["open", "paused", "silent"]
+"""An invalid request: a server refuses it, or lets it wait while it is paused."""
 
 
 async def hangs(
@@ -39,46 +35,38 @@ async def hangs(
     *,
     timeout: float = TOKEN_SECONDS,
 ) -> bool:
-    """Returns whether a server gives no token although nobody has paused it.
+    """Returns whether a server gives no token although nobody has paused it."""
+    soon = min(timeout, ANSWER_SECONDS)
 
-    A server that says nothing at all hangs, too.
-    """
-    ask = _ask_ready if capabilities.tells_paused else _ask_door
-    soon = min(timeout, DOOR_SECONDS)
-    if await ask(http, url, soon) == "paused":
+    async def is_paused() -> bool:
+        if capabilities.tells_paused:
+            return await _succeeds(http, f"{url}/ready", soon) is False
+        return await _holds_requests(http, url, soon)
+
+    if await is_paused() or await _succeeds(http, f"{url}/health_generate", timeout):
         return False
-    if await _is_answered(http, f"{url}/health_generate", timeout):
-        return False
-    told = await ask(http, url, soon)
-    if told == "paused" and capabilities.tells_paused:
-        # It says so, too, when it has found out that it does not generate.
-        told = await _ask_door(http, url, soon)
-    return told != "paused"
+    paused = await is_paused()
+    if paused and capabilities.tells_paused:
+        # A server that has noticed that it hangs reports the same.
+        paused = await _holds_requests(http, url, soon)
+    return not paused
 
 
-async def _ask_ready(http: HttpClient, url: str, timeout: float) -> Told:
+async def _succeeds(http: HttpClient, url: str, timeout: float) -> bool | None:
+    """Returns whether a GET succeeds; ``None`` where there is no answer."""
     try:
-        answer = await http.request("GET", f"{url}/ready", timeout=timeout)
-    except SGLangError:
-        return "silent"
-    return "open" if answer.ok else "paused"
+        return (await http.request("GET", url, timeout=timeout)).ok
+    except SGLangError as error:
+        torchrl_logger.debug(f"A probe failed: {error}")
+        return None
 
 
-async def _ask_door(http: HttpClient, url: str, timeout: float) -> Told:
+async def _holds_requests(http: HttpClient, url: str, timeout: float) -> bool:
+    """Returns whether requests wait in a server that is alive."""
     try:
         await http.request("POST", f"{url}/generate", _REFUSED, timeout=timeout)
     except ServerTimeoutError:
-        alive = await _is_answered(http, f"{url}/model_info", timeout)
-        return "paused" if alive else "silent"
-    except SGLangError:
-        return "silent"
-    return "open"
-
-
-async def _is_answered(http: HttpClient, url: str, timeout: float) -> bool:
-    try:
-        answer = await http.request("GET", url, timeout=timeout)
+        return bool(await _succeeds(http, f"{url}/model_info", timeout))
     except SGLangError as error:
         torchrl_logger.debug(f"A probe failed: {error}")
-        return False
-    return answer.ok
+    return False

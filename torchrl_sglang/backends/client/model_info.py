@@ -8,16 +8,12 @@ experts of a layer when it loads them. A loader drops a fused name without a wor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchrl_sglang.backends.client.capabilities import (
-    load_model_config,
-    why_untrusted,
-)
+from torchrl_sglang.backends.client.model_files import load_model_config, unreadable
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import (
     FusedParameter,
@@ -30,7 +26,7 @@ __all__ = ["ServedModel", "fused_from_config", "metadata_from_config"]
 
 
 class ServedModel:
-    """Reads the files of the served model on this machine.
+    """Reads the files of the served model on this machine, each once.
 
     ``path`` is a folder or hub name with them, where the server's own cannot be read.
     """
@@ -49,6 +45,7 @@ class ServedModel:
         # It belongs to the name that the server was started with.
         self._revision = None if path else capabilities.server_args.get("revision")
         self._tokenizer: Any = None
+        self._metadata: ModelMetadata | None = None
 
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer, loaded at the first call."""
@@ -63,22 +60,23 @@ class ServedModel:
                     revision=self._revision or "main",
                 )
             except Exception as error:
-                advice = why_untrusted(error, self._trusted) or (
-                    f"({type(error).__name__}: {error}); pass a tokenizer, or "
-                    f"connect(..., model=...) with a folder that holds it."
-                )
-                raise ConfigurationError(
-                    f"The tokenizer {path!r} cannot be read from here {advice}"
+                raise unreadable(
+                    f"The tokenizer {path!r}",
+                    error,
+                    self._trusted,
+                    "pass a tokenizer, or connect(..., model=...) with a folder that "
+                    "holds it.",
                 ) from error
         return self._tokenizer
 
     def get_metadata(self) -> ModelMetadata:
         """Returns (dtype, shape) of every parameter under its checkpoint's name."""
-        return metadata_from_config(
-            load_model_config(self.path, self._trusted, self._revision),
-            self._dtype,
-            trust_remote_code=self._trusted,
-        )
+        if self._metadata is None:
+            config = load_model_config(self.path, self._trusted, self._revision)
+            self._metadata = metadata_from_config(
+                config, self._dtype, trust_remote_code=self._trusted
+            )
+        return dict(self._metadata)
 
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
         """Returns the parameters that a module and a checkpoint hold differently."""
@@ -89,20 +87,16 @@ class ServedModel:
 def metadata_from_config(
     config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False
 ) -> ModelMetadata:
-    """Returns (dtype, shape) of every parameter of the model that ``config`` describes.
-
-    Tied weights appear once, under the name that Hugging Face saves them with;
-    ``dtype`` is by default the configuration's.
-    """
+    """Returns (dtype, shape) of every parameter; tied ones once, as they are saved."""
     model = _build(config, trust_remote_code)
     served = dtype or getattr(config, "dtype", None) or torch.float32
-    buffers = dict(_persistent_buffers(model))
+    held = _tensors(model)
     found: ModelMetadata = {}
     for name, saved in _saved(model).items():
-        for part_name, part in saved.items():
-            # What is no parameter is kept as exact as it was trained.
-            exact = buffers[name].dtype if name in buffers else served
-            found[part_name] = (exact, part.shape)
+        # What is no parameter is kept as exact as it was trained.
+        exact = name in held and not isinstance(held[name], torch.nn.Parameter)
+        kind = held[name].dtype if exact else served
+        found |= {part_name: (kind, part.shape) for part_name, part in saved.items()}
     return found
 
 
@@ -111,7 +105,7 @@ def fused_from_config(
 ) -> dict[str, FusedParameter]:
     """Returns the parameters that a module of ``config`` saves under other names."""
     model = _build(config, trust_remote_code)
-    shapes = {name: value.shape for name, value in _tensors(model)}
+    shapes = {name: value.shape for name, value in _tensors(model).items()}
     return {
         name: FusedParameter(
             shape=shapes[name],
@@ -146,29 +140,24 @@ def _build(config: Any, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from _persistent_buffers(model)
-
-
-def _persistent_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, value in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), value
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Returns the parameters, each once, and the persistent buffers."""
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys()
+    saved = model.state_dict(keep_vars=True).items()
+    buffers = {name: value for name, value in saved if name not in tied}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def _saved(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Returns name in the module -> name in a checkpoint -> tensor, all on meta.
 
-    What a checkpoint holds is a view of what the module holds, and a view on the meta
-    device tells where it lies. What is put together from several parameters is no view
-    of any; it is listed under its own name. Some versions of transformers make each
-    part contiguous, which would copy it, and values on the meta device need no copy.
+    A checkpoint's tensor is a view of the module's, with its place in it. One that is
+    put together from several parameters is no view of any, and has its own name. Some
+    versions of transformers make each part contiguous, which would copy it.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    held = {name: value.detach() for name, value in _tensors(model)}
+    held = {name: value.detach() for name, value in _tensors(model).items()}
     owners = {value.untyped_storage()._cdata: name for name, value in held.items()}
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
     with _Views():
@@ -183,11 +172,7 @@ class _Views(TorchFunctionMode):
     """Leaves a view as it is where it would be copied to be contiguous."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.Tensor.contiguous:
             return args[0]

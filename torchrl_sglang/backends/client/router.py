@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from torchrl_sglang.backends.client.http import HttpClient, Response
+from torchrl_sglang.backends.client.http import HttpClient, Method, Response
 from torchrl_sglang.backends.support.urls import split_credentials
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -15,25 +15,15 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
 )
 
-__all__ = ["RouterClient", "RouterWorker", "check_worker_url", "find_workers"]
+__all__ = ["RouterClient", "check_worker_url", "find_workers"]
 
 WORKER_TIMEOUT_SECONDS = 45.0
 """Default timeout for a change of the worker list; a router gives up after 30 s."""
 
 LIST_TIMEOUT_SECONDS = 10.0
-"""Default timeout for reading the worker list."""
 
 POLL_SECONDS = 0.05
 """How often a change of the worker list, which is a job of the router, is polled."""
-
-
-class RouterWorker(NamedTuple):
-    """A server that a router knows."""
-
-    url: str
-    """Its address."""
-    healthy: bool
-    """Whether it is in rotation."""
 
 
 class RouterClient:
@@ -42,21 +32,22 @@ class RouterClient:
     Args:
         url: address of the router.
         api_key: key of the router and of its servers.
+        http: client to use, instead of one with this key.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, http: HttpClient | None = None
+    ) -> None:
         self._url = url
         self._api_key = api_key
-        self._http = HttpClient(api_key)
+        self._http = http or HttpClient(api_key)
 
     async def workers(
         self, *, timeout: float = LIST_TIMEOUT_SECONDS
-    ) -> list[RouterWorker]:
-        """Returns the servers that the router knows."""
+    ) -> list[tuple[str, bool]]:
+        """Returns the servers that the router knows, and which are in rotation."""
         entries = await self._list(time.monotonic() + timeout)
-        return [
-            RouterWorker(entry["url"], bool(entry["is_healthy"])) for entry in entries
-        ]
+        return [(entry["url"], bool(entry["is_healthy"])) for entry in entries]
 
     async def add_worker(
         self, url: str, *, timeout: float = WORKER_TIMEOUT_SECONDS
@@ -72,11 +63,9 @@ class RouterClient:
         url = check_worker_url(url)
         entry = await self._find(url, deadline)
         if entry is None:
-            payload = {"url": url}
-            if self._api_key is not None:
-                # The router does not use its own key for servers that are added later.
-                payload["api_key"] = self._api_key
-            answer = await self._call("POST", "/workers", deadline, payload)
+            # The router does not use its own key for servers that are added later.
+            key = {} if self._api_key is None else {"api_key": self._api_key}
+            answer = await self._call("POST", "/workers", deadline, {"url": url, **key})
             entry = {"id": answer.raise_for_status().json()["worker_id"]}
         while not entry.get("is_healthy"):
             job = entry.get("job_status") or {}
@@ -86,8 +75,7 @@ class RouterClient:
                     f"{job.get('message')}"
                 )
             await self._pause(deadline, f"adding {url}")
-            path = f"/workers/{entry['id']}"
-            answer = await self._call("GET", path, deadline)
+            answer = await self._call("GET", f"/workers/{entry['id']}", deadline)
             # Between the two lists of the router, it is in neither for a moment.
             if answer.status != 404:
                 entry = answer.raise_for_status().json()
@@ -117,24 +105,19 @@ class RouterClient:
     async def _list(self, deadline: float) -> list[dict[str, Any]]:
         answer = await self._call("GET", "/workers", deadline)
         content = answer.raise_for_status().json()
-        if not isinstance(content, dict) or "workers" not in content:
+        try:
+            return list(content["workers"])
+        except (KeyError, TypeError):
             raise ServerUnavailableError(
                 f"{answer.url} answered {content!r:.200}, as no router does."
-            )
-        entries: list[dict[str, Any]] = content["workers"]
-        return entries
+            ) from None
 
     async def _call(
-        self,
-        method: Literal["GET", "POST", "DELETE"],
-        path: str,
-        deadline: float,
-        payload: Any = None,
+        self, method: Method, path: str, deadline: float, payload: Any = None
     ) -> Response:
         left = max(deadline - time.monotonic(), 1e-3)
-        return await self._http.request(
-            method, f"{self._url}{path}", payload, timeout=left
-        )
+        url = f"{self._url}{path}"
+        return await self._http.request(method, url, payload, timeout=left)
 
     async def _pause(self, deadline: float, change: str) -> None:
         if time.monotonic() + POLL_SECONDS > deadline:
@@ -145,27 +128,19 @@ class RouterClient:
 
 
 async def find_workers(http: HttpClient, url: str) -> list[str]:
-    """Returns the servers that a router has in rotation, and closes ``http``.
-
-    Raises:
-        ServerUnavailableError: if no router answers there.
-        ConfigurationError: if it has no server.
-    """
+    """Returns the servers that a router has in rotation, and closes ``http``."""
     try:
-        answer = await http.request(
-            "GET", f"{url}/workers", timeout=LIST_TIMEOUT_SECONDS
-        )
-        entries = answer.raise_for_status().json()["workers"]
-        found = [str(entry["url"]) for entry in entries if entry["is_healthy"]]
+        workers = await RouterClient(url, http=http).workers()
     except (RequestRefusedError, KeyError, TypeError) as error:
         raise ServerUnavailableError(
             f"{url} does not answer like a router of SGLang's ({error})."
         ) from error
     finally:
         await http.close()
+    found = [worker for worker, healthy in workers if healthy]
     if not found:
         raise ConfigurationError(
-            f"The router at {url} has no server in rotation: {entries!r:.300}. Add "
+            f"The router at {url} has no server in rotation: {workers!r:.300}. Add "
             f"servers to it, or give urls=[...]."
         )
     return found

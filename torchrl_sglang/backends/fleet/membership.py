@@ -1,8 +1,7 @@
 """The servers of one engine: which of them get requests and weight updates.
 
 :class:`Fleet` decides from what servers report; ``supervisor`` and ``poller`` act on
-that. Servers join from other threads, so every change of a replica is made here, under
-the lock.
+that. Servers join from other threads, so every replica is changed here, under the lock.
 """
 
 from __future__ import annotations
@@ -17,16 +16,12 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.fleet.replica import (
     Replica,
+    ReplicaState,
     ServerHandle,
     format_tags,
     stop_all,
 )
-from torchrl_sglang.backends.fleet.routing import (
-    RemoteRouter,
-    RouterHandle,
-    Routing,
-    uses_router,
-)
+from torchrl_sglang.backends.fleet.routing import RemoteRouter, RouterHandle, Routing
 from torchrl_sglang.backends.fleet.weights_state import (
     PendingUpdate,
     Weights,
@@ -42,17 +37,13 @@ from torchrl_sglang.errors import (
 __all__ = ["Fleet"]
 
 
-def _nothing() -> None:
-    pass
-
-
 class Fleet:
-    """The servers of one engine; implements :class:`.dispatch.Targets`."""
+    """The servers of one engine."""
 
     def __init__(
         self,
         replicas: list[Replica],
-        weight_version: str,
+        weight_version: str = "default",
         *,
         router: RouterHandle | None = None,
         start_router: Callable[[Sequence[str]], RouterHandle] | None = None,
@@ -66,12 +57,12 @@ class Fleet:
         """Kinds of memory that are released: no requests, and no server starts."""
         self.draining = False
         """Whether running requests finish and new ones are refused."""
+        self.paused = False
+        """Whether this engine object paused generation."""
         self.closed = False
         self.wanted_adapters: frozenset[str] = frozenset()
         """LoRA adapters that requests may name, under the servers' names."""
-        self.suspects: set[str] = set()
-        """Servers to poll although they serve: a request failed there."""
-        self.on_change: Callable[[], None] = _nothing
+        self.on_change: Callable[[], object] = lambda: None
         """Called when the supervisor should act."""
         self.poll: Callable[[], Awaitable[None]] | None = None
         """Polls the servers of :attr:`to_poll` now."""
@@ -95,13 +86,6 @@ class Fleet:
         return self.weights.membership_epoch
 
     @property
-    def only(self) -> str | None:
-        """The only server, if there is one and no router."""
-        if self.router is None and len(self.replicas) == 1:
-            return self.replicas[0].url
-        return None
-
-    @property
     def running(self) -> list[Replica]:
         """Replicas that run, in the order of their ranks."""
         return [replica for replica in self.replicas if replica.runs]
@@ -119,6 +103,13 @@ class Fleet:
         return [r.url for r in self.replicas if r.state == "serving"]
 
     @property
+    def generates(self) -> bool:
+        """Whether servers should generate: nothing updates, pauses or releases them."""
+        stopped = self.paused or self.draining or self.asleep
+        updating = self._updating is not None
+        return not (stopped or updating or self.weights.inconsistent)
+
+    @property
     def to_poll(self) -> list[Replica]:
         """Replicas that are out of rotation or suspected.
 
@@ -129,7 +120,7 @@ class Fleet:
             for replica in self.replicas
             if replica.state == "stale"
             or (replica.state == "down" and not self.owns(replica))
-            or (replica.state == "serving" and replica.url in self.suspects)
+            or (replica.state == "serving" and replica.suspected)
         ]
 
     @property
@@ -148,16 +139,14 @@ class Fleet:
     @property
     def base_problem(self) -> str | None:
         """Why adapters must not be trained over what the servers hold."""
-        weights = self.weights
-        if weights.inconsistent is not None:
-            return (
-                f"The weights of the servers are inconsistent: {weights.inconsistent}"
-            )
+        now = self.weights
+        if now.inconsistent is not None:
+            return f"The weights of the servers are inconsistent: {now.inconsistent}"
         if any(replica.state == "stale" for replica in self.replicas):
             return "A server that was started again holds other weights than the rest."
-        if weights.version != weights.checkpoint_version:
+        if now.version != now.checkpoint_version:
             return (
-                f"The servers hold weights of version {weights.version!r}, not the "
+                f"The servers hold weights of version {now.version!r}, not the "
                 f"checkpoint that they were started with."
             )
         return None
@@ -178,9 +167,9 @@ class Fleet:
     def no_server_error(self) -> SGLangError:
         """Returns the error that says why no server gets requests."""
         stale = [replica for replica in self.replicas if replica.state == "stale"]
-        reasons = [replica.reason for replica in stale or self.replicas]
-        told = (" " if stale else "\n").join(filter(None, reasons))
-        current = [each for each in stale if each.version == self.weights.version]
+        reasons = filter(None, (replica.reason for replica in stale or self.replicas))
+        told = (" " if stale else "\n").join(reasons)
+        current = (each for each in stale if each.version == self.weights.version)
         if any(map(self.misses_adapters, current)):
             return ServerUnavailableError(
                 f"The servers that run were started again and are being given their "
@@ -208,7 +197,7 @@ class Fleet:
         direct: bool = False,
         prefer: str | None = None,
     ) -> str:
-        """Returns where to send a request; see :class:`.dispatch.Targets`."""
+        """Returns the address for a request: ``prefer`` if it serves, not ``avoid``."""
         if self.closed:
             raise ServerUnavailableError("The engine was shut down; make a new one.")
         if self.asleep:
@@ -217,11 +206,16 @@ class Fleet:
         serving, router = self.serving, self.router
         if not serving:
             raise self.no_server_error()
+        # A remote router would also choose the servers that are out of rotation here.
         all_serve = len(serving) == len(self.replicas)
-        if not direct and uses_router(
-            router, session=session, avoid=avoid, all_serve=all_serve
+        if (
+            router is not None
+            and router.usable
+            and not direct
+            and router.url not in avoid
+            and (session is None or router.keyed)
+            and (all_serve or not isinstance(router, RemoteRouter))
         ):
-            assert router is not None
             return router.url
         candidates = [url for url in serving if url not in avoid] or serving
         if prefer in candidates:
@@ -231,13 +225,13 @@ class Fleet:
     def failed(self, url: str) -> None:
         """Records that a request to this address failed."""
         self._routing.failed(url)
-        if any(replica.url == url for replica in self.replicas):
-            self.suspects.add(url)
-        self.on_change()
+        self.suspect(url)
 
-    def suspect_all(self) -> None:
-        """Lets every server that serves be polled: one of them has older weights."""
-        self.suspects.update(self.serving)
+    def suspect(self, url: str | None = None) -> None:
+        """Lets a server, or each one, be polled although it serves."""
+        with self._lock:
+            for replica in self.replicas:
+                replica.suspected |= url in (None, replica.url)
         self.on_change()
 
     # Weights.
@@ -256,37 +250,40 @@ class Fleet:
     def _end_update(self, version: str | None) -> None:
         with self._lock:
             updated, self._updating = self._updating or {}, None
-            if version is not None:
-                for replica in self.running:
-                    # A server that was started again meanwhile has not taken part.
-                    took_part = updated.get(replica.url, self) is replica.handle
-                    replica.version = version if took_part else ""
-                    serves = took_part and not self.misses_adapters(replica)
-                    replica.state = "serving" if serves else "stale"
-                    replica.restarted &= not serves
+            for replica in self.running if version is not None else ():
+                # A server that was started again meanwhile has not taken part.
+                took_part = updated.get(replica.url, self) is replica.handle
+                replica.version = version if version and took_part else ""
+                if took_part and not self.misses_adapters(replica):
+                    self._move(replica, "serving", "")
+                else:
+                    self._move(replica, "stale", replica.reason)
         self.on_change()
 
     def report_version(self, replica: Replica, version: str) -> None:
-        """Records the version that a server reports, and whether it serves with it.
-
-        The newest version that any server has is the current one.
-        """
+        """Records a server's version, which is current if no server has a newer one."""
         with self._lock:
             replica.version = version
             if self._updating is not None or self.closed or not replica.runs:
                 return
             if self.weights_state.observe(version):
                 # The others are polled before their answers count.
-                self.suspects.update(u for u in self.serving if u != replica.url)
-            before = replica.state
-            replica.reason = self._why_stale(replica)
-            replica.state = "stale" if replica.reason else "serving"
-            if replica.state == "serving":
-                replica.restarted = False
-            elif before == "serving":
-                torchrl_logger.warning(f"{replica.reason} It gets no requests.")
-                self.weights_state.begin_membership_epoch()
-        if self.suspects or before != replica.state:
+                self.suspect()
+                replica.suspected = False
+            reason = self._why_stale(replica)
+            if reason and replica.state == "serving":
+                torchrl_logger.warning(f"{reason} It gets no requests.")
+            self._move(replica, "stale" if reason else "serving", reason)
+
+    def _move(self, replica: Replica, state: ReplicaState, reason: str) -> None:
+        """Changes whether a server gets requests."""
+        before, replica.state, replica.reason = replica.state, state, reason
+        if state == "serving":
+            replica.restarted = False
+        elif state != before:
+            # A server that begins to serve was counted when it came back.
+            self.weights_state.begin_membership_epoch()
+        if state != before:
             self.on_change()
 
     def _why_stale(self, replica: Replica) -> str:
@@ -300,9 +297,9 @@ class Fleet:
             return ""
         missing = ", ".join(sorted(self.wanted_adapters - replica.held_adapters))
         return (
-            f"The server at {replica.url} was started again and lacks LoRA adapters "
-            f"that requests may name: {missing}. The engine object that has loaded "
-            f"them loads them again; if it is gone, unload them."
+            f"The server at {replica.url} was started again without the LoRA adapters "
+            f"{missing}. The engine object that has loaded them loads them again; if "
+            f"it is gone, unload them."
         )
 
     # Servers that leave and join.
@@ -315,19 +312,15 @@ class Fleet:
     def notice_deaths(self) -> None:
         """Marks servers whose process has ended as down."""
         for replica in self.running:
-            if replica.handle is not None and replica.handle.state == "dead":
-                self.mark_down(
-                    replica,
-                    f"The server at {replica.url} has ended. The end of its log:\n"
-                    f"{replica.handle.log_tail()}",
-                )
+            handle = replica.handle
+            if handle is not None and handle.state == "dead":
+                ended = f"The server at {replica.url} has ended. The end of its log:"
+                self.mark_down(replica, f"{ended}\n{handle.log_tail()}")
 
     def mark_down(self, replica: Replica, reason: str) -> None:
         """Takes a server out of rotation until it is started again or answers."""
         with self._lock:
-            replica.state, replica.reason = "down", reason
-            self.weights_state.begin_membership_epoch()
-        self.on_change()
+            self._move(replica, "down", reason)
 
     def begin_restart(self, replica: Replica, max_restarts: int) -> bool:
         """Counts a restart; returns False if there were too many: it is lost."""
@@ -342,13 +335,9 @@ class Fleet:
         """Takes a server that was started again; it is polled before it serves."""
         with self._lock:
             if not (self.closed or self.asleep):
-                replica.handle = handle
-                replica.start_id, replica.released = "", frozenset()
-                replica.reason = (
-                    f"The server at {replica.url} was started again and is asked what "
-                    f"it has."
-                )
-                self._returned(replica)
+                replica.handle, replica.released = handle, frozenset()
+                reason = f"The server at {replica.url} was started again."
+                self._return(replica, "", reason)
                 return
         handle.stop()
 
@@ -358,36 +347,31 @@ class Fleet:
             if replica.state == "down" and not self.owns(replica):
                 same = start_id != "" and start_id == replica.start_id
                 restarted = replica.restarted or not same
-                replica.start_id = start_id
-                self._returned(replica, restarted=restarted)
+                self._return(replica, start_id, replica.reason, restarted=restarted)
 
-    def _returned(self, replica: Replica, *, restarted: bool = True) -> None:
+    def _return(
+        self, replica: Replica, start_id: str, reason: str, *, restarted: bool = True
+    ) -> None:
+        replica.start_id, replica.restarted = start_id, restarted
         replica.held_adapters, replica.version = set(), ""
-        replica.state, replica.restarted = "stale", restarted
-        self.weights_state.begin_membership_epoch()
+        self._move(replica, "stale", reason)
 
     def was_restarted(self, replica: Replica, start_id: str) -> None:
         """Takes a server out of rotation that its owner has started again."""
         with self._lock:
             replica.start_id, replica.restarted = start_id, True
             if replica.state == "serving":
-                replica.state = "stale"
-                replica.reason = self._why_stale(replica)
-                self.weights_state.begin_membership_epoch()
-        self.on_change()
+                self._move(replica, "stale", self._why_stale(replica))
 
     # LoRA adapters.
 
     def report_adapters(
         self, replica: Replica, held: Collection[str], before: Collection[str]
     ) -> None:
-        """Records what a server says it holds, and keeps what was loaded meanwhile.
-
-        ``before`` is what it was known to hold when it was asked.
-        """
+        """Records what a server reports, beside what it did not hold ``before``."""
         with self._lock:
             added = replica.held_adapters - set(before)
-            replica.held_adapters = set(held) | added
+            replica.held_adapters = {*held, *added}
 
     def adapter_loaded(
         self, replica: Replica, handle: ServerHandle | None, served_as: str
@@ -398,31 +382,20 @@ class Fleet:
                 replica.held_adapters.add(served_as)
 
     def adapter_dropped(self, served_as: str) -> None:
-        """Records that servers have been told to drop an adapter."""
+        """Records that servers drop an adapter."""
         with self._lock:
             for replica in self.replicas:
                 replica.held_adapters.discard(served_as)
 
-    def want_adapters(
-        self, names: frozenset[str], commit: Callable[[], None] = _nothing
-    ) -> bool:
-        """Sets the adapters that requests may name, if every serving replica has them.
-
-        ``commit`` runs under the lock, while no server can join.
-        """
+    def want_adapters(self, names: frozenset[str], *, found: bool = False) -> bool:
+        """Sets what requests may name, if ``found`` or if all serving ones hold it."""
         with self._lock:
             added = names - self.wanted_adapters
-            serving = [each for each in self.replicas if each.state == "serving"]
-            if not all(added <= replica.held_adapters for replica in serving):
-                return False
-            self.adopt_adapters(names)
-            commit()
-            return True
-
-    def adopt_adapters(self, names: frozenset[str]) -> None:
-        """Sets the adapters that requests may name, as they were found on servers."""
-        with self._lock:
-            self.wanted_adapters = names
+            serving = (each for each in self.replicas if each.state == "serving")
+            held = found or all(added <= each.held_adapters for each in serving)
+            if held:
+                self.wanted_adapters = names
+            return held
 
     # Sleep.
 
@@ -465,17 +438,15 @@ class Fleet:
         serving = set(self.serving)
         # Those to remove come first.
         for url in sorted(self._in_router ^ serving, key=serving.__contains__):
+            change = router.add_worker if url in serving else router.remove_worker
             try:
-                if url in serving:
-                    await router.add_worker(url)
-                    self._in_router.add(url)
-                else:
-                    await router.remove_worker(url)
-                    self._in_router.discard(url)
+                await change(url)
             except SGLangError as error:
                 torchrl_logger.warning(
                     f"The router at {router.url} does not take {url}: {error}"
                 )
+            else:
+                self._in_router ^= {url}
 
     # The end.
 
@@ -496,23 +467,17 @@ class Fleet:
         # A copy in another process owns no server: it knows addresses.
         router = self.router
         return {
-            **self.__dict__,
             "replicas": [replica.without_handle() for replica in self.replicas],
+            "weights_state": self.weights_state,
             "router": None if router is None else RemoteRouter(url=router.url),
-            "start_router": None,
-            "draining": False,
-            "wanted_adapters": frozenset(),
-            "suspects": set(),
-            "on_change": _nothing,
-            "poll": None,
-            "_in_router": set(self._in_router),
-            "_updating": None,
+            "asleep": self.asleep,
+            "closed": self.closed,
             "_routing": Routing(dict(self._routing.sessions)),
-            "_lock": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        Fleet.__init__(self, state["replicas"])
+        vars(self).update(state)
 
     def __repr__(self) -> str:
         return f"Fleet({self.replicas}, {self.weights_state})"

@@ -1,4 +1,4 @@
-"""Polls servers that are out of rotation for what they hold, and takes them back.
+"""Asks servers what they are and what they hold, and takes them back.
 
 Several engine objects use the same servers: a trainer's, collectors', copies in other
 processes. Any of them may send weights or load adapters, and the owner restarts
@@ -10,26 +10,70 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.client import capabilities as capabilities_module
+from torchrl_sglang.backends.client.capabilities import check_same
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
+from torchrl_sglang.backends.fleet.weights_state import WeightsState
+from torchrl_sglang.backends.support.versions import version_order
 from torchrl_sglang.errors import (
+    ServerError,
     ServerTimeoutError,
     ServerUnavailableError,
     SGLangError,
 )
 from torchrl_sglang.types import ServerCapabilities
 
-__all__ = ["AdapterReloader", "ServerPoller"]
+__all__ = ["AdapterReloader", "ServerPoller", "discover"]
 
 POLL_TIMEOUT_SECONDS = 5.0
 """Timeout for each answer; a process in front of the scheduler gives it."""
+
+
+Find = Callable[[str], Awaitable[ServerCapabilities]]
+"""Asks the server at an address what it can do."""
+
+
+async def discover(fleet: Fleet, find: Find) -> ServerCapabilities:
+    """Finds out what servers can do and hold; ours, and at least one, must answer."""
+    asked = (find(replica.url) for replica in fleet.replicas)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    found: dict[Replica, ServerCapabilities] = {}
+    away: dict[Replica, ServerError] = {}
+    for replica, answer in zip(fleet.replicas, answers, strict=True):
+        if isinstance(answer, ServerError) and replica.handle is None:
+            away[replica] = answer
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            found[replica] = answer
+    if not found:
+        raise next(iter(away.values()))
+    (first, known), *others = found.items()
+    for replica, capabilities in others:
+        check_same(known, first.url, capabilities, replica.url)
+    newest = max((c.weight_version for c in found.values()), key=version_order)
+    fleet.weights_state = WeightsState(newest)
+    for replica, error in away.items():
+        _lose(fleet, replica, error)
+    for replica, capabilities in found.items():
+        held = set(capabilities.adapters)
+        fleet.change(replica, start_id=capabilities.start_id, held_adapters=held)
+        fleet.report_version(replica, capabilities.weight_version)
+    return known
+
+
+def _lose(fleet: Fleet, replica: Replica, error: SGLangError) -> None:
+    torchrl_logger.warning(
+        f"The server at {replica.url} gets no requests until it answers: {error}"
+    )
+    fleet.mark_down(replica, str(error))
 
 
 class AdapterReloader(Protocol):
@@ -54,67 +98,55 @@ class ServerPoller:
         http: HttpClient,
         capabilities: ServerCapabilities,
         adapters: AdapterReloader,
-        *,
-        model: str | None,
-        trust_remote_code: bool = False,
+        find: Find,
     ) -> None:
         self._http = http
         self._capabilities = capabilities
+        self._find = find
         # They hold the fleet.
         self._adapters = weakref.ref(adapters)
-        self._model = model
-        self._trust_remote_code = trust_remote_code
 
     @property
-    def can_reload_adapters(self) -> bool:
-        """Whether this engine object has loaded adapters that it can load again."""
+    def adapters(self) -> AdapterReloader | None:
+        """The adapters of the engine object, if they can be loaded again."""
         adapters = self._adapters()
-        return adapters is not None and adapters.can_reload
-
-    async def discover_adapters(self) -> None:
-        """Finds the adapters that are loaded, and the servers that lack some."""
-        adapters = self._adapters()
-        if adapters is not None:
-            await adapters.discover()
+        return adapters if adapters is not None and adapters.can_reload else None
 
     async def poll(self, fleet: Fleet) -> None:
         """Polls the servers that are out of rotation or suspected."""
         await asyncio.gather(*(self._poll(fleet, each) for each in fleet.to_poll))
 
     async def _poll(self, fleet: Fleet, replica: Replica) -> None:
-        fleet.suspects.discard(replica.url)
+        fleet.change(replica, suspected=False)
+        adapters = self._adapters()
         try:
             if replica.state == "down":
-                fleet.is_back(replica, await self._check_same(fleet, replica))
+                found = await self._find(replica.url)
+                known = fleet.replicas[0].url
+                check_same(self._capabilities, known, found, replica.url)
+                fleet.is_back(replica, found.start_id)
             version = await self._ask(fleet, replica)
-            if replica.restarted and self._capabilities.has_lora:
+            if replica.restarted and self._capabilities.has_lora and adapters:
                 # The other servers hold what other engine objects have loaded.
-                await self.discover_adapters()
+                await adapters.discover()
             waits = replica.state == "stale" and not fleet.misses_adapters(replica)
             if waits and version == fleet.weights.version:
                 # Another engine object may have sent the others newer weights.
                 serving = [each for each in fleet.replicas if each.state == "serving"]
-                await asyncio.gather(*(self._poll_version(fleet, r) for r in serving))
+                await asyncio.gather(*(self._poll(fleet, each) for each in serving))
         except SGLangError as error:
             self._no_answer(fleet, replica, error)
             return
         fleet.report_version(replica, version)
-        adapters = self._adapters()
         if adapters is not None and fleet.misses_adapters(replica):
             adapters.reload(replica)
-
-    async def _poll_version(self, fleet: Fleet, replica: Replica) -> None:
-        try:
-            fleet.report_version(replica, await self._ask(fleet, replica))
-        except SGLangError as error:
-            self._no_answer(fleet, replica, error)
 
     async def _ask(self, fleet: Fleet, replica: Replica) -> str:
         """Records the adapters that a server holds, and returns its weight version."""
         control = ControlPlane(self._http, fleet, self._capabilities)
-        urls, before = [replica.url], set(replica.held_adapters)
-        timeout = POLL_TIMEOUT_SECONDS
+        urls, timeout = [replica.url], POLL_TIMEOUT_SECONDS
         if self._capabilities.has_lora:
+            before = set(replica.held_adapters)
             (held,) = await control.adapters(timeout=timeout, urls=urls)
             fleet.report_adapters(replica, held, before)
             if not replica.start_id:
@@ -123,32 +155,15 @@ class ServerPoller:
         (version,) = await control.weight_versions(timeout=timeout, urls=urls)
         return version
 
-    async def _check_same(self, fleet: Fleet, replica: Replica) -> str:
-        """Checks that a server still serves the same, and returns its start id."""
-        found = await capabilities_module.find_out(
-            self._http,
-            replica.url,
-            model=self._model,
-            trust_remote_code=self._trust_remote_code,
-        )
-        known = fleet.replicas[0].url
-        capabilities_module.check_same(self._capabilities, known, found, replica.url)
-        return found.start_id
-
     def _no_answer(self, fleet: Fleet, replica: Replica, error: SGLangError) -> None:
         unreachable = isinstance(error, (ServerUnavailableError, ServerTimeoutError))
         last = fleet.serving == [replica.url]
-        if fleet.owns(replica) or (
-            replica.state == "serving" and (last or not unreachable)
-        ):
+        stays = replica.state == "serving" and (last or not unreachable)
+        if fleet.owns(replica) or stays:
             # The supervisor restarts owned servers. The last one that serves stays:
             # the outcome of its requests says more.
             torchrl_logger.debug(f"A server did not answer a poll: {error}")
         elif replica.state != "down":
-            torchrl_logger.warning(
-                f"The server at {replica.url} gets no requests until it answers: "
-                f"{error}"
-            )
-            fleet.mark_down(replica, str(error))
+            _lose(fleet, replica, error)
         else:
             fleet.change(replica, reason=str(error))

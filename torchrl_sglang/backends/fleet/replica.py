@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -70,13 +70,14 @@ class Replica:
     visible_gpus: tuple[str, ...] | None = None
     """The GPUs that its processes see."""
     state: ReplicaState = "serving"
-    """Whether it gets requests."""
     reason: str = ""
     """Why it does not serve: usually the end of its log."""
     restarts: int = 0
     """Number of times that it was started again."""
     restarted: bool = False
     """It was started again and has not served since."""
+    suspected: bool = False
+    """It is polled although it serves: a request failed there."""
     start_id: str = ""
     """Differs after each start; see :class:`.ServerCapabilities`."""
     version: str = ""
@@ -94,21 +95,23 @@ class Replica:
     @property
     def status(self) -> str:
         """Its state, or the memory that it released."""
-        if self.runs and self.released:
-            return f"asleep: {format_tags(self.released)}"
-        return self.state
+        asleep = self.runs and self.released
+        return f"asleep: {format_tags(self.released)}" if asleep else self.state
 
     def without_handle(self) -> Replica:
         """Returns a copy for another process, which owns no server."""
-        return Replica(
-            url=self.url,
+        return replace(
+            self,
+            handle=None,
+            restart=None,
             # One that is down now may be back when the copy polls it.
             state="serving" if self.state == "serving" else "stale",
+            reason="",
+            restarts=0,
+            suspected=False,
+            version="",
+            held_adapters=set(),
             released=self.released if self.runs else frozenset(),
-            gpus=self.gpus,
-            visible_gpus=self.visible_gpus,
-            start_id=self.start_id,
-            restarted=self.restarted,
         )
 
     def __repr__(self) -> str:

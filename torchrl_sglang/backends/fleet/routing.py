@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["RemoteRouter", "RouterHandle", "Routing", "uses_router"]
+__all__ = ["RemoteRouter", "RouterHandle", "Routing"]
 
 MAX_SESSIONS = 4096
 """Sessions whose server is remembered; a prefix cache holds fewer."""
@@ -33,7 +33,7 @@ class RouterHandle(Protocol):
         """Whether it sends requests with one routing key to one server."""
 
     def wait_ready(self) -> None:
-        """Waits until its servers are in rotation, if this engine started it."""
+        """Waits until its servers are in rotation."""
 
     def stop(self) -> None:
         """Stops it, if this engine started it."""
@@ -66,22 +66,6 @@ class RemoteRouter:
         """Does nothing."""
 
 
-def uses_router(
-    router: RouterHandle | None,
-    *,
-    session: str | None,
-    avoid: Collection[str],
-    all_serve: bool,
-) -> bool:
-    """Returns whether a request goes through the router."""
-    if router is None or not router.usable or router.url in avoid:
-        return False
-    if isinstance(router, RemoteRouter) and not all_serve:
-        # It would also choose the servers that are out of rotation here.
-        return False
-    return session is None or router.keyed
-
-
 class Routing:
     """Chooses servers in turn, one server per session, failed servers last."""
 
@@ -96,16 +80,12 @@ class Routing:
         self._failed_at[url] = time.monotonic()
 
     def choose(self, urls: Sequence[str], session: str | None) -> str:
-        """Returns one of the servers."""
+        """Returns one of the servers; a new session gets the one with the fewest."""
         since = time.monotonic() - FAILURE_SECONDS
         urls = [url for url in urls if self._failed_at.get(url, since) <= since] or urls
-        if session is not None:
-            return self._server_of(session, urls)
-        self._turn += 1
-        return urls[self._turn % len(urls)]
-
-    def _server_of(self, session: str, urls: Sequence[str]) -> str:
-        """Returns a session's server; a new session gets the one with the fewest."""
+        if session is None:
+            self._turn += 1
+            return urls[self._turn % len(urls)]
         url = self.sessions.pop(session, "")
         if url not in urls:
             counts = Counter(self.sessions.values())

@@ -14,15 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Literal
 
 from torchrl_sglang.backends.client.capabilities import sleep_obstacles
 from torchrl_sglang.backends.client.control import ControlPlane
@@ -47,8 +40,6 @@ DRAIN_TIMEOUT_SECONDS = 60.0
 
 MEMORY_TIMEOUT_SECONDS = 120.0
 """Timeout to release or resume memory; weights with a CPU backup are copied."""
-
-T = TypeVar("T")
 
 
 def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
@@ -82,10 +73,10 @@ def check_weights_awake(asleep: frozenset[str]) -> None:
 
 
 class SleepControl:
-    """Puts the servers of an engine to sleep and wakes them up.
+    """Puts the servers of an engine to sleep and wakes them up, on the background loop.
 
-    Used from the background loop only. ``in_flight`` returns how many requests of this
-    engine have no response yet; ``abort`` ends every request on the servers.
+    ``in_flight`` returns how many requests of this engine have no response yet;
+    ``abort`` ends every request on the servers.
     """
 
     def __init__(
@@ -143,30 +134,26 @@ class SleepControl:
 
     async def _release(self, replicas: Sequence[Replica], tags: frozenset[str]) -> None:
         fleet, control = self._fleet, self._control
-
         try:
-            for mode in _pauses(control):
+            for mode in _pauses(fleet.paused):
                 await control.pause(mode)
         except SGLangError as error:
             failures = [error]
         else:
-            failures = await self._each(
-                control.release_memory_occupation,
-                {replica: tags - replica.released for replica in replicas},
-            )
+            failures = await self._each("release", replicas, tags)
         lost = not control.capabilities.keeps_weights
         if lost and any("weights" in replica.released for replica in replicas):
             fleet.weights_state.mark_inconsistent(
                 "Their memory was released by sleep(), so they hold nothing."
             )
         if failures:
-            asleep = [replica for replica in replicas if tags <= replica.released]
+            asleep = sum(tags <= replica.released for replica in replicas)
             raise self._failure(
                 failures,
-                f"{len(asleep)} of {len(replicas)} servers released "
-                f"{format_tags(tags)}, and the engine does not generate. Call sleep() "
-                f"again to complete it, or wake_up() to undo it.",
-                partly=bool(asleep),
+                f"{asleep} of {len(replicas)} servers released {format_tags(tags)}, "
+                f"and the engine does not generate. Call sleep() again to complete it, "
+                f"or wake_up() to undo it.",
+                partly=asleep > 0,
             )
 
     async def wake_up(self, tags: frozenset[str]) -> None:
@@ -178,23 +165,20 @@ class SleepControl:
     async def _resume(self, tags: frozenset[str]) -> None:
         fleet, control = self._fleet, self._control
         replicas = [replica for replica in fleet.running if replica.released & tags]
-        failures = await self._each(
-            control.resume_memory_occupation,
-            {replica: tags & replica.released for replica in replicas},
-        )
+        failures = await self._each("resume", replicas, tags)
         before = fleet.asleep
         fleet.wake_up(tags)
         if failures:
-            awake = [replica for replica in replicas if not replica.released & tags]
+            awake = sum(not replica.released & tags for replica in replicas)
             raise self._failure(
                 failures,
-                f"{len(awake)} of {len(replicas)} servers have {format_tags(tags)} "
-                f"again. Call wake_up() again.",
-                partly=bool(awake),
+                f"{awake} of {len(replicas)} servers have {format_tags(tags)} again. "
+                f"Call wake_up() again.",
+                partly=awake > 0,
             )
         if not control.urls:
             # Servers that are started again are not paused.
-            control.pausing.paused = False
+            fleet.paused = False
         elif not fleet.asleep and fleet.weights.inconsistent is None:
             # A weight update continues generation where weights are inconsistent.
             try:
@@ -210,49 +194,55 @@ class SleepControl:
 
     async def _each(
         self,
-        call: Callable[..., Awaitable[None]],
-        missing: Mapping[Replica, frozenset[str]],
+        verb: Literal["release", "resume"],
+        replicas: Sequence[Replica],
+        tags: frozenset[str],
     ) -> list[SGLangError]:
         """Releases or resumes memory of each server; returns the errors."""
 
-        async def one(replica: Replica, tags: frozenset[str]) -> SGLangError | None:
-            failure = None
+        async def one(replica: Replica) -> SGLangError | None:
+            held = tags & replica.released
+            missing = tags - held if verb == "release" else held
+            failure: SGLangError | None = None
             try:
-                await call(tags, urls=[replica.url], timeout=MEMORY_TIMEOUT_SECONDS)
+                await self._control.memory_occupation(
+                    verb, missing, url=replica.url, timeout=MEMORY_TIMEOUT_SECONDS
+                )
             except SGLangError as error:
+                if not isinstance(error, ServerTimeoutError):
+                    return error
+                # It has the call, and serves it before any later one.
                 failure = error
-            if failure is None or isinstance(failure, ServerTimeoutError):
-                # After a timeout it has the call, and serves it before any later one.
-                self._fleet.change(replica, released=replica.released ^ tags)
+            self._fleet.change(replica, released=replica.released ^ missing)
             return failure
 
-        outcomes = await asyncio.gather(*(one(*each) for each in missing.items()))
+        outcomes = await asyncio.gather(*map(one, replicas))
         return [failure for failure in outcomes if failure is not None]
 
     def _failure(
         self, failures: Sequence[SGLangError], outcome: str, *, partly: bool
     ) -> SGLangError:
         self._fleet.notice_deaths()
-        reasons = " ".join(str(failure) for failure in failures)
+        reasons = " ".join(map(str, failures))
         return type(failures[0])(f"{reasons} {outcome}", partly=partly)
 
 
-def _pauses(control: ControlPlane) -> Sequence[PauseMode]:
+def _pauses(paused: bool) -> Sequence[PauseMode]:
     """Returns the pauses after which a scheduler has no request and gets none.
 
-    The first ends what runs and holds new requests back. The second makes a scheduler
-    let go of its last step. The third ends requests that no client waits for, such as a
+    The first ends what runs and holds new requests back; the second makes a scheduler
+    let go of its last step; the third ends requests that no client waits for, such as a
     health check. A paused scheduler only ends requests that have been retracted.
     """
     pauses: tuple[PauseMode, ...] = ("abort", "retract", "abort")
-    return ("retract", *pauses) if control.pausing.paused else pauses
+    return ("retract", *pauses) if paused else pauses
 
 
-async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
+async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
     """Waits until the work has ended, also if the waiting is cancelled."""
     task = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(task)
+        await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise

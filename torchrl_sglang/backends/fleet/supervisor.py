@@ -1,8 +1,8 @@
 """Keeps the servers of an engine running: restarts those that end or hang.
 
 It runs on the background loop while the engine holds the fleet. A server that keeps
-ending is given up. An engine that owns no server restarts none: its supervisor only
-runs while a server is out of rotation, and polls it.
+ending is given up. An engine that owns no server restarts none: its supervisor runs
+while a server is out of rotation, and polls it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -30,7 +31,6 @@ from torchrl_sglang.backends.fleet.routing import RouterHandle
 from torchrl_sglang.backends.support.event_loop import get_loop
 from torchrl_sglang.errors import (
     ServerTimeoutError,
-    ServerUnavailableError,
     SGLangError,
 )
 from torchrl_sglang.types import ServerCapabilities
@@ -44,17 +44,16 @@ CHECK_SECONDS = 0.5
 
 ADAPTER_CHECK_SECONDS = 2.0
 """Interval between checks that servers of another owner still hold the LoRA adapters
-that this engine loaded: after a restart they do not."""
+that this engine loaded."""
 
 PROGRESS_SECONDS = 120.0
 """Default time without a completed request, while some are in flight, after which
-servers are asked to generate: long responses are normal."""
+servers are asked to generate."""
 
 FIRST_RESTART_SECONDS = 0.5
 """Wait before a restart; it doubles with each start that fails."""
 
 LONGEST_RESTART_SECONDS = 60.0
-"""Longest wait before a restart."""
 
 STOP_SECONDS = 10.0
 """Timeout for pending starts to be cancelled."""
@@ -74,19 +73,17 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
     asked = {replica.url: replica.handle for replica in fleet.replicas}
     outcomes = await control.schedulers_answer(timeout=ANSWER_SECONDS)
     for replica in fleet.replicas:
-        error = outcomes.get(replica.url)
+        error, handle = outcomes.get(replica.url), replica.handle
         # The supervisor may have started it again meanwhile.
-        same = replica.handle is asked[replica.url]
-        if error is None or not replica.runs or not same:
+        if error is None or not replica.runs or handle is not asked[replica.url]:
             continue
-        if replica.handle is None:
+        if handle is None:
             raise type(error)(
                 f"{error} This engine does not own the server at {replica.url}, so it "
                 f"cannot start it again; its owner has to."
             ) from error
-        torchrl_logger.warning(f"{error} The server is started again.")
         fleet.mark_down(replica, str(error))
-        await asyncio.to_thread(replica.handle.stop)
+        await asyncio.to_thread(handle.stop)
     # The supervisor starts owned servers again; others wait for their owner.
     while down := [r for r in fleet.replicas if r.state == "down" and fleet.owns(r)]:
         if time.monotonic() > deadline:
@@ -101,10 +98,9 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
 
 
 class Supervisor:
-    """Watches one fleet, which it holds weakly.
+    """Watches one fleet, which it holds weakly: its servers end with it.
 
-    ``progress`` returns how many requests are in flight and how many have completed;
-    ``may_probe``, which must not hold the fleet, whether its servers should generate.
+    ``progress`` returns how many requests are in flight and how many have completed.
     """
 
     def __init__(
@@ -114,7 +110,6 @@ class Supervisor:
         capabilities: ServerCapabilities,
         *,
         progress: Callable[[], tuple[int, int]],
-        may_probe: Callable[[Fleet], bool],
         poller: ServerPoller,
         max_restarts: int,
         progress_seconds: float = PROGRESS_SECONDS,
@@ -123,13 +118,12 @@ class Supervisor:
         self._http = http
         self._capabilities = capabilities
         self._progress = progress
-        self._may_probe = may_probe
         self._poller = poller
         self._max_restarts = max_restarts
         self._progress_seconds = progress_seconds
         self._stopped = threading.Event()
         self._begin_in_this_process()
-        fleet.on_change, fleet.poll = self.wake, self.poll_now
+        fleet.on_change, fleet.poll = lambda: self.begin(at_once=True), self.poll_now
         if fleet.owns_any:
             self.begin()
 
@@ -140,34 +134,36 @@ class Supervisor:
         self._starting: dict[str, ServerHandle | RouterHandle | None] = {}
         # Address -> starts that failed in a row.
         self._failures: Counter[str] = Counter()
-        self._routing: asyncio.Task[None] | None = None
-        self._polling: asyncio.Task[None] | None = None
         self._last_progress = (time.monotonic(), 0)
-        self._task: asyncio.Task[None] | None = None
+        # The watch, and what it does not wait for: a server or a router can take long.
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def begin(self) -> None:
-        """Begins to watch, from any thread; does nothing if it watches already."""
+    def begin(self, *, at_once: bool = False) -> None:
+        """Begins to watch, from any thread; ``at_once`` checks without delay."""
         if not self._stopped.is_set() and not sys.is_finalizing():
-            get_loop().call_soon_threadsafe(self._begin)
+            get_loop().call_soon_threadsafe(self._begin, at_once)
 
-    def wake(self) -> None:
-        """Checks the fleet now, from any thread."""
-        if not self._stopped.is_set() and not sys.is_finalizing():
-            get_loop().call_soon_threadsafe(self._begin, True)
-
-    def _begin(self, at_once: bool = False) -> None:
+    def _begin(self, at_once: bool) -> None:
         if self._pid != os.getpid():
             # A forked process watches by itself, and owns nothing.
             self._begin_in_this_process()
-        if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._watch())
+        self._do("watch", self._watch)
         if at_once:
             self._wake.set()
 
+    def _runs(self, name: str) -> bool:
+        return name in self._tasks and not self._tasks[name].done()
+
+    def _do(
+        self, name: str, work: Callable[..., Coroutine[Any, Any, None]], *args: object
+    ) -> None:
+        """Begins a task, unless it runs."""
+        if not self._runs(name):
+            self._tasks[name] = asyncio.ensure_future(work(*args))
+
     async def poll_now(self) -> None:
         """Polls the servers that are out of rotation or suspected."""
-        fleet = self._fleet()
-        if fleet is not None and self._may_probe(fleet):
+        if (fleet := self._fleet()) is not None and fleet.generates:
             await self._poller.poll(fleet)
 
     def stop(self) -> None:
@@ -175,9 +171,8 @@ class Supervisor:
         self._stopped.set()
         if self._pid != os.getpid():
             return
-        for task in (self._task, self._polling):
-            if task is not None:
-                get_loop().call_soon_threadsafe(task.cancel)
+        for task in list(self._tasks.values()):
+            get_loop().call_soon_threadsafe(task.cancel)
         deadline = time.monotonic() + STOP_SECONDS
         # A server can be found a moment after its start began.
         while self._starting and time.monotonic() < deadline:
@@ -186,8 +181,7 @@ class Supervisor:
             time.sleep(0.02)
 
     def _cancel_start(self, url: str) -> None:
-        starting = self._starting.get(url)
-        if starting is not None:
+        if (starting := self._starting.get(url)) is not None:
             starting.stop()
 
     async def _watch(self) -> None:
@@ -211,27 +205,23 @@ class Supervisor:
 
     def _next_check(self, fleet: Fleet) -> float | None:
         """Returns the seconds to the next check; None if there is nothing to watch."""
-        busy = self._polling is not None and not self._polling.done()
-        if busy or fleet.to_poll or fleet.owns_any:
+        if self._runs("poll") or fleet.to_poll or fleet.owns_any:
             return CHECK_SECONDS
-        return ADAPTER_CHECK_SECONDS if self._poller.can_reload_adapters else None
+        return None if self._poller.adapters is None else ADAPTER_CHECK_SECONDS
 
     async def _check(self, fleet: Fleet) -> None:
-        self._poll(fleet)
+        if fleet.to_poll and fleet.generates:
+            self._do("poll", self._poller.poll, fleet)
         if not fleet.owns_any:
-            if self._poller.can_reload_adapters and not fleet.to_poll:
-                await self._poller.discover_adapters()
+            adapters = self._poller.adapters
+            if adapters is not None and not fleet.to_poll:
+                await adapters.discover()
             return
         fleet.notice_deaths()
-        if self._is_stuck() and self._may_probe(fleet):
-            await asyncio.gather(
-                self._probe_router(fleet),
-                *(
-                    self._probe(fleet, replica)
-                    for replica in fleet.replicas
-                    if replica.state == "serving"
-                ),
-            )
+        if self._is_stuck() and fleet.generates:
+            serving = [each for each in fleet.replicas if each.state == "serving"]
+            probes = (self._probe(fleet, replica) for replica in serving)
+            await asyncio.gather(self._probe_router(fleet), *probes)
         for replica in fleet.replicas:
             if replica.state != "down":
                 continue
@@ -247,28 +237,23 @@ class Supervisor:
         now = time.monotonic()
         in_flight, completed = self._progress()
         since, before = self._last_progress
-        if not in_flight or completed != before:
-            self._last_progress = (now, completed)
-            return False
-        if now - since < self._progress_seconds:
+        waits = bool(in_flight) and completed == before
+        if waits and now - since < self._progress_seconds:
             return False
         self._last_progress = (now, completed)
-        return True
+        return waits
 
     async def _probe(self, fleet: Fleet, replica: Replica) -> None:
         """Marks a server that hangs as down and stops it, unless it is paused."""
-        if not await hangs(self._http, self._capabilities, replica.url):
-            return
-        if not self._may_probe(fleet) or replica.state != "serving":
-            return
-        torchrl_logger.warning(f"The server at {replica.url} does not generate.")
-        handle = replica.handle
-        fleet.mark_down(
-            replica, f"The server at {replica.url} answered and did not generate."
-        )
-        if handle is not None:
-            # Its requests fail now, and are sent to the others.
-            await asyncio.to_thread(handle.stop)
+        hanging = await hangs(self._http, self._capabilities, replica.url)
+        if hanging and fleet.generates and replica.state == "serving":
+            handle = replica.handle
+            fleet.mark_down(
+                replica, f"The server at {replica.url} answered and did not generate."
+            )
+            if handle is not None:
+                # Its requests fail now, and are sent to the others.
+                await asyncio.to_thread(handle.stop)
 
     async def _probe_router(self, fleet: Fleet) -> None:
         router = fleet.router
@@ -282,49 +267,28 @@ class Supervisor:
             torchrl_logger.warning(f"{router!r} does not answer: {error}")
             await asyncio.to_thread(router.stop)
 
-    def _poll(self, fleet: Fleet) -> None:
-        # As a task: a server can take long to answer.
-        idle = self._polling is None or self._polling.done()
-        if idle and fleet.to_poll and self._may_probe(fleet):
-            self._polling = asyncio.ensure_future(self._poller.poll(fleet))
-
     def _check_router(self, fleet: Fleet) -> None:
-        router = fleet.router
+        """Tells the router which servers serve, or starts it again."""
+        router, start, known = fleet.router, fleet.start_router, fleet.serving
         if router is None:
             return
         if router.usable:
-            # As a task: the router can take long over a server.
-            if self._routing is None or self._routing.done():
-                self._routing = asyncio.ensure_future(fleet.update_router())
-        elif (
-            fleet.start_router is not None
-            and router.url not in self._starting
-            and fleet.serving
-        ):
-            self._restart_router(fleet, router)
-
-    def _restart_router(self, fleet: Fleet, router: RouterHandle) -> None:
-        """Starts the router again; meanwhile requests go to servers directly."""
-        torchrl_logger.warning(f"{router!r} has ended and is started again.")
-        known, start = fleet.serving, fleet.start_router
-        assert start is not None
-
-        def begin() -> RouterHandle:
-            router.stop()
-            self._wait(router.url)
-            return start(known)
-
-        def done(fleet: Fleet, found: RouterHandle) -> None:
-            fleet.set_router(found, known)
-
-        def failed(error: BaseException) -> None:
-            torchrl_logger.warning(f"The router did not start: {error}")
-
-        self._in_thread(router.url, begin, done, failed)
+            self._do("router", fleet.update_router)
+        elif start is not None and known and router.url not in self._starting:
+            torchrl_logger.warning(f"{router!r} has ended and is started again.")
+            # Meanwhile requests go to servers directly.
+            self._start(
+                router,
+                router.url,
+                partial(start, known),
+                lambda fleet, found: fleet.set_router(found, known),
+                lambda _, error: torchrl_logger.warning(
+                    f"The router did not start: {error}"
+                ),
+            )
 
     def _restart(self, fleet: Fleet, replica: Replica) -> None:
-        restart = replica.restart
-        if restart is None:
+        if replica.restart is None:
             return
         why = replica.reason.partition("\n")[0].removesuffix(" The end of its log:")
         if not fleet.begin_restart(replica, self._max_restarts):
@@ -337,47 +301,40 @@ class Supervisor:
             f"The server at {replica.url} is started again ({replica.restarts} of "
             f"{self._max_restarts}). {why}"
         )
+        self._start(
+            replica.handle,
+            replica.url,
+            replica.restart,
+            lambda fleet, handle: fleet.joined(replica, handle),
+            lambda fleet, error: fleet.change(
+                replica, reason=f"The server at {replica.url} did not start: {error}"
+            ),
+        )
 
-        def begin() -> ServerHandle:
-            if replica.handle is not None:
-                # Removes its log and what is left of its process tree.
-                replica.handle.stop()
-            self._wait(replica.url)
-            return restart()
-
-        def done(fleet: Fleet, handle: ServerHandle) -> None:
-            fleet.joined(replica, handle)
-
-        def failed(error: BaseException) -> None:
-            if (fleet := self._fleet()) is not None:
-                reason = f"The server at {replica.url} did not start: {error}"
-                fleet.change(replica, reason=reason)
-
-        self._in_thread(replica.url, begin, done, failed)
-
-    def _wait(self, url: str) -> None:
-        """Waits before a start: a killed process needs a moment to release its port."""
-        delay = FIRST_RESTART_SECONDS * 2.0 ** self._failures[url]
-        if self._stopped.wait(min(delay, LONGEST_RESTART_SECONDS)):
-            raise ServerUnavailableError("The engine was shut down meanwhile.")
-
-    def _in_thread(
+    def _start(
         self,
+        old: H | None,
         url: str,
-        begin: Callable[[], H],
+        start: Callable[[], H],
         done: Callable[[Fleet, H], None],
-        failed: Callable[[BaseException], None],
+        failed: Callable[[Fleet, BaseException], None],
     ) -> None:
         """Starts a server in a thread that the interpreter's exit does not wait for."""
         self._starting[url] = None
-        reference = self._fleet
 
         def work() -> None:
             try:
-                found = begin()
+                if old is not None:
+                    # Removes its log and what is left of its process tree.
+                    old.stop()
+                # A killed process needs a moment to release its port.
+                delay = FIRST_RESTART_SECONDS * 2.0 ** self._failures[url]
+                if self._stopped.wait(min(delay, LONGEST_RESTART_SECONDS)):
+                    return
+                found = start()
                 self._starting[url] = found
                 found.wait_ready()
-                fleet = reference()
+                fleet = self._fleet()
                 if fleet is None or self._stopped.is_set():
                     found.stop()
                 else:
@@ -385,11 +342,11 @@ class Supervisor:
                     done(fleet, found)
             except BaseException as error:  # noqa: BLE001 - A thread has no caller.
                 self._failures[url] += 1
-                failed(error)
+                if (fleet := self._fleet()) is not None:
+                    failed(fleet, error)
             finally:
                 # Last: until then it is not started a second time.
                 del self._starting[url]
-            if not sys.is_finalizing():
-                self.wake()
+            self.begin(at_once=True)
 
         threading.Thread(target=work, name="torchrl_sglang-start", daemon=True).start()

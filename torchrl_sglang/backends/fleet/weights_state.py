@@ -13,6 +13,7 @@ that. Every change happens under the lock and replaces an immutable :class:`Weig
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,68 +60,51 @@ class WeightsState:
         """The current state."""
         return self._now
 
+    def _change(self, change: Callable[[Weights], Weights]) -> None:
+        with self._lock:
+            self._now = change(self._now)
+
     def begin(self) -> PendingUpdate:
         """Begins a weight update."""
         return PendingUpdate(self, self._now.inconsistent)
-
-    def commit(
-        self, version: str, *, checkpoint: bool, in_place: bool, flushed: bool
-    ) -> None:
-        """Makes a version that every server holds the current one."""
-        with self._lock:
-            now, new = self._now, frozenset({version})
-            self._now = replace(
-                now,
-                version=version,
-                newest=max(now.newest, version, key=version_order),
-                checkpoint_version=version if checkpoint else now.checkpoint_version,
-                inconsistent=None,
-                in_place_versions=now.in_place_versions | (new if in_place else set()),
-                clean_versions=now.clean_versions | (new if flushed else set()),
-            )
 
     def observe(self, version: str) -> bool:
         """Takes over a newer version that a server reports; returns if it was newer."""
         with self._lock:
             newer = version_order(version) > version_order(self._now.version)
             if newer:
-                newest = max(self._now.newest, version, key=version_order)
-                self._now = replace(self._now, version=version, newest=newest)
+                self._now = _newest(replace(self._now, version=version), version)
             return newer
 
     def reserve(self, version: str) -> None:
         """Records the version of an adapter, so that no later update reuses it."""
-        with self._lock:
-            newest = max(self._now.newest, version, key=version_order)
-            self._now = replace(self._now, newest=newest)
+        self._change(lambda now: _newest(now, version))
 
     def mark_inconsistent(self, reason: str | None) -> None:
         """Sets why the servers may hold a mix of weights, or ``None``."""
-        with self._lock:
-            self._now = replace(self._now, inconsistent=reason)
-
-    def begin_abort_epoch(self) -> None:
-        """Lets requests that are aborted from now on be sent again."""
-        with self._lock:
-            self._now = replace(self._now, abort_epoch=self._now.abort_epoch + 1)
+        self._change(lambda now: replace(now, inconsistent=reason))
 
     def begin_membership_epoch(self) -> None:
         """Invalidates process groups: a server has joined or left."""
-        with self._lock:
-            epoch = self._now.membership_epoch + 1
-            self._now = replace(self._now, membership_epoch=epoch)
+        self._change(
+            lambda now: replace(now, membership_epoch=now.membership_epoch + 1)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has sent no request that an update could have aborted.
         return {"_now": replace(self._now, abort_epoch=0)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+        vars(self).update(state, _lock=threading.Lock())
 
     def __repr__(self) -> str:
         reason = self._now.inconsistent
         status = "consistent" if reason is None else f"inconsistent: {reason}"
         return f"WeightsState({self._now.version!r}, {status})"
+
+
+def _newest(weights: Weights, version: str) -> Weights:
+    return replace(weights, newest=max(weights.newest, version, key=version_order))
 
 
 class PendingUpdate:
@@ -140,12 +124,20 @@ class PendingUpdate:
 
     def commit(self, version: str, *, checkpoint: bool = False) -> None:
         """Every server holds this version; call it before generation resumes."""
-        self._state.commit(
-            version,
-            checkpoint=checkpoint,
-            in_place=self._in_place,
-            flushed=self._flushed,
-        )
+
+        def change(now: Weights) -> Weights:
+            in_place = {version} if self._in_place else set[str]()
+            clean = {version} if self._flushed else set[str]()
+            return replace(
+                _newest(now, version),
+                version=version,
+                checkpoint_version=version if checkpoint else now.checkpoint_version,
+                inconsistent=None,
+                in_place_versions=now.in_place_versions | in_place,
+                clean_versions=now.clean_versions | clean,
+            )
+
+        self._state._change(change)
         self.version = version
 
     def abort(self) -> None:
@@ -158,7 +150,7 @@ class PendingUpdate:
 
     def aborts_requests(self) -> None:
         """In-flight requests are about to be aborted: send them again."""
-        self._state.begin_abort_epoch()
+        self._state._change(lambda now: replace(now, abort_epoch=now.abort_epoch + 1))
 
     def keeps_requests(self) -> None:
         """In-flight requests continue with the new weights on a stale KV cache."""

@@ -74,7 +74,7 @@ class Staleness:
         await asyncio.shield(self._checking)
 
     async def _check(self, poll: Callable[[], Awaitable[Any]]) -> None:
-        self._fleet.suspect_all()
+        self._fleet.suspect()
         await poll()
         self._checked_at = time.monotonic()
 

@@ -187,7 +187,7 @@ class RouterProcess(ServerProcess, RouterClient):
             workers = run_sync(self.workers(timeout=READY_TIMEOUT_SECONDS))
         except SGLangError:
             return None
-        healthy = {worker.url for worker in workers if worker.healthy}
+        healthy = {url for url, healthy in workers if healthy}
         return [url for url in self._worker_urls if url not in healthy]
 
     def _start_error(self, reason: str) -> ServerStartError:

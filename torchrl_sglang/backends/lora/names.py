@@ -23,7 +23,7 @@ __all__ = [
 _NAME = re.compile(r"[A-Za-z0-9._/-]+")
 
 _SERVED = re.compile(
-    r"(?P<name>[^@~#]+)([@~](?P<version>[^#]*))?(#(?P<load>[0-9a-f]+))?"
+    r"(?P<name>[^@~#]+)((?P<mark>[@~])(?P<version>[^#]*))?(#(?P<load>[0-9a-f]+))?"
 )
 
 
@@ -43,14 +43,7 @@ def make_served_name(name: str, version: str | None, *, published: bool) -> str:
 
 
 def parse_served_name(served_as: str) -> Adapter:
-    """Returns the adapter that a server calls so.
-
-    Examples:
-        >>> parse_served_name("policy@7#18a3f").version
-        '7'
-        >>> parse_served_name("style").name
-        'style'
-    """
+    """Returns the adapter that a server calls so."""
     found = _SERVED.fullmatch(served_as)
     if found is None:
         return Adapter(name=served_as, served_as=served_as)
@@ -59,13 +52,9 @@ def parse_served_name(served_as: str) -> Adapter:
 
 
 def is_published(served_as: str) -> bool:
-    """Returns whether requests that select no adapter use this one.
-
-    Examples:
-        >>> is_published("policy@7#18a3f"), is_published("style~#18a40")
-        (True, False)
-    """
-    return served_as.startswith(f"{parse_served_name(served_as).name}@")
+    """Returns whether requests that select no adapter use this one."""
+    found = _SERVED.fullmatch(served_as)
+    return found is not None and found["mark"] == "@"
 
 
 def load_number(served_as: str) -> int:

@@ -1,9 +1,8 @@
-"""Reads a LoRA adapter in PEFT's format, and checks and completes it for servers. Pure.
+"""Reads a LoRA adapter in PEFT's format, and checks and completes it for servers.
 
-A server only finds out later: a tensor of another shape kills its scheduler when the
-first request selects the adapter, scaling by the root of the rank is ignored, and an
-adapter of ``v_proj`` alone is misread. So everything is checked here, against the
-parameters of the served model, before anything is sent.
+A tensor of another shape kills a scheduler when the first request selects the adapter,
+scaling by the root of the rank is ignored, and an adapter of ``v_proj`` alone is
+misread. So everything is checked against the served model before anything is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.types import ModelMetadata, ServerCapabilities
 
-__all__ = ["Content", "prepare_adapter", "read_folder", "to_text", "why_not"]
+__all__ = ["Content", "fits_servers", "prepare_adapter", "read_folder", "to_text"]
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -33,8 +32,7 @@ PREFIX = "base_model.model."
 """What PEFT prepends to parameter names."""
 
 _NAME = re.compile(
-    r"(?P<module>.+)\.lora_(?P<side>A|B)(\.(?P<adapter>[^.]+))?\.weight"
-    r"|(?P<table>.+)\.lora_embedding_(?P<half>A|B)(\.(?P<other>[^.]+))?"
+    r"(?P<module>.+)\.lora_(?P<side>[AB](?=.*\.weight$)|embedding_[AB])(\.[^.]+){0,2}"
 )
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -146,9 +144,8 @@ def check_config(
             f"The configuration of a LoRA adapter is a {type(config).__name__}; give "
             f"the content of PEFT's {CONFIG_FILE} as a mapping."
         )
-    for name in ("r", "lora_alpha"):
+    for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
         value: Any = config.get(name)
-        kinds = (int,) if name == "r" else (int, float)
         if type(value) not in kinds or not 0 < value < math.inf:
             raise ConfigurationError(
                 f"The configuration of the LoRA adapter has {name}={value!r}; give the "
@@ -182,44 +179,27 @@ def check_config(
     }
 
 
-def why_not(
+def fits_servers(
     config: Mapping[str, Any], modules: Collection[str], server_args: Mapping[str, Any]
-) -> str | None:
-    """Returns why servers do not take an adapter of these modules, or None if they do.
-
-    Examples:
-        >>> config = {"r": 16, "lora_alpha": 16}
-        >>> why_not(config, ["q_proj"], {"max_lora_rank": 16}) is None
-        True
-        >>> print(why_not(config, ["o_proj"], {"lora_target_modules": ["q_proj"]}))
-        The servers were started with lora_target_modules=['q_proj'], without 'o_proj'.
-    """
+) -> bool:
+    """Returns whether servers take an adapter of these modules."""
     try:
         check_config(config, server_args)
-    except ConfigurationError as error:
-        return str(error)
+    except ConfigurationError:
+        return False
     served = server_args.get("lora_target_modules")
     if not isinstance(served, (list, tuple)) or set(served) & {"all", "all-linear"}:
-        return None
+        return True
     taken = {name.rpartition(".")[2] for name in served}
     # One of those that are computed together stands for all of them.
     taken |= {name for group in _FUSED if taken & {*group} for name in group}
-    lacking = sorted(set(modules) - taken)
-    if not lacking:
-        return None
-    return (
-        f"The servers were started with lora_target_modules={sorted(served)}, without "
-        f"{', '.join(map(repr, lacking))}."
-    )
+    return taken.issuperset(modules)
 
 
 def check_tensors(
     tensors: Mapping[str, torch.Tensor], config: dict[str, Any], served: ModelMetadata
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns tensors and configuration, checked and completed for servers.
-
-    Names are PEFT's, with or without the adapter's name in them.
-    """
+    """Returns tensors, under PEFT's names, and configuration, completed for servers."""
     if not isinstance(tensors, Mapping) or not all(
         isinstance(value, torch.Tensor) for value in tensors.values()
     ):
@@ -260,8 +240,6 @@ def _pair(
         found = _NAME.fullmatch(name.removeprefix(PREFIX))
         if found is None:
             problems.append(f"{name} is no part of a LoRA adapter")
-        elif found["table"]:
-            pairs.setdefault(found["table"], {})[f"embedding_{found['half']}"] = value
         else:
             pairs.setdefault(found["module"], {})[found["side"]] = value
     return pairs, problems
@@ -279,8 +257,7 @@ def _problems(module: str, pair: Pair, rank: int, served: ModelMetadata) -> list
     if f"{module}.weight" not in served and module != "lm_head":
         return [f"{module} is no module of it"]
     # An output head that is tied to the embedding has its shape.
-    tied = "model.embed_tokens.weight"
-    known = served.get(f"{module}.weight", served.get(tied))
+    known = served.get(f"{module}.weight", served.get("model.embed_tokens.weight"))
     if known is None:
         return []
     rows, columns = reversed(known[1]) if embedding else known[1]
@@ -315,10 +292,7 @@ def _missing_pairs(
 
 
 def to_text(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> str:
-    """Returns tensors as text that servers on any machine read, also later.
-
-    ``dtype`` is the type to cast to; ``None`` keeps their own.
-    """
+    """Returns tensors, cast to a type, as text that servers on any machine read."""
     copies = {
         # A clone: of a view, the whole storage would be written.
         name: value.detach().to("cpu", dtype).contiguous().clone()

@@ -1,11 +1,10 @@
 """Loads LoRA adapters into every server, and lets requests select them by name.
 
 The *wanted* adapters are those that requests may select; each server's *held* adapters
-are in :attr:`.Replica.held_adapters`. A name stays the same while its adapter is
-replaced: servers have another name for each load, so the new one is loaded beside the
-old one, in-flight requests end with the old one, and they share no prefix-cache entry.
-
-Other engine objects, in any process, discover adapters by these names on the servers.
+are in :attr:`.Replica.held_adapters`. A name stays while its adapter is replaced:
+servers have another name for each load, so the new one is loaded beside the old one,
+requests in flight end with the old one, and they share no prefix-cache entry. Other
+engine objects, in any process, discover adapters by these names on the servers.
 """
 
 from __future__ import annotations
@@ -14,21 +13,11 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -58,7 +47,7 @@ from torchrl_sglang.errors import (
     SGLangError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.types import Adapter, ModelMetadata, ServerCapabilities
+from torchrl_sglang.types import Adapter, ServerCapabilities
 
 __all__ = ["LOAD_SECONDS", "AdapterRegistry", "no_lora_error"]
 
@@ -114,44 +103,33 @@ class AdapterRegistry:
         # Name -> number of its newest load that was ever found.
         self._latest: dict[str, int] = {}
         self._discovered_at = -DISCOVERY_SECONDS
-        self._metadata: ModelMetadata | None = None
-        self._retirement = Retirement(control, fleet)
-        self._begin_in_this_process()
+        self._begin_in_this_process(set())
         self._adopt(newest_loads(capabilities.adapters, fleet.weights.version))
 
-    def _begin_in_this_process(self) -> None:
+    def _begin_in_this_process(self, dropped: set[str]) -> None:
         self._pid = os.getpid()
         self._lock = asyncio.Lock()
         # Served name that is being loaded; not used before every server has it.
         self._loading: str | None = None
         self._reloads: dict[str, asyncio.Task[None]] = {}
+        self._retirement = Retirement(self._control, self._fleet, dropped)
         self._closed = False
 
     def _begin_after_fork(self) -> None:
         # The parent's requests, tasks and loop are not those of a forked process.
         if self._pid != os.getpid():
-            self._begin_in_this_process()
-            self._retirement.reset()
+            self._begin_in_this_process(self._retirement.dropped)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> tuple[dict[str, Wanted], str | None]:
         """Returns what a copy of the engine in another process needs to know."""
         wanted = self._wanted.items()
-        return {
-            "wanted": {name: replace(each, content=None) for name, each in wanted},
-            "default": self._default,
-        }
+        return {n: replace(each, content=None) for n, each in wanted}, self._default
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: tuple[dict[str, Wanted], str | None]) -> None:
         """Takes over what :meth:`state` returned in another process."""
-        self._wanted, self._default = dict(state["wanted"]), state["default"]
-        self._latest = {name: each.number for name, each in self._wanted.items()}
-        self._fleet.adopt_adapters(served_names(self._wanted))
-
-    def metadata(self, get: Callable[[], ModelMetadata]) -> ModelMetadata:
-        """Returns the parameters of the served model, read once."""
-        if self._metadata is None:
-            self._metadata = get()
-        return self._metadata
+        wanted, default = state
+        self._adopt(wanted)
+        self._default = default
 
     # Reading, from any thread.
 
@@ -176,8 +154,7 @@ class AdapterRegistry:
     @property
     def can_reload(self) -> bool:
         """Whether this engine object has loaded adapters that it can load again."""
-        wanted = self._wanted.values()
-        return not self._closed and any(each.content is not None for each in wanted)
+        return not self._closed and any(w.content for w in self._wanted.values())
 
     def check(self, names: Sequence[str | None]) -> None:
         """Checks that the adapters that requests select are loaded."""
@@ -209,10 +186,10 @@ class AdapterRegistry:
 
     async def missed(self, error: RequestRefusedError) -> bool:
         """Discovers adapters if a server lacked a request's; returns if it did."""
-        if _DROPPED.search(str(error)) is None:
-            return False
-        await self.discover()
-        return True
+        found = _DROPPED.search(str(error)) is not None
+        if found:
+            await self.discover()
+        return found
 
     @contextmanager
     def used(self, names: Sequence[str | None]) -> Iterator[list[Adapter | None]]:
@@ -247,17 +224,20 @@ class AdapterRegistry:
         if self._wanted is not before or not held:
             # This object loaded or dropped an adapter meanwhile, and knows better.
             return
+        version = self._fleet.weights.version
         found = find_wanted(
             before,
             list(held.values()),
             ignored={*dropped, self._loading or ""},
             latest=self._latest,
             default=self._default,
-            base=self._fleet.weights.version,
+            base=version,
         )
         lost = [each for name, each in before.items() if name not in found]
         if lost:
-            version = await self._newest_version([replica.url for replica in held])
+            urls = [replica.url for replica in held]
+            versions = await _answer(self._control.weight_versions(urls=urls), [])
+            version = max([*versions, version], key=version_order)
             if self._wanted is not before:
                 return
             for each in lost:
@@ -269,41 +249,32 @@ class AdapterRegistry:
 
     async def _ask_held(self) -> dict[Replica, frozenset[str]]:
         """Returns what each serving replica holds; those without an answer are out."""
+        found: dict[Replica, frozenset[str]] = {}
 
-        async def ask(replica: Replica) -> list[Collection[str]]:
+        async def ask(replica: Replica) -> None:
             before = set(replica.held_adapters)
-            held = await _answer(self._control.adapters(urls=[replica.url]), [])
-            if held:
-                self._fleet.report_adapters(replica, held[0], before)
-            return list(held)
+            for held in await _answer(self._control.adapters(urls=[replica.url]), []):
+                self._fleet.report_adapters(replica, held, before)
+                found[replica] = frozenset(held)
 
-        replicas = [each for each in self._fleet.replicas if each.state == "serving"]
-        answers = await asyncio.gather(*map(ask, replicas))
-        return {
-            replica: frozenset(names)
-            for replica, held in zip(replicas, answers, strict=True)
-            for names in held
-        }
+        serving = [each for each in self._fleet.replicas if each.state == "serving"]
+        await asyncio.gather(*map(ask, serving))
+        return found
 
     async def _is_restarted(self, replica: Replica) -> bool:
         """Takes a server that lacks adapters out of rotation if it was restarted."""
         start_id = await _answer(self._control.start_id(replica.url), "")
-        if start_id in ("", replica.start_id) or not replica.start_id:
-            return False
-        self._fleet.was_restarted(replica, start_id)
-        return True
-
-    async def _newest_version(self, urls: Sequence[str]) -> str:
-        """Returns the newest version of whole weights that servers have."""
-        versions = await _answer(self._control.weight_versions(urls=urls), [])
-        return max([*versions, self._fleet.weights.version], key=version_order)
+        restarted = bool(start_id and replica.start_id) and start_id != replica.start_id
+        if restarted:
+            self._fleet.was_restarted(replica, start_id)
+        return restarted
 
     def _adopt(self, found: dict[str, Wanted]) -> None:
         """Makes these the wanted adapters; the newest published one is the default."""
         published = filter(is_published, served_names(found))
         new = set(published) - served_names(self._wanted)
         self._wanted = found
-        self._fleet.adopt_adapters(served_names(found))
+        self._fleet.want_adapters(served_names(found), found=True)
         for name, each in found.items():
             self._latest[name] = max(self._latest.get(name, 0), each.number)
         if new:
@@ -340,7 +311,7 @@ class AdapterRegistry:
             await self._make_space(adapter, deadline)
             base = self._fleet.weights.version
             new = Wanted(adapter=adapter, content=content, base=base)
-            await self._load_everywhere(new, make_default, deadline)
+            await self._load_everywhere(new, deadline)
             if pinned:
                 self._retirement.pinned.add(adapter.served_as)
             for served_as in replaced:
@@ -348,24 +319,22 @@ class AdapterRegistry:
         torchrl_logger.debug(f"Loaded {adapter}")
         return adapter
 
-    async def _load_everywhere(
-        self, new: Wanted, make_default: bool, deadline: float
-    ) -> None:
-        """Loads an adapter until every server holds it, and makes it wanted."""
-        name, served_as = new.adapter.name, new.adapter.served_as
-
-        def commit() -> None:
-            self._wanted = {**self._wanted, name: new}
-            if make_default:
-                self._default = name
-
-        self._loading = served_as
+    async def _load_everywhere(self, new: Wanted, deadline: float) -> None:
+        """Loads an adapter until every server that runs holds it; makes it wanted."""
+        self._loading = served_as = new.adapter.served_as
         try:
             while True:
-                await self._send_to_all(new, deadline)
-                wanted = served_names({**self._wanted, name: new})
-                if self._fleet.want_adapters(wanted, commit):
+                self._fleet.notice_deaths()
+                running = self._fleet.running
+                if not running:
+                    raise self._fleet.no_server_error()
+                wanted = {**self._wanted, new.adapter.name: new}
+                lacking = [r for r in running if served_as not in r.held_adapters]
+                # A server may join meanwhile.
+                if not lacking and self._fleet.want_adapters(served_names(wanted)):
+                    self._adopt(wanted)
                     return
+                await self._send(new, lacking, deadline)
         except BaseException:
             self._retirement.drop_soon(served_as)
             raise
@@ -382,14 +351,11 @@ class AdapterRegistry:
             served_as = adapter.served_as
             # Otherwise other processes would discover an older load as the current one.
             dropped = [served_as, *await self._older_loads(adapter)]
-            lingering = [
-                each
-                for each in retirement.retiring
-                if parse_served_name(each).name == name and not retirement.users(each)
-            ]
+            retiring = (w for w in retirement.retiring if not retirement.users(w))
+            linger = [w for w in retiring if parse_served_name(w).name == name]
             retirement.dropped.update(dropped)
             self._forget([served_as])
-            await retirement.hurry([served_as, *lingering], deadline)
+            await retirement.hurry([served_as, *linger], deadline)
             if users := retirement.users(served_as):
                 for each in dropped:
                     retirement.retire(each)
@@ -403,18 +369,8 @@ class AdapterRegistry:
 
     def _forget(self, dropped: Collection[str]) -> None:
         """Removes adapters from the wanted ones."""
-        kept = {
-            name: each
-            for name, each in self._wanted.items()
-            if each.adapter.served_as not in dropped
-        }
-
-        def commit() -> None:
-            self._wanted = kept
-            if self._default not in kept:
-                self._default = None
-
-        self._fleet.want_adapters(served_names(kept), commit)
+        wanted = self._wanted.items()
+        self._adopt({n: w for n, w in wanted if w.adapter.served_as not in dropped})
 
     async def published(self, *, timeout: float) -> frozenset[str]:
         """Returns the servers' names of adapters that requests use by default."""
@@ -456,17 +412,12 @@ class AdapterRegistry:
             for served_as in names:
                 self._retirement.forget(served_as)
 
-    async def _drop_now(self, names: Iterable[str], timeout: float) -> None:
+    async def _drop_now(self, names: Collection[str], timeout: float) -> None:
         # The newest last: in some versions of SGLang, one whose requests were aborted
         # in the queue counts as used for ever, and blocks the later ones.
         for served_as in sorted(names, key=load_number):
-            outcomes = await self._control.unload_lora_adapter(
-                served_as, timeout=timeout
-            )
-            for error in outcomes.values():
-                # A server that refuses does not have it.
-                if error is not None and not isinstance(error, RequestRefusedError):
-                    raise error
+            for error in await self._retirement.unload(served_as, timeout):
+                raise error
 
     async def _find_replaced(self, adapter: Adapter) -> set[str]:
         """Returns the loads that this one replaces; older ones are dropped now."""
@@ -477,9 +428,8 @@ class AdapterRegistry:
         if adapter.pinned:
             # Servers do not say which are pinned; assume the same of older loads.
             self._retirement.pinned.update(older)
-        for served_as in older:
-            if served_as not in replaced:
-                self._retirement.retire(served_as)
+        for served_as in set(older) - replaced:
+            self._retirement.retire(served_as)
         return replaced
 
     async def _older_loads(self, adapter: Adapter) -> list[str]:
@@ -507,8 +457,7 @@ class AdapterRegistry:
         if limit is None or await self._most_held() < limit:
             return
         await retirement.hurry(list(retirement.retiring), deadline)
-        held = await self._most_held()
-        if held >= limit:
+        if (held := await self._most_held()) >= limit:
             raise ConfigurationError(
                 f"There is no room for the LoRA adapter {adapter.name!r}: the servers "
                 f"hold {held} and take max_loaded_loras={limit}, and one that is "
@@ -539,61 +488,39 @@ class AdapterRegistry:
                     if found != self._wanted:
                         self._adopt(found)
                 for each in list(self._wanted.values()):
-                    if each.content is not None:
-                        await self._send(each, each.content, [replica], deadline)
+                    if each.adapter.served_as not in replica.held_adapters:
+                        await self._send(each, [replica], deadline)
         except SGLangError as error:
             torchrl_logger.warning(
                 f"A server that was started again does not take its adapters: {error}"
             )
 
-    async def _send_to_all(self, wanted: Wanted, deadline: float) -> None:
-        """Loads an adapter into every server that runs or joins meanwhile."""
-        assert wanted.content is not None
-        while True:
-            self._fleet.notice_deaths()
-            running = self._fleet.running
-            if not running:
-                raise self._fleet.no_server_error()
-            served_as = wanted.adapter.served_as
-            lacking = [r for r in running if served_as not in r.held_adapters]
-            if not lacking:
-                return
-            await self._send(wanted, wanted.content, lacking, deadline)
-
     async def _send(
-        self,
-        wanted: Wanted,
-        content: Content,
-        replicas: Sequence[Replica],
-        deadline: float,
+        self, wanted: Wanted, replicas: Sequence[Replica], deadline: float
     ) -> None:
-        adapter, fleet = wanted.adapter, self._fleet
+        adapter, content, fleet = wanted.adapter, wanted.content, self._fleet
+        if content is None:
+            # The engine object that loaded it loads it again.
+            return
         left = deadline - time.monotonic()
         if left <= 0:
             raise ServerTimeoutError(
                 f"The LoRA adapter {adapter.name!r} was not loaded before the timeout; "
                 f"requests use what they used before."
             )
-        lacking = {
-            r.url: (r, r.handle)
-            for r in replicas
-            if adapter.served_as not in r.held_adapters
-        }
-        load: Callable[..., Awaitable[Mapping[str, SGLangError | None]]]
-        if content.path is not None:
-            load = partial(self._control.load_lora_adapter, path=content.path)
-        else:
-            load = partial(
-                self._control.load_lora_adapter_from_tensors,
-                tensors=content.tensors,
-                config=content.config,
-            )
-        outcomes = await load(
-            adapter.served_as, pinned=adapter.pinned, timeout=left, urls=list(lacking)
+        sent = {replica.url: (replica, replica.handle) for replica in replicas}
+        outcomes = await self._control.load_lora_adapter(
+            adapter.served_as,
+            content.path,
+            tensors=content.tensors,
+            config=content.config,
+            pinned=adapter.pinned,
+            timeout=left,
+            urls=list(sent),
         )
         fleet.notice_deaths()
         for url, error in outcomes.items():
-            replica, handle = lacking[url]
+            replica, handle = sent[url]
             if error is None:
                 fleet.adapter_loaded(replica, handle, adapter.served_as)
             elif replica.handle is handle and replica.runs:

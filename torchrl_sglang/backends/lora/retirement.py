@@ -1,7 +1,7 @@
 """Drops LoRA adapters that were replaced, after the last request that uses them.
 
-A server that is told to drop an adapter in use takes no other adapter until then, and
-none at all while it is paused.
+A server that drops an adapter in use accepts no other adapter until then, and none at
+all while it is paused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.errors import RequestRefusedError
+from torchrl_sglang.errors import RequestRefusedError, SGLangError
 
 __all__ = ["UNLOAD_SECONDS", "Retirement"]
 
@@ -38,15 +38,11 @@ CLOSE_SECONDS = 2.0
 class Retirement:
     """Counts the requests that use each adapter, and drops adapters after the last."""
 
-    def __init__(self, control: ControlPlane, fleet: Fleet) -> None:
+    def __init__(self, control: ControlPlane, fleet: Fleet, dropped: set[str]) -> None:
         self._control = control
         self._fleet = fleet
-        self.dropped: set[str] = set()
+        self.dropped = dropped
         """Loads that this object has dropped, which it never uses again."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets requests and tasks: those of a forked process's parent."""
         self.pinned: set[str] = set()
         """Loads that servers keep among those that batches are computed with."""
         self.retiring: dict[str, asyncio.Task[None]] = {}
@@ -74,8 +70,7 @@ class Retirement:
 
         async def retire() -> None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(LINGER_SECONDS):
-                    await self._space_wanted.wait()
+                await asyncio.wait_for(self._space_wanted.wait(), LINGER_SECONDS)
             await self._wait_until_unused([served_as], time.monotonic() + DRAIN_SECONDS)
             await self.drop(served_as)
 
@@ -103,12 +98,10 @@ class Retirement:
         finally:
             self._space_wanted.clear()
 
-    async def _wait_until_unused(
-        self, served_names: Collection[str], deadline: float
-    ) -> None:
+    async def _wait_until_unused(self, names: Collection[str], deadline: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                while any(self._users[name] > 0 for name in served_names):
+                while any(map(self.users, names)):
                     self._unused.clear()
                     await self._unused.wait()
 
@@ -116,13 +109,17 @@ class Retirement:
         """Tells every server to drop an adapter; failures are only logged."""
         self.forget(served_as)
         self._users.pop(served_as, None)
+        for error in await self.unload(served_as, timeout):
+            torchrl_logger.warning(
+                f"The LoRA adapter {served_as!r} was not dropped: {error}"
+            )
+
+    async def unload(self, served_as: str, timeout: float) -> list[SGLangError]:
+        """Tells every server to drop an adapter; returns why some may still hold it."""
         outcomes = await self._control.unload_lora_adapter(served_as, timeout=timeout)
-        for url, error in outcomes.items():
-            # A server that was started again never had it.
-            if error is not None and not isinstance(error, RequestRefusedError):
-                torchrl_logger.warning(
-                    f"{url} did not drop the LoRA adapter {served_as!r}: {error}"
-                )
+        errors = (error for error in outcomes.values() if error is not None)
+        # A server that refuses does not have it.
+        return [each for each in errors if not isinstance(each, RequestRefusedError)]
 
     def forget(self, served_as: str) -> None:
         """Records that servers do not hold an adapter any more."""
@@ -131,7 +128,7 @@ class Retirement:
 
     async def close(self) -> None:
         """Cancels the waits; servers that keep running drop the replaced adapters."""
-        unused = [name for name in self.retiring if self._users[name] <= 0]
+        unused = [name for name in self.retiring if not self.users(name)]
         tasks = list(self.retiring.values())
         for task in tasks:
             task.cancel()

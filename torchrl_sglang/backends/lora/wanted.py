@@ -64,8 +64,7 @@ def find_wanted(
 ) -> dict[str, Wanted]:
     """Returns the adapters that requests may select, from what each server holds.
 
-    ``ignored`` are being loaded or dropped; ``latest`` is the newest load that was ever
-    found of each name.
+    ``ignored`` are being loaded or dropped; ``latest`` is the newest load of each name.
     """
     # An adapter that some servers lack is being loaded or dropped.
     everywhere = set(held[0]).intersection(*held[1:]).difference(ignored)
@@ -91,10 +90,7 @@ def find_wanted(
 def catch_up(
     before: Mapping[str, Wanted], held: Iterable[str], version: str
 ) -> dict[str, Wanted]:
-    """Returns the adapters to load into the first server that runs again.
-
-    Other engine objects may have replaced some while no server was serving.
-    """
+    """Returns the adapters for the first server that runs again; newer loads win."""
     newest = newest_loads(held, version)
     found = {}
     for name, own in before.items():

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_sglang.backends.base import read_folder, why_not
+from torchrl_sglang.backends.base import fits_servers, read_folder
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.sources.base import (
     Source,
@@ -48,7 +48,7 @@ def is_plain_lora(model: Any, server_args: Mapping[str, Any] | None = None) -> b
         elif parameter.requires_grad:
             # It is trained too, and would not be sent.
             return False
-    return why_not(config, modules, server_args or {}) is None
+    return fits_servers(config, modules, server_args or {})
 
 
 def adapter_source(given: Any) -> Source:

@@ -255,10 +255,11 @@ class BroadcastTransport(WeightTransport):
         """Makes every server receive a bucket."""
 
         async def receive(_: int, url: str) -> None:
-            await self._engine.control.update_weights_from_distributed(
+            await self._engine.control.update_weights_from(
+                "distributed",
                 names=[spec.name for spec in bucket.specs],
                 dtypes=[str(s.dtype).removeprefix("torch.") for s in bucket.specs],
-                shapes=[spec.shape for spec in bucket.specs],
+                shapes=[list(spec.shape) for spec in bucket.specs],
                 group_name=self._group_name,
                 load_format="flattened_bucket" if bucket.small else None,
                 weight_version=version,

@@ -243,8 +243,9 @@ class CudaIpcTransport(WeightTransport):
         ranks = self._engine.capabilities.tp_size
 
         async def post(index: int, url: str) -> None:
-            await self._engine.control.update_weights_from_tensor(
-                entries[index * ranks : (index + 1) * ranks],
+            await self._engine.control.update_weights_from(
+                "tensor",
+                serialized_named_tensors=entries[index * ranks : (index + 1) * ranks],
                 load_format=load_format,
                 weight_version=version,
                 timeout=self._options.send_timeout,

@@ -165,8 +165,9 @@ class DiskTransport(WeightTransport):
         control = self._engine.control
 
         async def load(_: int, url: str) -> None:
-            await control.update_weights_from_disk(
-                str(folder),
+            await control.update_weights_from(
+                "disk",
+                model_path=str(folder),
                 load_format=LOAD_FORMAT,
                 weight_version=version,
                 timeout=self._options.send_timeout,
@@ -333,8 +334,11 @@ class CheckpointTransport(WeightTransport):
         except RequestRefusedError as error:
             # The usual case: no trainer has left its session open.
             torchrl_logger.debug(f"Before the checkpoint is loaded: {error}")
-        loading = control.update_weights_from_disk(
-            path, weight_version=version, timeout=CHECKPOINT_TIMEOUT_SECONDS
+        loading = control.update_weights_from(
+            "disk",
+            model_path=path,
+            weight_version=version,
+            timeout=CHECKPOINT_TIMEOUT_SECONDS,
         )
         try:
             run_sync(loading)

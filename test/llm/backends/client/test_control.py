@@ -27,6 +27,7 @@ class Fixed:
     urls: Sequence[str]
     membership_epoch: int = 0
     asleep: frozenset[str] = frozenset()
+    paused: bool = False
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from torchrl_sglang.backends.client.capabilities import load_model_config
+from torchrl_sglang.backends.client.model_files import load_model_config
 from torchrl_sglang.backends.client.model_info import (
     fused_from_config,
     metadata_from_config,

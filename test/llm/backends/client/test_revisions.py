@@ -13,7 +13,7 @@ from torchrl_sglang.testing.tiny_model import save_tiny_model
 NAME = "someone/model"
 PROGRAM = """
 import dataclasses, json, sys
-from torchrl_sglang.backends.client.capabilities import _read_model
+from torchrl_sglang.backends.client.model_files import read_model
 from torchrl_sglang.backends.client.model_info import ServedModel
 from torchrl_sglang.types import ServerCapabilities
 
@@ -24,7 +24,7 @@ needed = {
     if field.default is field.default_factory is dataclasses.MISSING
 }
 for revision in (None, "older"):
-    _, vocab_size, _ = _read_model(None, name, name, False, revision)
+    _, vocab_size, _ = read_model(None, name, name, False, revision)
     served = ServedModel(
         ServerCapabilities(
             **{**needed, "model_path": name, "tokenizer_path": name},

@@ -199,12 +199,6 @@ def test_a_copy_owns_nothing():
     assert set(picks(twin)) == {"http://router"}
 
 
-def test_only_one_server():
-    assert make_fleet(1).only == URLS[0]
-    assert make_fleet(1, router=Router()).only is None
-    assert make_fleet(2).only is None
-
-
 def test_after_the_shutdown():
     fleet = make_fleet()
     fleet.close()
@@ -293,7 +287,7 @@ def test_a_server_serves_with_every_adapter_that_requests_may_name():
     first, second = fleet.replicas
     for replica in fleet.replicas:
         fleet.report_adapters(replica, ["policy@1"], ())
-    assert fleet.want_adapters(frozenset({"policy@1"}), lambda: None)
+    assert fleet.want_adapters(frozenset({"policy@1"}))
     fleet.was_restarted(first, "another start")
     fleet.report_adapters(first, [], ["policy@1"])
     fleet.report_version(first, "default")

@@ -7,6 +7,7 @@ import pickle
 import time
 import weakref
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.client.capabilities import find_out
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.liveness import hangs
 from torchrl_sglang.backends.fleet.membership import Fleet
@@ -176,21 +178,21 @@ def test_all_of_them_are_away_for_a_while(engine, three):
 
 def test_servers_that_work_are_not_asked(engine, three):
     assert versions(engine) == {"5"}
-    assert engine._supervisor._task is None
+    assert not engine._supervisor._tasks
     three[0].die()
     versions(engine)
     wait_for(lambda: states(engine)[0] == "down")
     three[0].restart()
     three[0].weight_version = "5"
     wait_for(lambda: states(engine) == ["serving"] * 3)
-    wait_for(engine._supervisor._task.done)
+    wait_for(engine._supervisor._tasks["watch"].done)
 
 
 def test_an_engine_that_watches_can_be_dropped(three):
     three[0].restart()
     engine = AsyncSGLang.connect(urls=[server.url for server in three])
     assert versions(engine) == {"5"}
-    assert not engine._supervisor._task.done()
+    assert not engine._supervisor._tasks["watch"].done()
     fleet = weakref.ref(engine._fleet)
     del engine
     wait_for(lambda: gc.collect() >= 0 and fleet() is None)
@@ -199,7 +201,7 @@ def test_an_engine_that_watches_can_be_dropped(three):
 def test_an_update_of_another_engine_is_not_disturbed(engine, three):
     """Some have the newer weights already; the others follow."""
     three[0].weight_version = "6"
-    engine._fleet.suspect_all()
+    engine._fleet.suspect()
     wait_for(lambda: states(engine) == ["serving", "stale", "stale"])
     three[1].weight_version = three[2].weight_version = "6"
     wait_for(lambda: states(engine) == ["serving"] * 3)
@@ -378,8 +380,9 @@ def test_an_owner_does_not_restart_a_server_that_another_engine_paused(three):
                 capabilities,
                 # One request is in flight, and none completes.
                 progress=lambda: (1, 0),
-                may_probe=lambda fleet: True,
-                poller=ServerPoller(http, capabilities, adapters, model=None),
+                poller=ServerPoller(
+                    http, capabilities, adapters, partial(find_out, http)
+                ),
                 max_restarts=0,
                 progress_seconds=0.1,
             )

@@ -516,8 +516,8 @@ def test_what_a_trainer_left_behind_makes_room(lora_engine, peft_models):
     left = [f"policy@{number}#{number:x}" for number in (187, 188, 189)]
     for name in left:
         (outcome,) = run_sync(
-            lora_engine.control.load_lora_adapter_from_tensors(
-                name, content.tensors, content.config
+            lora_engine.control.load_lora_adapter(
+                name, tensors=content.tensors, config=content.config
             )
         ).values()
         assert outcome is None
