@@ -157,7 +157,7 @@ def test_only_tokens_of_the_scoring_weights_get_log_probs():
 
 def test_plain_sampling_is_not_scored(fake, fake_engine):
     check(ask(fake_engine, {"max_new_tokens": 4}), LOG_PROB, "model")
-    assert len(fake.payloads()) == 1
+    assert len(fake.payloads()) == len(PROMPTS)
 
 
 def test_servers_are_not_probed_without_log_probs(scaling_fake, scaling_engine):
@@ -167,7 +167,7 @@ def test_servers_are_not_probed_without_log_probs(scaling_fake, scaling_engine):
         ):
             assert answer.log_probs is None
             assert answer.logprobs_mode is None
-    assert len(scaling_fake.payloads()) == 2
+    assert len(scaling_fake.payloads()) == 2 * len(PROMPTS)
 
 
 def test_a_server_that_ignores_the_temperature_is_probed_once(fake, fake_engine):
@@ -176,7 +176,7 @@ def test_a_server_that_ignores_the_temperature_is_probed_once(fake, fake_engine)
     assert scorings(fake) == []
     probe, *others = fake.payloads()
     assert probe["sampling_params"][0]["temperature"] == 1e4
-    assert len(others) == 2, "It is asked once."
+    assert len(others) == 2 * len(PROMPTS), "It is asked once."
 
 
 def test_responses_of_a_server_that_scales_are_scored(scaling_fake, scaling_engine):
