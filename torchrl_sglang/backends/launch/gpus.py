@@ -74,15 +74,9 @@ def assign_devices(
             also of a GPU that the trainer does not see.
         available: the visible GPUs.
 
-    Raises:
-        ConfigurationError: if there are too few GPUs, or one is named twice or does not
-            exist.
-
     Examples:
         >>> assign_devices(2, size=2, available="01234567")
         [('4', '5'), ('6', '7')]
-        >>> assign_devices(2, cuda_devices=[1, 0], available=["GPU-a", "GPU-b"])
-        [('GPU-b',), ('GPU-a',)]
     """
     needed = num_replicas * size
     why = (

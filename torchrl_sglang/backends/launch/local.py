@@ -7,6 +7,8 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from yarl import URL
+
 from torchrl_sglang.backends.fleet.replica import stop_all
 from torchrl_sglang.backends.launch.gpus import (
     assign_devices,
@@ -16,13 +18,11 @@ from torchrl_sglang.backends.launch.gpus import (
 from torchrl_sglang.backends.launch.launcher import LaunchedServer, Location
 from torchrl_sglang.backends.launch.process import (
     START_TIMEOUT_SECONDS,
+    Command,
     ServerProcess,
     stop_unreachable,
 )
-from torchrl_sglang.backends.launch.server_command import (
-    ServerCommand,
-    make_server_command,
-)
+from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.backends.launch.vllm_arguments import translate_vllm_names
 from torchrl_sglang.backends.support.checks import check_count, check_seconds
 from torchrl_sglang.backends.support.gpus import (
@@ -80,8 +80,8 @@ def make_sglang_server(
             :func:`.gpus.assign_devices`. By default it sees what this process sees, and
             takes the first ones.
         **server_args: arguments of SGLang's server under its own names, such as
-            ``tp_size``, ``mem_fraction_static`` and ``context_length``, or under
-            vLLM's names. Unknown names are refused.
+            ``tp_size`` and ``mem_fraction_static``, or under vLLM's. Unknown names are
+            refused.
 
     Returns:
         The running server. It ends with :meth:`ServerProcess.stop`, with this process,
@@ -114,16 +114,10 @@ def make_sglang_server(
 class LocalLauncher:
     """Starts servers as processes on this machine; see :class:`.Launcher`.
 
-    Args:
-        specs: for each server, the arguments of :func:`make_sglang_server` without
-            ``start_timeout``.
-        start_timeout: timeout for the start of each server, in seconds.
-        parallel: start all servers at once (``True``), one after the other (``False``),
-            or as many as there are cores for (``"staggered"``). By default all at once
-            on GPUs, and staggered on CPU.
-
-    Raises:
-        ConfigurationError: if an argument of any server is wrong.
+    ``specs`` has the arguments of :func:`make_sglang_server` for each server. They
+    start all at once (``parallel=True``), one after the other (``False``), or as many
+    as there are cores for (``"staggered"``); by default all at once on GPUs, and
+    staggered on CPU.
     """
 
     def __init__(
@@ -148,18 +142,18 @@ class LocalLauncher:
             on_cpu=not all(_is_on_gpu(spec) for spec in specs),
         )
         self._specs: list[dict[str, Any]] = []
-        self._commands: dict[int, ServerCommand] = {}
+        self._commands: dict[int, Command] = {}
         for rank, spec in enumerate(specs):
             try:
                 command = make_server_command(**spec)
             except ConfigurationError as error:
-                self._release()
+                self.stop([])
                 if len(specs) > 1:
                     error.add_note(f"It is server {rank + 1} of {len(specs)}.")
                 raise
             self._commands[rank] = command
             # A restart keeps the address.
-            self._specs.append({**spec, "port": command.port})
+            self._specs.append({**spec, "port": URL(command.url).port})
 
     def start(self, rank: int) -> ServerProcess:
         """Begins to start a server; does not wait until it is ready."""
@@ -169,18 +163,10 @@ class LocalLauncher:
         """Begins to start a server that has ended again, at the same address."""
         return self._run(rank, make_server_command(**self._specs[rank]))
 
-    def _run(self, rank: int, command: ServerCommand) -> ServerProcess:
+    def _run(self, rank: int, command: Command) -> ServerProcess:
         number = f" {rank + 1} of {self.num_servers}" if self.num_servers > 1 else ""
         return ServerProcess(
-            command.command,
-            url=command.url,
-            environment=command.environment,
-            name=f"SGLang server{number}",
-            # SGLang writes its arguments, keys included, to its log.
-            hidden=tuple(command.secrets.values()),
-            config=command.secrets,
-            leases=command.leases,
-            start_timeout=self._start_timeout,
+            command, name=f"SGLang server{number}", start_timeout=self._start_timeout
         )
 
     def stop(self, servers: Iterable[LaunchedServer]) -> None:
@@ -188,11 +174,8 @@ class LocalLauncher:
         try:
             stop_all(servers)
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        while self._commands:
-            self._commands.popitem()[1].release()
+            while self._commands:
+                self._commands.popitem()[1].release()
 
     def where(self, rank: int) -> Location:
         """Returns where a server runs."""

@@ -22,7 +22,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -35,7 +36,7 @@ from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.backends.support.event_loop import on_background_loop
 from torchrl_sglang.errors import ServerStartError, SGLangError
 
-__all__ = ["START_TIMEOUT_SECONDS", "ServerProcess", "stop_unreachable"]
+__all__ = ["START_TIMEOUT_SECONDS", "Command", "ServerProcess", "stop_unreachable"]
 
 START_TIMEOUT_SECONDS = 600.0
 """Default timeout for a start: a large model loads for minutes."""
@@ -79,19 +80,31 @@ def stop_unreachable() -> None:
         gc.collect()
 
 
-class ServerProcess:
-    """A running command that serves HTTP, with all processes below it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """What starts one process that serves HTTP."""
 
-    Args:
-        command: the command line.
-        url: where the server will answer.
-        environment: the whole environment.
-        name: what messages call the server.
-        hidden: texts that no message may show, such as keys.
-        config: arguments that other users must not see on the command line; they are
-            passed in a file that only the owner can read, until the server is ready.
-        leases: ports that the server listens on; released at its end.
-        start_timeout: timeout for the start, in seconds.
+    line: tuple[str, ...]
+    """Program and arguments; other users of the machine can read them."""
+    environment: Mapping[str, str] = field(repr=False)
+    """The whole environment."""
+    url: str
+    """Where the server will answer."""
+    config: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Arguments that others must not see; a file has them until the server is ready."""
+    hidden: tuple[str, ...] = field(default=(), repr=False)
+    """Texts that no message may show, such as keys."""
+    leases: tuple[PortLease, ...] = ()
+    """Ports that the server listens on; released at its end."""
+
+    def release(self) -> None:
+        """Releases the ports of a command that is not run."""
+        for lease in self.leases:
+            lease.release()
+
+
+class ServerProcess:
+    """A running command, with all processes below it; its host is this machine.
 
     Raises:
         ServerStartError: if there is no such program.
@@ -99,21 +112,15 @@ class ServerProcess:
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: Command,
         *,
-        url: str,
-        environment: Mapping[str, str],
         name: str = "SGLang server",
-        hidden: Sequence[str] = (),
-        config: Mapping[str, str] | None = None,
-        leases: Sequence[PortLease] = (),
         start_timeout: float = START_TIMEOUT_SECONDS,
     ) -> None:
-        self.url = url
+        self.command = command
+        self.url = command.url
         self.name = name
         self.host = socket.gethostname()
-        self._hidden = tuple(hidden)
-        self._leases = tuple(leases)
         self._start_timeout = start_timeout
         self._owner_pid = os.getpid()
         self._ready = False
@@ -121,50 +128,49 @@ class ServerProcess:
         self._stopped = False
         self._failed = False
         self._begun = time.monotonic()
-        if shutil.which(command[0]) is None:
-            self._release()
+        line = command.line
+        if shutil.which(line[0]) is None:
+            command.release()
             raise ServerStartError(
-                f"The {name} cannot be started: there is no program {command[0]!r}. "
-                f"Give the interpreter that has sglang as python=..."
+                f"The {name} cannot be started: there is no program {line[0]!r}. Give "
+                f"the interpreter that has sglang as python=..."
             )
         # Created with access for the owner alone.
         self._folder = Path(tempfile.mkdtemp(prefix="torchrl_sglang_"))
         self.log_path = self._folder / "server.log"
         self._config = self._folder / "config.yaml"
-        if config:
+        if command.config:
             self._config.touch(mode=0o600)
             # A JSON object is a YAML mapping too. SGLang expects names with dashes.
-            flags = {name.replace("_", "-"): text for name, text in config.items()}
+            flags = {k.replace("_", "-"): text for k, text in command.config.items()}
             self._config.write_text(json.dumps(flags))
-            command = [*command, "--config", str(self._config)]
-        self.command = tuple(command)
+            line = (*line, "--config", str(self._config))
         with open(self.log_path, "wb") as log:
             self._process = subprocess.Popen(
                 # -P: the script's folder must not shadow the standard library.
-                [sys.executable, "-SP", str(_WATCHDOG), str(os.getpid()), *command],
+                [sys.executable, "-SP", str(_WATCHDOG), str(os.getpid()), *line],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**environment, **self._folders(environment)},
+                env=self._environment(),
                 start_new_session=True,
             )
         _LIVING.add(self)
-        torchrl_logger.debug(f"{name} starting: {self._hide(' '.join(command))}")
+        torchrl_logger.debug(f"{name} starting: {self._hide(' '.join(line))}")
 
-    def _folders(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Returns variables with which the tree's temporary files end with it."""
-        variables = {FOLDER_VARIABLE: str(self._folder)}
+    def _environment(self) -> dict[str, str]:
+        """Returns all variables; with them the tree's temporary files end with it."""
+        own = {FOLDER_VARIABLE: str(self._folder)}
+        defaults: dict[str, str] = {}
         # SGLang's sockets are created there, and the path of a socket must be short.
         if len(os.fsencode(self._folder)) <= MAX_FOLDER_BYTES:
-            variables["TMPDIR"] = str(self._folder)
+            own["TMPDIR"] = str(self._folder)
             # Later servers can use this cache again, so it stays where it was.
-            cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
-            name = "TORCHINDUCTOR_CACHE_DIR"
-            variables[name] = environment.get(name, str(cache))
+            cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+            defaults["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
             # They would be made anew in each server's folder, 10 s for each.
-            name = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
-            variables[name] = environment.get(name, "0")
-        return variables
+            defaults["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+        return {**defaults, **self.command.environment, **own}
 
     @property
     def pid(self) -> int:
@@ -247,7 +253,7 @@ class ServerProcess:
         return "\n".join(kept[-lines:]) or "(the log is empty)"
 
     def _hide(self, text: str) -> str:
-        for secret in self._hidden:
+        for secret in self.command.hidden:
             text = text.replace(secret, "***")
         return text
 
@@ -281,12 +287,8 @@ class ServerProcess:
         # Only now, so that an interrupted stop can be repeated.
         self._stopped = True
         _LIVING.discard(self)
-        self._release()
+        self.command.release()
         self._clean_up()
-
-    def _release(self) -> None:
-        for lease in self._leases:
-            lease.release()
 
     def _clean_up(self) -> None:
         if not self._failed:
@@ -297,7 +299,7 @@ class ServerProcess:
                 shutil.rmtree(path, ignore_errors=True)
             elif path != self.log_path:
                 path.unlink(missing_ok=True)
-        if self._hidden and self.log_path.exists():
+        if self.command.hidden and self.log_path.exists():
             clean = self.log_path.with_suffix(".clean")
             with open(self.log_path, errors="replace") as log, open(clean, "w") as out:
                 out.writelines(map(self._hide, log))

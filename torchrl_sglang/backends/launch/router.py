@@ -25,7 +25,7 @@ from torchrl_sglang.backends.client.router import RouterClient, check_worker_url
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.ports import lease_port
-from torchrl_sglang.backends.launch.process import ServerProcess
+from torchrl_sglang.backends.launch.process import Command, ServerProcess
 from torchrl_sglang.backends.support.checks import check_count, nearest
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.backends.support.urls import hide_passwords, is_loopback, url_of
@@ -99,20 +99,7 @@ _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 class RouterProcess(ServerProcess, RouterClient):
     """A router; it is *ready* when all workers of its start are in rotation.
 
-    Args:
-        worker_urls: addresses of the servers; more can be added later.
-        policy: how a server is chosen for a request.
-        host: address to listen on.
-        port: by default, a free one.
-        api_key: key of the router and of its servers.
-        python: interpreter that has sglang-router: by default this one if it has, and
-            else that of the CPU engine.
-        environment: variables to add to the router's environment.
-        start_timeout: timeout for the start, in seconds.
-        **router_args: arguments of sglang-router under its own names.
-
-    Raises:
-        ConfigurationError: if an argument is wrong or no router is installed.
+    The key is that of its servers, too. Other arguments are sglang-router's own.
     """
 
     def __init__(
@@ -156,16 +143,16 @@ class RouterProcess(ServerProcess, RouterClient):
         }
         url = url_of(host, lease.port)
         RouterClient.__init__(self, url, api_key)
-        ServerProcess.__init__(
-            self,
-            [interpreter, str(_LAUNCHER), "serve"],
-            url=url,
+        command = Command(
+            line=(interpreter, str(_LAUNCHER), "serve"),
             environment={**_environment(interpreter), **(environment or {})},
-            name="router",
-            hidden=[] if api_key is None else [api_key],
+            url=url,
             config={"arguments": json.dumps(arguments)},
-            leases=[lease, metrics],
-            start_timeout=start_timeout,
+            hidden=() if api_key is None else (api_key,),
+            leases=(lease, metrics),
+        )
+        ServerProcess.__init__(
+            self, command, name="router", start_timeout=start_timeout
         )
 
     @property

@@ -34,11 +34,13 @@ def describe() -> dict[str, Any]:
     }
 
 
-def serve(arguments: dict[str, Any]) -> None:
-    """Routes until the process is told to end."""
+def serve(path: str) -> None:
+    """Routes with the arguments in a file until the process is told to end."""
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 
+    with open(path) as file:
+        arguments = json.loads(json.load(file)["arguments"])
     Router.from_args(RouterArgs(**arguments)).start()
 
 
@@ -46,6 +48,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "describe":
         print(json.dumps(describe()))  # noqa: T201 - It is read by who started this.
     else:
-        with open(sys.argv[-1]) as file:
-            found = json.load(file)
-        serve(json.loads(found["arguments"]))
+        serve(sys.argv[-1])

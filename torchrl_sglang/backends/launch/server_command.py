@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from torchrl_sglang.backends.launch.gpus import (
     devices_per_server,
 )
 from torchrl_sglang.backends.launch.ports import PortLease, lease_port, ports_to_hold
+from torchrl_sglang.backends.launch.process import Command
 from torchrl_sglang.backends.launch.server_flags import (
     check_names,
     find_flags,
@@ -38,7 +38,7 @@ from torchrl_sglang.backends.support.gpus import default_device, visible_devices
 from torchrl_sglang.backends.support.urls import is_loopback, url_of
 from torchrl_sglang.errors import ConfigurationError
 
-__all__ = ["ServerCommand", "make_server_command"]
+__all__ = ["make_server_command"]
 
 SERVER_ENVIRONMENT = {
     # Otherwise /health generates a token, which takes a second and fails while
@@ -56,29 +56,6 @@ SECRETS = ("api_key", "admin_api_key")
 """Arguments that other users of the machine must not see."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerCommand:
-    """What starts one server."""
-
-    command: tuple[str, ...]
-    """Command line, without secrets."""
-    environment: Mapping[str, str] = field(repr=False)
-    """The whole environment."""
-    url: str
-    """Where the server will answer."""
-    port: int
-    """Its HTTP port."""
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Arguments that must stay off the command line."""
-    leases: tuple[PortLease, ...] = ()
-    """Its ports."""
-
-    def release(self) -> None:
-        """Releases the ports of a command that is not run."""
-        for lease in self.leases:
-            lease.release()
-
-
 def make_server_command(
     model: str | os.PathLike[str],
     *,
@@ -88,7 +65,7 @@ def make_server_command(
     sglang_version: str | None = None,
     cuda_devices: Sequence[Any] | None = None,
     **server_args: Any,
-) -> ServerCommand:
+) -> Command:
     """Checks a server's arguments and leases its ports; see make_sglang_server()."""
     arguments = _translate(model, server_args)
     device = _check_device(device)
@@ -127,12 +104,13 @@ def make_server_command(
         leases = _lease_ports(host, arguments, variables, undo)
         line = to_flags({"model_path": os.fspath(model), **arguments}, flags)
         undo.pop_all()
-    return ServerCommand(
-        command=(*program, *line),
+    return Command(
+        line=(*program, *line),
         environment=variables,
         url=url_of(host, arguments["port"]),
-        port=arguments["port"],
-        secrets=secrets,
+        config=secrets,
+        # SGLang writes its arguments, keys included, to its log.
+        hidden=tuple(secrets.values()),
         leases=leases,
     )
 
@@ -148,7 +126,6 @@ def _translate(
         raise ConfigurationError(
             f"The model is given twice, as {model!r} and as {path!r}; give one."
         )
-    check_names(arguments, None)
     return arguments
 
 

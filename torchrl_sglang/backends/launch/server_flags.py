@@ -186,10 +186,7 @@ def _value(node: ast.expr) -> Any:
 def check_names(
     arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag] | None
 ) -> None:
-    """Refuses an argument that the server does not have, unless its value is False.
-
-    Without ``flags``, only the form of the names is checked.
-    """
+    """Refuses an argument that the server does not have, unless its value is False."""
     for name, value in arguments.items():
         if not name.isidentifier():
             raise ConfigurationError(
@@ -219,7 +216,6 @@ def to_flags(
         >>> to_flags({"tp_size": 2, "disable_radix_cache": True, "log_level": None})
         ['--tp-size', '2', '--disable-radix-cache']
     """
-    check_names(arguments, None)
     line: list[str] = []
     for name, given in arguments.items():
         value = to_python(given)

@@ -125,6 +125,13 @@ def _wait(pids: Callable[[], list[int]], seconds: float) -> None:
         time.sleep(0.02)
 
 
+def _kill(pids: Callable[[], list[int]]) -> None:
+    # Killed processes may have started others.
+    while found := pids():
+        _signal_all(found, signal.SIGKILL)
+        _wait(pids, 0.1)
+
+
 def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
     """Ends everything below this process: SIGTERM, and SIGKILL after ``grace``."""
 
@@ -136,15 +143,10 @@ def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
 
     _signal_all(workers(), signal.SIGTERM)
     _wait(workers, grace)
-    # Killed processes may have started others.
-    while pids := workers():
-        _signal_all(pids, signal.SIGKILL)
-        _wait(workers, 0.1)
+    _kill(workers)
     # Without this, shared memory and semaphores of the killed would outlive them.
     _wait(left, TRACKER_GRACE_SECONDS)
-    while pids := left():
-        _signal_all(pids, signal.SIGKILL)
-        _wait(left, 0.1)
+    _kill(left)
     _reap()
 
 

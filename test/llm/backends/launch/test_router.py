@@ -362,7 +362,7 @@ def test_keys():
             [both[0].url], api_key=key, policy="round_robin", log_level="debug"
         ) as router,
     ):
-        assert key not in " ".join(router.command)
+        assert key not in " ".join(router.command.line)
         run_sync(router.add_worker(both[1].url))
         for wrong in (None, "wrong"):
             (answer,) = send_all(router.url, [{"input_ids": [1]}], api_key=wrong)

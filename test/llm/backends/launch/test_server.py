@@ -26,11 +26,12 @@ from torchrl_sglang.backends.launch import cpu, watchdog
 from torchrl_sglang.backends.launch.launcher import start_servers
 from torchrl_sglang.backends.launch.local import LocalLauncher, starts_at_once
 from torchrl_sglang.backends.launch.ports import find_free_port, lease_port
-from torchrl_sglang.backends.launch.process import LOG_TAIL_LINES, ServerProcess
-from torchrl_sglang.backends.launch.server_command import (
-    ServerCommand,
-    make_server_command,
+from torchrl_sglang.backends.launch.process import (
+    LOG_TAIL_LINES,
+    Command,
+    ServerProcess,
 )
+from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.backends.launch.watchdog import descendants, is_alive
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
@@ -73,9 +74,16 @@ def tree_of(server: ServerProcess) -> list[int]:
 # --- any command
 
 
-def run(code: str, **options) -> ServerProcess:
-    options = {"url": "http://127.0.0.1:1", "environment": dict(os.environ), **options}
-    return ServerProcess([sys.executable, "-S", "-c", code], **options)
+def run(code: str, *, hidden=(), config=None, leases=(), **options) -> ServerProcess:
+    command = Command(
+        line=(sys.executable, "-S", "-c", code),
+        url=options.pop("url", "http://127.0.0.1:1"),
+        environment=dict(os.environ),
+        hidden=tuple(hidden),
+        config=config or {},
+        leases=tuple(leases),
+    )
+    return ServerProcess(command, **options)
 
 
 FOREVER = "import time; time.sleep(1000)"
@@ -166,7 +174,7 @@ def test_a_file_for_what_others_must_not_see():
     try:
         shown = '-rw------- {"api-key": "sesame"} --config'
         wait_for_log(server, shown)
-        assert "sesame" not in " ".join(server.command)
+        assert "sesame" not in " ".join(server.command.line)
         assert server.log_path.parent.stat().st_mode & 0o077 == 0
     finally:
         server.stop()
@@ -287,7 +295,7 @@ def test_only_the_end_of_a_log_is_read():
 
 def test_a_program_that_does_not_exist():
     with pytest.raises(ServerStartError, match="no program '/no/such/python'.*python="):
-        ServerProcess(["/no/such/python"], url="http://127.0.0.1:1", environment={})
+        ServerProcess(Command(line=("/no/such/python",), url="", environment={}))
 
 
 def test_it_does_not_pickle():
@@ -413,7 +421,7 @@ def plan(tiny_model_path):
     """Makes plans, and gives their ports back."""
     with ExitStack() as stack:
 
-        def make(**arguments) -> ServerCommand:
+        def make(**arguments) -> Command:
             made = make_server_command(
                 tiny_model_path, **{"device": "cpu", **arguments}
             )
@@ -423,8 +431,8 @@ def plan(tiny_model_path):
         yield make
 
 
-def value_of(plan: ServerCommand, flag: str) -> str:
-    return plan.command[plan.command.index(flag) + 1]
+def value_of(plan: Command, flag: str) -> str:
+    return plan.line[plan.line.index(flag) + 1]
 
 
 def test_plans_of_the_same_time_share_no_port(plan):
@@ -450,8 +458,8 @@ def test_a_plan_that_is_refused_holds_nothing(plan):
 
 def test_a_plan_with_secrets(plan):
     made = plan(api_key="sesame", admin_api_key="open", host="0.0.0.0")
-    assert made.secrets == {"api_key": "sesame", "admin_api_key": "open"}
-    assert "sesame" not in repr(made) + " ".join(made.command)
+    assert made.config == {"api_key": "sesame", "admin_api_key": "open"}
+    assert "sesame" not in repr(made) + " ".join(made.line)
     assert made.url.startswith("http://127.0.0.1:")
     assert plan(api_key="sesame", host="::").url.startswith("http://[::1]:")
 
@@ -462,7 +470,7 @@ def test_a_plan_for_gpus(plan, monkeypatch):
     made = plan(device="cuda", tp_size=2, cuda_devices=["GPU-a", "3"])
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "GPU-a,3"
     assert made.environment["NCCL_CUMEM_ENABLE"] == "0"
-    assert made.command[:3] == (sys.executable, "-m", "sglang.launch_server")
+    assert made.line[:3] == (sys.executable, "-m", "sglang.launch_server")
     assert plan(device="cuda").environment["CUDA_VISIBLE_DEVICES"] == ""
     for arguments in ({"cuda_devices": [0]}, {"cuda_devices": ["1"], "tp_size": 2}):
         with pytest.raises(ConfigurationError, match="cuda"):
@@ -476,7 +484,7 @@ def test_a_plan_of_one_node_of_several(plan):
     assert value_of(made, "--dist-init-addr") == "10.0.0.1:5000"
     assert value_of(made, "--node-rank") == "1"
     # All nodes meet at that address instead.
-    assert "--nccl-port" not in made.command
+    assert "--nccl-port" not in made.line
 
 
 @pytest.mark.parametrize(

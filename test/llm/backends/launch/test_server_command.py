@@ -111,8 +111,6 @@ def test_flags(arguments, flags):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"tp-size": 2}, ["'tp-size'", "underscores"]),
-        ({"--x": 2}, ["'--x'"]),
         ({"x": object()}, ["x=<object", "command line"]),
         ({"x": [object()]}, ["x=<object"]),
         ({"x": {1, 2}}, ["x={1, 2}"]),
@@ -287,6 +285,13 @@ def test_a_name_that_the_server_does_not_know(name, words):
     assert repr(name) in str(caught.value)
     assert words in str(caught.value)
     check_names({name: 2}, None)
+
+
+@pytest.mark.parametrize("flags", [None, FLAGS])
+@pytest.mark.parametrize("name", ["tp-size", "--x"])
+def test_what_is_no_name(name, flags):
+    with pytest.raises(ConfigurationError, match=f"'{name}'.*underscores"):
+        check_names({name: 2}, flags)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 GC_THRESHOLD = 50_000
 """Allocations between garbage collections. With Python's 700, they take a fifth of the
-time of some 6,500 imports in each process."""
+time of some 6,500 imports in each process, none of which leaves garbage."""
 
 PINNING_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "empty_like")
 """The functions of ``torch`` that SGLang calls with ``pin_memory=True``."""
@@ -64,41 +64,25 @@ def die_with_parent() -> None:
     os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
 
 
-class _MissingKernel:
-    """A kernel that can be imported, and raises when it is called."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
+class _MissingKernel(ModuleType):
+    """A module or kernel that has every public attribute, and raises when called."""
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
-            f"{self._name} is a compiled kernel of SGLang, and there is none for this "
-            "CPU. The model or flag that needs it cannot run without an accelerator."
+            f"{self.__name__} is a compiled kernel of SGLang, and there is none for "
+            "this CPU. The model or flag that needs it cannot run without an "
+            "accelerator."
         )
 
     def __getattr__(self, name: str) -> _MissingKernel:
-        return _attribute_of(self._name, name)
-
-    def __repr__(self) -> str:
-        return f"<missing kernel {self._name}>"
-
-
-class _KernelModule(ModuleType):
-    """A module that has every public attribute, each a :class:`_MissingKernel`."""
-
-    def __getattr__(self, name: str) -> _MissingKernel:
-        return _attribute_of(self.__name__, name)
-
-
-def _attribute_of(owner: str, name: str) -> _MissingKernel:
-    """Returns a missing kernel, but for attributes that Python itself looks for."""
-    if name.startswith("__"):
-        raise AttributeError(f"{owner} has no attribute {name}")
-    return _MissingKernel(f"{owner}.{name}")
+        # Python itself looks for these.
+        if name.startswith("__"):
+            raise AttributeError(f"{self.__name__} has no attribute {name}")
+        return _MissingKernel(f"{self.__name__}.{name}")
 
 
 class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports ``sgl_kernel`` and anything below it as a :class:`_KernelModule`."""
+    """Imports ``sgl_kernel`` and anything below it as a :class:`_MissingKernel`."""
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
@@ -108,7 +92,7 @@ class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _KernelModule(spec.name)
+        return _MissingKernel(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing to run: the attributes are made as they are asked for."""
@@ -171,11 +155,6 @@ def _without_pinning(constructor: Any) -> Any:
     return wrapper
 
 
-def collect_garbage_rarely() -> None:
-    """Makes imports faster: nothing that they allocate is garbage."""
-    gc.set_threshold(GC_THRESHOLD)
-
-
 def keep_stores_on_loopback() -> None:
     """Makes a store of this machine's ranks listen on loopback, not everywhere."""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -183,10 +162,9 @@ def keep_stores_on_loopback() -> None:
 
     def make(*, host_name: str, port: int, is_master: bool, **options: Any) -> Any:
         if is_master and host_name in LOOPBACK:
+            listener = socket.create_server((host_name, port))
             # The store closes it at its end.
-            options["master_listen_fd"] = socket.create_server(
-                (host_name, port)
-            ).detach()
+            options["master_listen_fd"] = listener.detach()
         return make_store(
             host_name=host_name, port=port, is_master=is_master, **options
         )
@@ -197,7 +175,7 @@ def keep_stores_on_loopback() -> None:
 def prepare_process() -> None:
     """Prepares a process of the server's tree before SGLang is imported."""
     die_with_parent()
-    collect_garbage_rarely()
+    gc.set_threshold(GC_THRESHOLD)
     stand_in_for_kernels()
     define_torchvision_operators()
     drop_pinned_memory()
