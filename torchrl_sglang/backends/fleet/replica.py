@@ -18,6 +18,14 @@ class ServerHandle(Protocol):
     """A server that this engine started, wherever it runs."""
 
     @property
+    def url(self) -> str:
+        """Its address."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
     def host(self) -> str:
         """Name or address of its machine."""
 
@@ -33,8 +41,15 @@ class ServerHandle(Protocol):
     def state(self) -> str:
         """``"starting"``, ``"ready"``, ``"dead"`` (it ended) or ``"stopped"``."""
 
+    @property
+    def age(self) -> float:
+        """Seconds since its start."""
+
     def log_tail(self, lines: int = 30) -> str:
         """Returns the last lines of its log."""
+
+    def check_ready(self) -> bool:
+        """Returns whether it serves; raises ServerStartError if it never will."""
 
     def wait_ready(self) -> None:
         """Waits until it serves; stops it and raises ServerStartError otherwise."""

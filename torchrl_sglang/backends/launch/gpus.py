@@ -17,12 +17,7 @@ from torchrl_sglang.backends.support.checks import check_count
 from torchrl_sglang.backends.support.gpus import VISIBLE_DEVICES
 from torchrl_sglang.errors import ConfigurationError
 
-__all__ = [
-    "assign_devices",
-    "device_environment",
-    "devices_per_server",
-    "gpus_of_server",
-]
+__all__ = ["assign_devices", "device_environment", "devices_per_server"]
 
 _GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
@@ -102,26 +97,6 @@ def assign_devices(
             f"{num_replicas} group{'s' * (num_replicas > 1)} of {size}; {why}."
         )
     return groups
-
-
-def gpus_of_server(
-    arguments: Mapping[str, Any], *, available: Sequence[str]
-) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """Returns the GPUs of a server's ranks (None: unknown), and those that it sees.
-
-    ``arguments`` has SGLang's names and ``cuda_devices``.
-
-    Examples:
-        >>> gpus_of_server({"base_gpu_id": 1, "tp_size": 2}, available="0123")
-        (('1', '2'), ('0', '1', '2', '3'))
-    """
-    visible = tuple(arguments.get("cuda_devices") or available)
-    first = int(arguments.get("base_gpu_id") or 0)
-    step = int(arguments.get("gpu_id_step") or 1)
-    places = [first + step * i for i in range(devices_per_server(arguments))]
-    if int(arguments.get("nnodes") or 1) > 1 or max(places) >= len(visible):
-        return None, visible
-    return tuple(visible[place] for place in places), visible
 
 
 def device_environment(

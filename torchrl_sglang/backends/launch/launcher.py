@@ -21,14 +21,7 @@ from torchrl_sglang.backends.fleet.routing import RouterHandle
 from torchrl_sglang.backends.launch.process import READY_POLL_SECONDS
 from torchrl_sglang.backends.launch.router import RouterProcess, make_sglang_router
 
-__all__ = [
-    "Launched",
-    "LaunchedServer",
-    "Launcher",
-    "Location",
-    "launch",
-    "start_servers",
-]
+__all__ = ["Launched", "Launcher", "Location", "launch", "start_servers"]
 
 PROGRESS_SECONDS = 30.0
 """How often a long start is logged."""
@@ -46,25 +39,6 @@ class Location:
     """GPUs that its processes see."""
 
 
-class LaunchedServer(ServerHandle, Protocol):
-    """The handle of a server that a launcher started."""
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-
-    @property
-    def age(self) -> float:
-        """Seconds since its start."""
-
-    def check_ready(self) -> bool:
-        """Returns whether it serves; raises ServerStartError if it never will."""
-
-
 class Launcher(Protocol):
     """Starts the servers of one engine. Each has a rank, from 0."""
 
@@ -76,13 +50,13 @@ class Launcher(Protocol):
     def at_once(self) -> int:
         """Number of servers that start at the same time."""
 
-    def start(self, rank: int) -> LaunchedServer:
+    def start(self, rank: int) -> ServerHandle:
         """Begins to start a server; does not wait until it is ready."""
 
-    def restart(self, rank: int) -> LaunchedServer:
+    def restart(self, rank: int) -> ServerHandle:
         """Begins to start a server that has ended again, at the same address."""
 
-    def stop(self, servers: Iterable[LaunchedServer]) -> None:
+    def stop(self, servers: Iterable[ServerHandle]) -> None:
         """Stops servers, and releases what is reserved for those not started."""
 
     def where(self, rank: int) -> Location:
@@ -91,13 +65,13 @@ class Launcher(Protocol):
 
 def start_servers(
     launcher: Launcher, *, progress: Callable[[str], None] = torchrl_logger.info
-) -> list[LaunchedServer]:
+) -> list[ServerHandle]:
     """Starts all servers of a launcher and waits until they are ready, or starts none.
 
     ``progress`` is called with a line for each event.
     """
-    servers: list[LaunchedServer] = []
-    starting: list[LaunchedServer] = []
+    servers: list[ServerHandle] = []
+    starting: list[ServerHandle] = []
     with ExitStack() as undo:
         undo.callback(launcher.stop, servers)
         for rank in range(launcher.num_servers):
@@ -114,7 +88,7 @@ def start_servers(
 
 
 def _wait_for_fewer(
-    starting: list[LaunchedServer], number: int, progress: Callable[[str], None]
+    starting: list[ServerHandle], number: int, progress: Callable[[str], None]
 ) -> None:
     """Waits until fewer than ``number`` servers start; removes those that are ready."""
     last_log = time.monotonic()
@@ -173,7 +147,7 @@ def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
     return Launched(replicas=replicas, router=running, start_router=start_router)
 
 
-def _make_replica(launcher: Launcher, rank: int, server: LaunchedServer) -> Replica:
+def _make_replica(launcher: Launcher, rank: int, server: ServerHandle) -> Replica:
     location = launcher.where(rank)
     return Replica(
         url=server.url,

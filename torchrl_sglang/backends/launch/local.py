@@ -9,13 +9,9 @@ from typing import Any, Literal
 
 from yarl import URL
 
-from torchrl_sglang.backends.fleet.replica import stop_all
-from torchrl_sglang.backends.launch.gpus import (
-    assign_devices,
-    devices_per_server,
-    gpus_of_server,
-)
-from torchrl_sglang.backends.launch.launcher import LaunchedServer, Location
+from torchrl_sglang.backends.fleet.replica import ServerHandle, stop_all
+from torchrl_sglang.backends.launch.gpus import assign_devices, devices_per_server
+from torchrl_sglang.backends.launch.launcher import Location
 from torchrl_sglang.backends.launch.process import (
     START_TIMEOUT_SECONDS,
     Command,
@@ -169,7 +165,7 @@ class LocalLauncher:
             command, name=f"SGLang server{number}", start_timeout=self._start_timeout
         )
 
-    def stop(self, servers: Iterable[LaunchedServer]) -> None:
+    def stop(self, servers: Iterable[ServerHandle]) -> None:
         """Stops servers, and releases the ports of those that were not started."""
         try:
             stop_all(servers)
@@ -244,15 +240,25 @@ def replica_specs(
 def find_gpus(
     spec: Mapping[str, Any], *, available: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Returns the GPUs of a server's ranks, and those that it sees; None: unknown."""
+    """Returns the GPUs of a server's ranks, and those that it sees; None: unknown.
+
+    Examples:
+        >>> spec = {"device": "cuda", "base_gpu_id": 1, "tp_size": 2}
+        >>> find_gpus(spec, available="0123")
+        (('1', '2'), ('0', '1', '2', '3'))
+    """
     if not _is_on_gpu(spec):
         return (), ()
     known = _known_arguments(spec)
     if VISIBLE_DEVICES in (known.get("environment") or {}):
         return None, None
-    return gpus_of_server(
-        known, available=visible_devices() if available is None else available
-    )
+    visible = tuple(known.get("cuda_devices") or available or visible_devices())
+    first = int(known.get("base_gpu_id") or 0)
+    step = int(known.get("gpu_id_step") or 1)
+    places = [first + step * i for i in range(devices_per_server(known))]
+    if int(known.get("nnodes") or 1) > 1 or max(places) >= len(visible):
+        return None, visible
+    return tuple(visible[place] for place in places), visible
 
 
 def _known_arguments(spec: Mapping[str, Any]) -> dict[str, Any]:

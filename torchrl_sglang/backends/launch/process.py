@@ -51,13 +51,9 @@ STOP_TIMEOUT_SECONDS = 15.0
 """Timeout for a tree to end; its watchdog needs at most 2 s."""
 
 LOG_TAIL_LINES = 30
-"""Lines of the log in an error."""
-
 LOG_LINE_CHARACTERS = 500
-"""Characters of such a line; a server logs all its arguments in one."""
-
 LOG_TAIL_BYTES = 100_000
-"""Bytes of the log that are read for them."""
+"""How much of a log is in an error, and how much is read for it."""
 
 MAX_FOLDER_BYTES = 80
 """A socket's path has at most 107, some 20 of them for its name."""
@@ -104,11 +100,7 @@ class Command:
 
 
 class ServerProcess:
-    """A running command, with all processes below it; its host is this machine.
-
-    Raises:
-        ServerStartError: if there is no such program.
-    """
+    """A running command, with all processes below it."""
 
     def __init__(
         self,
@@ -193,12 +185,7 @@ class ServerProcess:
         return time.monotonic() - self._begun
 
     def wait_ready(self) -> None:
-        """Waits until the server answers; stops it if it does not.
-
-        Raises:
-            ServerStartError: if the process ends, is stopped, or does not answer within
-                the timeout. The message has the end of the log, and the log's path.
-        """
+        """Waits until it answers; otherwise stops it and raises ServerStartError."""
         try:
             while not self.check_ready():
                 time.sleep(READY_POLL_SECONDS)
@@ -271,8 +258,8 @@ class ServerProcess:
     def stop(self) -> None:
         """Ends the process tree and waits for its end. Can be called twice.
 
-        The log is deleted, or kept without keys if the server failed. Does nothing in a
-        fork of the process that started the server.
+        The log is deleted, or kept without keys if the server failed. A fork of the
+        process that started the server does nothing.
         """
         if self._stopped or os.getpid() != self._owner_pid:
             return

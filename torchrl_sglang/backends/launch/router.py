@@ -28,7 +28,7 @@ from torchrl_sglang.backends.launch.ports import lease_port
 from torchrl_sglang.backends.launch.process import Command, ServerProcess
 from torchrl_sglang.backends.support.checks import check_count, nearest
 from torchrl_sglang.backends.support.event_loop import run_sync
-from torchrl_sglang.backends.support.urls import hide_passwords, is_loopback, url_of
+from torchrl_sglang.backends.support.urls import is_loopback, url_of
 from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
 
 __all__ = ["RouterProcess", "make_sglang_router", "router_arguments"]
@@ -124,7 +124,7 @@ class RouterProcess(ServerProcess, RouterClient):
                 f"or leave host out."
             )
         self.policy = policy
-        self._worker_urls = _check_urls(worker_urls)
+        self._worker_urls = [check_worker_url(url) for url in worker_urls]
         arguments = {**ROUTER_ARGUMENTS, **router_args}
         lease = lease_port(host, port)
         # All routers have the same default, and the second one would end at once.
@@ -287,18 +287,3 @@ def _check_arguments(
                 f"{name!r} is not an argument of sglang-router "
                 f"{described['version']}; {hint}"
             )
-
-
-def _check_urls(urls: Sequence[str]) -> list[str]:
-    if isinstance(urls, str):
-        raise ConfigurationError(
-            f"The servers of a router are a list of addresses, not "
-            f"{hide_passwords(urls)!r}."
-        )
-    checked = [check_worker_url(url) for url in urls]
-    twice = sorted({url for url in checked if checked.count(url) > 1})
-    if twice:
-        raise ConfigurationError(
-            f"The router was given {', '.join(twice)} more than once."
-        )
-    return checked

@@ -30,10 +30,7 @@ from torchrl_sglang.backends.launch.server_flags import (
     find_flags,
     to_flags,
 )
-from torchrl_sglang.backends.launch.vllm_arguments import (
-    inert_arguments,
-    translate_vllm_names,
-)
+from torchrl_sglang.backends.launch.vllm_arguments import INERT, translate_vllm_names
 from torchrl_sglang.backends.support.gpus import default_device, visible_devices
 from torchrl_sglang.backends.support.urls import is_loopback, url_of
 from torchrl_sglang.errors import ConfigurationError
@@ -67,7 +64,10 @@ def make_server_command(
     **server_args: Any,
 ) -> Command:
     """Checks a server's arguments and leases its ports; see make_sglang_server()."""
-    arguments = _translate(model, server_args)
+    for name in INERT.keys() & server_args.keys():
+        why = INERT[name]
+        torchrl_logger.info(f"{name}={server_args[name]!r} changes nothing: {why}")
+    arguments = translate_vllm_names({"model": model, **server_args})
     device = _check_device(device)
     _check_local_model(model)
     _check_nodes(arguments)
@@ -102,7 +102,7 @@ def make_server_command(
     check_names({**arguments, **secrets}, flags)
     with ExitStack() as undo:
         leases = _lease_ports(host, arguments, variables, undo)
-        line = to_flags({"model_path": os.fspath(model), **arguments}, flags)
+        line = to_flags(arguments, flags)
         undo.pop_all()
     return Command(
         line=(*program, *line),
@@ -113,20 +113,6 @@ def make_server_command(
         hidden=tuple(secrets.values()),
         leases=leases,
     )
-
-
-def _translate(
-    model: str | os.PathLike[str], server_args: Mapping[str, Any]
-) -> dict[str, Any]:
-    arguments = translate_vllm_names(server_args)
-    for name, reason in inert_arguments(server_args).items():
-        torchrl_logger.info(f"{name}={server_args[name]!r} changes nothing: {reason}")
-    path = arguments.pop("model_path", None)
-    if path is not None:
-        raise ConfigurationError(
-            f"The model is given twice, as {model!r} and as {path!r}; give one."
-        )
-    return arguments
 
 
 def _check_device(device: str | None) -> str:
@@ -183,15 +169,12 @@ def _confine_to_gpus(
     """Returns the only GPUs that a server may see; none: all that the trainer sees."""
     if cuda_devices is None:
         return ()
-    if device == "cpu":
+    others = ("base_gpu_id", "gpu_id_step")
+    if device == "cpu" or any(arguments.get(name) is not None for name in others):
         raise ConfigurationError(
-            f"cuda_devices={list(cuda_devices)!r} is for device='cuda'; leave it out."
+            f"cuda_devices={list(cuda_devices)!r} is for device='cuda' without "
+            f"base_gpu_id and gpu_id_step; leave it out."
         )
-    for name in ("base_gpu_id", "gpu_id_step"):
-        if arguments.get(name) is not None:
-            raise ConfigurationError(
-                f"{name} and cuda_devices both say which GPUs to take; give one."
-            )
     return assign_devices(
         1,
         devices_per_server(arguments),
@@ -211,12 +194,10 @@ def _lease_ports(
     def lease(name: str, port: object) -> PortLease:
         found = lease_port(host, port, name=name)
         undo.callback(found.release)
+        if port is None or name == "port":
+            arguments[name] = found.port
         return found
 
-    leases = [lease("port", arguments.get("port"))]
-    arguments["port"] = leases[0].port
-    for name, port in ports_to_hold(arguments, environment).items():
-        leases.append(lease(name, port))
-        if port is None:
-            arguments[name] = leases[-1].port
-    return tuple(leases)
+    http = lease("port", arguments.get("port"))
+    held = ports_to_hold(arguments, environment)
+    return (http, *(lease(name, port) for name, port in held.items()))

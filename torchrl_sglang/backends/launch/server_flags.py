@@ -11,9 +11,8 @@ import ast
 import json
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torchrl._utils import logger as torchrl_logger
@@ -41,8 +40,7 @@ _FIND = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerFlag:
+class ServerFlag(NamedTuple):
     """One option of a server's command line."""
 
     flag: str
@@ -103,8 +101,7 @@ def read_flags(package: Path) -> Mapping[str, ServerFlag] | None:
 def parse_flags(sources: Iterable[str]) -> dict[str, ServerFlag]:
     r"""Returns argument name -> flag, as defined in Python source texts.
 
-    A flag is an ``add_argument`` call, or an annotated field of ``ServerArgs`` or of
-    one of the classes that it is composed of.
+    A flag is an ``add_argument`` call or a field ``name: A[type, metadata, ...]``.
 
     Examples:
         >>> parse_flags(["class ServerArgs:\n    tp_size: A[int, 'help'] = 1"])
@@ -113,10 +110,8 @@ def parse_flags(sources: Iterable[str]) -> dict[str, ServerFlag]:
     flags: dict[str, ServerFlag] = {}
     for source in sources:
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef) and _holds_fields(node):
-                for statement in node.body:
-                    if isinstance(statement, ast.AnnAssign):
-                        flags |= _flags_of_field(statement)
+            if isinstance(node, ast.AnnAssign):
+                flags |= _flags_of_field(node)
             elif (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
@@ -126,14 +121,7 @@ def parse_flags(sources: Iterable[str]) -> dict[str, ServerFlag]:
     return flags
 
 
-def _holds_fields(node: ast.ClassDef) -> bool:
-    assigned = (item for item in node.body if isinstance(item, ast.Assign))
-    targets = {ast.unparse(target) for item in assigned for target in item.targets}
-    return node.name == "ServerArgs" or "_NS_PATH" in targets
-
-
 def _flags_of_field(field: ast.AnnAssign) -> dict[str, ServerFlag]:
-    """Returns the flags of ``name: A[type, metadata, ...]``."""
     name, annotation = ast.unparse(field.target), field.annotation
     if not (
         isinstance(annotation, ast.Subscript)
@@ -141,28 +129,19 @@ def _flags_of_field(field: ast.AnnAssign) -> dict[str, ServerFlag]:
         and isinstance(annotation.slice, ast.Tuple)
     ):
         return {}
-    flag, negatable = "--" + name.replace("_", "-"), False
-    aliases: list[str] = []
-    for call in annotation.slice.elts[1:]:
-        if not isinstance(call, ast.Call):
-            continue
-        options = {option.arg: option.value for option in call.keywords}
-        if "no_cli" in options and _value(options["no_cli"]) is True:
-            return {}
-        if "cli_name" in options:
-            flag = _value(options["cli_name"]) or flag
-        if "aliases" in options:
-            aliases += _value(options["aliases"]) or ()
-        negatable = negatable or _is_negatable(call)
-    own = ServerFlag(flag=flag, negatable=negatable)
-    return {**_by_name([flag, *aliases], negatable), name: own}
+    calls = [item for item in annotation.slice.elts if isinstance(item, ast.Call)]
+    options = {o.arg: _value(o.value) for call in calls for o in call.keywords}
+    if options.get("no_cli") is True:
+        return {}
+    flag = options.get("cli_name") or "--" + name.replace("_", "-")
+    negatable = any(map(_is_negatable, calls))
+    found = _by_name([flag, *(options.get("aliases") or ())], negatable)
+    return {**found, name: ServerFlag(flag, negatable)}
 
 
 def _by_name(flags: Iterable[Any], negatable: bool) -> dict[str, ServerFlag]:
     return {
-        flag.removeprefix("--").replace("-", "_"): ServerFlag(
-            flag=flag, negatable=negatable
-        )
+        flag.removeprefix("--").replace("-", "_"): ServerFlag(flag, negatable)
         for flag in flags
         if isinstance(flag, str) and flag.startswith("--")
     }
@@ -219,7 +198,7 @@ def to_flags(
     line: list[str] = []
     for name, given in arguments.items():
         value = to_python(given)
-        known = (flags or {}).get(name, ServerFlag(flag="--" + name.replace("_", "-")))
+        known = (flags or {}).get(name, ServerFlag("--" + name.replace("_", "-")))
         if value is False and known.negatable:
             line.append("--no-" + known.flag.removeprefix("--"))
         if value is None or value is False:

@@ -16,7 +16,6 @@ __all__ = [
     "INERT",
     "REFUSED",
     "RENAMED",
-    "inert_arguments",
     "translate_vllm_names",
 ]
 
@@ -77,19 +76,22 @@ CONVERTED: Mapping[str, Callable[[Any], Any]] = {
 }
 """vLLM's name -> conversion of its values, other than ``None``, to SGLang's."""
 
-_NO_COUNTERPART = "SGLang has no such mechanism to tune or to switch."
-
 INERT: Mapping[str, str] = {
     "use_tqdm_on_load": "What a server prints goes to its log.",
     "distributed_executor_backend": "A server always starts its own worker processes.",
     "swap_space": "SGLang computes a retracted request again and swaps nothing out.",
-    "prefix_caching_hash_algo": _NO_COUNTERPART,
-    "preemption_mode": _NO_COUNTERPART,
-    "disable_hybrid_kv_cache_manager": _NO_COUNTERPART,
-    "disable_async_output_proc": _NO_COUNTERPART,
-    "num_scheduler_steps": _NO_COUNTERPART,
-    "scheduler_delay_factor": _NO_COUNTERPART,
-    "use_v2_block_manager": _NO_COUNTERPART,
+    **dict.fromkeys(
+        (
+            "prefix_caching_hash_algo",
+            "preemption_mode",
+            "disable_hybrid_kv_cache_manager",
+            "disable_async_output_proc",
+            "num_scheduler_steps",
+            "scheduler_delay_factor",
+            "use_v2_block_manager",
+        ),
+        "SGLang has no such mechanism to tune or to switch.",
+    ),
     "compile": "SGLang captures CUDA graphs by itself and compiles nothing; give "
     "enable_torch_compile=True for torch.compile.",
     "max_seq_len_to_capture": "SGLang captures CUDA graphs by batch size, for any "
@@ -218,8 +220,3 @@ def _check_honoured(name: str, value: Any) -> None:
         f"{name}={value!r} cannot be given to an SGLang server that is started here. "
         f"{REFUSED[name]}"
     )
-
-
-def inert_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the arguments that change nothing, each with the reason."""
-    return {name: INERT[name] for name in arguments if name in INERT}

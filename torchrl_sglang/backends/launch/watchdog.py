@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 POLL_SECONDS = 0.1
-"""How often the trainer is looked for: how long a tree outlives it."""
+"""How long a tree outlives its trainer, which is looked for so often."""
 
 TERM_GRACE_SECONDS = 0.5
 """Time from SIGTERM to SIGKILL. SGLang waits longer, and then kills its processes."""
@@ -91,18 +91,6 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _signal_all(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
 def _is_tracker(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -118,18 +106,17 @@ def _raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _wait(pids: Callable[[], list[int]], seconds: float) -> None:
+def _end(pids: Callable[[], list[int]], number: int, seconds: float) -> None:
+    """Sends a signal to processes and waits until they are gone, at most so long."""
+    for pid in pids():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
     deadline = time.monotonic() + seconds
     while pids() and time.monotonic() < deadline:
-        _reap()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         time.sleep(0.02)
-
-
-def _kill(pids: Callable[[], list[int]]) -> None:
-    # Killed processes may have started others.
-    while found := pids():
-        _signal_all(found, signal.SIGKILL)
-        _wait(pids, 0.1)
 
 
 def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
@@ -141,13 +128,14 @@ def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
     def workers() -> list[int]:
         return [pid for pid in left() if not _is_tracker(pid)]
 
-    _signal_all(workers(), signal.SIGTERM)
-    _wait(workers, grace)
-    _kill(workers)
+    _end(workers, signal.SIGTERM, grace)
+    # Killed processes may have started others.
+    while workers():
+        _end(workers, signal.SIGKILL, 0.1)
     # Without this, shared memory and semaphores of the killed would outlive them.
-    _wait(left, TRACKER_GRACE_SECONDS)
-    _kill(left)
-    _reap()
+    _end(left, 0, TRACKER_GRACE_SECONDS)
+    while left():
+        _end(left, signal.SIGKILL, 0.1)
 
 
 def main(owner: int, command: list[str]) -> int:

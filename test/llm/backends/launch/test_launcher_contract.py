@@ -13,12 +13,8 @@ from pathlib import Path
 import pytest
 from helpers.echo_engine import make_interpreter
 
-from torchrl_sglang.backends.launch.launcher import (
-    LaunchedServer,
-    Launcher,
-    launch,
-    start_servers,
-)
+from torchrl_sglang.backends.fleet.replica import ServerHandle
+from torchrl_sglang.backends.launch.launcher import Launcher, launch, start_servers
 from torchrl_sglang.backends.launch.local import LocalLauncher
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.errors import ConfigurationError, ServerStartError
@@ -69,7 +65,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def end(server: LaunchedServer) -> None:
+def end(server: ServerHandle) -> None:
     """Makes the server's process exit by itself, and waits until that is known."""
     with pytest.raises(ConnectionError):
         urllib.request.urlopen(f"{server.url}/end", data=b"null", timeout=10)

@@ -349,7 +349,7 @@ def test_a_fork_does_not_end_it():
         ({"model": "./no-such-model"}, ["'./no-such-model'"]),
         ({"model": "~/no-such-model"}, ["'~/no-such-model'"]),
         ({"device": "tpu"}, ["device='tpu'", "'cuda' or 'cpu'"]),
-        ({"model_path": "other"}, ["given twice", "'other'"]),
+        ({"model_path": "other"}, ["'model' and 'model_path' both set"]),
         (
             {"tp_size": 1, "tensor_parallel_size": 2},
             ["tp_size", "tensor_parallel_size"],

@@ -20,7 +20,6 @@ from torchrl_sglang.backends.launch.vllm_arguments import (
     INERT,
     REFUSED,
     RENAMED,
-    inert_arguments,
     translate_vllm_names,
 )
 from torchrl_sglang.errors import ConfigurationError
@@ -177,12 +176,6 @@ def test_the_tables():
     assert not RENAMED.keys() & RENAMED.values()
 
 
-def test_inert_arguments_say_why():
-    found = inert_arguments({"verbose": True, "compile": True, "tp_size": 2})
-    assert list(found) == ["verbose", "compile"]
-    assert "enable_torch_compile" in found["compile"]
-
-
 # --- what a given SGLang takes
 
 OLD_FORM = """
@@ -208,9 +201,6 @@ class Serving(Struct):
     internal: int = 3
     group = Derived(doc="no argument")
 
-class PortArgs:
-    port: A[int, "not a flag"] = 3
-
 parser.add_argument("--strict", action=argparse.BooleanOptionalAction)
 """
 
@@ -226,12 +216,12 @@ def test_flags_in_their_older_form():
 
 def test_flags_in_their_newer_form():
     flags = parse_flags([NEW_FORM, OLD_FORM])
-    assert flags["host"] == ServerFlag(flag="--host")
+    assert flags["host"] == ServerFlag("--host")
     assert flags["backend"] == ServerFlag(flag="--the-backend")
     assert {"the_backend", "be", "tp_size"} <= flags.keys()
     assert flags["fused"].negatable
     assert flags["strict"].negatable
-    assert not {"workers", "internal", "group", "port", "_hidden"} & flags.keys()
+    assert not {"workers", "internal", "group", "_hidden"} & flags.keys()
 
 
 @pytest.mark.parametrize("version", cpu.VERSIONS)

@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 
-from torchrl_sglang.backends.launch.gpus import gpus_of_server
 from torchrl_sglang.backends.launch.local import find_gpus, replica_specs
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ServerPlacement
@@ -146,7 +145,10 @@ def test_a_mistyped_option_names_the_nearest():
     ],
 )
 def test_gpus_of_a_server(arguments, gpus, visible):
-    assert gpus_of_server(arguments, available="0123") == (gpus, visible)
+    assert find_gpus({"device": "cuda", **arguments}, available="0123") == (
+        gpus,
+        visible,
+    )
 
 
 def test_gpus_of_replicas():

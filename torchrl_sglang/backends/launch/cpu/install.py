@@ -10,10 +10,10 @@ the pinned packages of ``requirements.txt``, and is installed without dependenci
 Another version of SGLang shares these packages: its folder goes first on the server's
 ``PYTHONPATH``.
 
-``torch`` is shared with the trainer by hard links if the versions are the same; see
-:mod:`.links`. Otherwise it is installed from pip's configured index, or from the wheel
-index whose URL is in ``TORCHRL_SGLANG_TORCH_INDEX``, which is used for ``torch`` alone.
-A build for an accelerator runs on a CPU, too; it is several gigabytes larger.
+``torch`` is shared with the trainer by hard links if the versions are the same.
+Otherwise it is installed from pip's configured index, or from the wheel index whose URL
+is in ``TORCHRL_SGLANG_TORCH_INDEX``, which is used for ``torch`` alone. A build for an
+accelerator runs on a CPU, too; it is several gigabytes larger.
 
 Each complete part has a stamp, a digest of everything that went into it. A second run
 compares the stamps, and makes an interrupted part again.
@@ -22,8 +22,6 @@ compares the stamps, and makes an interrupted part again.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import functools
 import hashlib
 import os
@@ -31,7 +29,7 @@ import shutil
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchrl_sglang.backends.launch.cpu import DEFAULT_VERSION, VERSIONS, check_version
@@ -81,12 +79,11 @@ def install(
         make = functools.partial(_install_overlay, prefix, folder, requirement)
         parts.append((folder / ".torchrl-sglang-complete", requirement, make))
     changed = False
-    with _locked(prefix):
-        for stamp, digest, make in parts:
-            if not stamp.is_file() or stamp.read_text() != digest:
-                make()
-                stamp.write_text(digest)
-                changed = True
+    for stamp, digest, make in parts:
+        if not stamp.is_file() or stamp.read_text() != digest:
+            make()
+            stamp.write_text(digest)
+            changed = True
     return changed
 
 
@@ -97,7 +94,7 @@ def _install_packages(prefix: Path) -> None:
             f"{prefix} holds something other than a virtual environment. Name an "
             "empty or absent folder with --prefix."
         )
-    _say(f"{SGLANG} and what it imports")
+    print(f"Installing {SGLANG} and what it imports ...", flush=True)
     venv.EnvBuilder(clear=True, symlinks=True).create(prefix)
     # The list is complete, and what SGLang itself requires is not wanted.
     arguments = ("--no-deps", "-r", REQUIREMENTS, SGLANG, TORCHVISION)
@@ -106,7 +103,7 @@ def _install_packages(prefix: Path) -> None:
 
 def _install_torch(prefix: Path) -> None:
     torch = f"torch=={TORCH_VERSION}"
-    _say(f"{torch} for SGLang")
+    print(f"Installing {torch} for SGLang ...", flush=True)
     if not _share_torch(prefix):
         index = os.environ.get(TORCH_INDEX_VARIABLE)
         # A named index may hold torch alone; its dependencies are among the pins.
@@ -137,13 +134,9 @@ def _share_torch(prefix: Path) -> bool:
 
 def _install_overlay(prefix: Path, folder: Path, requirement: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    _say(f"{requirement} beside it")
+    print(f"Installing {requirement} beside it ...", flush=True)
     arguments = ("--no-deps", "--target", folder, requirement)
     install_packages(_python(prefix), arguments)
-
-
-def _say(what: str) -> None:
-    print(f"Installing {what} ...", flush=True)
 
 
 def _python(prefix: Path) -> Path:
@@ -157,15 +150,6 @@ def _site_packages(prefix: Path) -> Path:
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(prefix: Path) -> Iterator[None]:
-    """Lets one installation at a time change a folder; others then find it complete."""
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with prefix.with_name(f".{prefix.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

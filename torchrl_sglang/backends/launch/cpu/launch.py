@@ -29,21 +29,11 @@ from typing import Any, NoReturn
 PARENT_PID_VARIABLE = "TORCHRL_SGLANG_PARENT_PID"
 """Variable with the id of the process that starts this one."""
 
-PR_SET_PDEATHSIG = 1
-"""From ``linux/prctl.h``."""
-
 KERNEL_PACKAGE = "sgl_kernel"
 """SGLang's compiled kernels; there is no wheel for CPU."""
 
-TORCHVISION_OPERATORS = ("nms", "qnms")
-"""Operators for which ``torchvision`` registers a fake kernel at import."""
-
 LOOPBACK = ("127.0.0.1", "localhost")
 """Hosts where the ranks of a server on one machine meet."""
-
-GC_THRESHOLD = 50_000
-"""Allocations between garbage collections. With Python's 700, they take a fifth of the
-time of some 6,500 imports in each process, none of which leaves garbage."""
 
 PINNING_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "empty_like")
 """The functions of ``torch`` that SGLang calls with ``pin_memory=True``."""
@@ -57,7 +47,8 @@ def die_with_parent() -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
     expected = os.environ.get(PARENT_PID_VARIABLE)
     if expected is not None and int(expected) != os.getppid():
         sys.exit(f"The process that started this server, {expected}, is gone.")
@@ -124,9 +115,9 @@ def define_torchvision_operators() -> None:
         operators.load_library(str(Path(package.origin).with_name("_C.so")))
     except OSError:
         library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-        for operator in TORCHVISION_OPERATORS:
+        for name in ("nms", "qnms"):
             library.define(
-                f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             )
         # A library's definitions disappear when it is collected.
         globals()["_torchvision_library"] = library
@@ -175,7 +166,8 @@ def keep_stores_on_loopback() -> None:
 def prepare_process() -> None:
     """Prepares a process of the server's tree before SGLang is imported."""
     die_with_parent()
-    gc.set_threshold(GC_THRESHOLD)
+    # With Python's 700, collections take a fifth of the time of some 6,500 imports.
+    gc.set_threshold(50_000)
     stand_in_for_kernels()
     define_torchvision_operators()
     drop_pinned_memory()

@@ -42,16 +42,7 @@ UV_VARIABLES = {
 
 
 def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
-    """Installs packages into the environment of an interpreter, which needs no pip.
-
-    Args:
-        python: the interpreter.
-        arguments: those of ``pip install``.
-
-    Raises:
-        ConfigurationError: if there is neither uv nor pip.
-        RuntimeError: if the packages cannot be installed.
-    """
+    """Installs packages into the environment of an interpreter, which needs no pip."""
     words = list(map(str, arguments))
     # An installer must see only the environment that it changes.
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -87,14 +78,7 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
 
 
 def uv_settings(pip_configuration: str) -> dict[str, str]:
-    """Returns variables with which uv finds packages where pip finds them.
-
-    ``pip_configuration`` is the output of ``pip config list``.
-
-    Examples:
-        >>> uv_settings("global.find-links='/opt/wheels'")
-        {'UV_FIND_LINKS': '/opt/wheels'}
-    """
+    """Returns settings of uv for the output of ``pip config list``."""
     lines = [line.partition("=") for line in pip_configuration.splitlines()]
     settings: dict[str, str] = {}
     for section in PIP_SECTIONS:
