@@ -64,11 +64,6 @@ def inherited_environment(
     """Returns the variables that a server inherits from a trainer's.
 
     ``own_python``: the server's interpreter is another one than the trainer's.
-
-    Examples:
-        >>> environment = {"HOME": "/home/me", "RANK": "3", "HF_HOME": "/hf"}
-        >>> inherited_environment(environment, own_python=True)
-        {'HOME': '/home/me', 'HF_HOME': '/hf'}
     """
     patterns = " ".join(LAUNCHER_VARIABLES.values()).split()
     if any(name in environment for name in SETTERS_OF_ONE_THREAD):

@@ -200,13 +200,6 @@ def replica_specs(
     """Returns the arguments of each of several servers, with their own GPUs and seeds.
 
     ``available`` are the visible GPUs; default: those of this process.
-
-    Examples:
-        >>> spec = {"model": "m", "device": "cuda", "num_devices": 2, "seed": 7}
-        >>> for own in replica_specs(2, spec, available="0123"):
-        ...     print(own["cuda_devices"], own["seed"])
-        ('0', '1') 7
-        ('2', '3') 8
     """
     known = _known_arguments(spec)
     specs = [dict(spec) for _ in range(check_count("num_replicas", num_replicas))]
@@ -240,13 +233,7 @@ def replica_specs(
 def find_gpus(
     spec: Mapping[str, Any], *, available: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Returns the GPUs of a server's ranks, and those that it sees; None: unknown.
-
-    Examples:
-        >>> spec = {"device": "cuda", "base_gpu_id": 1, "tp_size": 2}
-        >>> find_gpus(spec, available="0123")
-        (('1', '2'), ('0', '1', '2', '3'))
-    """
+    """Returns the GPUs of a server's ranks, and those that it sees; None: unknown."""
     if not _is_on_gpu(spec):
         return (), ()
     known = _known_arguments(spec)

@@ -47,9 +47,6 @@ class PortLease:
     def __del__(self) -> None:
         self.release()
 
-    def __repr__(self) -> str:
-        return f"PortLease({self.port})"
-
 
 def lease_port(
     host: str = "127.0.0.1",

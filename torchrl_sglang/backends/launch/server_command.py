@@ -68,7 +68,12 @@ def make_server_command(
         why = INERT[name]
         torchrl_logger.info(f"{name}={server_args[name]!r} changes nothing: {why}")
     arguments = translate_vllm_names({"model": model, **server_args})
-    device = _check_device(device)
+    device = default_device() if device is None else device
+    if device not in ("cuda", "cpu"):
+        raise ConfigurationError(
+            f"device={device!r} is not one that a server can be started on; give "
+            f"'cuda' or 'cpu'."
+        )
     _check_local_model(model)
     _check_nodes(arguments)
     secrets = _take_secrets(arguments)
@@ -113,16 +118,6 @@ def make_server_command(
         hidden=tuple(secrets.values()),
         leases=leases,
     )
-
-
-def _check_device(device: str | None) -> str:
-    device = default_device() if device is None else device
-    if device not in ("cuda", "cpu"):
-        raise ConfigurationError(
-            f"device={device!r} is not one that a server can be started on; give "
-            f"'cuda' or 'cpu'."
-        )
-    return device
 
 
 def _check_local_model(model: str | os.PathLike[str]) -> None:

@@ -99,13 +99,9 @@ def read_flags(package: Path) -> Mapping[str, ServerFlag] | None:
 
 
 def parse_flags(sources: Iterable[str]) -> dict[str, ServerFlag]:
-    r"""Returns argument name -> flag, as defined in Python source texts.
+    """Returns argument name -> flag, as defined in Python source texts.
 
     A flag is an ``add_argument`` call or a field ``name: A[type, metadata, ...]``.
-
-    Examples:
-        >>> parse_flags(["class ServerArgs:\n    tp_size: A[int, 'help'] = 1"])
-        {'tp_size': ServerFlag(flag='--tp-size', negatable=False)}
     """
     flags: dict[str, ServerFlag] = {}
     for source in sources:
@@ -190,10 +186,6 @@ def to_flags(
 
     ``True`` becomes a bare flag, ``False`` its ``--no-`` form or nothing, ``None``
     nothing, a list several values, a mapping JSON, and a :class:`torch.dtype` its name.
-
-    Examples:
-        >>> to_flags({"tp_size": 2, "disable_radix_cache": True, "log_level": None})
-        ['--tp-size', '2', '--disable-radix-cache']
     """
     line: list[str] = []
     for name, given in arguments.items():

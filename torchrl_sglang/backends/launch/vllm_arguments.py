@@ -183,15 +183,7 @@ ARGUMENTS = (*RENAMED, *CONVERTED, *INERT, *REFUSED)
 
 
 def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments under SGLang's names, without those that change nothing.
-
-    Raises:
-        ConfigurationError: if an argument is given under two names, or is refused.
-
-    Examples:
-        >>> translate_vllm_names({"max_model_len": 4096, "enforce_eager": True})
-        {'context_length': 4096, 'disable_cuda_graph': True}
-    """
+    """Returns arguments under SGLang's names, without those that change nothing."""
     translated: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in arguments.items():

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from torchrl_sglang.backends.launch.cpu import DEFAULT_VERSION, VERSIONS, launch_command
-from torchrl_sglang.backends.launch.cpu.install import TORCH_VERSION, install, main
-from torchrl_sglang.backends.launch.cpu.links import (
+from torchrl_sglang.backends.launch.cpu.install import (
+    TORCH_VERSION,
+    install,
     installed_closure,
     link_distributions,
+    main,
 )
 from torchrl_sglang.backends.launch.cpu.packages import install_packages, uv_settings
 from torchrl_sglang.errors import ConfigurationError

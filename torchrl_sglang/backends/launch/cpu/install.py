@@ -10,9 +10,10 @@ the pinned packages of ``requirements.txt``, and is installed without dependenci
 Another version of SGLang shares these packages: its folder goes first on the server's
 ``PYTHONPATH``.
 
-``torch`` is shared with the trainer by hard links if the versions are the same.
-Otherwise it is installed from pip's configured index, or from the wheel index whose URL
-is in ``TORCHRL_SGLANG_TORCH_INDEX``, which is used for ``torch`` alone. A build for an
+``torch`` is shared with the trainer by hard links if the versions are the same: it is
+stored once, and an upgrade in one environment leaves the other unchanged. Otherwise it
+is installed from pip's configured index, or from the wheel index whose URL is in
+``TORCHRL_SGLANG_TORCH_INDEX``, which is used for ``torch`` alone. A build for an
 accelerator runs on a CPU, too; it is several gigabytes larger.
 
 Each complete part has a stamp, a digest of everything that went into it. A second run
@@ -24,19 +25,17 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import sys
 import sysconfig
 import venv
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
 from torchrl_sglang.backends.launch.cpu import DEFAULT_VERSION, VERSIONS, check_version
-from torchrl_sglang.backends.launch.cpu.links import (
-    installed_closure,
-    link_distributions,
-)
 from torchrl_sglang.backends.launch.cpu.packages import install_packages
 from torchrl_sglang.errors import ConfigurationError
 
@@ -116,11 +115,8 @@ def _install_torch(prefix: Path) -> None:
 
 def _share_torch(prefix: Path) -> bool:
     """Links this Python's torch into the environment if the versions are the same."""
-    # It is not installed yet when the first part is made.
-    from packaging.requirements import Requirement
-
     lines = REQUIREMENTS.read_text().splitlines()
-    pinned = [Requirement(line).name for line in lines if not line.startswith("#")]
+    pinned = [line.partition("==")[0] for line in lines if "==" in line]
     distributions = installed_closure("torch", without=pinned)
     if distributions is None:
         return False
@@ -130,6 +126,68 @@ def _share_torch(prefix: Path) -> bool:
     if not same or "torch/__init__.py" not in map(str, torch.files or ()):
         return False
     return link_distributions(distributions, _site_packages(prefix))
+
+
+def installed_closure(name: str, without: Collection[str]) -> list[Distribution] | None:
+    """Returns an installed distribution and all that it requires; None: incomplete.
+
+    ``without`` are names to leave out, with what only they require.
+    """
+    # It is not installed yet when the first part is made.
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    left_out = set(map(canonicalize_name, without))
+    found: dict[str, Distribution] = {}
+    # Names, each without an extra and with each extra that is required.
+    asked = {(canonicalize_name(name), "")}
+    waiting = list(asked)
+    while waiting:
+        current, extra = waiting.pop()
+        try:
+            found[current] = importlib.metadata.distribution(current)
+        except PackageNotFoundError:
+            return None
+        for requirement in map(Requirement, found[current].requires or ()):
+            required, marker = canonicalize_name(requirement.name), requirement.marker
+            applies = marker is None or marker.evaluate({"extra": extra})
+            if applies and required not in left_out:
+                new = {(required, name) for name in ("", *requirement.extras)} - asked
+                asked |= new
+                waiting += new
+    return list(found.values())
+
+
+def link_distributions(
+    distributions: Iterable[Distribution], site_packages: Path
+) -> bool:
+    """Links distributions into another environment's folder of packages.
+
+    Files of the same names are replaced. Bytecode and console scripts, which name their
+    interpreter, are left out. Returns False, with nothing changed, where hard links are
+    not possible, as between two file systems.
+    """
+    # Beside the target, so that a move is a rename.
+    staging = site_packages.with_name(".linking")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        for distribution in distributions:
+            for path in distribution.files or ():
+                if path.parts[0] == ".." or path.suffix == ".pyc":
+                    continue
+                link = staging / path
+                link.parent.mkdir(parents=True, exist_ok=True)
+                os.link(str(distribution.locate_file(path)), link)
+    except OSError:
+        shutil.rmtree(staging, ignore_errors=True)
+        return False
+    for source in staging.iterdir():
+        target = site_packages / source.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        source.replace(target)
+    staging.rmdir()
+    return True
 
 
 def _install_overlay(prefix: Path, folder: Path, requirement: str) -> None:

@@ -51,7 +51,9 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
     # The user's settings for uv override those for pip.
     variables = {**uv_settings(configuration if has_pip else ""), **variables}
     installers: dict[str, list[str]] = {}
-    if uv := _find_uv():
+    # In this environment or on the search path.
+    folders = [str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")]
+    if uv := shutil.which("uv", path=os.pathsep.join(folders)):
         installers["uv"] = [uv, "pip", "install", "--quiet", "--python", str(python)]
     if has_pip:
         quiet = ["--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]
@@ -91,12 +93,6 @@ def uv_settings(pip_configuration: str) -> dict[str, str]:
         # As pip does, which takes the best version of any index.
         settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return settings
-
-
-def _find_uv() -> str | None:
-    """Returns the path of uv in this environment or on the search path."""
-    folders = [str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")]
-    return shutil.which("uv", path=os.pathsep.join(folders))
 
 
 def _run(command: Sequence[str], variables: dict[str, str]) -> tuple[bool, str]:
