@@ -22,7 +22,7 @@ from typing import Any
 REQUIRED = ("--model-path", "--host", "--port", "--device", "--nccl-port")
 VALUES = (
     *("--dtype", "--mem-fraction-static", "--max-total-tokens", "--grammar-backend"),
-    *("--log-level-http", "--random-seed", "--config"),
+    *("--log-level-http", "--random-seed", "--config", "--lora-backend"),
 )
 SWITCHES = ("--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup")
 

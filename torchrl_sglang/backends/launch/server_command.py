@@ -88,8 +88,7 @@ def make_server_command(
     gpus = _confine_to_gpus(device, cuda_devices, arguments)
     if device == "cpu":
         program = cpu.launch_command(sglang_version, python)
-        lora = bool(arguments.get("enable_lora") or arguments.get("lora_paths"))
-        arguments = {**cpu.default_server_args(lora=lora), **arguments}
+        arguments = {**cpu.default_server_args(), **arguments}
         own = cpu.engine_environment(sglang_version, python)
     else:
         interpreter = str(python) if python is not None else sys.executable

@@ -92,9 +92,9 @@ def launch_command(
     return [str(engine_python(version, python)), str(launcher)]
 
 
-def default_server_args(*, lora: bool = False) -> dict[str, object]:
+def default_server_args() -> dict[str, object]:
     """Returns the arguments that a server on CPU needs, under SGLang's names."""
-    arguments: dict[str, object] = {
+    return {
         "device": "cpu",
         # Exact log-probs, and faster than bfloat16 on a processor without AMX.
         "dtype": "float32",
@@ -111,11 +111,9 @@ def default_server_args(*, lora: bool = False) -> dict[str, object]:
         "grammar_backend": "none",
         # Nothing is compiled or captured on CPU; a warm-up only takes two seconds.
         "skip_server_warmup": True,
-    }
-    if lora:
         # The other backends are kernels for accelerators.
-        arguments["lora_backend"] = "torch_native"
-    return arguments
+        "lora_backend": "torch_native",
+    }
 
 
 def _find_python() -> Path:
