@@ -49,19 +49,17 @@ class ServerFlag(NamedTuple):
     """Whether it has a ``--no-`` form."""
 
 
-_FOUND: dict[tuple[str, str], Mapping[str, ServerFlag] | None] = {}
+_FOUND: dict[tuple[str, str], Mapping[str, ServerFlag]] = {}
 """Interpreter and its search path -> flags; they do not change while we run."""
 
 
-def find_flags(
-    python: str, environment: Mapping[str, str]
-) -> Mapping[str, ServerFlag] | None:
-    """Returns argument name -> flag of the SGLang in an interpreter; None: unknown."""
+def find_flags(python: str, environment: Mapping[str, str]) -> Mapping[str, ServerFlag]:
+    """Returns argument name -> flag of an interpreter's SGLang; none: unknown."""
     key = (python, environment.get("PYTHONPATH", ""))
     if key not in _FOUND:
         found = map(read_flags, _find_packages(python, environment))
-        _FOUND[key] = next(filter(None, found), None)
-        if _FOUND[key] is None:
+        _FOUND[key] = next(filter(None, found), {})
+        if not _FOUND[key]:
             torchrl_logger.debug(f"The arguments of {python}'s sglang are unknown.")
     return _FOUND[key]
 
@@ -83,8 +81,8 @@ def _find_packages(python: str, environment: Mapping[str, str]) -> list[Path]:
     return list(map(Path, done.stdout.splitlines()))
 
 
-def read_flags(package: Path) -> Mapping[str, ServerFlag] | None:
-    """Returns the flags of the ``sglang`` package in a folder; None: not understood."""
+def read_flags(package: Path) -> Mapping[str, ServerFlag]:
+    """Returns the flags of the ``sglang`` package in a folder; none: not understood."""
     # Older versions define all of them in the first file, newer ones in the folder.
     files = [
         package / "srt" / "server_args.py",
@@ -94,8 +92,8 @@ def read_flags(package: Path) -> Mapping[str, ServerFlag] | None:
         flags = parse_flags(file.read_text() for file in files)
     except (OSError, SyntaxError, ValueError) as error:
         torchrl_logger.debug(f"{package} cannot be read: {error}")
-        return None
-    return flags if "model_path" in flags else None
+        return {}
+    return flags if "model_path" in flags else {}
 
 
 def parse_flags(sources: Iterable[str]) -> dict[str, ServerFlag]:
@@ -158,9 +156,7 @@ def _value(node: ast.expr) -> Any:
         return None
 
 
-def check_names(
-    arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag] | None
-) -> None:
+def check_names(arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag]) -> None:
     """Refuses an argument that the server does not have, unless its value is False."""
     for name, value in arguments.items():
         if not name.isidentifier():
@@ -169,7 +165,7 @@ def check_names(
                 f"underscores, like 'mem_fraction_static'."
             )
         # A switch that is off changes nothing, whether this version has it or not.
-        if flags is None or name in flags or to_python(value) is False:
+        if not flags or name in flags or to_python(value) is False:
             continue
         # argparse would accept the beginning of a name.
         near = nearest(name, [*flags, *ARGUMENTS])
@@ -180,7 +176,7 @@ def check_names(
 
 
 def to_flags(
-    arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag] | None = None
+    arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag]
 ) -> list[str]:
     """Returns the command line of arguments that have SGLang's names.
 
@@ -190,7 +186,7 @@ def to_flags(
     line: list[str] = []
     for name, given in arguments.items():
         value = to_python(given)
-        known = (flags or {}).get(name, ServerFlag("--" + name.replace("_", "-")))
+        known = flags.get(name, ServerFlag("--" + name.replace("_", "-")))
         if value is False and known.negatable:
             line.append("--no-" + known.flag.removeprefix("--"))
         if value is None or value is False:

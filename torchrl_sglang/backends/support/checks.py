@@ -26,8 +26,6 @@ __all__ = [
     "to_python",
 ]
 
-HIGHEST_PORT = 65535
-
 
 def to_python(value: Any) -> Any:
     """Converts a NumPy scalar to a Python one; returns anything else unchanged."""
@@ -79,10 +77,10 @@ def check_port(name: str, value: Any) -> int:
         port = check_count(name, value)
     except ConfigurationError:
         port = 0
-    if not 0 < port <= HIGHEST_PORT:
+    if not 0 < port <= 65535:
         raise ConfigurationError(
-            f"{name} must be a port, an integer from 1 to {HIGHEST_PORT}, got "
-            f"{value!r}; leave it out to have a free one."
+            f"{name} must be a port, an integer from 1 to 65535, got {value!r}; leave "
+            f"it out to have a free one."
         )
     return port
 

@@ -32,12 +32,6 @@ PARENT_PID_VARIABLE = "TORCHRL_SGLANG_PARENT_PID"
 KERNEL_PACKAGE = "sgl_kernel"
 """SGLang's compiled kernels; there is no wheel for CPU."""
 
-LOOPBACK = ("127.0.0.1", "localhost")
-"""Hosts where the ranks of a server on one machine meet."""
-
-PINNING_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "empty_like")
-"""The functions of ``torch`` that SGLang calls with ``pin_memory=True``."""
-
 
 def die_with_parent() -> None:
     """Makes the kernel kill this process when the one that started it dies.
@@ -132,7 +126,7 @@ def drop_pinned_memory() -> None:
 
     if torch.accelerator.is_available():
         return
-    for name in PINNING_CONSTRUCTORS:
+    for name in ("tensor", "empty", "zeros", "ones", "full", "empty_like"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     tensor_type: Any = torch.Tensor
     tensor_type.pin_memory = lambda tensor, device=None: tensor
@@ -152,7 +146,7 @@ def keep_stores_on_loopback() -> None:
     make_store = rendezvous.TCPStore
 
     def make(*, host_name: str, port: int, is_master: bool, **options: Any) -> Any:
-        if is_master and host_name in LOOPBACK:
+        if is_master and host_name in ("127.0.0.1", "localhost"):
             listener = socket.create_server((host_name, port))
             # The store closes it at its end.
             options["master_listen_fd"] = listener.detach()

@@ -29,9 +29,6 @@ __all__ = ["install_packages", "uv_settings"]
 ERROR_TAIL_LINES = 20
 """Lines of an installer's output in an error."""
 
-PIP_SECTIONS = ("global", "install", ":env:")
-"""The sections of pip's configuration that ``pip install`` reads, strongest last."""
-
 UV_VARIABLES = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
@@ -83,7 +80,8 @@ def uv_settings(pip_configuration: str) -> dict[str, str]:
     """Returns settings of uv for the output of ``pip config list``."""
     lines = [line.partition("=") for line in pip_configuration.splitlines()]
     settings: dict[str, str] = {}
-    for section in PIP_SECTIONS:
+    # What ``pip install`` reads; later ones override.
+    for section in ("global", "install", ":env:"):
         for key, _, value in lines:
             option = key.removeprefix(f"{section}.")
             if option != key and option in UV_VARIABLES:
