@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.launch.local import make_sglang_server
     from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
     from torchrl_sglang.collectors.weight_sync import attach, attach_weight_sync
+    from torchrl_sglang.objectives.config import RolloutCorrectionConfig
+    from torchrl_sglang.objectives.losses import CISPOLoss, GRPOLoss
+    from torchrl_sglang.objectives.transform import OffPolicyCorrection
     from torchrl_sglang.policies.info import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.weight_update.scheme import (
@@ -27,8 +30,12 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AsyncSGLang": "backends.async_sglang",
+    "CISPOLoss": "objectives.losses",
+    "GRPOLoss": "objectives.losses",
     "GenerationInfo": "policies.info",
+    "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.base",
+    "RolloutCorrectionConfig": "objectives.config",
     "SGLangLLMCollector": "collectors.llm_collector",
     "SGLangWeightReceiver": "weight_update.scheme",
     "SGLangWeightSender": "weight_update.sender",
@@ -43,8 +50,12 @@ _HOME = {
 
 __all__ = [
     "AsyncSGLang",
+    "CISPOLoss",
+    "GRPOLoss",
     "GenerationInfo",
+    "OffPolicyCorrection",
     "RLSGLangEngine",
+    "RolloutCorrectionConfig",
     "SGLangLLMCollector",
     "SGLangWeightReceiver",
     "SGLangWeightSender",

@@ -1,0 +1,115 @@
+"""Configurations of off-policy correction: verl's names, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrl_sglang import RolloutCorrectionConfig
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.config import PRESETS, as_config
+
+VERL_PRESETS = {
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_seq_tis",
+    "bypass_pg_geo_rs_token_tis",
+    "bypass_pg_is",
+    "bypass_pg_token_icepop",
+    "bypass_ppo_clip",
+    "bypass_ppo_clip_geo_rs",
+    "bypass_ppo_clip_k3_rs",
+    "decoupled_geo_rs",
+    "decoupled_geo_rs_seq_tis",
+    "decoupled_geo_rs_token_tis",
+    "decoupled_k3_rs",
+    "decoupled_k3_rs_seq_tis",
+    "decoupled_k3_rs_token_tis",
+    "decoupled_seq_is",
+    "decoupled_seq_is_rs",
+    "decoupled_token_icepop",
+    "decoupled_token_is",
+    "disabled",
+}
+"""Class methods of ``RolloutCorrectionConfig`` in verl 0.9.1."""
+
+
+def test_the_presets_are_those_of_verl():
+    assert set(PRESETS) == VERL_PRESETS
+
+
+@pytest.mark.parametrize("name", sorted(VERL_PRESETS))
+def test_a_name_says_what_its_preset_does(name):
+    config = as_config(name)
+    assert config.bypass_mode == name.startswith("bypass")
+    assert (config.loss_type == "reinforce") == name.startswith("bypass_pg")
+    criteria = [rejection.name for rejection in config.rejections]
+    kinds = {"geo_rs": "seq_mean_k1", "k3_rs": "seq_mean_k3", "seq_is_rs": "seq_sum_k1"}
+    assert criteria == [kind for part, kind in kinds.items() if part in name]
+    weighted = any(part in name for part in ("_is", "_tis", "icepop"))
+    assert config.applies_weights == weighted
+    assert (config.weight_bounds[0] is not None) == name.endswith("icepop")
+    if weighted:
+        token = "token" in name
+        assert config.rollout_is == ("token" if token else "sequence")
+
+
+def test_the_defaults_are_those_of_verl():
+    config = RolloutCorrectionConfig()
+    assert config == RolloutCorrectionConfig.decoupled_seq_is()
+    assert config.weight_bounds == (None, 2.0)
+    geometric = RolloutCorrectionConfig.decoupled_geo_rs().rejections[0]
+    assert geometric.bounds == (0.999, 1.001)
+    assert RolloutCorrectionConfig.decoupled_token_icepop().weight_bounds == (0.5, 5.0)
+
+
+def test_thresholds_of_several_criteria():
+    config = RolloutCorrectionConfig(
+        rollout_rs="token_k1, seq_sum_k3,token_k1", rollout_rs_threshold="0.5_4, 0.1"
+    )
+    found = [(each.name, each.bounds) for each in config.rejections]
+    assert found == [("token_k1", (0.5, 4.0)), ("seq_sum_k3", (0.0, 0.1))]
+    shared = RolloutCorrectionConfig(
+        rollout_rs="token_k2,seq_max_k2", rollout_rs_threshold=0.3
+    )
+    assert [each.bounds for each in shared.rejections] == [(0.0, 0.3)] * 2
+    upper = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=4)
+    assert upper.rejections[0].bounds == (0.25, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rollout_is": "tokens"}, "rollout_is must be one of"),
+        ({"rollout_is_threshold": 0}, "positive numbers, got 0"),
+        ({"rollout_is_threshold": "low_high"}, "'low_high'"),
+        ({"rollout_is_threshold": (3.0, 2.0)}, "lower bound first"),
+        ({"rollout_is_threshold": True}, "got True"),
+        ({"rollout_is_batch_normalize": 1}, "must be a bool"),
+        ({"rollout_rs": "token_k1"}, "needs one threshold"),
+        ({"rollout_rs_threshold": 2.0}, "no effect"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0}, "seq_max_k"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2.0}, "did you mean"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "1_2"}, "upper bound only"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "at least 1"),
+        (
+            {"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"},
+            "one for each",
+        ),
+        ({"loss_type": "pg"}, "'ppo_clip', 'reinforce', got 'pg'"),
+        ({"proximal": "linear"}, "'interpolated'"),
+        ({"proximal": "interpolated", "bypass_mode": True}, "no proximal policy"),
+        ({"veto_threshold": -1}, "veto_threshold"),
+        ({"dppo_threshold": (0.2, 0)}, "dppo_threshold"),
+        ({"max_staleness": -1}, "at least 0"),
+        ({"rejected": "dropped"}, "'masked', 'zeroed'"),
+    ],
+)
+def test_what_is_refused(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        RolloutCorrectionConfig(**arguments)
+
+
+def test_a_name_that_is_no_preset():
+    with pytest.raises(ConfigurationError, match="did you mean 'decoupled_token_is'"):
+        as_config("decoupled_tokens_is")
+    with pytest.raises(ConfigurationError, match="got 3"):
+        as_config(3)

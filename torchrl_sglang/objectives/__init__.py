@@ -1,0 +1,8 @@
+"""Off-policy correction for TorchRL's losses.
+
+``formulas.py`` has the formulas, tensors in and tensors out; ``config.py`` the choice
+of methods and verl's presets; ``correct.py`` applies a choice to the log-probs of a
+batch, and ``metrics.py`` measures how far off-policy it is. ``transform.py`` is a
+TorchRL transform that reads a batch with ``columns.py`` and writes what ``GRPOLoss``
+reads; ``losses.py`` has TorchRL's losses with corrections.
+"""

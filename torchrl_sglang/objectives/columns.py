@@ -1,0 +1,163 @@
+"""Reads the columns of a batch as rectangular tensors, and writes them back.
+
+A batch is a TensorDict with one batch dimension: dense, or a lazy stack of rows of
+different lengths. Rectangular tensors are ``(B, T)`` and padded on the left, as
+TorchRL's losses read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from torchrl_sglang.errors import ConfigurationError
+
+__all__ = [
+    "read",
+    "read_advantage",
+    "read_mask",
+    "read_versions",
+    "row_lengths",
+    "write_rows",
+]
+
+TOKENS = ("tokens", "full")
+PROMPT = ("tokens", "prompt")
+ATTENTION_MASK = ("masks", "all_attention_mask")
+ASSISTANT_MASK = ("masks", "all_assistant_mask")
+
+
+def read(batch: TensorDictBase, key: NestedKey, padding_value: Any) -> Tensor | None:
+    """Returns a column, padded on the left; None if the batch lacks it."""
+    value = batch.get(
+        key,
+        None,
+        as_padded_tensor=True,
+        padding_side="left",
+        padding_value=padding_value,
+    )
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        raise ConfigurationError(
+            f"{key!r} must be a column of numbers, got {type(value).__name__}."
+        )
+    if value.is_nested:
+        return pad_sequence(
+            list(value.unbind()),
+            batch_first=True,
+            padding_value=padding_value,
+            padding_side="left",
+        )
+    return value
+
+
+def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
+    """Returns the tokens that a loss with a masking strategy is about, ``(B, T)``.
+
+    Args:
+        batch: the batch.
+        strategy: ``"sft"``: the last response; ``"rlhf"``: all assistant tokens;
+            ``"generic"``: all tokens.
+        width: ``T``.
+    """
+    prompt = row_lengths(batch, PROMPT) if strategy == "sft" else None
+    whole = strategy == "generic" or prompt is not None
+    key = ATTENTION_MASK if whole else ASSISTANT_MASK
+    mask = read(batch, key, padding_value=False)
+    if mask is None:
+        raise ConfigurationError(
+            f"masking_strategy={strategy!r} needs the column {key!r}, and the batch "
+            f"has none; give masking_strategy as GRPOLoss has it."
+        )
+    mask = mask.bool()
+    if prompt is None:
+        return mask
+    full = row_lengths(batch, TOKENS)
+    lengths = torch.full_like(prompt, width) if full is None else full
+    position = torch.arange(width, device=mask.device)
+    return mask & (position >= (width - lengths + prompt).to(mask.device).unsqueeze(-1))
+
+
+def row_lengths(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """Returns the length of each row of a column, ``(B,)``; None if it is missing."""
+    value = batch.get(key, None, as_list=True)
+    if value is None:
+        return None
+    if isinstance(value, Tensor) and not value.is_nested:
+        return torch.full((value.shape[0],), value.shape[1])
+    rows: Sequence[Tensor] = value.unbind() if isinstance(value, Tensor) else value
+    return torch.tensor([row.shape[0] for row in rows])
+
+
+def read_advantage(batch: TensorDictBase, key: NestedKey, shape: torch.Size) -> Tensor:
+    """Returns the advantage of each token, from one per sequence or per token.
+
+    Args:
+        batch: the batch.
+        key: of the advantage: ``(B, 1, 1)`` or ``(B, T, 1)``, as TorchRL's losses take
+            it, or without the last dimensions.
+        shape: ``(B, T)``.
+    """
+    value = read(batch, key, padding_value=0.0)
+    if value is None:
+        raise ConfigurationError(
+            f"The batch has no advantage {key!r}; compute it first, for instance with "
+            f"MCAdvantage."
+        )
+    flat = value.squeeze(-1) if value.ndim == 3 else value
+    flat = flat.unsqueeze(-1) if flat.ndim == 1 else flat
+    if tuple(flat.shape) not in ((shape[0], 1), tuple(shape)):
+        raise ConfigurationError(
+            f"The advantage {key!r} must have one value per sequence or per token, "
+            f"(B, 1, 1) or (B, T, 1) with (B, T) = {tuple(shape)}, got "
+            f"{tuple(value.shape)}."
+        )
+    return flat.expand(shape)
+
+
+def read_versions(
+    batch: TensorDictBase, key: NestedKey, shape: torch.Size
+) -> Tensor | None:
+    """Returns the weight version of each token, -1 where unknown; None if missing.
+
+    The column has one version for each token of the response, which is the end of the
+    sequence, or one for the sequence.
+
+    Args:
+        batch: the batch.
+        key: of the versions.
+        shape: ``(B, T)``.
+    """
+    value = read(batch, key, padding_value=-1)
+    if value is None:
+        return None
+    value = value.reshape(shape[0], -1).long()
+    missing = shape[1] - value.shape[1]
+    if missing < 0:
+        raise ConfigurationError(
+            f"{key!r} has {value.shape[1]} versions for sequences of at most "
+            f"{shape[1]} tokens."
+        )
+    if value.shape[1] == 1:
+        return value.expand(shape)
+    return torch.nn.functional.pad(value, (missing, 0), value=-1)
+
+
+def write_rows(batch: TensorDictBase, key: NestedKey, values: Tensor) -> None:
+    """Writes ``(B, T)`` values to a column; rows of a lazy stack keep their lengths.
+
+    A nested tensor becomes rectangular: TorchRL's losses take none.
+    """
+    present = batch.get(key, as_list=True)
+    if isinstance(present, Tensor):
+        batch.set(key, values)
+        return
+    width = values.shape[1]
+    rows = [row[width - len(old) :] for row, old in zip(values, present, strict=True)]
+    batch.set(key, torch.nested.as_nested_tensor(rows, layout=torch.jagged))

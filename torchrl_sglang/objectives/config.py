@@ -1,0 +1,500 @@
+"""Which methods of off-policy correction are applied; verl's names and presets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from torchrl_sglang.backends.support.checks import check_count, check_flag, nearest
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.formulas import Aggregate, Estimator
+
+__all__ = ["PRESETS", "Rejection", "RolloutCorrectionConfig", "as_config"]
+
+REJECTIONS = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""Values of ``rollout_rs``: what is aggregated how, and the estimator."""
+
+Threshold = str | float | tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """One criterion of rejection sampling."""
+
+    name: str
+    """verl's name, one of :data:`REJECTIONS`."""
+    bounds: tuple[float, float]
+    """Of the ratio for k1, of the divergence otherwise."""
+
+    @property
+    def aggregate(self) -> Aggregate:
+        """What a statistic is about: a token, or the sum over a sequence, ..."""
+        return cast("Aggregate", self.name.rpartition("_")[0])
+
+    @property
+    def estimator(self) -> Estimator:
+        """The estimator of the divergence."""
+        return cast("Estimator", self.name.rpartition("_")[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """Methods of off-policy correction, by verl's names.
+
+    Three policies take part: the one that sampled the tokens (rollout), the one that
+    the training step begins with (old, or proximal), and the one in training. In
+    decoupled mode the loss clips the ratio of the last two and the first gap is
+    corrected by weights and masks. In bypass mode the old policy is the rollout policy.
+
+    :class:`.OffPolicyCorrection` applies a configuration. The class methods are verl's
+    presets: a name of one of them can be given instead of a configuration.
+
+    Args:
+        rollout_is: level of the importance weights: ``"token"``, ``"sequence"`` or
+            None for no weights. Defaults to ``"sequence"``, as in verl.
+        rollout_is_threshold: a number is the largest weight (TIS); two, as a tuple or
+            as ``"0.5_5.0"``, are the range outside of which weights are zero (IcePop).
+            Defaults to 2.0.
+        rollout_is_batch_normalize: whether weights are divided by their mean over the
+            batch. Defaults to False.
+        rollout_rs: criteria of rejection sampling, with commas between them: each is
+            ``token``, ``seq_sum``, ``seq_mean`` or ``seq_max``, and ``_k1``, ``_k2`` or
+            ``_k3``; there is no ``seq_max_k1``. Defaults to None.
+        rollout_rs_threshold: for each criterion, with commas between them, or for all:
+            the range of the ratio for k1, as ``"0.5_2.0"`` or the upper bound alone,
+            and the largest divergence for k2 and k3. Required with ``rollout_rs``.
+        bypass_mode: whether the rollout policy is the old policy. Defaults to False.
+        loss_type: in bypass mode, ``"ppo_clip"``, for which the loss's own ratio is the
+            importance weight, or ``"reinforce"``, which applies the weights and does
+            not clip. Defaults to ``"ppo_clip"``.
+        proximal: in decoupled mode, where the log-probs of the old policy come from:
+            ``"recomputed"`` by the trainer before the step, or ``"interpolated"``
+            between rollout and training policy from the weight version of each token.
+            Defaults to ``"recomputed"``.
+        veto_threshold: drops sequences with a token whose ratio is below this, such as
+            1e-4. Defaults to None.
+        dppo_threshold: drops tokens whose probability has moved further than this, in
+            the direction of the advantage: DPPO with the binary total variation, 0.2 in
+            prime-rl; or a tuple for negative and positive advantages. The tokens stay
+            in the denominator. Defaults to None.
+        max_staleness: drops tokens written by weights that are more than this many
+            versions older than the trainer's, or of unknown version. Defaults to None.
+        rejected: ``"masked"`` takes what rejection, veto and staleness drop out of the
+            loss and of its denominator, as verl does; ``"zeroed"`` leaves it in the
+            denominator, as AReaL and TRL do. Defaults to ``"masked"``.
+
+    Raises:
+        ConfigurationError: if a value is not one of these.
+
+    Examples:
+        >>> RolloutCorrectionConfig.decoupled_geo_rs_token_tis().rollout_rs
+        'seq_mean_k1'
+        >>> config = RolloutCorrectionConfig(
+        ...     rollout_is="token", rollout_rs="token_k3", rollout_rs_threshold=0.1
+        ... )
+        >>> config.weight_bounds, config.rejections[0].bounds
+        ((None, 2.0), (0.0, 0.1))
+    """
+
+    rollout_is: Literal["token", "sequence"] | None = "sequence"
+    rollout_is_threshold: Threshold = 2.0
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: str | None = None
+    rollout_rs_threshold: Threshold | None = None
+    bypass_mode: bool = False
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    proximal: Literal["recomputed", "interpolated"] = "recomputed"
+    veto_threshold: float | None = None
+    dppo_threshold: float | tuple[float, float] | None = None
+    max_staleness: int | None = None
+    rejected: Literal["masked", "zeroed"] = "masked"
+
+    def __post_init__(self) -> None:
+        """Checks every value."""
+        _check_choice("rollout_is", self.rollout_is, ("token", "sequence", None))
+        _check_choice("loss_type", self.loss_type, ("ppo_clip", "reinforce"))
+        _check_choice("proximal", self.proximal, ("recomputed", "interpolated"))
+        _check_choice("rejected", self.rejected, ("masked", "zeroed"))
+        check_flag("rollout_is_batch_normalize", self.rollout_is_batch_normalize)
+        check_flag("bypass_mode", self.bypass_mode)
+        if self.max_staleness is not None:
+            check_count("max_staleness", self.max_staleness, least=0)
+        if self.veto_threshold is not None:
+            _positive("veto_threshold", self.veto_threshold)
+        # They parse what they return.
+        _ = self.weight_bounds, self.rejections, self.dppo_bounds
+        if self.bypass_mode and self.proximal == "interpolated":
+            raise ConfigurationError(
+                "proximal='interpolated' is for decoupled mode, and bypass_mode=True "
+                "has no proximal policy; leave one of them out."
+            )
+
+    @property
+    def weight_bounds(self) -> tuple[float | None, float]:
+        """Lower bound, for IcePop, and upper bound of the weights."""
+        bounds = _numbers("rollout_is_threshold", self.rollout_is_threshold)
+        return bounds if len(bounds) == 2 else (None, bounds[0])
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """The criteria of rejection sampling."""
+        if self.rollout_rs is None:
+            if self.rollout_rs_threshold is not None:
+                raise ConfigurationError(
+                    f"rollout_rs_threshold={self.rollout_rs_threshold!r} has no effect "
+                    f"without rollout_rs; name a criterion, such as 'seq_mean_k1'."
+                )
+            return ()
+        names = list(dict.fromkeys(_split(self.rollout_rs)))
+        thresholds = self.rollout_rs_threshold
+        specs: list[Any] = (
+            _split(thresholds) if isinstance(thresholds, str) else [thresholds]
+        )
+        if len(specs) == 1:
+            specs *= len(names)
+        if thresholds is None or not names or len(specs) != len(names):
+            raise ConfigurationError(
+                f"rollout_rs={self.rollout_rs!r} needs one threshold, or one for each "
+                f"criterion, in rollout_rs_threshold, got {thresholds!r}."
+            )
+        return tuple(map(_rejection, names, specs))
+
+    @property
+    def dppo_bounds(self) -> tuple[float, float] | None:
+        """Bounds of the total variation for negative and positive advantages."""
+        value = self.dppo_threshold
+        if value is None:
+            return None
+        low, high = value if isinstance(value, tuple) else (value, value)
+        return _positive("dppo_threshold", low), _positive("dppo_threshold", high)
+
+    @property
+    def applies_weights(self) -> bool:
+        """Whether the importance weights enter the loss.
+
+        With PPO's clipping in bypass mode, the loss's own ratio is the weight.
+        """
+        clipped = self.bypass_mode and self.loss_type == "ppo_clip"
+        return self.rollout_is is not None and not clipped
+
+    @property
+    def needs_train_log_probs(self) -> bool:
+        """Whether the log-probs of the trainer's policy are needed."""
+        compared = (self.rollout_is, self.rollout_rs, self.veto_threshold)
+        replaced = not self.bypass_mode or self.loss_type == "reinforce"
+        some = any(value is not None for value in (*compared, self.dppo_threshold))
+        return replaced or some
+
+    @property
+    def needs_versions(self) -> bool:
+        """Whether the weight version of each token is needed."""
+        return self.max_staleness is not None or self.proximal == "interpolated"
+
+    @classmethod
+    def decoupled_token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
+        """Three policies, token weights truncated at ``threshold``."""
+        return cls(rollout_is="token", rollout_is_threshold=threshold)
+
+    @classmethod
+    def decoupled_seq_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
+        """Three policies, sequence weights truncated at ``threshold``."""
+        return cls(rollout_is="sequence", rollout_is_threshold=threshold)
+
+    @classmethod
+    def decoupled_token_icepop(
+        cls, threshold: float = 5.0, threshold_lower: float = 0.5
+    ) -> RolloutCorrectionConfig:
+        """Three policies, token weights that are zero out of range."""
+        bounds = (threshold_lower, threshold)
+        return cls(rollout_is="token", rollout_is_threshold=bounds)
+
+    @classmethod
+    def decoupled_seq_is_rs(
+        cls, is_threshold: float = 2.0, rs_threshold: Threshold = "0.5_2.0"
+    ) -> RolloutCorrectionConfig:
+        """Three policies, masked importance sampling of sequences."""
+        return cls(
+            rollout_is="sequence",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_sum_k1",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    @classmethod
+    def decoupled_geo_rs(
+        cls, rs_threshold: Threshold = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """Three policies, rejection by the geometric mean of the ratios."""
+        return cls(
+            rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold
+        )
+
+    @classmethod
+    def decoupled_geo_rs_seq_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: Threshold = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """``decoupled_geo_rs`` with truncated sequence weights."""
+        return cls(
+            rollout_is="sequence",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    @classmethod
+    def decoupled_geo_rs_token_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: Threshold = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """``decoupled_geo_rs`` with truncated token weights."""
+        return cls(
+            rollout_is="token",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    @classmethod
+    def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> RolloutCorrectionConfig:
+        """Three policies, rejection by the mean k3 divergence."""
+        return cls(
+            rollout_is=None, rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold
+        )
+
+    @classmethod
+    def decoupled_k3_rs_seq_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: float = 0.01
+    ) -> RolloutCorrectionConfig:
+        """``decoupled_k3_rs`` with truncated sequence weights."""
+        return cls(
+            rollout_is="sequence",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k3",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    @classmethod
+    def decoupled_k3_rs_token_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: float = 0.01
+    ) -> RolloutCorrectionConfig:
+        """``decoupled_k3_rs`` with truncated token weights."""
+        return cls(
+            rollout_is="token",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k3",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    @classmethod
+    def bypass_ppo_clip(cls) -> RolloutCorrectionConfig:
+        """Two policies: PPO's clipping alone, which is what TorchRL's losses do."""
+        return cls(rollout_is=None, bypass_mode=True)
+
+    @classmethod
+    def bypass_ppo_clip_geo_rs(
+        cls, rs_threshold: Threshold = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """Two policies, clipping, rejection by the geometric mean of the ratios."""
+        return cls(
+            rollout_is=None,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold=rs_threshold,
+            bypass_mode=True,
+        )
+
+    @classmethod
+    def bypass_ppo_clip_k3_rs(
+        cls, rs_threshold: float = 0.01
+    ) -> RolloutCorrectionConfig:
+        """Two policies, clipping, rejection by the mean k3 divergence."""
+        return cls(
+            rollout_is=None,
+            rollout_rs="seq_mean_k3",
+            rollout_rs_threshold=rs_threshold,
+            bypass_mode=True,
+        )
+
+    @classmethod
+    def bypass_pg_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
+        """Two policies, REINFORCE with truncated sequence weights."""
+        return cls(
+            rollout_is="sequence",
+            rollout_is_threshold=threshold,
+            bypass_mode=True,
+            loss_type="reinforce",
+        )
+
+    @classmethod
+    def bypass_pg_token_icepop(
+        cls, threshold: float = 5.0, threshold_lower: float = 0.5
+    ) -> RolloutCorrectionConfig:
+        """Two policies, REINFORCE with token weights that are zero out of range."""
+        return cls(
+            rollout_is="token",
+            rollout_is_threshold=(threshold_lower, threshold),
+            bypass_mode=True,
+            loss_type="reinforce",
+        )
+
+    @classmethod
+    def bypass_pg_geo_rs(
+        cls, rs_threshold: Threshold = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """Two policies, REINFORCE, rejection by the geometric mean of the ratios."""
+        return cls(
+            rollout_is=None,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold=rs_threshold,
+            bypass_mode=True,
+            loss_type="reinforce",
+        )
+
+    @classmethod
+    def bypass_pg_geo_rs_seq_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: Threshold = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """``bypass_pg_geo_rs`` with truncated sequence weights."""
+        return cls(
+            rollout_is="sequence",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold=rs_threshold,
+            bypass_mode=True,
+            loss_type="reinforce",
+        )
+
+    @classmethod
+    def bypass_pg_geo_rs_token_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: Threshold = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """``bypass_pg_geo_rs`` with truncated token weights."""
+        return cls(
+            rollout_is="token",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold=rs_threshold,
+            bypass_mode=True,
+            loss_type="reinforce",
+        )
+
+    @classmethod
+    def disabled(cls) -> RolloutCorrectionConfig:
+        """Three policies, nothing corrected: for the metrics alone."""
+        return cls(rollout_is=None)
+
+
+PRESETS: dict[str, Callable[..., RolloutCorrectionConfig]] = {
+    name: getattr(RolloutCorrectionConfig, name)
+    for name, value in vars(RolloutCorrectionConfig).items()
+    if isinstance(value, classmethod)
+}
+"""Name of a preset -> what makes its configuration."""
+
+
+def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
+    """Returns a configuration, or the one of a preset's name.
+
+    Examples:
+        >>> as_config("bypass_ppo_clip").bypass_mode
+        True
+        >>> as_config("decoupled_token_tis")
+        Traceback (most recent call last):
+            ...
+        torchrl_sglang.errors.ConfigurationError: 'decoupled_token_tis' is no preset...
+    """
+    if isinstance(value, RolloutCorrectionConfig):
+        return value
+    if isinstance(value, str) and value in PRESETS:
+        return PRESETS[value]()
+    if isinstance(value, str):
+        meant = nearest(value, PRESETS)
+        hint = f"did you mean {meant!r}?" if meant else f"presets: {sorted(PRESETS)}."
+        raise ConfigurationError(f"{value!r} is no preset of a correction; {hint}")
+    raise ConfigurationError(
+        f"A correction is a RolloutCorrectionConfig or the name of a preset, got "
+        f"{value!r}."
+    )
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value that is not one of the choices."""
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ConfigurationError(f"{name} must be one of {listed}, got {value!r}.")
+
+
+def _positive(name: str, value: Any) -> float:
+    """Returns a positive, finite number."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ConfigurationError(f"{name} takes positive numbers, got {value!r}.")
+    return float(value)
+
+
+def _numbers(name: str, value: Any) -> tuple[float] | tuple[float, float]:
+    """Returns one bound, or a lower and an upper one, from a number or verl's text."""
+    parts: list[Any] = list(value) if isinstance(value, tuple) else [value]
+    if isinstance(value, str):
+        try:
+            parts = [float(part) for part in value.split("_")]
+        except ValueError:
+            parts = []
+    if len(parts) not in (1, 2):
+        raise ConfigurationError(
+            f"{name} must be a number, or two as in '0.5_2.0', got {value!r}."
+        )
+    bounds = [_positive(name, part) for part in parts]
+    if len(bounds) == 1:
+        return (bounds[0],)
+    if bounds[0] > bounds[1]:
+        raise ConfigurationError(
+            f"{name} must have its lower bound first, got {value!r}."
+        )
+    return bounds[0], bounds[1]
+
+
+def _split(text: str) -> list[str]:
+    """Returns the parts between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _rejection(name: str, threshold: Any) -> Rejection:
+    """Returns a criterion of rejection sampling."""
+    if name not in REJECTIONS:
+        meant = nearest(name, REJECTIONS)
+        hint = f"did you mean {meant!r}?" if meant else f"criteria: {REJECTIONS}."
+        raise ConfigurationError(f"rollout_rs has no criterion {name!r}; {hint}")
+    bounds = _numbers("rollout_rs_threshold", threshold)
+    if name.endswith("k1"):
+        return Rejection(
+            name=name,
+            bounds=bounds if len(bounds) == 2 else _reciprocal(name, bounds[0]),
+        )
+    if len(bounds) == 2:
+        raise ConfigurationError(
+            f"rollout_rs={name!r} has an upper bound only, got {threshold!r}."
+        )
+    return Rejection(name=name, bounds=(0.0, bounds[0]))
+
+
+def _reciprocal(name: str, upper: float) -> tuple[float, float]:
+    """Returns the range of a ratio from its upper bound."""
+    if upper < 1:
+        raise ConfigurationError(
+            f"The upper bound of a ratio, of which the lower one is the reciprocal, is "
+            f"at least 1, got {upper!r} for {name!r}; give both, as in '0.5_2.0'."
+        )
+    return 1 / upper, upper

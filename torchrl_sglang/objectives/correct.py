@@ -1,0 +1,242 @@
+"""Applies a configuration of off-policy correction to log-probs. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives import formulas
+from torchrl_sglang.objectives.config import RolloutCorrectionConfig
+from torchrl_sglang.objectives.metrics import (
+    dropped_metrics,
+    mismatch_metrics,
+    rejection_metrics,
+    weight_metrics,
+)
+
+__all__ = ["PREFIX", "Corrected", "Sampled", "correct", "scale_advantage"]
+
+PREFIX = "rollout_corr/"
+"""What verl's names of metrics begin with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A batch of sampled tokens; all tensors are ``(B, T)``."""
+
+    rollout: Tensor
+    """Log-probs of the policy that sampled; NaN or infinite where unknown."""
+    mask: Tensor
+    """bool: the tokens that the loss is about."""
+    advantage: Tensor
+    """Advantage of each token; the sign is read by DPPO alone."""
+    train: Tensor | None = None
+    """Log-probs of the trainer's policy; NaN or infinite where unknown."""
+    versions: Tensor | None = None
+    """Integer: the weight version that wrote each token; negative if unknown."""
+    version: int | None = None
+    """Version of the trainer's weights at the start of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrected:
+    """What a loss has to use; all tensors are ``(B, T)``."""
+
+    old: Tensor
+    """Log-probs of the old policy, which the loss's ratio is to."""
+    weights: Tensor
+    """Non-negative factor of the advantage."""
+    keep: Tensor
+    """bool: the tokens that stay in the loss and in its denominator."""
+    metrics: dict[str, Tensor]
+    """verl's name -> scalar."""
+
+
+def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
+    """Returns the weights, the mask and the old policy of a correction.
+
+    A token whose log-prob is unknown, NaN or infinite, is not kept: no ratio can be
+    formed. TorchRL's losses mask such tokens, too.
+
+    Args:
+        config: the methods.
+        sampled: the batch.
+
+    Raises:
+        ConfigurationError: if something is missing that a method needs, or every
+            log-prob is unknown.
+
+    Examples:
+        >>> sampled = Sampled(
+        ...     rollout=torch.tensor([[0.1, 0.5, torch.nan]]).log(),
+        ...     train=torch.tensor([[0.4, 0.5, 0.5]]).log(),
+        ...     mask=torch.tensor([[True, True, True]]),
+        ...     advantage=torch.ones(1, 3),
+        ... )
+        >>> corrected = correct(RolloutCorrectionConfig.decoupled_token_is(), sampled)
+        >>> corrected.weights, corrected.keep.tolist()
+        (tensor([[2., 1., 0.]]), [[True, True, False]])
+    """
+    _check_present(config, sampled)
+    known = _known(sampled)
+    train = sampled.rollout if sampled.train is None else sampled.train
+    train = torch.where(known, train, 0)
+    rollout = torch.where(known, sampled.rollout, 0)
+    old = _old_policy(config, sampled, train, rollout)
+    # In decoupled mode, an approximated old policy stands for the trainer's.
+    compared = old if config.proximal == "interpolated" else train
+    log_ratio = compared - rollout
+    metrics = {**dropped_metrics("unknown", known, sampled.mask)}
+    if sampled.train is not None:
+        metrics |= mismatch_metrics(compared, rollout, known)
+    weights, found = _weights(config, log_ratio, known)
+    metrics |= found
+    keep, found = _keep(config, sampled, log_ratio, known)
+    metrics |= found
+    if config.dppo_bounds is not None:
+        inside = formulas.binary_total_variation_mask(
+            compared, rollout, sampled.advantage, known, config.dppo_bounds
+        )
+        weights = torch.where(inside, weights, 0)
+        metrics |= dropped_metrics("dppo", inside, known)
+    if config.rejected == "zeroed":
+        weights, keep = torch.where(keep, weights, 0), known
+    return Corrected(
+        old=old,
+        weights=torch.where(keep, weights, 0),
+        keep=keep,
+        metrics={PREFIX + name: value for name, value in metrics.items()},
+    )
+
+
+def scale_advantage(
+    advantage: Tensor, corrected: Corrected, aggregation: str
+) -> Tensor:
+    """Returns the advantage that gives ``GRPOLoss`` the corrected gradient.
+
+    The clipped objective is proportional to the advantage, so that a weight may
+    multiply either.
+
+    Args:
+        advantage: ``(B, T)`` or ``(B, 1)``.
+        corrected: the correction.
+        aggregation: of the loss. ``"prompt_mean"`` divides by all sequences, and a
+            sequence without a token left does not count: the others make up for it.
+
+    Examples:
+        >>> keep = torch.tensor([[True, True], [False, False]])
+        >>> corrected = Corrected(
+        ...     old=torch.zeros(2, 2),
+        ...     weights=torch.tensor([[1.0, 0.5], [0.0, 0.0]]),
+        ...     keep=keep,
+        ...     metrics={},
+        ... )
+        >>> scale_advantage(torch.ones(2, 1), corrected, "token_mean").tolist()
+        [[1.0, 0.5], [0.0, 0.0]]
+        >>> scale_advantage(torch.ones(2, 1), corrected, "prompt_mean").tolist()
+        [[2.0, 1.0], [0.0, 0.0]]
+    """
+    keep = corrected.keep
+    scaled = torch.where(keep, advantage * corrected.weights, 0)
+    if aggregation == "prompt_mean":
+        return scaled * (keep.shape[0] / keep.any(-1).sum().clamp_min(1))
+    return scaled
+
+
+def _check_present(config: RolloutCorrectionConfig, sampled: Sampled) -> None:
+    """Refuses a batch that lacks what a method needs."""
+    if config.needs_train_log_probs and sampled.train is None:
+        raise ConfigurationError(
+            f"{config!r} compares the trainer's log-probs with those of the rollout, "
+            f"and the batch has none; give actor_network, or write them into the batch."
+        )
+    if config.needs_versions and sampled.versions is None:
+        raise ConfigurationError(
+            "max_staleness and proximal='interpolated' need the weight version of each "
+            "token, and the batch has none; generate with "
+            "SGLangWrapper(..., return_generation_info=True)."
+        )
+    if config.needs_versions and sampled.version is None:
+        raise ConfigurationError(
+            "max_staleness and proximal='interpolated' need the version of the "
+            "trainer's weights; set consumer_version after each update."
+        )
+
+
+def _known(sampled: Sampled) -> Tensor:
+    """Returns the tokens of the loss whose log-probs are known."""
+    known = sampled.mask & sampled.rollout.isfinite()
+    if sampled.train is not None:
+        known = known & sampled.train.isfinite()
+    if sampled.mask.any() and not known.any():
+        raise ConfigurationError(
+            "The batch has no token whose log-probs are known, so that nothing can be "
+            "learnt from it; generate with SGLangWrapper(..., return_log_probs=True)."
+        )
+    return known
+
+
+def _old_policy(
+    config: RolloutCorrectionConfig, sampled: Sampled, train: Tensor, rollout: Tensor
+) -> Tensor:
+    """Returns the log-probs that the loss's ratio is to."""
+    if config.bypass_mode and config.loss_type == "ppo_clip":
+        return rollout
+    if config.proximal == "recomputed":
+        # With REINFORCE the ratio to the policy itself is 1, and its gradient is that
+        # of the log-prob.
+        return train
+    assert sampled.versions is not None
+    assert sampled.version is not None
+    return formulas.interpolate_proximal(
+        train, rollout, sampled.versions, sampled.version
+    )
+
+
+def _weights(
+    config: RolloutCorrectionConfig, log_ratio: Tensor, known: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the importance weights that are applied, and their metrics."""
+    ones = known.to(log_ratio.dtype)
+    level = config.rollout_is
+    if level is None:
+        return ones, {}
+    lower, upper = config.weight_bounds
+    raw = formulas.importance_weights(log_ratio, known, level)
+    weights = formulas.truncate(raw, upper, lower)
+    metrics = weight_metrics(raw, weights, known, level, (lower, upper))
+    if config.rollout_is_batch_normalize:
+        mean = formulas.weights_mean(weights, known, level)
+        metrics["rollout_is_batch_norm_factor"] = mean
+        weights = formulas.normalize_weights(weights, known, level)
+    return (weights if config.applies_weights else ones), metrics
+
+
+def _keep(
+    config: RolloutCorrectionConfig, sampled: Sampled, log_ratio: Tensor, known: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the tokens that no criterion drops, and the criteria's metrics."""
+    keep, metrics = known, dict[str, Tensor]()
+    for rejection in config.rejections:
+        kept = formulas.rejection_mask(
+            log_ratio, known, rejection.aggregate, rejection.estimator, rejection.bounds
+        )
+        metrics |= rejection_metrics(rejection, log_ratio, kept, known)
+        keep = keep & kept
+    if config.rejections:
+        metrics |= dropped_metrics("rollout_rs", keep, known)
+    if config.veto_threshold is not None:
+        kept = formulas.veto_mask(log_ratio, known, config.veto_threshold)
+        metrics |= dropped_metrics("veto", kept, known)
+        keep = keep & kept
+    if config.max_staleness is not None:
+        assert sampled.versions is not None
+        assert sampled.version is not None
+        oldest = sampled.version - config.max_staleness
+        kept = formulas.staleness_mask(sampled.versions, known, oldest)
+        metrics |= dropped_metrics("stale", kept, known)
+        keep = keep & kept
+    return keep, metrics

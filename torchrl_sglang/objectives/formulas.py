@@ -1,0 +1,392 @@
+"""Formulas of off-policy correction: tensors in, tensors out.
+
+All arguments of shape ``(B, T)`` hold one row per sequence and one column per token.
+``mask`` is bool and True for the tokens that the loss is about; values elsewhere are
+ignored. ``log_ratio`` is ``log pi_train - log pi_rollout`` of each token, where
+``pi_train`` is the trainer's policy and ``pi_rollout`` the one that sampled the tokens.
+
+Nothing here has a gradient: weights and masks change which samples count, not what is
+optimized.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "SAFETY_BOUND",
+    "binary_total_variation_mask",
+    "divergence",
+    "importance_weights",
+    "interpolate_proximal",
+    "masked_max",
+    "masked_mean",
+    "masked_min",
+    "masked_sum",
+    "normalize_weights",
+    "rejection_mask",
+    "rejection_statistic",
+    "staleness_mask",
+    "truncate",
+    "veto_mask",
+]
+
+Level = Literal["token", "sequence"]
+"""What an importance weight belongs to."""
+
+Estimator = Literal["k1", "k2", "k3"]
+"""Estimators of a divergence; see :func:`divergence`."""
+
+Aggregate = Literal["token", "seq_sum", "seq_mean", "seq_max"]
+"""What a statistic of rejection sampling is about."""
+
+SAFETY_BOUND = 20.0
+"""Largest absolute log-ratio that is exponentiated: e^20 is 4.9e8. verl's value."""
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sums the values of the mask, over everything or over one dimension.
+
+    Examples:
+        >>> values = torch.tensor([[1.0, 2.0, torch.nan], [5.0, 7.0, 9.0]])
+        >>> mask = torch.tensor([[True, True, False], [False, False, True]])
+        >>> masked_sum(values, mask), masked_sum(values, mask, -1)
+        (tensor(12.), tensor([3., 9.]))
+    """
+    # Selected, not multiplied: NaN times zero is NaN.
+    kept = torch.where(mask, values, 0)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Averages the values of the mask; zero where the mask is empty.
+
+    Examples:
+        >>> values = torch.tensor([[1.0, 2.0, torch.nan], [5.0, 7.0, 9.0]])
+        >>> mask = torch.tensor([[True, True, False], [False, False, False]])
+        >>> masked_mean(values, mask), masked_mean(values, mask, -1)
+        (tensor(1.5000), tensor([1.5000, 0.0000]))
+    """
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(values, mask, dim) / count.clamp_min(1)
+
+
+def masked_max(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Largest value of the mask; minus infinity where the mask is empty."""
+    kept = torch.where(mask, values, -torch.inf)
+    return kept.amax() if dim is None else kept.amax(dim)
+
+
+def masked_min(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Smallest value of the mask; infinity where the mask is empty."""
+    return -masked_max(-values, mask, dim)
+
+
+def importance_weights(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
+    r"""Importance weights of tokens, or of sequences.
+
+    Token level: :math:`w_t = r_t = \pi_{train}(t) / \pi_{rollout}(t)`, biased, of low
+    variance. Sequence level: :math:`w_t = \prod_s r_s` for every token of the sequence,
+    unbiased, of a variance that grows with the length. Log-ratios are limited to
+    :data:`SAFETY_BOUND` before they are exponentiated. As in verl's
+    ``compute_rollout_correction_weights``.
+
+    Args:
+        log_ratio: ``(B, T)``.
+        mask: ``(B, T)``.
+        level: ``"token"`` or ``"sequence"``.
+
+    Returns:
+        ``(B, T)``; zero outside of the mask.
+
+    Examples:
+        >>> log_ratio = torch.tensor([[2.0, 0.5, 9.0]]).log()
+        >>> mask = torch.tensor([[True, True, False]])
+        >>> importance_weights(log_ratio, mask, "token")
+        tensor([[2.0000, 0.5000, 0.0000]])
+        >>> importance_weights(log_ratio, mask, "sequence")
+        tensor([[1., 1., 0.]])
+    """
+    if level == "sequence":
+        log_ratio = masked_sum(log_ratio, mask, -1).unsqueeze(-1).expand_as(mask)
+    weights = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    return torch.where(mask, weights, 0)
+
+
+def truncate(weights: Tensor, upper: float, lower: float | None = None) -> Tensor:
+    r"""Truncates importance weights (TIS), or drops those out of range (IcePop).
+
+    Without ``lower``, :math:`\min(w, upper)`. With it, :math:`w` where
+    :math:`lower \le w \le upper` and zero elsewhere; the tokens stay in the
+    denominator of the loss. TIS: Yao et al., 2025,
+    https://fengyao.notion.site/off-policy-rl; IcePop: as in verl and OpenRLHF.
+
+    Args:
+        weights: importance weights, of any shape.
+        upper: largest weight.
+        lower: smallest weight that is kept, for IcePop.
+
+    Examples:
+        >>> truncate(torch.tensor([0.25, 1.0, 4.0]), 2.0)
+        tensor([0.2500, 1.0000, 2.0000])
+        >>> truncate(torch.tensor([0.25, 1.0, 4.0]), 2.0, 0.5)
+        tensor([0., 1., 0.])
+    """
+    if lower is None:
+        return weights.clamp(max=upper)
+    inside = (weights >= lower) & (weights <= upper)
+    return torch.where(inside, weights, 0)
+
+
+def normalize_weights(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Divides the weights by their mean over tokens, or over sequences.
+
+    Args:
+        weights: ``(B, T)``, those of a sequence being equal at level ``"sequence"``.
+        mask: ``(B, T)``.
+        level: what the mean is over.
+
+    Returns:
+        ``(B, T)`` with mean 1; unchanged if the mean is below 1e-8.
+
+    Examples:
+        >>> weights = torch.tensor([[1.0, 1.0, 1.0], [3.0, 0.0, 0.0]])
+        >>> mask = torch.tensor([[True, True, True], [True, False, False]])
+        >>> normalize_weights(weights, mask, "sequence")[:, 0]
+        tensor([0.5000, 1.5000])
+        >>> normalize_weights(weights, mask, "token")[:, 0]
+        tensor([0.6667, 2.0000])
+    """
+    mean = weights_mean(weights, mask, level)
+    return torch.where(mean > 1e-8, weights / mean.clamp_min(1e-8), weights)
+
+
+def weights_mean(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Mean of weights over tokens, or over sequences that have tokens."""
+    if level == "sequence":
+        return masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
+    return masked_mean(weights, mask)
+
+
+def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:
+    r"""Estimates KL(pi_rollout || pi_train) from each sampled token.
+
+    With :math:`r = \pi_{train} / \pi_{rollout}`: k1 is :math:`-\log r`, k2 is
+    :math:`\frac12 \log^2 r`, k3 is :math:`r - 1 - \log r`. Schulman, 2020,
+    http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        log_ratio: of any shape; limited to :data:`SAFETY_BOUND`.
+        estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
+
+    Examples:
+        >>> log_ratio = torch.tensor([0.0, 1.0])
+        >>> [divergence(log_ratio, kind).tolist()[1] for kind in ("k1", "k2")]
+        [-1.0, 0.5]
+        >>> round(divergence(log_ratio, "k3")[1].item(), 4)
+        0.7183
+    """
+    log_ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    return log_ratio.expm1() - log_ratio
+
+
+def rejection_statistic(
+    log_ratio: Tensor, mask: Tensor, aggregate: Aggregate, estimator: Estimator
+) -> Tensor:
+    """Divergence of each token, or its sum, mean or maximum over the sequence.
+
+    Args:
+        log_ratio: ``(B, T)``.
+        mask: ``(B, T)``.
+        aggregate: ``"token"``, ``"seq_sum"``, ``"seq_mean"`` or ``"seq_max"``.
+        estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
+
+    Returns:
+        ``(B, T)`` for ``"token"``, ``(B, 1)`` otherwise; zero for an empty sequence.
+
+    Examples:
+        >>> log_ratio, mask = torch.tensor([[1.0, 2.0]]), torch.tensor([[True, True]])
+        >>> rejection_statistic(log_ratio, mask, "seq_sum", "k2")
+        tensor([[2.5000]])
+        >>> rejection_statistic(log_ratio, mask, "seq_max", "k2")
+        tensor([[2.]])
+    """
+    values = divergence(log_ratio, estimator)
+    if aggregate == "token":
+        return values
+    if aggregate == "seq_sum":
+        return masked_sum(values, mask, -1).unsqueeze(-1)
+    if aggregate == "seq_mean":
+        return masked_mean(values, mask, -1).unsqueeze(-1)
+    largest = masked_max(values, mask, -1)
+    return torch.where(mask.any(-1), largest, 0).unsqueeze(-1)
+
+
+def rejection_mask(
+    log_ratio: Tensor,
+    mask: Tensor,
+    aggregate: Aggregate,
+    estimator: Estimator,
+    bounds: tuple[float, float],
+) -> Tensor:
+    r"""Tokens that rejection sampling keeps.
+
+    k2 and k3 keep a token, or a sequence, whose divergence is at most ``bounds[1]``. k1
+    keeps it if the ratio is in ``bounds``: the token's :math:`r` (``token``), the
+    product :math:`\prod_t r_t` (``seq_sum``, masked importance sampling), or the
+    geometric mean :math:`(\prod_t r_t)^{1/T}` (``seq_mean``). verl bounds
+    :math:`1/r` instead, which is the same where the lower bound is the reciprocal of
+    the upper one.
+
+    Args:
+        log_ratio: ``(B, T)``.
+        mask: ``(B, T)``.
+        aggregate: ``"token"``, ``"seq_sum"``, ``"seq_mean"`` or ``"seq_max"``.
+        estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
+        bounds: lower and upper bound, of the ratio for k1, of the divergence otherwise.
+
+    Returns:
+        bool ``(B, T)``; False outside of the mask.
+
+    Examples:
+        >>> log_ratio = torch.tensor([[3.0, 1.0], [1.1, 1.0]]).log()
+        >>> mask = torch.tensor([[True, True], [True, True]])
+        >>> rejection_mask(log_ratio, mask, "token", "k1", (0.5, 2.0)).tolist()
+        [[False, True], [True, True]]
+        >>> rejection_mask(log_ratio, mask, "seq_sum", "k1", (0.5, 2.0)).tolist()
+        [[False, False], [True, True]]
+    """
+    statistic = rejection_statistic(log_ratio, mask, aggregate, estimator)
+    if estimator == "k1":
+        lower, upper = map(math.log, bounds)
+        return mask & (-statistic >= lower) & (-statistic <= upper)
+    return mask & (statistic <= bounds[1])
+
+
+def veto_mask(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """Tokens of the sequences in which no token's ratio is below a threshold.
+
+    One token that the trainer would hardly ever write is a sign of corrupted data, such
+    as tokens sampled with other weights. As ``rs_veto_threshold`` of slime, 1e-4 there.
+
+    Args:
+        log_ratio: ``(B, T)``.
+        mask: ``(B, T)``.
+        threshold: smallest ratio ``pi_train / pi_rollout`` that is accepted.
+
+    Returns:
+        bool ``(B, T)``; False outside of the mask.
+
+    Examples:
+        >>> log_ratio = torch.tensor([[1e-5, 1.0], [1.0, 1e-5]]).log()
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> veto_mask(log_ratio, mask, 1e-4).tolist()
+        [[False, False], [True, False]]
+    """
+    smallest = masked_min(log_ratio, mask, -1).unsqueeze(-1)
+    return mask & (smallest >= math.log(threshold))
+
+
+def binary_total_variation_mask(
+    train: Tensor,
+    rollout: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    bounds: tuple[float, float],
+) -> Tensor:
+    r"""Tokens that DPPO with the binary total variation keeps.
+
+    The total variation between the two policies, reduced to "this token" and "any other
+    token", is :math:`|\pi_{train} - \pi_{rollout}|`, a difference of probabilities. A
+    token is dropped where it exceeds a bound in the direction that the update would
+    increase: :math:`\pi_{train} - \pi_{rollout} > high` with a positive advantage, and
+    :math:`\pi_{rollout} - \pi_{train} > low` with another one. As ``dppo_mask_low`` and
+    ``dppo_mask_high`` of prime-rl, 0.2 there.
+
+    Args:
+        train: log-probs of the trainer's policy, ``(B, T)``.
+        rollout: log-probs of the policy that sampled, ``(B, T)``.
+        advantage: ``(B, T)``.
+        mask: ``(B, T)``.
+        bounds: ``(low, high)``.
+
+    Returns:
+        bool ``(B, T)``; False outside of the mask.
+
+    Examples:
+        >>> train = torch.tensor([[0.9, 0.9]]).log()
+        >>> rollout = torch.tensor([[0.5, 0.5]]).log()
+        >>> advantage, mask = torch.tensor([[1.0, -1.0]]), torch.tensor([[True, True]])
+        >>> keep = binary_total_variation_mask(
+        ...     train, rollout, advantage, mask, (0.2, 0.2)
+        ... )
+        >>> keep.tolist()
+        [[False, True]]
+    """
+    low, high = bounds
+    difference = train.exp() - rollout.exp()
+    dropped = torch.where(advantage > 0, difference > high, difference < -low)
+    return mask & ~dropped
+
+
+def staleness_mask(versions: Tensor, mask: Tensor, oldest: int) -> Tensor:
+    """Tokens whose weights are recent enough.
+
+    Args:
+        versions: int ``(B, T)``: version of the weights that wrote each token; negative
+            if unknown, which is never recent enough.
+        mask: ``(B, T)``.
+        oldest: oldest version that is accepted.
+
+    Returns:
+        bool ``(B, T)``; False outside of the mask.
+
+    Examples:
+        >>> versions = torch.tensor([[3, 4, 5, -1]])
+        >>> staleness_mask(versions, torch.ones(1, 4, dtype=torch.bool), 4).tolist()
+        [[False, True, True, False]]
+    """
+    return mask & (versions >= max(oldest, 0))
+
+
+def interpolate_proximal(
+    train: Tensor, rollout: Tensor, versions: Tensor, version: int
+) -> Tensor:
+    r"""Approximates the log-probs of the proximal policy without a forward pass.
+
+    .. math::
+
+        \log \pi_{prox} = \log \pi_{rollout}
+            + \alpha (\log \pi_{train} - \log \pi_{rollout}), \qquad
+        \alpha = \frac{v - v_t}{v + 1 - v_t}
+
+    :math:`v` is the version that the training step began with, :math:`v + 1` the one
+    that it makes, and :math:`v_t` the version that wrote the token. A token of version
+    :math:`v` was sampled by the proximal policy itself (:math:`\alpha = 0`). AReaL's
+    log-linear approximation (``docs/en/algorithms/prox_approx.md`` there).
+
+    Args:
+        train: log-probs of the policy in training, ``(B, T)``.
+        rollout: log-probs of the policy that sampled, ``(B, T)``.
+        versions: int ``(B, T)``; negative if unknown, which counts as ``version``.
+        version: of the weights that the training step began with.
+
+    Returns:
+        ``(B, T)``.
+
+    Examples:
+        >>> train, rollout = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -2.0]])
+        >>> interpolate_proximal(train, rollout, torch.tensor([[5, 4]]), 5)
+        tensor([[-2.0000, -1.5000]])
+    """
+    lag = (version - versions).clamp_min(0)
+    alpha = torch.where(versions < 0, 0, lag).to(train.dtype)
+    return torch.lerp(rollout, train, alpha / (alpha + 1))

@@ -1,0 +1,265 @@
+"""TorchRL's GRPOLoss and CISPOLoss with corrections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.objectives.llm import CISPOLoss as TorchRLCISPOLoss
+from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.columns import read, read_versions
+from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
+from torchrl_sglang.objectives.correct import (
+    Corrected,
+    Sampled,
+    correct,
+    scale_advantage,
+)
+from torchrl_sglang.objectives.formulas import masked_mean
+
+__all__ = ["CISPOLoss", "GRPOLoss"]
+
+
+class GRPOLoss(TorchRLGRPOLoss):
+    r"""TorchRL's ``GRPOLoss`` with averages that leave padding out, and corrections.
+
+    Objective and gradient of the policy are those of TorchRL's class. What differs:
+
+    - ``clip_fraction``, ``kl_approx``, ``entropy``, ``kl_to_ref``,
+      ``kl_to_inference`` and the losses of the last two are averages over the tokens of
+      the loss. TorchRL 0.14 averages over padding and prompts, too, so that a batch
+      with one long sequence has a weaker KL penalty;
+    - an advantage per token is padded on the left in a ragged batch, as log-probs are;
+      TorchRL pads it on the right, where it meets other tokens;
+    - ``kl_mask_threshold`` masks tokens with
+      :math:`\frac12 \log^2(\pi_\theta / \pi_{rollout})` above it. TorchRL computes the
+      same and documents the reference policy;
+    - ESS is 0 instead of NaN for a batch in which every token is masked;
+    - ``correction`` applies a configuration of off-policy correction in every forward
+      pass, with the log-probs that the loss computes anyway. Batches may be split, and
+      used several times. :class:`.OffPolicyCorrection` is for the other configurations,
+      whose old policy is recomputed before the step.
+
+    Args:
+        actor_network: as for TorchRL's class.
+
+    Keyword Args:
+        correction: a :class:`.RolloutCorrectionConfig` with ``bypass_mode=True`` or
+            ``proximal="interpolated"``, or the name of such a preset. Defaults to None.
+        version_key: as for :class:`.OffPolicyCorrection`. Defaults to
+            ``("generation_info", "weight_version")``.
+        consumer_version: version of the trainer's weights at the start of the step, for
+            ``max_staleness`` and ``proximal="interpolated"``; an attribute to be set
+            after each update. Defaults to None.
+        **kwargs: as for TorchRL's class.
+
+    Raises:
+        ConfigurationError: if ``correction`` needs an old policy that is recomputed.
+
+    Examples:
+        >>> from torchrl.modules.llm import TransformersWrapper
+        >>> actor = TransformersWrapper(
+        ...     model, tokenizer=tokenizer, input_mode="tokens", generate=False
+        ... )
+        >>> loss = GRPOLoss(actor, correction="bypass_ppo_clip_k3_rs")
+        >>> loss.correction.rollout_rs
+        'seq_mean_k3'
+    """
+
+    def __init__(
+        self,
+        actor_network: Any = None,
+        *,
+        correction: RolloutCorrectionConfig | str | None = None,
+        version_key: NestedKey = ("generation_info", "weight_version"),
+        consumer_version: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor_network, **kwargs)
+        self.correction = None if correction is None else as_config(correction)
+        if self.correction is not None and not (
+            self.correction.bypass_mode or self.correction.proximal == "interpolated"
+        ):
+            raise ConfigurationError(
+                f"correction={correction!r} compares with an old policy that is "
+                f"recomputed before the step, which a loss cannot do; give it to "
+                f"OffPolicyCorrection, or choose bypass_mode=True or "
+                f"proximal='interpolated'."
+            )
+        self.version_key = version_key
+        self.consumer_version = consumer_version
+        self._correction_metrics: dict[str, Tensor] = {}
+
+    @property
+    def correction_metrics(self) -> dict[str, float]:
+        """Verl's metrics of the last batch; reading them waits for the device."""
+        return {name: value.item() for name, value in self._correction_metrics.items()}
+
+    def forward(self, tensordict: TensorDictBase) -> Any:
+        """Returns the losses and metrics of a batch, in TorchRL's class of outputs."""
+        batch = tensordict.copy()
+        advantage = read(batch, self.tensor_keys.advantage, padding_value=0.0)
+        if advantage is None or self.tensor_keys.action not in batch.keys(True):
+            raise ConfigurationError(
+                f"The batch lacks {self.tensor_keys.advantage!r} or "
+                f"{self.tensor_keys.action!r}; compute the advantage first, for "
+                f"instance with MCAdvantage."
+            )
+        log_weight, dist, kl_approx, mask = self._log_weight(
+            batch, adv_shape=advantage.shape[:-1]
+        )
+        if advantage.ndim != log_weight.ndim:
+            raise ConfigurationError(
+                f"The advantage must have shape (B, 1, 1) or (B, T, 1), got "
+                f"{tuple(advantage.shape)}."
+            )
+        if self.kl_mask_threshold is not None and self.kl_mask_threshold > 0:
+            distance = 0.5 * log_weight.detach().squeeze(-1).square()
+            mask = mask & (distance <= self.kl_mask_threshold)
+        log_prob = batch.get("_cur_log_prob").unsqueeze(-1)
+        if self.correction is not None:
+            corrected = self._correct(batch, log_prob, advantage, mask, dist.mask)
+            mask = corrected.keep
+            log_weight = torch.where(
+                mask.unsqueeze(-1), log_prob - corrected.old.unsqueeze(-1), 0
+            )
+            advantage = scale_advantage(
+                advantage.squeeze(-1), corrected, self.aggregation
+            ).unsqueeze(-1)
+        output = self._policy_terms(log_weight, log_prob, advantage, mask, batch)
+        output["kl_approx"] = masked_mean(kl_approx.detach().squeeze(-1), mask)
+        output |= self._entropy_terms(dist, advantage, mask, batch)
+        output |= self._kl_terms(batch, dist, mask)
+        return self.output_type.from_tensordict(TensorDict(output))
+
+    def _correct(
+        self,
+        batch: TensorDictBase,
+        log_prob: Tensor,
+        advantage: Tensor,
+        mask: Tensor,
+        tokens: Tensor,
+    ) -> Corrected:
+        """Applies the correction with the log-probs of this forward pass."""
+        assert self.correction is not None
+        rollout = read(batch, self.tensor_keys.sample_log_prob, padding_value=0.0)
+        assert rollout is not None
+        versions = None
+        if self.correction.needs_versions:
+            versions = read_versions(batch, self.version_key, mask.shape)
+        with torch.no_grad():
+            corrected = correct(
+                self.correction,
+                Sampled(
+                    rollout=rollout,
+                    # The mask lacks the tokens whose log-probs are unknown.
+                    mask=mask | (tokens & ~rollout.isfinite()),
+                    advantage=advantage.squeeze(-1).expand(mask.shape),
+                    train=log_prob.detach().squeeze(-1),
+                    versions=versions,
+                    version=self.consumer_version,
+                ),
+            )
+        self._correction_metrics = corrected.metrics
+        return corrected
+
+    def _policy_terms(
+        self,
+        log_weight: Tensor,
+        log_prob: Tensor,
+        advantage: Tensor,
+        mask: Tensor,
+        batch: TensorDictBase,
+    ) -> dict[str, Tensor]:
+        """Returns the loss of the policy, the share of clipped tokens, and the ESS."""
+        gain = self._gain(log_weight, log_prob, advantage)
+        weight = log_weight.detach()
+        clipped = weight.clamp(*self._clip_bounds) != weight
+        kept = torch.where(mask, weight.squeeze(-1), -torch.inf).flatten()
+        ess = (2 * kept.logsumexp(0) - (2 * kept).logsumexp(0)).exp()
+        return {
+            "loss_objective": self._aggregate_loss_value(-gain, mask, batch),
+            "clip_fraction": masked_mean(clipped.squeeze(-1).to(weight.dtype), mask),
+            "ESS": (ess / mask.sum()).nan_to_num(0.0),
+        }
+
+    def _gain(self, log_weight: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """Returns what is maximised, for each token."""
+        del log_prob
+        loss: Tensor = self._compute_policy_objective(log_weight, advantage)[0]
+        return -loss
+
+    def _entropy_terms(
+        self, dist: Any, advantage: Tensor, mask: Tensor, batch: TensorDictBase
+    ) -> dict[str, Tensor]:
+        """Returns the entropy and its loss."""
+        if not self.entropy_bonus:
+            return {}
+        entropy = self._get_entropy(dist, adv_shape=advantage.shape[:-1])
+        loss = -self.entropy_coeff * entropy
+        return {
+            "entropy": masked_mean(entropy.detach().squeeze(-1), mask),
+            "loss_entropy": self._aggregate_loss_value(loss, mask, batch),
+        }
+
+    def _kl_terms(
+        self, batch: TensorDictBase, dist: Any, mask: Tensor
+    ) -> dict[str, Tensor]:
+        """Returns the divergences from reference and inference policy."""
+        wanted = {}
+        if self.kl_to_ref_coeff is not None and self.kl_to_ref_coeff > 0:
+            wanted["kl_to_ref"] = (self.tensor_keys.ref_log_probs, self.kl_to_ref_coeff)
+        if self.kl_to_inference_coeff is not None:
+            key = self.tensor_keys.sample_log_prob
+            wanted["kl_to_inference"] = (key, self.kl_to_inference_coeff)
+        output = {}
+        for name, (key, coeff) in wanted.items():
+            loss, value = self._kl_to_ref(
+                batch, key=key, coeff=coeff, mask=mask, dist=dist
+            )
+            # TorchRL's is zero where it is masked, and divided by all positions.
+            share = mask.numel() / mask.sum().clamp_min(1)
+            output[f"loss_{name}"] = loss * share
+            output[name] = value.detach() * share
+        return output
+
+
+class CISPOLoss(GRPOLoss, TorchRLCISPOLoss):
+    r"""CISPO: REINFORCE with a clipped importance weight that has no gradient.
+
+    .. math::
+
+        L = - sg(clip(r_t, 1 - \epsilon_{low}, 1 + \epsilon_{high}))
+            \, A_t \log \pi_\theta(t), \qquad
+        r_t = \pi_\theta(t) / \pi_{rollout}(t)
+
+    so that every token has a gradient, however far its ratio is clipped. MiniMax-M1,
+    https://arxiv.org/abs/2506.13585, equations 4 and 5. TorchRL 0.14's ``CISPOLoss``
+    differentiates the clipped weight itself: it has no gradient for clipped tokens.
+    Averages are those of :class:`.GRPOLoss`.
+
+    Args:
+        actor_network: as for :class:`.GRPOLoss`.
+
+    Keyword Args:
+        **kwargs: as for :class:`.GRPOLoss`. The paper sets no lower bound:
+            ``clip_epsilon=(0.999, high)``.
+
+    Examples:
+        >>> from torchrl.modules.llm import TransformersWrapper
+        >>> actor = TransformersWrapper(
+        ...     model, tokenizer=tokenizer, input_mode="tokens", generate=False
+        ... )
+        >>> loss = CISPOLoss(actor, clip_epsilon=(0.999, 2.0))
+        >>> round(loss.clip_epsilon_high.item(), 3)
+        2.0
+    """
+
+    def _gain(self, log_weight: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """Returns the log-prob, weighted without gradient."""
+        weight = log_weight.detach().clamp(*self._clip_bounds).exp()
+        return weight * advantage * log_prob

@@ -1,0 +1,187 @@
+"""Metrics of off-policy correction, under verl's names.
+
+Each function returns scalars of the device that it is given, without waiting for it.
+Sequences without tokens do not count. Names lack verl's prefix ``rollout_corr/``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_sglang.objectives import formulas
+from torchrl_sglang.objectives.config import Rejection
+from torchrl_sglang.objectives.formulas import (
+    SAFETY_BOUND,
+    Level,
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_sum,
+)
+
+__all__ = ["mismatch_metrics", "rejection_metrics", "weight_metrics"]
+
+
+def mismatch_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    r"""Measures how far the trainer's policy is from the one that sampled.
+
+    ``kl`` and ``k3_kl`` estimate KL(pi_rollout || pi_train) as the means of
+    :math:`-\log r` and :math:`r - 1 - \log r`. ``*_ppl`` are means over sequences of
+    the perplexity, ``*_log_ppl`` of its logarithm, ``log_ppl_*diff*`` of the difference
+    of both, and ``ppl_ratio`` of their ratio. ``chi2_token`` and ``chi2_seq`` are
+    :math:`E[r^2] - 1` for tokens and for sequences.
+
+    Args:
+        train: log-probs of the trainer's policy, ``(B, T)``.
+        rollout: log-probs of the policy that sampled, ``(B, T)``.
+        mask: bool ``(B, T)``, with at least one token.
+
+    Examples:
+        >>> train, rollout = torch.tensor([[-1.0, -9.0]]), torch.tensor([[-2.0, -9.0]])
+        >>> metrics = mismatch_metrics(train, rollout, torch.tensor([[True, False]]))
+        >>> metrics["kl"], metrics["log_ppl_diff"]
+        (tensor(-1.), tensor(-1.))
+    """
+    rows = mask.any(-1)
+    ratio = torch.where(mask, train - rollout, 0)
+    limited = ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    total = masked_sum(ratio, mask, -1).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    train_mean = masked_mean(train, mask, -1)
+    rollout_mean = masked_mean(rollout, mask, -1)
+    difference = rollout_mean - train_mean
+    return {
+        "training_ppl": masked_mean((-train_mean).exp(), rows),
+        "training_log_ppl": masked_mean(-train_mean, rows),
+        "rollout_ppl": masked_mean((-rollout_mean).exp(), rows),
+        "rollout_log_ppl": masked_mean(-rollout_mean, rows),
+        "kl": masked_mean(-ratio, mask),
+        "k3_kl": masked_mean(limited.expm1() - limited, mask),
+        "log_ppl_diff": masked_mean(difference, rows),
+        "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
+        "log_ppl_diff_max": masked_max(difference, rows),
+        "log_ppl_diff_min": masked_min(difference, rows),
+        "ppl_ratio": masked_mean(difference.exp(), rows),
+        "chi2_token": masked_mean((2 * limited).exp(), mask) - 1,
+        "chi2_seq": masked_mean((2 * total).exp(), rows) - 1,
+    }
+
+
+def weight_metrics(
+    raw: Tensor,
+    weights: Tensor,
+    mask: Tensor,
+    level: Level,
+    bounds: tuple[float | None, float],
+) -> dict[str, Tensor]:
+    r"""Describes importance weights.
+
+    ``rollout_is_{mean,std}`` and ``rollout_is_eff_sample_size``, the share
+    :math:`(E w)^2 / E w^2`, describe the weights as they are applied, before they are
+    normalized; ``rollout_is_{max,min}`` too, or at sequence level the weights before
+    truncation. ``rollout_is_ratio_fraction_{high,low}`` are the shares of weights above
+    the upper and below the lower bound before truncation, the lower bound of TIS being
+    the reciprocal of the upper one. ``rollout_is_oob_ratio`` is the share of tokens
+    whose weight was changed. ``rollout_is_seq_*`` are the same for the means over
+    sequences, and ``rollout_is_seq_max_deviation`` is their largest distance from 1.
+
+    Args:
+        raw: weights before truncation, ``(B, T)``.
+        weights: weights after truncation, ``(B, T)``.
+        mask: bool ``(B, T)``, with at least one token.
+        level: ``"token"`` or ``"sequence"``.
+        bounds: lower bound, or None, and upper bound.
+
+    Examples:
+        >>> raw, mask = torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])
+        >>> weights = formulas.truncate(raw, 2.0)
+        >>> metrics = weight_metrics(raw, weights, mask, "token", (None, 2.0))
+        >>> metrics["rollout_is_mean"], metrics["rollout_is_oob_ratio"]
+        (tensor(1.5000), tensor(0.5000))
+        >>> metrics["rollout_is_eff_sample_size"]
+        tensor(0.9000)
+    """
+    upper = bounds[1]
+    lower = 1 / upper if bounds[0] is None else bounds[0]
+    rows = mask.any(-1)
+    mean = masked_mean(weights, mask)
+    square = masked_mean(weights.square(), mask)
+    shown = raw if level == "sequence" else weights
+    # Shares of sequences, and not of their tokens, where a sequence has one weight.
+    values, counted = (raw.amax(-1), rows) if level == "sequence" else (raw, mask)
+    sequence, raw_sequence = masked_mean(weights, mask, -1), masked_mean(raw, mask, -1)
+    return {
+        "rollout_is_mean": mean,
+        "rollout_is_std": (square - mean.square()).clamp_min(0).sqrt(),
+        "rollout_is_max": masked_max(shown, mask),
+        "rollout_is_min": masked_min(shown, mask),
+        "rollout_is_eff_sample_size": mean.square() / square.clamp_min(1e-16),
+        "rollout_is_oob_ratio": masked_mean((raw != weights).to(raw.dtype), mask),
+        "rollout_is_ratio_fraction_high": _share(values > upper, counted),
+        "rollout_is_ratio_fraction_low": _share(values < lower, counted),
+        "rollout_is_seq_mean": masked_mean(sequence, rows),
+        "rollout_is_seq_std": _std(sequence, rows),
+        "rollout_is_seq_max": masked_max(sequence, rows),
+        "rollout_is_seq_min": masked_min(sequence, rows),
+        "rollout_is_seq_max_deviation": masked_max((sequence - 1).abs(), rows),
+        "rollout_is_seq_fraction_high": _share(raw_sequence > upper, rows),
+        "rollout_is_seq_fraction_low": _share(raw_sequence < lower, rows),
+    }
+
+
+def rejection_metrics(
+    rejection: Rejection, log_ratio: Tensor, keep: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """Describes what one criterion of rejection sampling has dropped.
+
+    The names begin with ``rollout_rs_`` and the criterion's name: ``_mean``, ``_max``
+    and ``_min`` of the statistic, ``_masked_fraction`` of the tokens that it drops and
+    ``_seq_masked_fraction`` of the sequences that it drops a token of.
+
+    Args:
+        rejection: the criterion.
+        log_ratio: ``(B, T)``.
+        keep: bool ``(B, T)``: the tokens that it keeps.
+        mask: bool ``(B, T)``, with at least one token.
+    """
+    values = formulas.rejection_statistic(
+        log_ratio, mask, rejection.aggregate, rejection.estimator
+    )
+    if rejection.aggregate != "token":
+        values, counted = values.squeeze(-1), mask.any(-1)
+    else:
+        counted = mask
+    prefix = f"rollout_rs_{rejection.name}"
+    return {
+        f"{prefix}_mean": masked_mean(values.expand_as(counted), counted),
+        f"{prefix}_max": masked_max(values, counted),
+        f"{prefix}_min": masked_min(values, counted),
+        **dropped_metrics(prefix, keep, mask),
+    }
+
+
+def dropped_metrics(prefix: str, keep: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Shares of the tokens dropped and of the sequences that have lost one.
+
+    Examples:
+        >>> keep, mask = torch.tensor([[True, False]]), torch.tensor([[True, True]])
+        >>> dropped_metrics("all", keep, mask)
+        {'all_masked_fraction': tensor(0.5000), 'all_seq_masked_fraction': tensor(1.)}
+    """
+    dropped = mask & ~keep
+    return {
+        f"{prefix}_masked_fraction": _share(dropped, mask),
+        f"{prefix}_seq_masked_fraction": _share(dropped.any(-1), mask.any(-1)),
+    }
+
+
+def _share(values: Tensor, mask: Tensor) -> Tensor:
+    """Share of the mask for which a condition holds."""
+    return masked_mean(values.float(), mask)
+
+
+def _std(values: Tensor, mask: Tensor) -> Tensor:
+    """Standard deviation of a sample; zero for one value."""
+    mean = masked_mean(values, mask)
+    total = masked_sum((values - mean).square(), mask)
+    return (total / (mask.sum() - 1).clamp_min(1)).sqrt()

@@ -1,0 +1,220 @@
+"""OffPolicyCorrection: a TorchRL transform that corrects a batch for GRPOLoss."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.columns import (
+    TOKENS,
+    read,
+    read_advantage,
+    read_mask,
+    read_versions,
+    write_rows,
+)
+from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
+from torchrl_sglang.objectives.correct import (
+    Corrected,
+    Sampled,
+    correct,
+    scale_advantage,
+)
+
+__all__ = ["OffPolicyCorrection"]
+
+MaskingStrategy = Literal["sft", "rlhf", "generic"]
+Aggregation = Literal["token_mean", "prompt_mean", "none"]
+
+
+class OffPolicyCorrection(Transform):
+    """Corrects a batch for the gap between the policy that sampled and the trainer's.
+
+    Called on a batch, or attached to a replay buffer, whose samples it corrects, it
+    returns a batch with which TorchRL's ``GRPOLoss`` has exactly the gradient of the
+    chosen formula:
+
+    - weights multiply the advantage, which becomes one value per token. The clipped
+      objective is proportional to the advantage, so that this is the same as weighting
+      the objective;
+    - tokens that are rejected get a NaN log-prob. ``GRPOLoss`` leaves them out of the
+      loss and of its denominators;
+    - in decoupled mode the log-probs become those of the old (proximal) policy;
+    - with ``aggregation="prompt_mean"``, sequences without a token left do not count,
+      as in verl, although the loss divides by all: the advantage makes up for it.
+
+    The batch that goes in is not changed. Correct the batch of one loss, not a larger
+    one that is split afterwards: denominators are those of the batch. ``metrics`` has
+    verl's metrics of the last batch.
+
+    Log-probs that are NaN or infinite are unknown; these tokens are left out.
+
+    Args:
+        config: a :class:`.RolloutCorrectionConfig`, or the name of one of its presets.
+        actor_network: computes the trainer's log-probs, as ``GRPOLoss`` does, with a
+            forward pass without gradients. If None, they are read from the batch.
+            Defaults to None.
+        masking_strategy: as given to ``GRPOLoss``. Defaults to ``"sft"``.
+        aggregation: as given to ``GRPOLoss``. Defaults to ``"token_mean"``.
+        train_log_probs_key: the trainer's log-probs of ``("tokens", "full")``, if there
+            is no ``actor_network``; TorchRL's ``RetrieveLogProb`` writes them. Defaults
+            to ``("train_log_probs", "full")``.
+        log_probs_key: the engine's log-probs of ``("tokens", "full")``; what the loss
+            reads, and what is replaced. Defaults to ``("log_probs", "full")``.
+        advantage_key: of shape ``(B, 1, 1)`` or ``(B, T, 1)``. Defaults to
+            ``"advantage"``.
+        version_key: weight versions of the response's tokens, ``(Lr,)`` for each row,
+            or one for each row, such as ``("next", "policy_version")``. Defaults to
+            ``("generation_info", "weight_version")``.
+        consumer_version: version of the trainer's weights, for ``max_staleness`` and
+            ``proximal="interpolated"``; an attribute to be set after each update, as
+            that of TorchRL's ``StalenessAwareSampler``. Defaults to None.
+
+    Raises:
+        ConfigurationError: if the configuration is not valid, or a batch lacks a column
+            that a method needs.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> row = {
+        ...     "tokens": {"full": torch.tensor([[5, 6, 7]])},
+        ...     "masks": {"all_assistant_mask": torch.tensor([[False, True, True]])},
+        ...     "log_probs": {"full": torch.tensor([[torch.nan, 0.25, 0.5]]).log()},
+        ...     "train_log_probs": {"full": torch.tensor([[0.1, 0.25, 0.25]]).log()},
+        ...     "advantage": torch.ones(1, 1, 1),
+        ... }
+        >>> correction = OffPolicyCorrection("decoupled_token_is")
+        >>> batch = correction(TensorDict(row, batch_size=1))
+        >>> batch["advantage"].squeeze(-1)
+        tensor([[0.0000, 1.0000, 0.5000]])
+        >>> batch["log_probs", "full"].exp()
+        tensor([[   nan, 0.2500, 0.2500]])
+        >>> round(correction.metrics["rollout_corr/rollout_is_mean"], 6)
+        0.75
+    """
+
+    def __init__(
+        self,
+        config: RolloutCorrectionConfig | str,
+        *,
+        actor_network: Any = None,
+        masking_strategy: MaskingStrategy = "sft",
+        aggregation: Aggregation = "token_mean",
+        train_log_probs_key: NestedKey = ("train_log_probs", "full"),
+        log_probs_key: NestedKey = ("log_probs", "full"),
+        advantage_key: NestedKey = "advantage",
+        version_key: NestedKey = ("generation_info", "weight_version"),
+        consumer_version: int | None = None,
+    ) -> None:
+        super().__init__()
+        if masking_strategy not in ("sft", "rlhf", "generic"):
+            raise ConfigurationError(
+                f"masking_strategy must be 'sft', 'rlhf' or 'generic', got "
+                f"{masking_strategy!r}."
+            )
+        if aggregation not in ("token_mean", "prompt_mean", "none"):
+            raise ConfigurationError(
+                f"aggregation must be 'token_mean', 'prompt_mean' or 'none', got "
+                f"{aggregation!r}."
+            )
+        self.config = as_config(config)
+        # In a tuple: a submodule would put the trainer's weights into the state dict.
+        self._actor = (actor_network,)
+        self.masking_strategy = masking_strategy
+        self.aggregation = aggregation
+        self.train_log_probs_key = train_log_probs_key
+        self.log_probs_key = log_probs_key
+        self.advantage_key = advantage_key
+        self.version_key = version_key
+        self.consumer_version = consumer_version
+        self._metrics: dict[str, Tensor] = {}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last batch; reading them waits for the device."""
+        return {name: value.item() for name, value in self._metrics.items()}
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns a corrected copy of a batch.
+
+        Args:
+            tensordict: a batch with one batch dimension.
+
+        Raises:
+            ConfigurationError: if the batch lacks a column, or has another shape.
+        """
+        if tensordict.ndim != 1:
+            raise ConfigurationError(
+                f"A batch to be corrected has one batch dimension, got "
+                f"{tuple(tensordict.batch_size)}; give batch.reshape(-1)."
+            )
+        with torch.no_grad():
+            sampled = self._read(tensordict)
+            corrected = correct(self.config, sampled)
+            self._metrics = corrected.metrics
+            return self._write(tensordict, sampled, corrected)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Writes to a replay buffer unchanged; its samples are corrected."""
+        return tensordict
+
+    def _read(self, batch: TensorDictBase) -> Sampled:
+        """Returns the columns that the configuration needs."""
+        rollout = read(batch, self.log_probs_key, padding_value=0.0)
+        if rollout is None:
+            raise ConfigurationError(
+                f"The batch has no log-probs {self.log_probs_key!r}; generate with "
+                f"SGLangWrapper(..., return_log_probs=True)."
+            )
+        shape = rollout.shape
+        train, mask = self._train_log_probs(batch, shape)
+        versions = None
+        if self.config.needs_versions:
+            versions = read_versions(batch, self.version_key, shape)
+        return Sampled(
+            rollout=rollout,
+            mask=mask,
+            advantage=read_advantage(batch, self.advantage_key, shape),
+            train=train,
+            versions=versions,
+            version=self.consumer_version,
+        )
+
+    def _train_log_probs(
+        self, batch: TensorDictBase, shape: torch.Size
+    ) -> tuple[Tensor | None, Tensor]:
+        """Returns the trainer's log-probs, if needed or there, and the loss's mask."""
+        (actor,) = self._actor
+        if actor is not None and self.config.needs_train_log_probs:
+            distribution = getattr(actor, f"_get_{self.masking_strategy}_dist")(
+                batch.copy()
+            )
+            tokens = read(batch, TOKENS, padding_value=-100)
+            train, mask = distribution.log_prob(tokens), distribution.mask
+        else:
+            train = read(batch, self.train_log_probs_key, padding_value=0.0)
+            mask = read_mask(batch, self.masking_strategy, shape[1])
+        for name, value in (("log-probs of the trainer", train), ("mask", mask)):
+            if value is not None and value.shape != shape:
+                raise ConfigurationError(
+                    f"The {name} have shape {tuple(value.shape)}, the log-probs of the "
+                    f"rollout {tuple(shape)}: they are not of the same tokens; give "
+                    f"masking_strategy as GRPOLoss has it."
+                )
+        return train, mask
+
+    def _write(
+        self, batch: TensorDictBase, sampled: Sampled, corrected: Corrected
+    ) -> TensorDictBase:
+        """Returns a copy of the batch with another advantage and other log-probs."""
+        advantage = scale_advantage(sampled.advantage, corrected, self.aggregation)
+        result = batch.copy()
+        result.set(self.advantage_key, advantage.unsqueeze(-1))
+        log_probs = torch.where(corrected.keep, corrected.old, torch.nan)
+        write_rows(result, self.log_probs_key, log_probs.to(sampled.rollout.dtype))
+        return result
