@@ -8,33 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
-from collections.abc import (
-    AsyncIterator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
-from typing_extensions import override
 
 from torchrl_sglang.backends.base import WeightUpdate
 from torchrl_sglang.backends.client.capabilities import find_out
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.client.model_info import ServedModel
-from torchrl_sglang.backends.client.router import find_workers
+from torchrl_sglang.backends.client.router import find_servers
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.poller import ServerPoller, discover
 from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle, format_tags
-from torchrl_sglang.backends.fleet.routing import RemoteRouter, RouterHandle
+from torchrl_sglang.backends.fleet.routing import RemoteRouter
 from torchrl_sglang.backends.fleet.sleep import (
     DRAIN_TIMEOUT_SECONDS,
     SleepControl,
@@ -61,18 +53,13 @@ from torchrl_sglang.backends.launch.local import LocalLauncher, replica_specs
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
 from torchrl_sglang.backends.launch.router import router_arguments
-from torchrl_sglang.backends.lora.names import check_name
 from torchrl_sglang.backends.lora.payload import prepare_adapter
-from torchrl_sglang.backends.lora.registry import (
-    LOAD_SECONDS,
-    AdapterRegistry,
-    no_lora_error,
-)
-from torchrl_sglang.backends.lora.retirement import UNLOAD_SECONDS
+from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.backends.support.checks import (
     check_count,
     check_flag,
     check_seconds,
+    given_once,
 )
 from torchrl_sglang.backends.support.event_loop import (
     iterate,
@@ -81,12 +68,7 @@ from torchrl_sglang.backends.support.event_loop import (
     submit,
 )
 from torchrl_sglang.backends.support.open_files import limit_in_flight
-from torchrl_sglang.backends.support.urls import (
-    address_facing,
-    hide_passwords,
-    is_this_machine,
-    split_credentials,
-)
+from torchrl_sglang.backends.support.urls import address_facing, is_this_machine
 from torchrl_sglang.backends.torchrl_calls import TorchRLCalls
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -99,7 +81,6 @@ from torchrl_sglang.types import (
     Completion,
     EngineStats,
     FusedParameter,
-    LogProbsMode,
     ModelMetadata,
     ServerCapabilities,
     ServerPlacement,
@@ -125,12 +106,9 @@ class Settings:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("max_in_flight", 1),
-            ("max_attempts", 1),
-            ("max_restarts", 0),
-        ):
-            check_count(name, getattr(self, name), least=least)
+        check_count("max_in_flight", self.max_in_flight)
+        check_count("max_attempts", self.max_attempts)
+        check_count("max_restarts", self.max_restarts, least=0)
         check_flag("trust_remote_code", self.trust_remote_code)
         check_seconds("progress_timeout", self.progress_timeout, endless=True)
 
@@ -172,7 +150,7 @@ class AsyncSGLang(TorchRLCalls):
                 "AsyncSGLang.connect(server_url=...) for one that runs."
             )
         self._fleet = fleet
-        self._capabilities = capabilities
+        self.capabilities = capabilities
         self._model = model
         self._http = http or HttpClient()
         self._settings = settings or Settings()
@@ -181,18 +159,18 @@ class AsyncSGLang(TorchRLCalls):
 
     def _compose(self) -> None:
         self._served_model = ServedModel(
-            self._capabilities,
+            self.capabilities,
             self._model,
             trust_remote_code=self._settings.trust_remote_code,
         )
         self._counters = Counters()
         self._update_lock = threading.Lock()
-        self._control = ControlPlane(self._http, self._fleet, self._capabilities)
-        self._adapters = AdapterRegistry(self._control, self._fleet, self._capabilities)
+        self.control = ControlPlane(self._http, self._fleet, self.capabilities)
+        self._adapters = AdapterRegistry(self.control, self._fleet, self.capabilities)
         self._dispatcher = Dispatcher(
             self._http,
             self._fleet,
-            self._capabilities,
+            self.capabilities,
             self._adapters,
             self._counters,
             max_attempts=self._settings.max_attempts,
@@ -202,20 +180,20 @@ class AsyncSGLang(TorchRLCalls):
         dispatcher, counters = self._dispatcher, self._counters
         self._sleep_control = SleepControl(
             self._fleet,
-            self._control,
+            self.control,
             in_flight=lambda: dispatcher.in_flight.queued + counters.in_flight,
             abort=lambda: dispatcher.in_flight.abort(None),
         )
         self._supervisor = Supervisor(
             self._fleet,
             self._http,
-            self._capabilities,
+            self.capabilities,
             # What the supervisor holds must not hold the fleet: with its last
             # reference, its servers end.
             progress=lambda: (counters.in_flight, counters.completed),
             poller=ServerPoller(
                 self._http,
-                self._capabilities,
+                self.capabilities,
                 self._adapters,
                 partial(
                     find_out,
@@ -306,7 +284,7 @@ class AsyncSGLang(TorchRLCalls):
         )
         for alias in ("model_name", "model_path"):
             other = server_args.pop(alias, None)
-            model = _given_once("model", model, alias, other)
+            model = given_once("model", model, alias, other)
         if model is None:
             raise ConfigurationError("Give the model: a folder, or a hub name.")
         if timeout is not None:
@@ -335,8 +313,8 @@ class AsyncSGLang(TorchRLCalls):
                     router=launched.router,
                     start_router=launched.start_router,
                 ),
-                http=HttpClient(api_key),
-                settings=settings,
+                HttpClient(api_key),
+                settings,
             )
         except BaseException:
             launched.stop()
@@ -392,51 +370,32 @@ class AsyncSGLang(TorchRLCalls):
             max_attempts=max_attempts,
             trust_remote_code=trust_remote_code,
         )
-        url = _given_once("url", url, "server_url", server_url)
-        router: RouterHandle | None = None
-        credentials: dict[str, str] = {}
-        if router_url is not None:
-            place, credentials = _without_credentials([router_url])
-            router = RemoteRouter(url=place[0])
-            if url is None and urls is None:
-                urls = run_sync(
-                    find_workers(HttpClient(api_key, credentials), place[0])
-                )
-        if (url is None) == (urls is None):
-            raise ConfigurationError(
-                f"Give the address of one server or of several: "
-                f"url={hide_passwords(repr(url))}, urls={hide_passwords(repr(urls))}."
+        servers = run_sync(
+            find_servers(
+                given_once("url", url, "server_url", server_url),
+                urls,
+                router_url=router_url,
+                api_key=api_key,
             )
-        if isinstance(urls, str):
-            raise ConfigurationError(
-                f"urls is a list of addresses, got {hide_passwords(urls)!r}."
-            )
-        addresses, more = _without_credentials([url] if url else urls or ())
-        credentials |= more
-        if api_key is not None and credentials:
-            raise ConfigurationError(
-                f"Give {next(iter(credentials))} either an api_key or a user and a "
-                f"password: a request carries one of them."
-            )
-        if not addresses or len(set(addresses)) != len(addresses):
-            raise ConfigurationError(
-                f"urls must name each server once, and at least one: {addresses}."
-            )
+        )
         return cls._connected(
-            Fleet([Replica(url=address) for address in addresses], router=router),
+            Fleet(
+                [Replica(url=address) for address in servers.urls],
+                router=servers.router_url and RemoteRouter(url=servers.router_url),
+            ),
+            servers.http,
+            settings,
             model=model,
-            http=HttpClient(api_key, credentials),
-            settings=settings,
         )
 
     @classmethod
     def _connected(
         cls,
         fleet: Fleet,
-        *,
-        model: str | None = None,
         http: HttpClient,
         settings: Settings,
+        *,
+        model: str | None = None,
     ) -> Self:
         trusted = settings.trust_remote_code
         find = partial(find_out, http, model=model, trust_remote_code=trusted)
@@ -447,7 +406,6 @@ class AsyncSGLang(TorchRLCalls):
         return cls(fleet, capabilities, model=model, http=http, settings=settings)
 
     @property
-    @override
     def server_url(self) -> str:
         router = self._fleet.router
         return self._fleet.replicas[0].url if router is None else router.url
@@ -459,21 +417,14 @@ class AsyncSGLang(TorchRLCalls):
         return tuple(handle for handle in found if handle is not None)
 
     @property
-    @override
-    def capabilities(self) -> ServerCapabilities:
-        return self._capabilities
-
-    @property
-    @override
     def model_path(self) -> str:
         return self._served_model.path
 
     @property
-    @override
     def placements(self) -> tuple[ServerPlacement, ...]:
         replicas = {replica.url: replica for replica in self._fleet.replicas}
-        device = self._capabilities.server_args.get("device")
-        nodes = int(self._capabilities.server_args.get("nnodes") or 1)
+        device = self.capabilities.server_args.get("device")
+        nodes = int(self.capabilities.server_args.get("nnodes") or 1)
         return tuple(
             ServerPlacement(
                 url=url,
@@ -482,16 +433,10 @@ class AsyncSGLang(TorchRLCalls):
                 gpus=replicas[url].gpus,
                 visible_gpus=replicas[url].visible_gpus,
             )
-            for url in self._control.urls
+            for url in self.control.urls
         )
 
     @property
-    @override
-    def control(self) -> ControlPlane:
-        return self._control
-
-    @property
-    @override
     def weight_version(self) -> str:
         adapter = self.adapters.get(self.default_adapter or "")
         if adapter is not None and adapter.version is not None:
@@ -499,74 +444,22 @@ class AsyncSGLang(TorchRLCalls):
         return self._fleet.weights.version
 
     @property
-    @override
     def newest_version(self) -> str:
         return self._fleet.weights.newest
 
     @property
-    @override
     def base_problem(self) -> str | None:
         return self._fleet.base_problem
 
     @property
-    @override
     def asleep(self) -> frozenset[str]:
         return self._fleet.asleep
 
-    @override
-    def generate(
-        self,
-        prompts: str | Sequence[str] | None = None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        *,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        return_logprobs: bool | Sequence[bool] = False,
-        return_prompt_logprobs: bool | Sequence[bool] = False,
-        top_logprobs: int | Sequence[int] = 0,
-        request_ids: Sequence[str] | None = None,
-        session_ids: str | Sequence[str | None] | None = None,
-        timeout: float | None = None,
-        request_timeout: float | None = None,
-        return_exceptions: bool = False,
-        adapter: str | Sequence[str | None] | None = None,
-        logprobs_mode: LogProbsMode = "model",
-        **sampling: Any,
-    ) -> list[Completion]:
-        batch = self._to_batch(
-            prompts,
-            sampling_params,
-            input_ids=input_ids,
-            return_logprobs=return_logprobs,
-            return_prompt_logprobs=return_prompt_logprobs,
-            top_logprobs=top_logprobs,
-            request_ids=request_ids,
-            session_ids=session_ids,
-            timeout=timeout,
-            request_timeout=request_timeout,
-            return_exceptions=return_exceptions,
-            adapter=adapter,
-            logprobs_mode=logprobs_mode,
-            **sampling,
-        )
-        return run_sync(self._generation.run(batch))
-
-    @override
     def generate_requests(
-        self,
-        requests: Sequence[GenerateRequest],
-        *,
-        timeout: float | None = None,
-        request_timeout: float | None = None,
-        return_exceptions: bool = False,
+        self, requests: Sequence[GenerateRequest], **options: Any
     ) -> list[Completion]:
         self._check_usable()
-        batch = Batch(
-            requests=requests,
-            timeout=timeout,
-            request_timeout=request_timeout,
-            return_exceptions=return_exceptions,
-        )
-        return run_sync(self._generation.run(batch))
+        return run_sync(self._generation.run(Batch(requests=requests, **options)))
 
     def _to_batch(self, prompts: Any, sampling_params: Any, **options: Any) -> Batch:
         # Tokenizes in the caller's thread, so that the background loop is free.
@@ -574,22 +467,16 @@ class AsyncSGLang(TorchRLCalls):
         return to_batch(prompts, sampling_params, self.get_tokenizer, **options)
 
     async def agenerate(
-        self,
-        prompts: str | Sequence[str] | None = None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        self, prompts: Any = None, sampling_params: Any = None, **options: Any
     ) -> list[Completion]:
         """The same as :meth:`generate`, to be awaited on any event loop."""
         batch = await asyncio.to_thread(
-            self._to_batch, prompts, sampling_params, **kwargs
+            self._to_batch, prompts, sampling_params, **options
         )
         return await asyncio.wrap_future(submit(self._generation.run(batch)))
 
     def generate_iter(
-        self,
-        prompts: str | Sequence[str] | None = None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        self, prompts: Any = None, sampling_params: Any = None, **options: Any
     ) -> Iterator[tuple[int, Completion | SGLangError]]:
         """Takes what :meth:`generate` takes and yields each response as it finishes.
 
@@ -607,18 +494,15 @@ class AsyncSGLang(TorchRLCalls):
             >>> sorted(index for index, answer in answers)
             [0, 1]
         """
-        batch = self._to_batch(prompts, sampling_params, **kwargs)
+        batch = self._to_batch(prompts, sampling_params, **options)
         yield from iterate_sync(self._generation.stream(batch))
 
     async def agenerate_iter(
-        self,
-        prompts: str | Sequence[str] | None = None,
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        self, prompts: Any = None, sampling_params: Any = None, **options: Any
     ) -> AsyncIterator[tuple[int, Completion | SGLangError]]:
         """The same as :meth:`generate_iter`, to be iterated on any event loop."""
         batch = await asyncio.to_thread(
-            self._to_batch, prompts, sampling_params, **kwargs
+            self._to_batch, prompts, sampling_params, **options
         )
         async with aclosing(iterate(self._generation.stream(batch))) as stream:
             async for item in stream:
@@ -640,21 +524,17 @@ class AsyncSGLang(TorchRLCalls):
         return run_sync(self._dispatcher.in_flight.abort(request_ids))
 
     @property
-    @override
     def adapters(self) -> dict[str, Adapter]:
         return self._adapters.table
 
     @property
-    @override
     def default_adapter(self) -> str | None:
         return self._adapters.default
 
     @default_adapter.setter
-    @override
     def default_adapter(self, name: str | None) -> None:
         self._adapters.default = name
 
-    @override
     def load_adapter(
         self,
         name: str,
@@ -668,23 +548,12 @@ class AsyncSGLang(TorchRLCalls):
         timeout: float | None = None,
     ) -> Adapter:
         self._check_open()
-        check_name(name)
-        if version is not None and not (
-            isinstance(version, str) and re.fullmatch(r"[^#\s]+", version)
-        ):
-            raise ConfigurationError(
-                f"version={version!r} is no weight version; give a text without spaces "
-                f"and '#'."
-            )
-        if timeout is not None:
-            check_seconds("timeout", timeout)
-        if not self._capabilities.has_lora:
-            raise no_lora_error()
+        self._adapters.check_new(name, version)
         content = prepare_adapter(
             path=path,
             tensors=tensors,
             config=config,
-            capabilities=self._capabilities,
+            capabilities=self.capabilities,
             get_metadata=self.get_model_metadata,
         )
         loaded = run_sync(
@@ -694,39 +563,26 @@ class AsyncSGLang(TorchRLCalls):
                 pinned=pinned,
                 version=version,
                 make_default=default,
-                timeout=LOAD_SECONDS if timeout is None else timeout,
+                timeout=timeout,
             )
         )
-        if version is not None:
-            self._fleet.weights_state.reserve(version)
         # A server of somebody else may be started again, and needs it then.
         self._supervisor.begin()
         return loaded
 
-    @override
     def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
         self._check_open()
-        check_name(name)
-        if timeout is not None:
-            check_seconds("timeout", timeout)
-        run_sync(
-            self._adapters.unload(
-                name, timeout=UNLOAD_SECONDS if timeout is None else timeout
-            )
-        )
+        run_sync(self._adapters.unload(name, timeout=timeout))
 
-    @override
     def look_at_servers(self) -> None:
         self._check_open()
         self._fleet.suspect()
         run_sync(self._supervisor.poll_now())
 
-    @override
     def published_adapters(self, *, timeout: float) -> frozenset[str]:
         self._check_open()
         return run_sync(self._adapters.published(timeout=timeout))
 
-    @override
     def withdraw_adapters(self, *, timeout: float) -> None:
         self._check_open()
         run_sync(self._adapters.withdraw(timeout=timeout))
@@ -770,42 +626,30 @@ class AsyncSGLang(TorchRLCalls):
             >>> answer["usage"]["completion_tokens"] <= 4
             True
         """
-        return run_sync(
-            self._call("/v1/chat/completions", payload, session_id, timeout)
-        )
+        path = "/v1/chat/completions"
+        return run_sync(self._call(path, payload, session_id, timeout))
 
-    def completion(
-        self,
-        payload: Mapping[str, Any],
-        *,
-        session_id: str | None = None,
-        timeout: float | None = None,
-    ) -> dict[str, Any]:
+    def completion(self, payload: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """The same as :meth:`chat_completion`, for ``/v1/completions``."""
-        return run_sync(self._call("/v1/completions", payload, session_id, timeout))
+        return run_sync(self._call("/v1/completions", payload, **options))
 
     async def achat_completion(
-        self,
-        payload: Mapping[str, Any],
-        *,
-        session_id: str | None = None,
-        timeout: float | None = None,
+        self, payload: Mapping[str, Any], **options: Any
     ) -> dict[str, Any]:
         """The same as :meth:`chat_completion`, to be awaited on any event loop."""
-        return await asyncio.wrap_future(
-            submit(self._call("/v1/chat/completions", payload, session_id, timeout))
-        )
+        call = self._call("/v1/chat/completions", payload, **options)
+        return await asyncio.wrap_future(submit(call))
 
     async def _call(
         self,
         path: str,
         payload: Mapping[str, Any],
-        session: str | None,
-        timeout: float | None,
+        session_id: str | None = None,
+        timeout: float | None = None,
     ) -> dict[str, Any]:
         self._check_usable()
         return await post_openai(
-            self._dispatcher, path, payload, session_id=session, timeout=timeout
+            self._dispatcher, path, payload, session_id=session_id, timeout=timeout
         )
 
     def stats(self) -> EngineStats:
@@ -822,7 +666,7 @@ class AsyncSGLang(TorchRLCalls):
         self._check_open()
         queued = self._dispatcher.in_flight.queued
         return run_sync(
-            collect_stats(self._fleet, self._control, self._counters, queued)
+            collect_stats(self._fleet, self.control, self._counters, queued)
         )
 
     def start_profile(self, output_dir: str | None = None, **options: Any) -> None:
@@ -834,12 +678,12 @@ class AsyncSGLang(TorchRLCalls):
         """
         self._check_open()
         given = {} if output_dir is None else {"output_dir": output_dir}
-        run_sync(self._control.start_profile({**given, **options}))
+        run_sync(self.control.start_profile({**given, **options}))
 
     def stop_profile(self) -> None:
         """Stops the profiler; the servers write their traces."""
         self._check_open()
-        run_sync(self._control.stop_profile())
+        run_sync(self.control.stop_profile())
 
     def _check_open(self) -> None:
         if self._closed:
@@ -859,27 +703,21 @@ class AsyncSGLang(TorchRLCalls):
                 f"weights again."
             )
 
-    @override
-    def get_tokenizer(self) -> Any:
-        return self._served_model.get_tokenizer()
+    def get_tokenizer(self, name: str | None = None) -> Any:
+        return self._served_model.get_tokenizer(name)
 
-    @override
     def get_model_metadata(self) -> ModelMetadata:
         return self._served_model.get_metadata()
 
-    @override
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
         return self._served_model.get_fused_parameters()
 
-    @override
     def get_master_address(self) -> str:
-        return address_facing(self._control.urls)
+        return address_facing(self.control.urls)
 
-    @override
     def get_master_port(self) -> int:
         return find_free_port()
 
-    @override
     @contextmanager
     def weight_update(self) -> Iterator[WeightUpdate]:
         self._check_open()
@@ -901,7 +739,6 @@ class AsyncSGLang(TorchRLCalls):
         finally:
             self._update_lock.release()
 
-    @override
     def sleep(
         self,
         tags: str | Iterable[str] = ("weights", "kv_cache"),
@@ -911,7 +748,7 @@ class AsyncSGLang(TorchRLCalls):
     ) -> None:
         self._check_open()
         wanted = check_tags(tags)
-        check_can_sleep(self._capabilities, self.server_url)
+        check_can_sleep(self.capabilities, self.server_url)
         drain_timeout = check_seconds("drain_timeout", drain_timeout, zero=True)
         with self._alone():
             run_sync(
@@ -920,31 +757,26 @@ class AsyncSGLang(TorchRLCalls):
                 )
             )
 
-    @override
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
         self._check_open()
         wanted = self._fleet.asleep if tags is None else check_tags(tags)
         with self._alone():
             run_sync(self._sleep_control.wake_up(wanted))
 
-    @override
     def revive(self, *, timeout: float = START_TIMEOUT_SECONDS) -> None:
         self._check_open()
         check_seconds("timeout", timeout)
         check_weights_awake(self._fleet.asleep)
-        run_sync(revive(self._fleet, self._control, timeout=timeout))
+        run_sync(revive(self._fleet, self.control, timeout=timeout))
 
-    @override
     def flush_cache(self) -> bool:
         self._check_open()
-        return run_sync(self._control.flush_cache())
+        return run_sync(self.control.flush_cache())
 
-    @override
     def health(self) -> bool:
         alive = all(replica.runs for replica in self._fleet.replicas)
-        return not self._closed and alive and run_sync(self._control.healthy())
+        return not self._closed and alive and run_sync(self.control.healthy())
 
-    @override
     def shutdown(self) -> None:
         if self._closed:
             return
@@ -966,26 +798,14 @@ class AsyncSGLang(TorchRLCalls):
 
     def __getstate__(self) -> dict[str, Any]:
         # Ownership, locks and the tokenizer stay here; the rest is plain values.
-        state = dict(self.__dict__)
-        for name in (
-            "_dispatcher",
-            "_control",
-            "_counters",
-            "_generation",
-            "_served_model",
-            "_sleep_control",
-            "_update_lock",
-            "_supervisor",
-        ):
-            del state[name]
-        state["_adapters"] = self._adapters.state()
-        return state
+        kept = ("_fleet", "capabilities", "_model", "_http", "_settings", "_closed")
+        state = {name: getattr(self, name) for name in kept}
+        return {**state, "_adapters": self._adapters.state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        adapters = state["_adapters"]
         self._compose()
-        self._adapters.set_state(adapters)
+        self._adapters.set_state(state["_adapters"])
 
     def __repr__(self) -> str:
         fleet = self._fleet
@@ -1000,30 +820,7 @@ class AsyncSGLang(TorchRLCalls):
         owned = any(replica.handle is not None for replica in fleet.replicas)
         return (
             f"AsyncSGLang({self.server_url!r}, "
-            f"model={self._capabilities.model_path!r}, "
+            f"model={self.capabilities.model_path!r}, "
             f"weight_version={fleet.weights.version!r}, owned={owned}, "
             f"status={status!r})"
         )
-
-
-T = TypeVar("T")
-
-
-def _without_credentials(urls: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Returns addresses that can be shown, and address -> header of the others."""
-    split = [split_credentials(url) for url in urls]
-    return [url for url, _ in split], {url: header for url, header in split if header}
-
-
-def _given_once(name: str, value: T | None, alias: str, other: T | None) -> T | None:
-    """Returns an argument that has two names.
-
-    Raises:
-        ConfigurationError: if it is given under both.
-    """
-    if value is not None and other is not None:
-        raise ConfigurationError(
-            f"Give {name} once: {name}={hide_passwords(repr(value))}, "
-            f"{alias}={hide_passwords(repr(other))}."
-        )
-    return other if value is None else value

@@ -1,9 +1,8 @@
-"""What the layers above the engine need of it.
+"""The engine's interface for the layers above, and its helpers that they import.
 
 :class:`RLSGLangEngine` combines three protocols: an engine generates, takes weights and
 holds adapters. :class:`~torchrl_sglang.AsyncSGLang` implements them; a test or an
-application can bring another engine. ``policies`` and ``weight_update`` import the
-engine's helpers from here and from ``support`` only.
+application can bring another engine.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torchrl_sglang.backends.client.model_files import MARK, write_mark
 from torchrl_sglang.backends.generation.request import (
     GenerateRequest,
     check_logprobs_mode,
+    to_batch,
 )
 from torchrl_sglang.backends.generation.resume import (
     join_completions,
@@ -96,22 +96,22 @@ def _engine_class() -> Any:
 class Generates(Protocol):
     """An engine that generates."""
 
-    @property
-    def capabilities(self) -> ServerCapabilities:
-        """What the servers can do."""
+    capabilities: ServerCapabilities
+    """What the servers can do."""
 
     @property
     def weight_version(self) -> str:
-        """Version of the weights that requests are computed with.
+        """Version of the weights, or of the default adapter if an update sent one."""
 
-        This is the version of the default adapter, where a weight update published one.
-        """
-
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self, name: str | None = None) -> Any:
         """Returns the tokenizer of the served model, loaded at the first call.
 
+        Args:
+            name: folder or hub name of another one, loaded with the engine's
+                ``trust_remote_code``.
+
         Raises:
-            ConfigurationError: if it cannot be read from here.
+            ConfigurationError: if it cannot be read on this machine.
         """
 
     def generate(
@@ -138,16 +138,14 @@ class Generates(Protocol):
             prompts: one text or several; the tokenizer turns them into tokens here.
             sampling_params: one mapping for all or one for each prompt, under SGLang's
                 names or TorchRL's (``max_tokens``, ``stop_sequences``, ``seed``).
-                ``max_new_tokens`` is cut to the rest of the context;
-                ``max_new_tokens=0`` scores the prompt.
+                ``max_new_tokens`` is cut to the rest of the context; 0 scores the
+                prompt.
             input_ids: token ids of one prompt or of several, instead of ``prompts``.
-            return_logprobs: also return the log-probability of each response token, as
-                ``logprobs_mode`` defines it. Like the next two, for all prompts or one
-                for each.
-            return_prompt_logprobs: also return the model's log-probability of each
-                prompt token.
-            top_logprobs: also return the top-k tokens at the position of each response
-                token, with their log-probabilities, for this k.
+            return_logprobs: return the log-prob of each response token. Like the next
+                two, for all prompts or one for each.
+            return_prompt_logprobs: return the model's log-prob of each prompt token.
+            top_logprobs: return this many top-k tokens at the position of each response
+                token, with their log-probs.
             request_ids: a name for each prompt, for :meth:`.AsyncSGLang.abort`. Several
                 prompts can have the same name.
             session_ids: requests of one session go to one server, where their prefix is
@@ -155,23 +153,21 @@ class Generates(Protocol):
             timeout: of the batch, in seconds. Defaults to 1800.
             request_timeout: of each request from when it is sent, in seconds. One that
                 times out is an error of that item.
-            return_exceptions: put the error of an item in its place, whatever it is,
-                instead of raising the first one. Otherwise, the other in-flight
-                requests are aborted, and finished responses are the error's
-                ``completions``.
+            return_exceptions: return the error of an item in its place instead of
+                raising the first one. A raised error aborts the other in-flight
+                requests and carries the finished responses as ``completions``.
             adapter: name of the LoRA adapter to compute them with, for all or one for
                 each; ``""`` for the base model. Defaults to :attr:`default_adapter`.
-            logprobs_mode: whose log-probabilities of response tokens and of top-k
-                tokens. ``"model"`` are the model's own, ``log_softmax(logits)``,
-                whatever the sampling parameters: what the trained model computes for
-                the same tokens, and vLLM's default. Where the server gives others
-                (penalties, ``logit_bias``, ``min_new_tokens`` and grammars change the
-                logits before), the finished response is scored by the same weights:
-                tokens of weights that were replaced meanwhile get NaN, and a response
-                of nothing else is generated again. ``"sampling"`` are those of the
-                distribution that the tokens were drawn from, as far as SGLang tells:
-                after temperature, penalties, biases and grammar, and before top-p,
-                top-k and min-p.
+            logprobs_mode: whose log-probs of response tokens and of top-k tokens.
+                ``"model"``: the model's own, ``log_softmax(logits)``, whatever the
+                sampling parameters, as the trained model computes them and as vLLM
+                does. Where the server gives others (penalties, ``logit_bias``,
+                ``min_new_tokens`` and grammars change the logits before), the finished
+                response is scored by the same weights: tokens of weights that were
+                replaced meanwhile get NaN, and a response of nothing else is generated
+                again. ``"sampling"``: those of the distribution that the tokens were
+                drawn from, as far as SGLang tells: after temperature, penalties, biases
+                and grammar, and before top-p, top-k and min-p.
             **sampling: further sampling parameters, for all prompts.
 
         Returns:
@@ -184,10 +180,30 @@ class Generates(Protocol):
             ServerUnavailableError: if no server can be reached, after retries.
             ServerDiedError: if every server that this engine owns has ended.
             ServerTimeoutError: after a timeout.
-            UnsupportedByServerError: for a seed, a grammar or log-probabilities that
-                the servers cannot give.
+            UnsupportedByServerError: for a seed, a grammar or log-probs that the
+                servers cannot give.
             WeightSyncStateError: if a failed update left the weights inconsistent.
         """
+        batch = to_batch(
+            prompts,
+            sampling_params,
+            self.get_tokenizer,
+            input_ids=input_ids,
+            return_logprobs=return_logprobs,
+            return_prompt_logprobs=return_prompt_logprobs,
+            top_logprobs=top_logprobs,
+            request_ids=request_ids,
+            session_ids=session_ids,
+            adapter=adapter,
+            logprobs_mode=logprobs_mode,
+            **sampling,
+        )
+        return self.generate_requests(
+            batch.requests,
+            timeout=timeout,
+            request_timeout=request_timeout,
+            return_exceptions=return_exceptions,
+        )
 
     def generate_requests(
         self,
@@ -208,24 +224,18 @@ class HoldsAdapters(Protocol):
 
     @property
     def adapters(self) -> dict[str, Adapter]:
-        """Name -> LoRA adapter, of those that requests can select.
-
-        Examples:
-            >>> engine.adapters
-            {}
-        """
+        """Name -> LoRA adapter that requests can select."""
 
     @property
     def default_adapter(self) -> str | None:
-        """Name of the LoRA adapter of requests that select none.
+        """Name of the LoRA adapter of requests that select none; ``None``: no adapter.
 
         Weight updates that send an adapter set it, here and in every copy of the engine
-        and other engine of these servers. ``None`` is the base model.
+        and other engine of these servers.
 
         Raises:
             ConfigurationError: when it is set to one that is not loaded.
-            UnsupportedByServerError: when it is set to one, and the servers were
-                started without LoRA.
+            UnsupportedByServerError: when it is set, and the servers have no LoRA.
         """
 
     @default_adapter.setter
@@ -285,32 +295,15 @@ class HoldsAdapters(Protocol):
         """
 
     def published_adapters(self, *, timeout: float) -> frozenset[str]:
-        """Asks the servers for the adapters of requests that select none.
+        """Asks the servers for the names of adapters for requests that select none.
 
-        Weight updates published them, or :meth:`load_adapter` with ``default=True``, of
-        this engine object or of others.
-
-        Args:
-            timeout: in seconds.
-
-        Returns:
-            Their served names.
-
-        Examples:
-            >>> engine.published_adapters(timeout=10.0)
-            frozenset()
+        Weight updates published them, or :meth:`load_adapter` with ``default=True``.
         """
 
     def withdraw_adapters(self, *, timeout: float) -> None:
-        """Has servers drop the published adapters; a part of whole-weight updates.
+        """Has servers drop the published adapters, before an update of whole weights.
 
         Generation must be paused, or nothing may run: requests with one are aborted.
-
-        Args:
-            timeout: in seconds.
-
-        Raises:
-            SGLangError: if a server still holds one after the timeout.
         """
 
 
@@ -324,9 +317,7 @@ class WeightUpdate(Protocol):
     def commit(self, version: str, *, checkpoint: bool = False) -> None:
         """Every server holds this version; call it before generation resumes.
 
-        Args:
-            version: of the weights.
-            checkpoint: they are the weights that the servers were started with.
+        ``checkpoint``: it is the weights that the servers were started with.
         """
 
     def abort(self) -> None:
@@ -348,17 +339,16 @@ class WeightUpdate(Protocol):
 class TakesWeights(Protocol):
     """An engine whose servers take new weights."""
 
+    control: ControlPlane
+    """Control calls to every server; to be awaited on the background loop."""
+
     @property
     def server_url(self) -> str:
         """Address that generation requests go to."""
 
     @property
-    def control(self) -> ControlPlane:
-        """Control calls to every server; to be awaited on the background loop."""
-
-    @property
     def model_path(self) -> str:
-        """Folder or hub name of the served model, as it can be read from here."""
+        """Folder or hub name of the served model, as it can be read on this machine."""
 
     @property
     def placements(self) -> tuple[ServerPlacement, ...]:
@@ -377,12 +367,7 @@ class TakesWeights(Protocol):
 
     @property
     def asleep(self) -> frozenset[str]:
-        """Tags of the servers' memory that is released; empty while they are awake.
-
-        Examples:
-            >>> sorted(engine.asleep)
-            []
-        """
+        """Tags of the servers' memory that is released; empty while they are awake."""
 
     def get_model_metadata(self) -> ModelMetadata:
         """Returns (dtype, shape) of every parameter, under Hugging Face's names.
@@ -392,14 +377,9 @@ class TakesWeights(Protocol):
         """
 
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
-        """Returns the parameters that a module and a checkpoint hold differently.
+        """Returns the parameters that a module fuses and a checkpoint does not.
 
-        The names of :meth:`get_model_metadata` are a checkpoint's. Where the module
-        fuses some of them, this tells which.
-
-        Examples:
-            >>> engine.get_fused_parameters()  # None in a dense model.
-            {}
+        The names of :meth:`get_model_metadata` are a checkpoint's.
         """
 
     def get_master_address(self) -> str:
@@ -416,11 +396,6 @@ class TakesWeights(Protocol):
         """Polls which servers respond, and what other engine objects sent them.
 
         The engine polls by itself where a request fails, and before a weight update.
-
-        Examples:
-            >>> engine.look_at_servers()
-            >>> engine.stats().servers[0].state
-            'serving'
         """
 
     def weight_update(self) -> AbstractContextManager[WeightUpdate]:
@@ -455,6 +430,8 @@ class RLSGLangEngine(Generates, TakesWeights, HoldsAdapters):
     Examples:
         >>> isinstance(engine, RLSGLangEngine), engine.num_replicas
         (True, 1)
+        >>> engine.adapters, engine.get_fused_parameters(), sorted(engine.asleep)
+        ({}, {}, [])
     """
 
     @abc.abstractmethod
@@ -484,7 +461,6 @@ class RLSGLangEngine(Generates, TakesWeights, HoldsAdapters):
         ``enable_weights_cpu_backup=True``: the engine refuses to generate from
         :meth:`wake_up` to the next weight update. Use one engine object to put servers
         to sleep and to wake them up; others, and copies made before, do not know of it.
-
         A server that ends meanwhile is restarted after :meth:`wake_up`.
 
         Args:
@@ -519,11 +495,6 @@ class RLSGLangEngine(Generates, TakesWeights, HoldsAdapters):
             WeightSyncStateError: if a weight update is in progress.
             ServerError: if a server failed, as where another process still has the
                 memory; the message tells which. A second call completes it.
-
-        Examples:
-            >>> engine.wake_up()
-            >>> sorted(engine.asleep)
-            []
         """
 
     @abc.abstractmethod

@@ -1,10 +1,10 @@
-"""The calls of TorchRL's engines for SGLang and vLLM, on top of the engine's own."""
+"""Calls of TorchRL's engines for SGLang and vLLM, on top of the engine's own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,8 +26,6 @@ from torchrl_sglang.types import Completion
 
 __all__ = ["TorchRLCalls"]
 
-JOIN_TIMEOUT_SECONDS = 60.0
-RECEIVE_TIMEOUT_SECONDS = 300.0
 WEIGHT_UPDATE_GROUP = "weight_update_group"
 """SGLang's own name for the process group that weights are broadcast in."""
 
@@ -48,34 +46,25 @@ class TorchRLCalls(RLSGLangEngine):
         """Empties the prefix cache; vLLM's name for :meth:`flush_cache`."""
         return self.flush_cache()
 
-    def get_num_unfinished_requests(
-        self, actor_index: int | None = None
-    ) -> int | list[int]:
-        """Returns how many requests run or wait in each server, of all users.
-
-        Args:
-            actor_index: only the number of this server.
-        """
+    def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
+        """Returns how many requests of all users each server, or one, has."""
         loads = run_sync(self.control.loads())
-        return _chosen([running + queued for running, queued in loads], actor_index)
+        return _choose([running + queued for running, queued in loads], actor_index)
 
-    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Returns how much of each server's KV cache is in use, from 0 to 1.
-
-        Args:
-            actor_index: only the usage of this server.
+    def get_cache_usage(self, actor_index: int | None = None) -> Any:
+        """Returns how much of each server's KV cache, or of one's, is used, 0 to 1.
 
         Raises:
-            UnsupportedByServerError: if a server does not tell.
+            UnsupportedByServerError: if a server does not report it.
         """
-        return _chosen(run_sync(self.control.cache_usages()), actor_index)
+        return _choose(run_sync(self.control.cache_usages()), actor_index)
 
     def init_weight_update_group(
         self,
         master_address: str | None = None,
         master_port: int | None = None,
         *,
-        timeout: float = JOIN_TIMEOUT_SECONDS,
+        timeout: float = 60.0,
     ) -> None:
         """Has every server join a process group whose first rank is the caller's.
 
@@ -100,16 +89,18 @@ class TorchRLCalls(RLSGLangEngine):
                 "opens its own, and needs nothing."
             )
         on_cpu = self.capabilities.server_args.get("device") == "cpu"
-        run_sync(
-            self._join(
-                master_address=master_address or self.get_master_address(),
-                master_port=check_port("master_port", master_port),
-                world_size=1 + self.get_world_size(),
-                group_name=WEIGHT_UPDATE_GROUP,
-                backend="gloo" if on_cpu else "nccl",
-                timeout=check_seconds("timeout", timeout),
-            )
-        )
+        options: dict[str, Any] = {
+            "group_name": WEIGHT_UPDATE_GROUP,
+            "master_address": master_address or self.get_master_address(),
+            "master_port": check_port("master_port", master_port),
+            "world_size": 1 + self.get_world_size(),
+            "backend": "gloo" if on_cpu else "nccl",
+            "timeout": check_seconds("timeout", timeout),
+        }
+        with suppress(RequestRefusedError):
+            # An earlier trainer may have left one.
+            run_sync(self.control.destroy_weights_update_group(WEIGHT_UPDATE_GROUP))
+        run_sync(self.control.init_weights_update_group(**options))
 
     def update_weights_from_distributed(
         self,
@@ -117,7 +108,7 @@ class TorchRLCalls(RLSGLangEngine):
         dtype: torch.dtype,
         shape: Sequence[int],
         *,
-        timeout: float = RECEIVE_TIMEOUT_SECONDS,
+        timeout: float = 300.0,
     ) -> str:
         """Has every server receive one tensor that the trainer broadcasts meanwhile.
 
@@ -139,21 +130,24 @@ class TorchRLCalls(RLSGLangEngine):
                 update succeeds.
         """
         timeout = check_seconds("timeout", timeout)
+        control = self.control
         with self.weight_update() as update:
-            current = run_sync(self.control.weight_versions())
-            known = [*current, self.weight_version, self.newest_version]
-            version = next_version(known)
+            current = run_sync(control.weight_versions())
+            version = next_version([*current, self.weight_version, self.newest_version])
             # The engine refuses to generate from here on; no request may run.
             update.mark_inconsistent(f"The parameter {name!r} is being received.")
-            if any(map(sum, run_sync(self.control.loads()))):
+            if any(map(sum, run_sync(control.loads()))):
                 update.abort()
                 raise WeightSyncStateError(
                     f"{name!r} cannot be received while the servers compute requests; "
                     f"wait for them, or write SGLangWeightSyncScheme(engine)"
                     f".create_sender().update_weights(model), which pauses them."
                 )
+            run_sync(control.begin_weight_update())
             run_sync(
-                self._receive(
+                control.update_weights_from(
+                    "distributed",
+                    group_name=WEIGHT_UPDATE_GROUP,
                     names=[name],
                     dtypes=[str(dtype).removeprefix("torch.")],
                     shapes=[list(shape)],
@@ -161,22 +155,10 @@ class TorchRLCalls(RLSGLangEngine):
                     timeout=timeout,
                 )
             )
+            run_sync(control.end_weight_update())
+            run_sync(control.flush_cache())
             update.commit(version)
         return version
-
-    async def _join(self, *, group_name: str, **options: Any) -> None:
-        with suppress(RequestRefusedError):
-            # An earlier trainer may have left one.
-            await self.control.destroy_weights_update_group(group_name)
-        await self.control.init_weights_update_group(group_name=group_name, **options)
-
-    async def _receive(self, **tensors: Any) -> None:
-        await self.control.begin_weight_update()
-        await self.control.update_weights_from(
-            "distributed", group_name=WEIGHT_UPDATE_GROUP, **tensors
-        )
-        await self.control.end_weight_update()
-        await self.control.flush_cache()
 
     def update_weights(self, weights: Any) -> NoReturn:
         """Raises :class:`UnsupportedByServerError`: a sender sends weights."""
@@ -186,11 +168,8 @@ class TorchRLCalls(RLSGLangEngine):
         )
 
 
-Number = TypeVar("Number", int, float)
-
-
-def _chosen(numbers: list[Number], actor_index: int | None) -> Number | list[Number]:
-    """Returns the number of one server, or of each one."""
+def _choose(numbers: list[Any], actor_index: int | None) -> Any:
+    """Returns the number of one server, or all."""
     if actor_index is None:
         return numbers
     if check_count("actor_index", actor_index, least=0) >= len(numbers):

@@ -1,14 +1,16 @@
 """Sends a batch of requests to the engine: the middle step of the pipeline.
 
-Implements stop strings and ``min_new_tokens`` for servers without a tokenizer, with the
-decisions of :mod:`.stopping`.
+A server that was started with ``skip_tokenizer_init=True`` supports neither stop
+strings nor ``min_new_tokens``: :func:`without_tokenizer` rewrites both as token ids,
+and :func:`cut` matches the stop strings afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrl_sglang.backends.base import (
     GenerateRequest,
@@ -18,13 +20,15 @@ from torchrl_sglang.backends.base import (
 )
 from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.policies.chat import decode
-from torchrl_sglang.policies.stopping import Stages, as_texts, cut, without_tokenizer
+from torchrl_sglang.policies.sampling import as_texts
 from torchrl_sglang.types import Completion
 
-__all__ = ["SampleRequest", "ask"]
+__all__ = ["SampleRequest", "ask", "cut", "turn_end_tokens", "without_tokenizer"]
 
 Outcome = Completion | SGLangError
-"""Result of a request."""
+
+NEVER = -1e9
+"""Logit bias that makes a token's probability 0 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,16 @@ class SampleRequest(GenerateRequest):
 
     include_stop: bool = True
     """Whether the response keeps the stop string that it ends with."""
+
+
+class Stages(NamedTuple):
+    """Sampling parameters of one response of a server without a tokenizer."""
+
+    first: Mapping[str, Any]
+    """For the first request."""
+    rest: Mapping[str, Any] | None = None
+    """For the whole response, to go on from a first request that ends for its length;
+    that one excludes the end-of-sequence tokens up to ``min_new_tokens``."""
 
 
 def ask(
@@ -46,24 +60,37 @@ def ask(
 
     The tokenizer may be ``None`` if no request needs one.
     """
-    if engine.capabilities.has_tokenizer:
+    on_server = engine.capabilities.has_tokenizer
+    if tokenizer is None:
         for request in requests:
-            if request.sampling_params.get("stop") and not request.include_stop:
-                _needed(tokenizer, "stop")  # Before anything is generated.
+            _check_without_tokenizer(request, on_server)
+    if on_server:
         outcomes = _generate(engine, requests, return_exceptions)
     else:
         outcomes = _generate_in_stages(engine, requests, tokenizer, return_exceptions)
     for index, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
         stops = as_texts(request.sampling_params.get("stop", ()))
-        on_server = engine.capabilities.has_tokenizer and request.include_stop
-        if stops and not on_server and isinstance(outcome, Completion):
+        matched = on_server and request.include_stop
+        if stops and not matched and isinstance(outcome, Completion):
             outcomes[index] = cut(
                 outcome,
                 stops,
-                lambda ids: decode(_needed(tokenizer, "stop"), [ids])[0],
+                lambda ids: decode(tokenizer, [ids])[0],
                 include=request.include_stop,
             )
     return outcomes
+
+
+def _check_without_tokenizer(request: SampleRequest, on_server: bool) -> None:
+    """Refuses what needs a tokenizer, before anything is generated."""
+    names = () if on_server else ("stop", "min_new_tokens")
+    names = names if request.include_stop else ("stop", *names)
+    for name in names:
+        if request.sampling_params.get(name):
+            raise ConfigurationError(
+                f"{name!r} needs a tokenizer, and neither the server nor the wrapper "
+                f"has one; pass tokenizer=..."
+            )
 
 
 def _generate(
@@ -74,23 +101,22 @@ def _generate(
     return list(engine.generate_requests(requests, return_exceptions=return_exceptions))
 
 
-def _needed(tokenizer: Any, name: str) -> Any:
-    if tokenizer is None:
-        raise ConfigurationError(
-            f"{name!r} needs a tokenizer, and neither the server nor the wrapper has "
-            f"one; pass tokenizer=..."
-        )
-    return tokenizer
-
-
 def _generate_in_stages(
     engine: RLSGLangEngine,
     requests: Sequence[SampleRequest],
     tokenizer: Any,
     return_exceptions: bool,
 ) -> list[Outcome]:
-    """Generates on a server without a tokenizer; see :func:`.without_tokenizer`."""
-    stages = _stages(engine, requests, tokenizer)
+    # Most requests of a batch share one mapping, which is translated once.
+    known: dict[int, Stages] = {}
+    for params in (request.sampling_params for request in requests):
+        if id(params) not in known:
+            known[id(params)] = without_tokenizer(
+                params,
+                tokenizer=tokenizer,
+                eos_token_ids=engine.capabilities.eos_token_ids,
+            )
+    stages = [known[id(request.sampling_params)] for request in requests]
     first = [
         replace(request, sampling_params=stage.first)
         for request, stage in zip(requests, stages, strict=True)
@@ -98,18 +124,13 @@ def _generate_in_stages(
     outcomes = _generate(engine, first, return_exceptions)
     rest = {}
     for index, (outcome, stage) in enumerate(zip(outcomes, stages, strict=True)):
-        if (
-            stage.rest is not None
-            and isinstance(outcome, Completion)
-            and outcome.finish_reason == "length"
-        ):
-            whole = replace(requests[index], sampling_params=stage.rest)
-            request = resume_request(whole, outcome.token_ids, engine.capabilities)
-            if request is not None:
-                rest[index] = request
-    if not rest:
-        return outcomes
-    continued = _generate(engine, list(rest.values()), return_exceptions=True)
+        if stage.rest is None or not isinstance(outcome, Completion):
+            continue
+        whole = replace(requests[index], sampling_params=stage.rest)
+        request = resume_request(whole, outcome.token_ids, engine.capabilities)
+        if outcome.finish_reason == "length" and request is not None:
+            rest[index] = request
+    continued = _generate(engine, list(rest.values()), True) if rest else []
     for index, outcome in zip(rest, continued, strict=True):
         begun = outcomes[index]
         assert isinstance(begun, Completion)
@@ -124,25 +145,114 @@ def _generate_in_stages(
     return outcomes
 
 
-def _stages(
-    engine: RLSGLangEngine, requests: Sequence[SampleRequest], tokenizer: Any
-) -> list[Stages]:
-    # Most requests of a batch share one mapping, which is translated once.
-    known: dict[int, Stages] = {}
-    for request in requests:
-        params = request.sampling_params
-        if id(params) in known:
-            continue
-        for name in ("stop", "min_new_tokens"):
-            if params.get(name):
-                _needed(tokenizer, name)
-        known[id(params)] = (
-            Stages(first=params)
-            if tokenizer is None or params.get("max_new_tokens") == 0
-            else without_tokenizer(
-                params,
-                tokenizer=tokenizer,
-                eos_token_ids=engine.capabilities.eos_token_ids,
-            )
+def without_tokenizer(
+    params: Mapping[str, Any], *, tokenizer: Any, eos_token_ids: Sequence[int]
+) -> Stages:
+    """Rewrites sampling parameters for a server that has no tokenizer.
+
+    A stop string that is one token becomes a stop token id. All stop strings must still
+    be matched with :func:`cut`: other tokens can spell the same text.
+    """
+    asked = dict(params)
+    if tokenizer is None or asked.get("max_new_tokens") == 0:
+        return Stages(first=asked)
+    least, stops = asked.pop("min_new_tokens", 0), asked.pop("stop", ())
+    # A server with a tokenizer also ends responses at the tokenizer's token.
+    ends = {*eos_token_ids, tokenizer.eos_token_id, *asked.get("stop_token_ids", ())}
+    ends.discard(None)
+    if asked.get("ignore_eos"):
+        # With ignore_eos, SGLang ignores stop tokens too.
+        return Stages(first=asked)
+    asked["stop_token_ids"] = sorted(ends | _single_tokens(stops, tokenizer))
+    if not least:
+        return Stages(first=asked)
+    bias = {**asked.get("logit_bias", {}), **dict.fromkeys(ends, NEVER)}
+    first = {**asked, "max_new_tokens": least, "logit_bias": bias}
+    limit = asked.get("max_new_tokens")
+    ended = limit is not None and limit <= least
+    return Stages(first=first, rest=None if ended else asked)
+
+
+def _single_tokens(stop: str | Sequence[str], tokenizer: Any) -> set[int]:
+    """Returns the tokens of those stop strings that are one token."""
+    texts = as_texts(stop)
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return {ids[0] for ids in encoded if len(ids) == 1}
+
+
+def turn_end_tokens(
+    params: Mapping[str, Any],
+    *,
+    eos_token_ids: Sequence[int],
+    tokenizer: Any,
+    special_ids: set[int],
+) -> set[int]:
+    """Returns the tokens that end a turn when they are the last of a response.
+
+    The server's finish reason is not enough: a response can end with such a token at
+    its maximum length, and a stop string can be the text of one token.
+    """
+    ends = set(params.get("stop_token_ids", ()))
+    if not params.get("ignore_eos"):
+        ends.update(eos_token_ids, {getattr(tokenizer, "eos_token_id", None)})
+    if tokenizer is None:
+        return ends
+    return ends | special_ids & _single_tokens(params.get("stop", ()), tokenizer)
+
+
+def cut(
+    completion: Completion,
+    stops: Sequence[str],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    include: bool,
+) -> Completion:
+    """Truncates a response at its first stop string; ``decode`` keeps special tokens.
+
+    With ``include`` it ends after the token that completes the stop string, otherwise
+    before the first token that holds a part of it.
+
+    Examples:
+        >>> words = ["a", "b", "cd", "e"]
+        >>> decode = lambda ids: "".join(words[i] for i in ids)
+        >>> whole = Completion(token_ids=[0, 1, 2, 3], finish_reason="length")
+        >>> cut(whole, ["bc"], decode, include=True).token_ids
+        [0, 1, 2]
+        >>> cut(whole, ["bc"], decode, include=False).token_ids
+        [0]
+    """
+    ids = completion.token_ids
+    text = decode(ids)
+    if not any(stop in text for stop in stops):
+        return completion
+    sizes = range(1, len(ids))
+    end = 1 + bisect.bisect_left(
+        sizes, True, key=lambda size: any(s in decode(ids[:size]) for s in stops)
+    )
+    text = decode(ids[:end])
+    position, stop = min((text.find(s), s) for s in stops if s in text)
+    if not include:
+        # An incomplete character decodes to replacement marks.
+        end = bisect.bisect_left(
+            sizes[: end - 1],
+            True,
+            key=lambda size: len(decode(ids[:size]).rstrip("\ufffd")) > position,
         )
-    return [known[id(request.sampling_params)] for request in requests]
+    return _truncate(
+        replace(completion, finish_reason="stop", matched_stop=stop, text=None), end
+    )
+
+
+def _truncate(completion: Completion, size: int) -> Completion:
+    """Truncates a response to its first ``size`` tokens."""
+    names = ("token_ids", "log_probs", "top_token_ids", "top_log_probs")
+    rows: dict[str, Any] = {name: getattr(completion, name) for name in names}
+    return replace(
+        completion,
+        versions=tuple(
+            replace(span, end=min(span.end, size))
+            for span in completion.versions
+            if span.start < size
+        ),
+        **{name: row and row[:size] for name, row in rows.items()},
+    )

@@ -216,10 +216,10 @@ def _history_rows(prompt: History, content: str) -> Rows:
     )
     return {
         # A container for each sample, so that appending to one changes no other.
-        "prompt": _wrap(History, LazyStackedTensorDict(*turns), prompt._non_tensordict),
-        "response": _wrap(History, LazyStackedTensorDict(answer), _NO_TOOLS),
+        "prompt": wrap(History, LazyStackedTensorDict(*turns), prompt._non_tensordict),
+        "response": wrap(History, LazyStackedTensorDict(answer), _NO_TOOLS),
         # A lazy stack has the keys that all of its elements have.
-        "full": _wrap(History, LazyStackedTensorDict(*turns, answer), _NO_TOOLS),
+        "full": wrap(History, LazyStackedTensorDict(*turns, answer), _NO_TOOLS),
     }
 
 
@@ -252,7 +252,7 @@ def assemble(
         ]
         cls = _CONTAINERS[name]
         unset = cls.__expected_keys__ - set(rows[0].keys())
-        containers[name] = _wrap(cls, stack(rows, shape), dict.fromkeys(unset))
+        containers[name] = wrap(cls, stack(rows, shape), dict.fromkeys(unset))
     return containers
 
 
@@ -300,10 +300,10 @@ def _unchecked(
 def _non_tensor(value: Any, device: torch.device | None = None) -> NonTensorData:
     """Returns a non-tensor value as TensorDicts of a device hold it."""
     content = {"data": value, "_is_non_tensor": True, "_metadata": None}
-    return _wrap(NonTensorData, _unchecked({}, device), content)
+    return wrap(NonTensorData, _unchecked({}, device), content)
 
 
-def _wrap(cls: Any, content: TensorDictBase, others: Mapping[str, Any]) -> Any:
+def wrap(cls: Any, content: TensorDictBase, others: Mapping[str, Any]) -> Any:
     """Returns ``cls._from_tensordict(content, others)`` without its checks."""
     wrapped = cls.__new__(cls)
     wrapped.__dict__["_tensordict"] = content

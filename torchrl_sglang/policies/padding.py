@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["pad", "pad_samples", "restore_padding", "strip_padding"]
+__all__ = ["pad_samples", "restore_padding", "strip_padding"]
 
 _FILL: dict[str, float] = {"masks": False, "log_probs": 0.0, "generation_info": -1}
 """Container -> padding value; tokens are padded with the padding token."""
@@ -32,19 +32,6 @@ def strip_padding(token_ids: list[int], padding_value: int | None) -> list[int]:
     return token_ids[start:] if start else token_ids
 
 
-def pad(rows: Sequence[torch.Tensor], *, side: str, value: float) -> torch.Tensor:
-    """Returns one-dimensional rows as one tensor, padded on the left or right.
-
-    Examples:
-        >>> pad([torch.tensor([1, 2]), torch.tensor([3])], side="left", value=0)
-        tensor([[1, 2],
-                [0, 3]])
-    """
-    return torch.nn.utils.rnn.pad_sequence(
-        list(rows), batch_first=True, padding_value=value, padding_side=side
-    )
-
-
 def pad_samples(
     samples: Sequence[dict[str, dict[str, Any]]], padding_value: int
 ) -> None:
@@ -62,21 +49,13 @@ def pad_samples(
             rows = [sample[name][field] for sample in samples]
             value = _FILL_OF_FIELD.get(field, fill[name])
             starts = [0] * len(rows) if field in _RESPONSE_FIELDS else splits
-            padded = _pad_around(rows, starts, value)
-            for sample, row in zip(samples, padded.unbind(0), strict=True):
-                sample[name][field] = row
-
-
-def _pad_around(
-    rows: Sequence[torch.Tensor], splits: Sequence[int], value: float
-) -> torch.Tensor:
-    """Pads each row's part before its split on the left, and the rest on the right."""
-    before = [row[:split] for row, split in zip(rows, splits, strict=True)]
-    after = [row[split:] for row, split in zip(rows, splits, strict=True)]
-    return torch.cat(
-        [pad(before, side="left", value=value), pad(after, side="right", value=value)],
-        dim=1,
-    )
+            placed = list(zip(samples, rows, starts, strict=True))
+            left = max(starts)
+            width = left + max(len(row) - start for _, row, start in placed)
+            for sample, row, start in placed:
+                padded = row.new_full((width, *row.shape[1:]), value)
+                padded[left - start : left - start + len(row)] = row
+                sample[name][field] = padded
 
 
 def restore_padding(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,30 +18,28 @@ from torchrl_sglang.backends.base import (
 )
 from torchrl_sglang.backends.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.policies.stopping import as_texts
 
-__all__ = ["SamplingParams", "check_numbers", "translate"]
+__all__ = ["SamplingParams", "as_texts", "check_numbers", "translate"]
 
 DEFAULT_MAX_TOKENS = 16
 """Default response length, the same as vLLM's."""
 
 
-_VLLM_NAMES: dict[str, tuple[str, Any]] = {
-    # vLLM's name: (SGLang's name, vLLM's default)
-    "frequency_penalty": ("frequency_penalty", 0.0),
-    "ignore_eos": ("ignore_eos", False),
-    "max_tokens": ("max_new_tokens", None),
-    "min_p": ("min_p", 0.0),
-    "min_tokens": ("min_new_tokens", 0),
-    "presence_penalty": ("presence_penalty", 0.0),
-    "repetition_penalty": ("repetition_penalty", 1.0),
-    "seed": ("sampling_seed", None),
-    "stop": ("stop", ()),
-    "stop_token_ids": ("stop_token_ids", ()),
-    "temperature": ("temperature", 1.0),
-    "top_k": ("top_k", -1),
-    "top_p": ("top_p", 1.0),
+_VLLM_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), 0.0),
+    **dict.fromkeys(("repetition_penalty", "temperature", "top_p"), 1.0),
+    **dict.fromkeys(("max_tokens", "seed")),
+    **dict.fromkeys(("stop", "stop_token_ids"), ()),
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "top_k": -1,
 }
+"""Parameters of vLLM's class, under vLLM's names, and their defaults."""
+
+
+def as_texts(stop: str | Sequence[str]) -> list[str]:
+    """Returns one or several stop strings as a list."""
+    return [stop] if isinstance(stop, str) else list(stop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +64,10 @@ class SamplingParams:
     """Parameters for the engine, under SGLang's names."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _VLLM_NAMES:
+        if name not in _VLLM_DEFAULTS:
             raise AttributeError(f"SamplingParams has no attribute {name!r}.")
-        sglang_name, default = _VLLM_NAMES[name]
-        value = self.engine.get(sglang_name, default)
+        default = _VLLM_DEFAULTS[name]
+        value = self.engine.get(SAMPLING_ALIASES.get(name, name), default)
         if name == "stop":
             return as_texts(value)
         if name == "stop_token_ids":
@@ -91,12 +89,7 @@ _FLAGS = {
 }
 """Name of a bool -> field of :class:`SamplingParams`."""
 
-_OUTPUT_OPTIONS = (
-    "logprobs",
-    "num_return_sequences",
-    "prompt_logprobs",
-    *_FLAGS,
-)
+_OUTPUT_OPTIONS = ("logprobs", "num_return_sequences", "prompt_logprobs", *_FLAGS)
 """Names that select outputs and do not affect sampling."""
 
 _GUIDES = ("guided_decoding", "structured_outputs")
@@ -183,7 +176,12 @@ def translate(
     given: dict[str, str] = {}
     for name, value in _unfold(standard).items():
         if name in _UNSUPPORTED:
-            _check_unsupported(name, value)
+            accepted, reason = _UNSUPPORTED[name]
+            if value not in accepted:
+                raise ConfigurationError(
+                    f"The generation argument {name}={value!r} is not supported: "
+                    f"{reason}."
+                )
             continue
         if name in _OUTPUT_OPTIONS:
             continue
@@ -256,11 +254,3 @@ def _output_options(standard: Mapping[str, Any]) -> dict[str, Any]:
             )
         fields["prompt_logprobs"] = bool(prompt)
     return fields
-
-
-def _check_unsupported(name: str, value: Any) -> None:
-    accepted, reason = _UNSUPPORTED[name]
-    if value not in accepted:
-        raise ConfigurationError(
-            f"The generation argument {name}={value!r} is not supported: {reason}."
-        )

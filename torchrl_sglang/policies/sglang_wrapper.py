@@ -40,28 +40,21 @@ from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.arguments import (
     Inplace,
     InputMode,
-    check_batching,
-    check_input,
-    check_returned,
+    check_mode,
     check_samples,
+    check_target,
     check_tokenizer_kwargs,
 )
 from torchrl_sglang.policies.batching import Batcher
 from torchrl_sglang.policies.chat import find_template
-from torchrl_sglang.policies.engine_call import SampleRequest, ask
+from torchrl_sglang.policies.engine_call import SampleRequest, ask, turn_end_tokens
 from torchrl_sglang.policies.inputs import (
     Prompts,
     read_history,
     read_text,
     read_tokens,
 )
-from torchrl_sglang.policies.sampling import (
-    SamplingParams,
-    check_numbers,
-    translate,
-)
-from torchrl_sglang.policies.stopping import turn_end_tokens
-from torchrl_sglang.policies.target import check_device, check_target
+from torchrl_sglang.policies.sampling import SamplingParams, check_numbers, translate
 from torchrl_sglang.types import Completion, LogProbsMode
 
 __all__ = ["SGLangWrapper"]
@@ -210,36 +203,39 @@ class SGLangWrapper(LLMWrapperBase):
         logprobs_mode: LogProbsMode = "model",
     ) -> None:
         # get_new_version starts from these; locals() holds the arguments and self.
-        arguments = dict(locals())
+        arguments = {**locals()}
+        super().__init__()
         for name in ("self", "__class__"):
             arguments.pop(name, None)
-        super().__init__()
         self._arguments = arguments
-
-        check_input(input_mode, pad_model_input)
+        for name, value in (
+            ("return_log_probs", return_log_probs),
+            ("batching", batching),
+        ):
+            if value is not None:
+                check_flag(name, value)
+        check_mode(
+            input_mode,
+            generate=generate,
+            pad_model_input=pad_model_input,
+            return_log_probs=return_log_probs,
+            return_generation_info=return_generation_info,
+        )
         self.input_mode = input_mode
-        self.generate = check_flag("generate", generate)
+        self.generate = generate
         self.pad_output = check_flag("pad_output", pad_output)
         self.prefer_tokens = check_flag("prefer_tokens", prefer_tokens)
-        self.return_log_probs, self.return_generation_info = check_returned(
-            generate, return_log_probs, return_generation_info
-        )
+        self.return_generation_info = return_generation_info
+        self.return_log_probs = return_log_probs is None or bool(return_log_probs)
         self.return_history = input_mode == "history"
-        self.return_text = input_mode in ("history", "text")
+        self.return_text = input_mode != "tokens"
         self.return_tokens = self.return_masks = True
-        self._min_batch_size = check_batching(batching, min_batch_size, max_batch_size)
-        self._max_batch_size = max_batch_size
-        self._batching_timeout = batching_timeout
-        self._batcher = self._make_batcher()
-        # Resolved once, also for the versions made from this wrapper.
-        self.model = self._arguments["model"] = _to_engine(model)
         self.adapter = adapter
         self.logprobs_mode = check_logprobs_mode(logprobs_mode)
         self._device = None if device is None else torch.device(device)
         self.layout = torch.strided if not pad_output and layout is None else layout
         self.chat_template_name = chat_template_name
         self.chat_template = chat_template
-
         self.attention_mask_key = attention_mask_key
         self.history_key = history_key
         self.text_key = text_key
@@ -249,6 +245,15 @@ class SGLangWrapper(LLMWrapperBase):
         self.generation_info_key = generation_info_key
         self.input_key = input_key or (input_mode, "prompt" if generate else "full")
         self.in_keys = [self.input_key]
+        if batching is False and (min_batch_size, max_batch_size) != (None, None):
+            raise ConfigurationError(
+                "min_batch_size and max_batch_size must be None if batching is False."
+            )
+        single = batching and min_batch_size is None
+        self._min_batch_size = 1 if single else min_batch_size
+        self._max_batch_size = max_batch_size
+        self._batching_timeout = batching_timeout
+        self._batcher = self._make_batcher()
         self.generate_kwargs = self._standardize_generate_kwargs(
             dict(generate_kwargs or {})
         )
@@ -258,16 +263,13 @@ class SGLangWrapper(LLMWrapperBase):
         )
         self.sampling_params = replace(params, n=self.num_samples or params.n)
         self.out_keys = list(self._key_by_container(self.sampling_params).values())
-
-        self.tokenizer_kwargs = check_tokenizer_kwargs(
-            tokenizer_kwargs, self.pad_output
-        )
-        if isinstance(tokenizer, str):
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        elif tokenizer is None:
+        self.tokenizer_kwargs = check_tokenizer_kwargs(tokenizer_kwargs, pad_output)
+        # Resolved once, also for the versions made from this wrapper.
+        self.model = self._arguments["model"] = _to_engine(model)
+        if tokenizer is None:
             tokenizer = self.model.get_tokenizer()
+        elif isinstance(tokenizer, str):
+            tokenizer = self.model.get_tokenizer(tokenizer)
         self.set_tokenizer(tokenizer)
 
     @classmethod
@@ -289,26 +291,24 @@ class SGLangWrapper(LLMWrapperBase):
 
     def _key_by_container(self, params: SamplingParams) -> dict[str, NestedKey]:
         """Maps each container to its key, in the order of ``out_keys``."""
+        info = self.return_generation_info or params.top_logprobs > 0
         written = (
             ("text", self.text_key, self.return_text),
             ("masks", self.masks_key, True),
             ("tokens", self.tokens_key, True),
             ("log_probs", self.log_probs_key, self.return_log_probs),
             ("history", self.history_key, self.return_history),
-            ("generation_info", self.generation_info_key, self._wants_info(params)),
+            ("generation_info", self.generation_info_key, self.generate and info),
         )
         return {name: key for name, key, wanted in written if wanted}
-
-    def _wants_info(self, params: SamplingParams) -> bool:
-        return self.generate and (
-            self.return_generation_info or params.top_logprobs > 0
-        )
 
     def _make_batcher(self) -> Batcher[SampleRequest, Completion] | None:
         if not self.batching:
             return None
         return Batcher(
-            self._ask_engine,
+            lambda requests: ask(
+                self.model, requests, tokenizer=self.tokenizer, return_exceptions=True
+            ),
             min_size=1 if self._min_batch_size is None else self._min_batch_size,
             max_size=self._max_batch_size,
             timeout=self._batching_timeout,
@@ -396,13 +396,14 @@ class SGLangWrapper(LLMWrapperBase):
         keys = self._key_by_container(params)
         if tensordict_out is None and self.inplace is True:
             tensordict_out = tensordict
-        if tensordict_out is not None:
-            check_target(tensordict_out, keys.values(), shape)
-        if self._device is not None:
-            check_device(self._device)
+        check_target(tensordict_out, keys.values(), shape, self._device)
 
         prompts = self._read(tensordict)
-        completions = self._complete(prompts, params)
+        requests = self._to_requests(prompts, params)
+        if self._batcher is not None:
+            completions: list[Any] = self._batcher.submit(requests)
+        else:
+            completions = ask(self.model, requests, tokenizer=self.tokenizer)
         samples = self._to_samples(prompts, completions, params)
         containers = outputs.assemble(
             samples,
@@ -473,15 +474,6 @@ class SGLangWrapper(LLMWrapperBase):
                     return self._read_tokens(td, key).token_ids
         return None
 
-    def _complete(
-        self, prompts: Prompts, params: SamplingParams
-    ) -> Sequence[Completion]:
-        """Returns a completion for each sample, in row-major order."""
-        requests = self._to_requests(prompts, params)
-        if self._batcher is not None:
-            return self._batcher.submit(requests)
-        return self._ask_engine(requests, return_exceptions=False)
-
     def _to_requests(
         self, prompts: Prompts, params: SamplingParams
     ) -> list[SampleRequest]:
@@ -510,16 +502,6 @@ class SGLangWrapper(LLMWrapperBase):
             for sampling_params in per_sample
         ]
 
-    def _ask_engine(
-        self, requests: Sequence[SampleRequest], return_exceptions: bool = True
-    ) -> list[Any]:
-        return ask(
-            self.model,
-            requests,
-            tokenizer=self.tokenizer,
-            return_exceptions=return_exceptions,
-        )
-
     def _to_samples(
         self,
         prompts: Prompts,
@@ -538,7 +520,7 @@ class SGLangWrapper(LLMWrapperBase):
             special_ids=self._special_ids,
         )
         ended = [bool(c.token_ids) and c.token_ids[-1] in ends for c in completions]
-        if self._wants_info(params):
+        if "generation_info" in self._key_by_container(params):
             outputs.add_info(samples, completions, ended, params.top_logprobs)
         if self.return_text:
             outputs.add_text(

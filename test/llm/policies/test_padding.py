@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.inputs import read_tokens
-from torchrl_sglang.policies.padding import pad, strip_padding
+from torchrl_sglang.policies.padding import strip_padding
 from torchrl_sglang.types import Completion
 
 
@@ -24,22 +24,6 @@ from torchrl_sglang.types import Completion
 )
 def test_only_leading_padding_is_stripped(row, padding_value, expected):
     assert strip_padding(row, padding_value) == expected
-
-
-@pytest.mark.parametrize(
-    ("side", "expected"),
-    [("left", [[1, 2, 3], [9, 9, 4]]), ("right", [[1, 2, 3], [4, 9, 9]])],
-)
-def test_pad(side, expected):
-    rows = [torch.tensor([1, 2, 3]), torch.tensor([4])]
-    assert pad(rows, side=side, value=9).tolist() == expected
-
-
-def test_pad_keeps_the_dtype():
-    rows = [torch.tensor([True]), torch.tensor([True, True])]
-    padded = pad(rows, side="left", value=False)
-    assert padded.dtype is torch.bool
-    assert padded.tolist() == [[False, True], [True, True]]
 
 
 class Elsewhere(torch.Tensor):

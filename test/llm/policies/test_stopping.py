@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_sglang.policies.stopping import NEVER, cut, without_tokenizer
+from torchrl_sglang.policies.engine_call import NEVER, cut, without_tokenizer
 from torchrl_sglang.types import Completion, VersionSpan
 
 WORDS = ["a", "b", "cd", "e", "é"]

@@ -47,27 +47,31 @@ class ServedModel:
         self._tokenizer: Any = None
         self._metadata: ModelMetadata | None = None
 
-    def get_tokenizer(self) -> Any:
-        """Returns the tokenizer, loaded at the first call."""
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
+    def get_tokenizer(self, name: str | None = None) -> Any:
+        """Returns the served model's tokenizer, loaded once, or another one."""
+        if name is None and self._tokenizer is not None:
+            return self._tokenizer
+        from transformers import AutoTokenizer
 
-            path = self._tokenizer_path
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(
-                    path,
-                    trust_remote_code=self._trusted,
-                    revision=self._revision or "main",
-                )
-            except Exception as error:
-                raise unreadable(
-                    f"The tokenizer {path!r}",
-                    error,
-                    self._trusted,
-                    "pass a tokenizer, or connect(..., model=...) with a folder that "
-                    "holds it.",
-                ) from error
-        return self._tokenizer
+        path = name or self._tokenizer_path
+        revision = None if name else self._revision
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, trust_remote_code=self._trusted, revision=revision or "main"
+            )
+        except Exception as error:
+            if name is not None and "trust_remote_code" not in str(error):
+                raise  # As TorchRL's wrappers do.
+            raise unreadable(
+                f"The tokenizer {path!r}",
+                error,
+                self._trusted,
+                "pass a tokenizer, or connect(..., model=...) with a folder that "
+                "holds it.",
+            ) from error
+        if name is None:
+            self._tokenizer = tokenizer
+        return tokenizer
 
     def get_metadata(self) -> ModelMetadata:
         """Returns (dtype, shape) of every parameter under its checkpoint's name."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torchrl_sglang.backends.client.http import HttpClient, Method, Response
-from torchrl_sglang.backends.support.urls import split_credentials
+from torchrl_sglang.backends.support.urls import hide_passwords, split_credentials
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -15,7 +17,7 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
 )
 
-__all__ = ["RouterClient", "check_worker_url", "find_workers"]
+__all__ = ["RouterClient", "check_worker_url", "find_servers"]
 
 WORKER_TIMEOUT_SECONDS = 45.0
 """Default timeout for a change of the worker list; a router gives up after 30 s."""
@@ -155,3 +157,59 @@ def check_worker_url(url: str) -> str:
             f"an api_key, and give the router the same."
         )
     return shown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """Servers that run elsewhere, and how to reach them."""
+
+    urls: Sequence[str]
+    """Their addresses, without credentials."""
+    router_url: str | None
+    """Address of a router in front of them."""
+    http: HttpClient
+    """Sends the credentials."""
+
+
+async def find_servers(
+    url: str | None,
+    urls: Sequence[str] | None,
+    *,
+    router_url: str | None,
+    api_key: str | None,
+) -> Found:
+    """Returns the servers that :meth:`.AsyncSGLang.connect` was asked for."""
+    place = None
+    credentials: dict[str, str] = {}
+    if router_url is not None:
+        (place,) = _without_credentials([router_url], credentials)
+        if url is None and urls is None:
+            urls = await find_workers(HttpClient(api_key, credentials), place)
+    if (url is None) == (urls is None):
+        raise ConfigurationError(
+            f"Give the address of one server or of several: "
+            f"url={hide_passwords(repr(url))}, urls={hide_passwords(repr(urls))}."
+        )
+    if isinstance(urls, str):
+        raise ConfigurationError(
+            f"urls is a list of addresses, got {hide_passwords(urls)!r}."
+        )
+    addresses = _without_credentials([url] if url else urls or (), credentials)
+    if api_key is not None and credentials:
+        raise ConfigurationError(
+            f"Give {next(iter(credentials))} either an api_key or a user and a "
+            f"password: a request carries one of them."
+        )
+    if not addresses or len(set(addresses)) != len(addresses):
+        raise ConfigurationError(
+            f"urls must name each server once, and at least one: {addresses}."
+        )
+    http = HttpClient(api_key, credentials)
+    return Found(urls=addresses, router_url=place, http=http)
+
+
+def _without_credentials(urls: Sequence[str], headers: dict[str, str]) -> list[str]:
+    """Returns addresses that can be shown; adds the headers of the others."""
+    split = [split_credentials(url) for url in urls]
+    headers |= {url: header for url, header in split if header}
+    return [url for url, _ in split]

@@ -25,6 +25,7 @@ from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.lora.names import (
+    check_name,
     is_published,
     load_number,
     make_served_name,
@@ -39,6 +40,7 @@ from torchrl_sglang.backends.lora.wanted import (
     newest_loads,
     served_names,
 )
+from torchrl_sglang.backends.support.checks import seconds_or
 from torchrl_sglang.backends.support.versions import version_order
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -49,7 +51,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.types import Adapter, ServerCapabilities
 
-__all__ = ["LOAD_SECONDS", "AdapterRegistry", "no_lora_error"]
+__all__ = ["AdapterRegistry"]
 
 LOAD_SECONDS = 120.0
 """Default timeout for loading an adapter, the wait for space included."""
@@ -130,6 +132,19 @@ class AdapterRegistry:
         wanted, default = state
         self._adopt(wanted)
         self._default = default
+
+    def check_new(self, name: str, version: str | None) -> None:
+        """Checks the name and the version of an adapter that is to be loaded."""
+        check_name(name)
+        if version is not None and not (
+            isinstance(version, str) and re.fullmatch(r"[^#\s]+", version)
+        ):
+            raise ConfigurationError(
+                f"version={version!r} is no weight version; give a text without spaces "
+                f"and '#'."
+            )
+        if not self._capabilities.has_lora:
+            raise no_lora_error()
 
     # Reading, from any thread.
 
@@ -293,13 +308,11 @@ class AdapterRegistry:
         pinned: bool,
         version: str | None,
         make_default: bool = False,
-        timeout: float = LOAD_SECONDS,
+        timeout: float | None = None,
     ) -> Adapter:
         """Loads an adapter into every server; later requests of its name use it."""
         self._begin_after_fork()
-        if not self._capabilities.has_lora:
-            raise no_lora_error()
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds_or("timeout", timeout, LOAD_SECONDS)
         async with self._locked(deadline):
             adapter = Adapter(
                 name=name,
@@ -316,6 +329,8 @@ class AdapterRegistry:
                 self._retirement.pinned.add(adapter.served_as)
             for served_as in replaced:
                 self._retirement.retire(served_as)
+        if version is not None:
+            self._fleet.weights_state.reserve(version)
         torchrl_logger.debug(f"Loaded {adapter}")
         return adapter
 
@@ -341,8 +356,10 @@ class AdapterRegistry:
         finally:
             self._loading = None
 
-    async def unload(self, name: str, *, timeout: float = UNLOAD_SECONDS) -> None:
+    async def unload(self, name: str, *, timeout: float | None = None) -> None:
         """Lets servers drop an adapter; new requests cannot select it."""
+        check_name(name)
+        timeout = seconds_or("timeout", timeout, UNLOAD_SECONDS)
         await self.refresh([name])
         deadline, retirement = time.monotonic() + timeout, self._retirement
         async with self._locked(deadline):

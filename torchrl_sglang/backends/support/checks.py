@@ -10,10 +10,11 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from torchrl_sglang.backends.support.urls import hide_passwords
 from torchrl_sglang.errors import ConfigurationError
 
 __all__ = [
@@ -22,9 +23,13 @@ __all__ = [
     "check_mapping",
     "check_port",
     "check_seconds",
+    "given_once",
     "nearest",
+    "seconds_or",
     "to_python",
 ]
+
+T = TypeVar("T")
 
 
 def to_python(value: Any) -> Any:
@@ -49,6 +54,11 @@ def check_seconds(
             kind = f"{sign} number of seconds, or math.inf for no limit"
         raise ConfigurationError(f"{name} must be a {kind}, got {value!r}.")
     return float(seconds)
+
+
+def seconds_or(name: str, value: float | None, default: float) -> float:
+    """Returns a duration in seconds, by default ``default``."""
+    return default if value is None else check_seconds(name, value)
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
@@ -93,6 +103,16 @@ def check_mapping(name: str, value: Any) -> Mapping[str, Any]:
             f"{type(value).__name__}."
         )
     return value
+
+
+def given_once(name: str, value: T | None, alias: str, other: T | None) -> T | None:
+    """Returns an argument that has two names."""
+    if value is not None and other is not None:
+        raise ConfigurationError(
+            f"Give {name} once: {name}={hide_passwords(repr(value))}, "
+            f"{alias}={hide_passwords(repr(other))}."
+        )
+    return other if value is None else value
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.fake_server import FakeServer
 
-from torchrl_sglang import AsyncSGLang
+from torchrl_sglang import AsyncSGLang, SGLangWrapper
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import ConfigurationError
 
@@ -100,6 +100,20 @@ def test_code_is_not_run_unless_it_is_trusted_and_the_advice_works(own_model):
         assert str(own_model) in str(got.value)
         (own_model / "configuration_own.py").write_text(CONFIGURATION)
         AsyncSGLang.connect(server.url, trust_remote_code=True).shutdown()
+
+
+def test_a_wrapper_trusts_a_tokenizer_as_its_engine_does(own_model, tiny_model_path):
+    """By name, whatever model is served."""
+    with (
+        FakeServer(tiny_model_path) as server,
+        AsyncSGLang.connect(server.url, trust_remote_code=True) as trusting,
+        AsyncSGLang.connect(server.url) as engine,
+    ):
+        policy = SGLangWrapper(trusting, tokenizer=str(own_model))
+        assert type(policy.tokenizer).__name__ == "OwnTokenizer"
+        with pytest.raises(ConfigurationError, match="trust_remote_code=True") as got:
+            SGLangWrapper(engine, tokenizer=str(own_model))
+        assert str(own_model) in str(got.value)
 
 
 @pytest.mark.parametrize("start", ["connect", "from_pretrained"])
