@@ -250,7 +250,7 @@ def test_the_longest_prompt_is_what_the_server_says(engine):
         engine.generate(input_ids=[5] * (longest + 1), sampling_params=FOUR)
     # Not because we are too strict:
     beyond = copy.copy(engine)
-    beyond._capabilities = dataclasses.replace(engine.capabilities, max_prompt=10**6)
+    beyond.capabilities = dataclasses.replace(engine.capabilities, max_prompt=10**6)
     beyond._compose()
     with pytest.raises(RequestRefusedError, match="HTTP 400"):
         beyond.generate(input_ids=[5] * (longest + 1), sampling_params=FOUR)

@@ -214,7 +214,7 @@ def test_an_open_session_is_no_reason_to_trust(restored_engine, new_model):
 def copy_with(engine, **server_args):
     """Another engine object for the same servers, which were started otherwise."""
     copy = pickle.loads(pickle.dumps(engine))
-    copy._capabilities = dataclasses.replace(
+    copy.capabilities = dataclasses.replace(
         copy.capabilities,
         server_args={**copy.capabilities.server_args, **server_args},
     )

@@ -197,7 +197,7 @@ def test_a_refusal_leaves_the_server_whole(
         words = "Does every server see that path"
     else:
         # Believing that there are no sessions, it sends outside one.
-        confused._capabilities = dataclasses.replace(
+        confused.capabilities = dataclasses.replace(
             confused.capabilities, needs_update_session=False
         )
         confused._compose()
@@ -515,7 +515,7 @@ def test_arguments_that_do_not_fit(engine, arguments, words):
 @pytest.mark.parametrize("name", ["broadcast", "cuda_ipc"])
 def test_pipeline_stages_are_refused(engine, hf_model, name):
     staged = pickle.loads(pickle.dumps(engine))
-    staged._capabilities = dataclasses.replace(staged.capabilities, pp_size=2)
+    staged.capabilities = dataclasses.replace(staged.capabilities, pp_size=2)
     staged._compose()
     transport = transport_of(staged, transport=name)
     with pytest.raises(UnsupportedByServerError, match="use transport='disk'"):

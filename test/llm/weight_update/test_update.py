@@ -195,7 +195,7 @@ def test_refusal_is_an_error_and_leaves_the_server_whole(
     """A server that refuses to receive must not leave the trainer in a broadcast."""
     confused = pickle.loads(pickle.dumps(restored_engine))
     # Believing that there are no sessions, it sends outside one, which is refused.
-    confused._capabilities = dataclasses.replace(
+    confused.capabilities = dataclasses.replace(
         confused.capabilities, needs_update_session=False
     )
     confused._compose()
