@@ -378,10 +378,11 @@ class AsyncSGLang(TorchRLCalls):
                 api_key=api_key,
             )
         )
+        place = servers.router_url
         return cls._connected(
             Fleet(
                 [Replica(url=address) for address in servers.urls],
-                router=servers.router_url and RemoteRouter(url=servers.router_url),
+                router=None if place is None else RemoteRouter(url=place),
             ),
             servers.http,
             settings,
