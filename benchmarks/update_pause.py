@@ -83,11 +83,11 @@ def main() -> None:
     parser.add_argument("--model", default="35m")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--transport", choices=["broadcast", "cuda_ipc"])
-    parser.add_argument("--pause-mode", choices=["retract", "in_place"])
+    parser.add_argument("--pause-mode", choices=["continue", "in_place"])
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     transport = arguments.transport or "broadcast"
-    mode = arguments.pause_mode or "retract"
+    mode = arguments.pause_mode or "continue"
     options = {}
     if arguments.device == "cuda":
         options = {"base_gpu_id": int(transport == "broadcast"), "start_timeout": 400}

@@ -190,6 +190,8 @@ class GenerationAbortedError(SGLangError, RuntimeError):
     Attributes:
         index (int | None): position of the response in the batch.
         requested (bool): this engine aborted its own request.
+        partial (Completion | None): the response until then, with ``finish_reason``
+            ``"abort"``; ``None`` where it is unknown.
     """
 
     def __init__(
@@ -197,8 +199,10 @@ class GenerationAbortedError(SGLangError, RuntimeError):
         *message: object,
         index: int | None = None,
         requested: bool = False,
+        partial: Any = None,
         **shared: Any,
     ) -> None:
         super().__init__(*message, **shared)
         self.index = index
         self.requested = requested
+        self.partial = partial

@@ -32,15 +32,16 @@ __all__ = [
 ModelMetadata: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
 """Parameter name -> (dtype, shape), under Hugging Face's names, in load order."""
 
-FinishReason: TypeAlias = Literal["stop", "length"]
-"""Why a response ended. An aborted one is an error and never a completion."""
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""Why a response ended; an aborted one is an error unless ``return_partial=True``."""
 
 LogProbsMode: TypeAlias = Literal["model", "sampling"]
 """Whose log-probabilities: the model's own, ``log_softmax(logits)``, or those of what
 the tokens were drawn from, after temperature, penalties, biases and grammar."""
 
-PauseMode: TypeAlias = Literal["retract", "abort", "in_place", "none"]
-"""What happens to running requests while weights are updated."""
+PauseMode: TypeAlias = Literal["continue", "retract", "abort", "in_place", "none"]
+"""What happens to running requests while weights are updated. ``"retract"``, SGLang's
+name of what its servers do for it, is the same as ``"continue"``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +169,9 @@ class ServerCapabilities:
     """Data-parallel size inside the server."""
     needs_update_session: bool
     """Weights must be sent between begin and end calls."""
+    keeps_requests: bool = False
+    """Its prefix cache can be flushed while it holds retracted requests, so that these
+    go on exactly with new weights."""
     load_route: str
     """Path that answers with the number of running and queued requests."""
     info_route: str = "/server_info"

@@ -9,6 +9,7 @@ generated tokens need a real server.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 import threading
@@ -28,6 +29,7 @@ Fault: TypeAlias = Literal[
     "hang",  # accept the request and never answer
     "hang_up",  # close the connection without an answer
     "hang_up_mid_body",  # close it after the first bytes of the answer
+    "hang_up_mid_stream",  # close it after the first tokens of a long response
     "malformed_json",  # answer 200 and something that is not JSON
     "error_500",  # answer "Internal Server Error"
     "short_tokens",  # leave out the last token of each response
@@ -100,6 +102,8 @@ class FakeServer:
         model_path (str): what it says that it serves.
         weight_version (str): whose weights it says that it generates with.
         cached_tokens (int): how many tokens of a prompt it says were cached.
+        tokens_until_abort (int): how many tokens of a response an abort leaves,
+            and a stream begins with.
         adapters (list): the LoRA adapters that it holds.
         paused (bool): whether generation is paused, which keeps no request waiting
             unless ``silent_while_paused`` is set.
@@ -142,6 +146,7 @@ class FakeServer:
         self._faults: dict[str, tuple[Fault, Callable[[Any], bool]]] = {}
         self.weight_version = "default"
         self.cached_tokens = 0
+        self.tokens_until_abort = 1
         self.adapters: list[str] = []
         self.poison: set[int] = set()
         self._original_log_probs = original_log_probs
@@ -463,7 +468,8 @@ class FakeServer:
         return _json({"object": "list", "data": [model, *adapters]})
 
     def _loads(self, content: Any) -> web.Response:
-        return _json({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]})
+        running = len(self._hanging)
+        return _json({"loads": [{"num_running_reqs": running, "num_waiting_reqs": 0}]})
 
     def _pause(self, content: Any) -> web.Response:
         mode = (content or {}).get("mode", "abort")
@@ -535,9 +541,9 @@ class FakeServer:
         fault = fault or self._fault("/generate", content)
         replies = [self._reply(item) for item in items]
         for reply in replies:
-            _spoil(reply, fault)
+            _spoil(reply, fault, self.tokens_until_abort)
         poisoned = any(self.poison.intersection(item["input_ids"]) for item in items)
-        return _respond(content, replies, fault, poisoned)
+        return _respond(content, replies, fault, self.tokens_until_abort, poisoned)
 
     def _sampled_log_prob(self, params: dict[str, Any]) -> float:
         temperature = params.get("temperature", 1.0)
@@ -618,20 +624,25 @@ class FakeServer:
 class _Events(web.StreamResponse):
     """The events of a batch: the begin and the end of each response."""
 
-    def __init__(self, replies: list[dict[str, Any]], *, whole: bool = True) -> None:
+    def __init__(
+        self, replies: list[dict[str, Any]], begun: int, *, whole: bool = True
+    ) -> None:
         super().__init__(headers={"Content-Type": "text/event-stream"})
         self._replies = replies
+        self._begun = begun
         self._whole = whole
 
     async def send(self, request: web.Request) -> None:
         """Sends the events; closes the connection if some are left out."""
         await self.prepare(request)
         for reply in self._replies:
-            meta = {**reply["meta_info"], "finish_reason": None}
-            await self._write({**reply, "output_ids": [], "meta_info": meta})
-        for reply in self._replies:
-            await self._write(reply)
+            begun = copy.deepcopy(reply)
+            _cut_off(begun, self._begun)
+            begun["meta_info"]["finish_reason"] = None
+            await self._write(begun)
         if self._whole:
+            for reply in self._replies:
+                await self._write(reply)
             await self.write(b"data: [DONE]\n\n")
             await self.write_eof()
         elif request.transport is not None:
@@ -643,15 +654,19 @@ class _Events(web.StreamResponse):
 
 
 def _respond(
-    content: Any, replies: list[dict[str, Any]], fault: Fault | None, poisoned: bool
+    content: Any,
+    replies: list[dict[str, Any]],
+    fault: Fault | None,
+    begun: int,
+    poisoned: bool,
 ) -> web.StreamResponse:
     batched = isinstance(content["input_ids"][0], list)
     if content.get("stream"):
         for index, reply in enumerate(replies if batched else ()):
             reply["index"] = index
         if poisoned:
-            return _Events([], whole=False)
-        return _Events(replies)
+            return _Events([], 0, whole=False)
+        return _Events(replies, begun, whole=fault != "hang_up_mid_stream")
     if poisoned:
         return web.Response(text="Internal Server Error", status=500)
     return _json(replies if batched else replies[0])
@@ -756,12 +771,24 @@ def _check_parameter(name: str, value: Any) -> None:
         )
 
 
-def _spoil(reply: dict[str, Any], fault: Fault | None) -> None:
+def _cut_off(reply: dict[str, Any], tokens: int) -> None:
+    """Leaves the first tokens of a response."""
+    meta = reply["meta_info"]
+    reply["output_ids"] = reply["output_ids"][:tokens]
+    meta["completion_tokens"] = len(reply["output_ids"])
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        if name in meta:
+            meta[name] = meta[name][:tokens]
+    for span in meta.get("weight_versions", ()):
+        span["end"] = min(span["end"], tokens)
+
+
+def _spoil(reply: dict[str, Any], fault: Fault | None, tokens: int) -> None:
     """Breaks one item of a reply according to a fault."""
     meta = reply["meta_info"]
     entries = meta.get("output_token_logprobs")
     if fault == "abort":
-        reply["output_ids"] = reply["output_ids"][:1]
+        _cut_off(reply, tokens)
         meta["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
     elif fault == "abort_400":
         reply["output_ids"] = []

@@ -15,7 +15,7 @@ CARRIED = {
     "RequestRefusedError": {"status": 400, "index": 3},
     "ServerUnavailableError": {"transient": True, "status": 500},
     "WeightTransferError": {"untouched": True},
-    "GenerationAbortedError": {"index": 3, "requested": True},
+    "GenerationAbortedError": {"index": 3, "requested": True, "partial": "tokens"},
 }
 """Attributes that an error has beside its message."""
 

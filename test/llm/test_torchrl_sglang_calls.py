@@ -115,7 +115,7 @@ def test_a_scheme_without_a_server():
     assert scheme.server_url == URL
     assert (scheme.num_gpus, scheme.world_size) == (2, 3)
     assert scheme.strategy_name == "state_dict"
-    assert scheme.pause_mode == "retract"
+    assert scheme.pause_mode == "continue"
     assert scheme.flush_cache is False
     by_position = SGLangWeightSyncScheme(URL, "10.0.0.1", 29500, 1)
     assert by_position.master_address == "10.0.0.1"

@@ -176,7 +176,9 @@ class AsyncSGLang(TorchRLCalls):
             max_attempts=self._settings.max_attempts,
             max_in_flight=limit_in_flight(self._settings.max_in_flight),
         )
-        self._generation = Generation(self._dispatcher)
+        self._generation = Generation(
+            self._dispatcher, self._served_model.get_tokenizer
+        )
         dispatcher, counters = self._dispatcher, self._counters
         self._sleep_control = SleepControl(
             self._fleet,
@@ -512,6 +514,8 @@ class AsyncSGLang(TorchRLCalls):
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Aborts requests on the servers; they raise GenerationAbortedError.
 
+        With ``return_partial=True`` they return what they have generated.
+
         Args:
             request_ids: names that were given to :meth:`generate`. By default all
                 requests, also those of other users of the servers.
@@ -726,6 +730,15 @@ class AsyncSGLang(TorchRLCalls):
             check_weights_awake(self._fleet.asleep)
             with self._fleet.weight_update() as update:
                 yield update
+
+    def interrupt_requests(self, *, timeout: float) -> None:
+        run_sync(
+            self._dispatcher.in_flight.interrupt(
+                self.control.loads,
+                all_of_them=not self.capabilities.keeps_requests,
+                timeout=timeout,
+            )
+        )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -35,6 +35,7 @@ from torchrl_sglang.backends.generation.sampling import (
     SAMPLING_PARAMETERS,
     hint,
 )
+from torchrl_sglang.backends.generation.stop_strings import cut, stops_of
 from torchrl_sglang.backends.lora.names import check_name, parse_served_name
 from torchrl_sglang.backends.lora.payload import fits_servers, read_folder
 from torchrl_sglang.backends.support.gpus import visible_devices
@@ -63,6 +64,7 @@ __all__ = [
     "check_logprobs_mode",
     "check_name",
     "connect",
+    "cut",
     "fits_servers",
     "hint",
     "join_completions",
@@ -70,6 +72,7 @@ __all__ = [
     "read_folder",
     "resume_request",
     "start",
+    "stops_of",
     "visible_devices",
     "write_mark",
 ]
@@ -128,6 +131,7 @@ class Generates(Protocol):
         timeout: float | None = None,
         request_timeout: float | None = None,
         return_exceptions: bool = False,
+        return_partial: bool = False,
         adapter: str | Sequence[str | None] | None = None,
         logprobs_mode: LogProbsMode = "model",
         **sampling: Any,
@@ -156,6 +160,8 @@ class Generates(Protocol):
             return_exceptions: return the error of an item in its place instead of
                 raising the first one. A raised error aborts the other in-flight
                 requests and carries the finished responses as ``completions``.
+            return_partial: return what a request had generated when it was aborted,
+                with ``finish_reason`` ``"abort"``, instead of its error.
             adapter: name of the LoRA adapter to compute them with, for all or one for
                 each; ``""`` for the base model. Defaults to :attr:`default_adapter`.
             logprobs_mode: whose log-probs of response tokens and of top-k tokens.
@@ -203,6 +209,7 @@ class Generates(Protocol):
             timeout=timeout,
             request_timeout=request_timeout,
             return_exceptions=return_exceptions,
+            return_partial=return_partial,
         )
 
     def generate_requests(
@@ -212,6 +219,7 @@ class Generates(Protocol):
         timeout: float | None = None,
         request_timeout: float | None = None,
         return_exceptions: bool = False,
+        return_partial: bool = False,
     ) -> list[Completion]:
         """The same as :meth:`generate`, for requests that are made already."""
 
@@ -327,7 +335,10 @@ class WeightUpdate(Protocol):
         """The servers may hold a mix of old and new weights: refuse to generate."""
 
     def aborts_requests(self) -> None:
-        """In-flight requests are about to be aborted: send them again."""
+        """In-flight requests are about to be aborted: they go on, or are sent again."""
+
+    def holds_requests(self) -> None:
+        """No request may be sent until the update has ended."""
 
     def keeps_requests(self) -> None:
         """In-flight requests continue with the new weights on a stale KV cache."""
@@ -403,6 +414,16 @@ class TakesWeights(Protocol):
 
         Raises:
             WeightSyncStateError: if an update is in progress, or weights are asleep.
+        """
+
+    def interrupt_requests(self, *, timeout: float) -> None:
+        """Aborts requests in flight that would not go on exactly with new weights.
+
+        A part of weight updates, which have announced it: this engine object sends what
+        remains of them after the update. Those of other users end with what they have.
+
+        Args:
+            timeout: in seconds; what has not come back then is left alone.
         """
 
     def revive(self, *, timeout: float = 600.0) -> None:

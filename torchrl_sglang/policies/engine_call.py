@@ -2,28 +2,29 @@
 
 A server that was started with ``skip_tokenizer_init=True`` supports neither stop
 strings nor ``min_new_tokens``: :func:`without_tokenizer` rewrites both as token ids,
-and :func:`cut` matches the stop strings afterwards.
+and :func:`.cut` matches the stop strings afterwards.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torchrl_sglang.backends.base import (
     GenerateRequest,
     RLSGLangEngine,
+    cut,
     join_completions,
     resume_request,
+    stops_of,
 )
 from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.policies.chat import decode
 from torchrl_sglang.policies.sampling import as_texts
 from torchrl_sglang.types import Completion
 
-__all__ = ["SampleRequest", "ask", "cut", "turn_end_tokens", "without_tokenizer"]
+__all__ = ["SampleRequest", "ask", "turn_end_tokens", "without_tokenizer"]
 
 Outcome = Completion | SGLangError
 
@@ -69,12 +70,11 @@ def ask(
     else:
         outcomes = _generate_in_stages(engine, requests, tokenizer, return_exceptions)
     for index, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
-        stops = as_texts(request.sampling_params.get("stop", ()))
         matched = on_server and request.include_stop
-        if stops and not matched and isinstance(outcome, Completion):
+        if not matched and isinstance(outcome, Completion):
             outcomes[index] = cut(
                 outcome,
-                stops,
+                stops_of({"stop": request.sampling_params.get("stop", ())}),
                 lambda ids: decode(tokenizer, [ids])[0],
                 include=request.include_stop,
             )
@@ -198,61 +198,3 @@ def turn_end_tokens(
     if tokenizer is None:
         return ends
     return ends | special_ids & _single_tokens(params.get("stop", ()), tokenizer)
-
-
-def cut(
-    completion: Completion,
-    stops: Sequence[str],
-    decode: Callable[[Sequence[int]], str],
-    *,
-    include: bool,
-) -> Completion:
-    """Truncates a response at its first stop string; ``decode`` keeps special tokens.
-
-    With ``include`` it ends after the token that completes the stop string, otherwise
-    before the first token that holds a part of it.
-
-    Examples:
-        >>> words = ["a", "b", "cd", "e"]
-        >>> decode = lambda ids: "".join(words[i] for i in ids)
-        >>> whole = Completion(token_ids=[0, 1, 2, 3], finish_reason="length")
-        >>> cut(whole, ["bc"], decode, include=True).token_ids
-        [0, 1, 2]
-        >>> cut(whole, ["bc"], decode, include=False).token_ids
-        [0]
-    """
-    ids = completion.token_ids
-    text = decode(ids)
-    if not any(stop in text for stop in stops):
-        return completion
-    sizes = range(1, len(ids))
-    end = 1 + bisect.bisect_left(
-        sizes, True, key=lambda size: any(s in decode(ids[:size]) for s in stops)
-    )
-    text = decode(ids[:end])
-    position, stop = min((text.find(s), s) for s in stops if s in text)
-    if not include:
-        # An incomplete character decodes to replacement marks.
-        end = bisect.bisect_left(
-            sizes[: end - 1],
-            True,
-            key=lambda size: len(decode(ids[:size]).rstrip("\ufffd")) > position,
-        )
-    return _truncate(
-        replace(completion, finish_reason="stop", matched_stop=stop, text=None), end
-    )
-
-
-def _truncate(completion: Completion, size: int) -> Completion:
-    """Truncates a response to its first ``size`` tokens."""
-    names = ("token_ids", "log_probs", "top_token_ids", "top_log_probs")
-    rows: dict[str, Any] = {name: getattr(completion, name) for name in names}
-    return replace(
-        completion,
-        versions=tuple(
-            replace(span, end=min(span.end, size))
-            for span in completion.versions
-            if span.start < size
-        ),
-        **{name: row and row[:size] for name, row in rows.items()},
-    )

@@ -40,7 +40,7 @@ class SchemeOptions(TransportOptions):
     transport_options: Mapping[str, Any] = field(default_factory=dict)
     control_timeout: float = CONTROL_TIMEOUT_SECONDS
     device: torch.device | str | int | None = None
-    pause_mode: PauseMode = "retract"
+    pause_mode: PauseMode = "continue"
     flush_cache: bool = True
     verify: bool = False
     process_group: dist.ProcessGroup | None = None

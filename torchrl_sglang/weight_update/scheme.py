@@ -80,9 +80,10 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         bucket_bytes (int): size of a transfer, in bytes, which servers need beside
             their weights meanwhile. Defaults to 2 GiB.
         pause_mode (str, optional): what happens to requests in flight during an update.
-            ``"retract"`` (default) computes their prefix again with the new weights;
-            servers of older versions abort them, the engine that updates sends its own
-            again from their beginning, and those of others raise
+            With ``"continue"`` (default; ``"retract"`` to SGLang) they keep their
+            tokens and go on with the new weights, which compute their prefix again.
+            Where servers cannot do so, as older ones cannot, the engine that updates
+            aborts its own and sends what remains; those of others raise
             :class:`GenerationAbortedError`. ``"abort"`` ends them with that error.
             ``"in_place"`` continues them on the stale KV cache of the old weights,
             which ``mixed_state`` of :class:`~torchrl_sglang.GenerationInfo` marks.
@@ -90,7 +91,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         flush_cache (bool): empty the servers' prefix caches for clients whose requests
             do not carry the weight version as a cache key, as this package's do. It
             takes milliseconds on GPUs, and up to half a second on CPU.
-            ``pause_mode="retract"`` always flushes. Defaults to True.
+            ``pause_mode="continue"`` always flushes. Defaults to True.
         send_timeout (float): timeout of one bucket, in seconds; with ``"disk"``, of
             loading everything. Defaults to 300.
         control_timeout (float): timeout of each call that moves no weights, such as
@@ -170,7 +171,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             send_timeout=send_timeout,
             control_timeout=control_timeout,
             device=device,
-            pause_mode="retract" if pause_mode is None else pause_mode,
+            pause_mode="continue" if pause_mode is None else pause_mode,
             flush_cache=flush_cache,
             verify=verify,
             process_group=process_group,

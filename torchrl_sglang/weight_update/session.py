@@ -68,8 +68,8 @@ def update_weights(
     alone: published adapters are dropped from every server before it generates again.
     ``held`` is the engine's weight update, if the caller has begun it. ``checkpoint``:
     the servers load what they were started with; they may hold half of an update, so
-    any failure leaves them inconsistent. ``"retract"`` flushes the prefix caches in any
-    case: retracted requests keep the cache key of the old version.
+    any failure leaves them inconsistent. ``"continue"`` always flushes prefix caches:
+    retracted requests keep the cache key of the old version.
     """
     start = time.perf_counter()
     with engine.weight_update() if held is None else nullcontext(held) as update:
@@ -78,7 +78,8 @@ def update_weights(
             update=update,
             transport=transport,
             version=version,
-            pause_mode=pause_mode,
+            # The servers' name for it.
+            pause_mode="retract" if pause_mode == "continue" else pause_mode,
             timeout=control_timeout,
             # Sending nothing does not make whole what an earlier update left half done.
             touched=update.was_inconsistent or checkpoint,
@@ -205,6 +206,10 @@ class _Session:
                 raise
 
     def _pause(self) -> None:
+        if self.pause_mode == "retract" and not self.control.paused:
+            self.update.holds_requests()
+            self.update.aborts_requests()
+            self.engine.interrupt_requests(timeout=self.timeout)
         if self.pause_mode != "none":
             if self.pause_mode == "in_place":
                 self.update.keeps_requests()
@@ -219,7 +224,7 @@ class _Session:
         if running:
             raise WeightSyncStateError(
                 f"{running} request(s) run, and pause_mode='none' pauses none of them; "
-                f"wait for them to end, or use pause_mode='retract'."
+                f"wait for them to end, or use pause_mode='continue'."
             )
 
     def _drop_default_adapter(self) -> None:

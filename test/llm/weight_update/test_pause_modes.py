@@ -6,8 +6,11 @@ to be exact is held to Hugging Face's log-probs of the new weights.
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import pickle
+import signal
 import threading
 from contextlib import contextmanager
 
@@ -75,6 +78,10 @@ class InFlight:
             self.result = call()
         except Exception as error:
             self.error = error
+
+    @property
+    def runs(self):
+        return self._thread.is_alive()
 
     def wait(self):
         self._thread.join(120)
@@ -148,7 +155,7 @@ def test_scores_of_tokens_whose_weights_are_gone_are_unknown(any_engine, models)
     ],
     indirect=["any_engine"],
 )
-def test_retract_computes_again(any_engine, models, flush):
+def test_continue_computes_the_prefix_again(any_engine, models, flush):
     engine = any_engine
     old, new = next(models), next(models)
     with sender_of(engine, flush_cache=flush) as sender:
@@ -165,13 +172,132 @@ def test_retract_computes_again(any_engine, models, flush):
         assert difference(answer, prompt, new, start) < TOLERANCE
         if start:
             assert difference(answer, prompt, old, 0, start) < TOLERANCE
-    # Newer servers keep what was generated before; older ones begin anew.
-    spans = {len(answer.versions) for answer in answers}
-    assert spans == ({2} if engine.capabilities.needs_update_session else {1})
+    # Whoever keeps what was generated before: newer servers, or the engine.
+    assert {len(answer.versions) for answer in answers} == {2}
+
+
+INTERVAL = 20
+"""Tokens between two updates."""
+
+
+def update_while(flying, engine, sender, models, versions):
+    """Sends weights every few tokens until a call returns; counts the updates."""
+    number = 0
+    while flying.runs:
+        number += 1
+        # Takes as long as a response takes for so many tokens.
+        generate(engine, PROMPTS[:1], INTERVAL)
+        model = next(models)
+        versions[sender.update_weights(model).version] = model
+    return number
+
+
+def check_spans(answers, prompts, lengths, versions):
+    """Returns at how many boundaries of versions responses went on."""
+    for prompt, length, answer in zip(prompts, lengths, answers, strict=True):
+        assert (len(answer.token_ids), answer.finish_reason) == (length, "length")
+        assert not answer.mixed_state
+        ends = [0, *(span.end for span in answer.versions)]
+        assert ends[:-1] == [span.start for span in answer.versions]
+        assert ends[-1] == length
+        for span in answer.versions:
+            model = versions[span.version]
+            found = difference(answer, prompt, model, span.start, span.end)
+            assert found < TOLERANCE, span
+    return sum(len(answer.versions) - 1 for answer in answers)
+
+
+def requests_of_many_lengths(count):
+    prompts = [[5 + index % 90, *range(5, 12 + index % 7)] for index in range(count)]
+    lengths = [20 + 37 * index % 180 for index in range(count)]
+    return prompts, lengths
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_token_is_of_the_version_that_its_span_says(any_engine, models, count):
+    engine = any_engine
+    prompts, lengths = requests_of_many_lengths(count)
+    params = [{"max_new_tokens": n, "ignore_eos": True} for n in lengths]
+    first, versions = next(models), {}
+    with sender_of(engine) as sender:
+        versions[sender.update_weights(first).version] = first
+        before = engine.stats().response_tokens
+        flying = InFlight(
+            engine,
+            lambda: engine.generate(
+                input_ids=prompts, sampling_params=params, return_logprobs=True
+            ),
+        )
+        updates = update_while(flying, engine, sender, models, versions)
+        answers = flying.wait()
+    assert check_spans(answers, prompts, lengths, versions) > 0
+    computed = engine.stats().response_tokens - before
+    assert computed == sum(lengths) + INTERVAL * updates, "No token is computed twice."
+
+
+def test_the_same_weights_again_change_no_token(any_engine, models):
+    engine = any_engine
+    prompts, lengths = requests_of_many_lengths(12)
+    params = [
+        {"max_new_tokens": n, "temperature": 0.0, "min_new_tokens": n // 2 * (n % 2)}
+        for n in lengths
+    ]
+    model, versions = next(models), {}
+    with sender_of(engine) as sender:
+        sender.update_weights(model)
+        expected = engine.generate(input_ids=prompts, sampling_params=params)
+        flying = InFlight(
+            engine, lambda: engine.generate(input_ids=prompts, sampling_params=params)
+        )
+        update_while(flying, engine, sender, itertools.repeat(model), versions)
+        answers = flying.wait()
+    assert versions
+    assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [None, "0.5.20"])
+def test_two_servers_one_of_which_is_killed(tiny_model_path, models, version):
+    prompts, lengths = requests_of_many_lengths(40)
+    params = [
+        {"max_new_tokens": 2 * n, "temperature": 0.0, "ignore_eos": True}
+        for n in lengths
+    ]
+    model, versions = next(models), {}
+    with (
+        AsyncSGLang.from_pretrained(
+            tiny_model_path,
+            device="cpu",
+            num_replicas=2,
+            router_policy=None,
+            sglang_version=version,
+        ) as engine,
+        sender_of(engine) as sender,
+    ):
+
+        def call():
+            return engine.generate(
+                input_ids=prompts, sampling_params=params, return_logprobs=True
+            )
+
+        sender.update_weights(model)
+        expected = call()
+        flying = InFlight(engine, call, least=len(prompts))
+        for _ in range(3):
+            generate(engine, PROMPTS[:1], INTERVAL)
+            versions[sender.update_weights(model).version] = model
+        assert flying.runs
+        os.kill(engine.servers[1].pid, signal.SIGKILL)
+        answers = flying.wait()
+        assert engine.stats().retries > 0
+    assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
+    assert any(len(answer.versions) > 1 for answer in answers)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert difference(answer, prompt, model) < TOLERANCE
 
 
 @older_engine_is_slow
-def test_retract_and_a_stream(any_engine, models):
+def test_continue_and_a_stream(any_engine, models):
     engine = any_engine
     with sender_of(engine) as sender:
         flying = InFlight(
@@ -315,7 +441,7 @@ def test_none_is_for_idle_servers(any_engine, models):
         sender_of(through, pause_mode="none") as sender,
     ):
         flying = InFlight(engine, lambda: generate(engine))
-        with pytest.raises(WeightSyncStateError, match="retract"):
+        with pytest.raises(WeightSyncStateError, match="continue"):
             sender.update_weights(new)
         for prompt, answer in zip(PROMPTS, flying.wait(), strict=True):
             assert len(answer.versions) == 1

@@ -241,6 +241,8 @@ def interpret(
         pp_size=size("pp_size"),
         dp_size=size("dp_size"),
         needs_update_session="/begin_weight_update" in routes,
+        # They came together.
+        keeps_requests="/begin_weight_update" in routes,
         load_route=_first(routes, _LOAD_ROUTES, url),
         info_route=next((r for r in _INFO_ROUTES if r in routes), _INFO_ROUTES[0]),
         has_tokenizer=not has("skip_tokenizer_init"),

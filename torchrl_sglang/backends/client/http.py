@@ -184,8 +184,8 @@ class HttpClient:
         *,
         timeout: float,
         headers: Mapping[str, str] | None = None,
-    ) -> AsyncGenerator[Any, None]:
-        """Posts a request and yields each server-sent event of the response, decoded.
+    ) -> AsyncGenerator[Response, None]:
+        """Posts a request and yields each server-sent event of the response.
 
         Raises also if the events end without the one that marks the end.
         """
@@ -202,7 +202,7 @@ class HttpClient:
                     content = bytes(event).removeprefix(b"data:").strip()
                     if content == LAST_EVENT:
                         return
-                    yield Response(url=url, status=status, body=content).json()
+                    yield Response(url=url, status=status, body=content)
             raise ServerUnavailableError(
                 f"{url} stopped in the middle of its answer: {bytes(rest[:200])!r}.",
                 transient=True,

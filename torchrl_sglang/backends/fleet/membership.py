@@ -245,6 +245,7 @@ class Fleet:
         try:
             yield update
         finally:
+            self.weights_state.release_requests()
             self._end_update(update.version)
 
     def _end_update(self, version: str | None) -> None:

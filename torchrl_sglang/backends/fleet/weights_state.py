@@ -12,8 +12,10 @@ that. Every change happens under the lock and replaces an immutable :class:`Weig
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +56,7 @@ class WeightsState:
             version=version, newest=version, checkpoint_version=checkpoint
         )
         self._lock = threading.Lock()
+        self._held: Future[None] | None = None
 
     @property
     def now(self) -> Weights:
@@ -84,6 +87,24 @@ class WeightsState:
         """Sets why the servers may hold a mix of weights, or ``None``."""
         self._change(lambda now: replace(now, inconsistent=reason))
 
+    def hold_requests(self) -> None:
+        """Lets no request be sent from now on, until an update has ended."""
+        with self._lock:
+            self._held = self._held or Future()
+
+    def release_requests(self) -> None:
+        """Lets requests be sent again."""
+        with self._lock:
+            held, self._held = self._held, None
+        if held is not None:
+            held.set_result(None)
+
+    async def settled(self) -> None:
+        """Waits until requests may be sent."""
+        while (held := self._held) is not None:
+            # Several wait for it, and one that is cancelled must not end it.
+            await asyncio.shield(asyncio.wrap_future(held))
+
     def begin_membership_epoch(self) -> None:
         """Invalidates process groups: a server has joined or left."""
         self._change(
@@ -95,7 +116,7 @@ class WeightsState:
         return {"_now": replace(self._now, abort_epoch=0)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+        vars(self).update(state, _lock=threading.Lock(), _held=None)
 
     def __repr__(self) -> str:
         reason = self._now.inconsistent
@@ -138,19 +159,26 @@ class PendingUpdate:
             )
 
         self._state._change(change)
+        self._state.release_requests()
         self.version = version
 
     def abort(self) -> None:
         """The servers hold what they held when the update began."""
         self._state.mark_inconsistent(self._reason_before)
+        self._state.release_requests()
 
     def mark_inconsistent(self, reason: str) -> None:
         """The servers may hold a mix of old and new weights: refuse to generate."""
         self._state.mark_inconsistent(reason)
+        self._state.release_requests()
 
     def aborts_requests(self) -> None:
-        """In-flight requests are about to be aborted: send them again."""
+        """In-flight requests are about to be aborted: they go on, or are sent again."""
         self._state._change(lambda now: replace(now, abort_epoch=now.abort_epoch + 1))
+
+    def holds_requests(self) -> None:
+        """No request may be sent until the update ends."""
+        self._state.hold_requests()
 
     def keeps_requests(self) -> None:
         """In-flight requests continue with the new weights on a stale KV cache."""

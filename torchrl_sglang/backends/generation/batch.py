@@ -1,4 +1,4 @@
-"""Runs one call: checks its requests, sends each until its response is complete.
+"""Runs one call: checks its requests, and yields the outcome of each as it comes.
 
 One request's outcome does not depend on the others of its batch.
 """
@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.generation.dispatch import (
-    Dispatcher,
-    Outcome,
-    Response,
-)
+from torchrl_sglang.backends.generation.complete import GRACE_SECONDS, Completing
+from torchrl_sglang.backends.generation.dispatch import Dispatcher, Outcome
 from torchrl_sglang.backends.generation.in_flight import Ticket
 from torchrl_sglang.backends.generation.log_probs import (
     TemperatureProbe,
     depends_on_server,
     plan_scoring,
-    to_scoring_request,
-    with_scores,
 )
 from torchrl_sglang.backends.generation.prefill import prefill, sharing_prompts
 from torchrl_sglang.backends.generation.request import (
@@ -32,6 +26,7 @@ from torchrl_sglang.backends.generation.request import (
     GenerateRequest,
     check_request,
 )
+from torchrl_sglang.backends.generation.sampling import counts_tokens, is_resumable
 from torchrl_sglang.backends.generation.staleness import Staleness
 from torchrl_sglang.errors import (
     GenerationAbortedError,
@@ -40,15 +35,9 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
 )
-from torchrl_sglang.types import Completion, VersionSpan
+from torchrl_sglang.types import Completion
 
 __all__ = ["Generation", "explain_unavailable"]
-
-MOST_SCORINGS = 5
-"""How often scoring a response is repeated when updates and aborts interrupt it."""
-
-GRACE_SECONDS = 0.5
-"""Grace period for an in-flight request to report its own timeout."""
 
 DEATH_GRACE_SECONDS = 2.0
 """Grace period for a server that hung up to be seen dead, so that the error says so."""
@@ -57,8 +46,11 @@ DEATH_GRACE_SECONDS = 2.0
 class Generation:
     """Runs calls of :meth:`.AsyncSGLang.generate`; for the background loop only."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, get_tokenizer: Callable[[], Any]
+    ) -> None:
         self._dispatcher = dispatcher
+        self._get_tokenizer = get_tokenizer
         self._staleness = Staleness(dispatcher.fleet, dispatcher.adapters)
         self._probe = TemperatureProbe(
             dispatcher.http, dispatcher.fleet, dispatcher.capabilities
@@ -97,6 +89,9 @@ class Generation:
                     fleet = self._dispatcher.fleet
                     error = await explain_unavailable(fleet, error, patient)
                     patient = False
+                elif batch.return_partial and isinstance(error, GenerationAbortedError):
+                    yield index, error.partial
+                    continue
                 if not batch.return_exceptions:
                     note = f"It is item {index} of {len(batch.requests)}."
                     raise error.replace(note=note)
@@ -132,11 +127,14 @@ class Generation:
         request_timeout: float | None,
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         """Yields the index and the outcome of each request as it ends."""
+        limits = self._dispatcher.capabilities
         tickets = {
             index: Ticket(
                 deadline=deadline,
                 request_timeout=request_timeout,
                 request_id=request.request_id,
+                resumable=is_resumable(request.sampling_params, limits),
+                survives_retraction=not counts_tokens(request.sampling_params, limits),
             )
             for index, request in requests.items()
         }
@@ -150,7 +148,13 @@ class Generation:
                 prefills |= dict.fromkeys(group, asyncio.ensure_future(work))
             pending = {
                 asyncio.ensure_future(
-                    self._complete(request, tickets[index], prefills.get(index))
+                    Completing(
+                        self._dispatcher,
+                        self._staleness,
+                        self._get_tokenizer,
+                        request,
+                        tickets[index],
+                    ).run(prefills.get(index))
                 ): index
                 for index, request in requests.items()
             }
@@ -174,79 +178,6 @@ class Generation:
                     each.cancel()
                 # Retrieves the errors that nobody is told of.
                 await asyncio.gather(*started, return_exceptions=True)
-
-    async def _complete(
-        self,
-        request: GenerateRequest,
-        ticket: Ticket,
-        before: asyncio.Task[None] | None,
-    ) -> Outcome:
-        """Returns the outcome of one request, which is sent until it is not stale."""
-        try:
-            if before is not None:
-                await asyncio.shield(before)
-            while True:
-                response = await self._send(request, ticket)
-                # For scoring.
-                with self._dispatcher.adapters.held([response.adapter]):
-                    if await self._staleness.is_stale(request, response):
-                        continue
-                    outcome = await self._score(request, ticket, response)
-                if outcome is not None:
-                    return _with_adapter_version(outcome)
-        finally:
-            # The rest of the batch may take longer.
-            self._dispatcher.in_flight.forget(ticket)
-
-    async def _score(
-        self, request: GenerateRequest, ticket: Ticket, response: Response
-    ) -> Outcome | None:
-        """Returns a response with its mode's log-probs; ``None`` if they are lost."""
-        completion = response.outcome
-        if not (request.score_response and isinstance(completion, Completion)):
-            return completion
-        scoring = to_scoring_request(request, completion)
-        for _ in range(MOST_SCORINGS):
-            scores = await self._send(scoring, ticket, like=response)
-            outcome = scores.outcome
-            if await self._staleness.is_stale(scoring, scores):
-                continue
-            if isinstance(outcome, Completion):
-                return with_scores(completion, outcome)
-            if not isinstance(outcome, GenerationAbortedError) or outcome.requested:
-                return outcome
-        return outcome if isinstance(outcome, SGLangError) else None
-
-    async def _send(
-        self, request: GenerateRequest, ticket: Ticket, *, like: Response | None = None
-    ) -> Response:
-        """Sends one request in its turn; ``like`` is the response that it scores."""
-        async with self._dispatcher.in_flight.turn(ticket.deadline):
-            deadline = ticket.end_of_attempt() if like is None else like.deadline
-            try:
-                return await self._dispatcher.generate(
-                    request, ticket, deadline, like=like
-                )
-            except (ServerTimeoutError, ServerUnavailableError) as error:
-                # The request has no time left for another attempt; the batch has.
-                if deadline < ticket.deadline and (
-                    deadline - time.monotonic() < GRACE_SECONDS
-                ):
-                    raise ServerTimeoutError(
-                        f"A request had no answer within {ticket.request_timeout:g} s: "
-                        f"{error}"
-                    ) from error
-                raise
-
-
-def _with_adapter_version(outcome: Outcome) -> Outcome:
-    """Returns a completion whose versions are those of its adapter, if it has one."""
-    if not isinstance(outcome, Completion) or outcome.adapter_version is None:
-        return outcome
-    # The server knows the version of the base model only.
-    end = len(outcome.token_ids)
-    span = VersionSpan(version=outcome.adapter_version, start=0, end=end)
-    return replace(outcome, versions=(span,))
 
 
 def _outcome(task: asyncio.Task[Outcome], index: int) -> Outcome:

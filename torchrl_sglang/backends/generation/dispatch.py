@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,7 +22,10 @@ from torchrl_sglang.backends.fleet.weights_state import Weights
 from torchrl_sglang.backends.generation.in_flight import InFlight, Ticket
 from torchrl_sglang.backends.generation.metrics import Counters
 from torchrl_sglang.backends.generation.protocol import (
+    CUT_SHORT,
     ROUTING_KEY_HEADER,
+    cut_short,
+    finished,
     parse_completion,
     to_payload,
 )
@@ -68,6 +71,8 @@ class Response:
     """That time, on the monotonic clock."""
     deadline: float
     """When the request's own timeout ends."""
+    cut_short: bool = False
+    """The server ended in the middle of it."""
 
 
 class Dispatcher:
@@ -119,8 +124,12 @@ class Dispatcher:
                     cache_key=weights.version,
                     rid=ticket.sent_as,
                     adapter=None if adapter is None else adapter.served_as,
+                    # A router drops the interval, and deltas would have to be joined.
+                    stream=url in self.fleet.urls
+                    and not self.capabilities.streams_deltas,
                 )
-                reply = await self.post(
+                exchange = self._stream if "stream" in payload else self.post
+                reply = await exchange(
                     f"{url}/generate", payload, ticket, deadline, request.session_id
                 )
             outcome = self._read(reply, request, url, weights.version, ticket)
@@ -128,10 +137,11 @@ class Dispatcher:
                 if count:
                     prompt, response = len(request.input_ids), len(outcome.token_ids)
                     self.counters.count(prompt, outcome.cached_tokens, response)
-                if adapter is not None:
-                    outcome = replace(
-                        outcome, adapter=adapter.name, adapter_version=adapter.version
-                    )
+                outcome = _with_adapter(outcome, adapter)
+            elif isinstance(outcome, GenerationAbortedError) and outcome.partial:
+                self.counters.count_tokens(len(outcome.partial.token_ids))
+                partial = _with_adapter(outcome.partial, adapter)
+                outcome = outcome.replace(partial=partial)
             return Response(
                 outcome=outcome,
                 url=url,
@@ -139,6 +149,7 @@ class Dispatcher:
                 weights=weights,
                 sent_at=sent_at,
                 deadline=deadline,
+                cut_short=CUT_SHORT in reply,
             )
 
         return await self.send(
@@ -205,6 +216,33 @@ class Dispatcher:
         )
         return answer.raise_for_status().json()
 
+    async def _stream(
+        self,
+        url: str,
+        payload: dict[str, Any],
+        ticket: Ticket,
+        deadline: float,
+        session_id: str | None,
+    ) -> Any:
+        """Posts a request; returns what has come, if the server ends on the way."""
+        latest = None
+        try:
+            left = seconds_left(deadline)
+            async with aclosing(self.http.events(url, payload, timeout=left)) as events:
+                async for event in events:
+                    latest = event
+        except ServerUnavailableError as error:
+            if latest is None or not error.transient:
+                raise
+            ticket.losses += 1
+            if ticket.losses >= self._max_attempts:
+                raise error.replace(transient=False) from None
+            self.in_flight.abandon(ticket)
+            self.fleet.failed(url.removesuffix("/generate"))
+            self.counters.retries += 1
+            return cut_short(latest.json(), error)
+        return finished(latest, url)
+
     def _read(
         self,
         reply: Any,
@@ -232,6 +270,13 @@ class Dispatcher:
             mixed = any(span.version in kept for span in completion.versions[1:])
             return replace(completion, mixed_state=mixed)
         return completion
+
+
+def _with_adapter(completion: Completion, adapter: Adapter | None) -> Completion:
+    if adapter is None:
+        return completion
+    name, version = adapter.name, adapter.version
+    return replace(completion, adapter=name, adapter_version=version)
 
 
 def retry_delay(

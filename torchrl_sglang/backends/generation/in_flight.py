@@ -6,8 +6,16 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +40,12 @@ REPEATS = 5
 """How often an abort is sent again while its request runs."""
 
 REPEAT_SECONDS = 0.5
+INTERRUPT_SECONDS = 10.0
+"""Longest time in which requests are interrupted for a weight update."""
+
+POLL_SECONDS = 0.005
+"""Time between two looks at what is still in flight."""
+
 CLOSE_TIMEOUT_SECONDS = 1.0
 """Timeout for the last aborts when an engine is shut down."""
 
@@ -50,6 +64,14 @@ class Ticket:
     """Its id on a server while it is sent; otherwise empty."""
     aborted: bool = False
     """Whether the caller has aborted it."""
+    resumable: bool = True
+    """Whether its response can go on in another request."""
+    survives_retraction: bool = True
+    """Whether a server that keeps requests in a weight update keeps this one right."""
+    losses: int = 0
+    """How often a server ended in the middle of its response."""
+    restarts: int = 0
+    """How often a weight update made its response begin anew."""
 
     def end_of_attempt(self) -> float:
         """Returns when an attempt that begins now times out."""
@@ -78,6 +100,7 @@ class InFlight:
         self._turns = asyncio.Semaphore(self._limit)
         self._running: set[Ticket] = set()
         self._aborting: set[asyncio.Task[None]] = set()
+        self._landed = asyncio.Event()
         self._counters.in_flight = 0
 
     def _reset_after_fork(self) -> None:
@@ -108,25 +131,24 @@ class InFlight:
     @asynccontextmanager
     async def turn(self, deadline: float) -> AsyncIterator[None]:
         """Waits until one more request may be in flight."""
-        try:
-            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                await self._turns.acquire()
-        except TimeoutError:
-            raise ServerTimeoutError(
-                "A request waited for its turn until its timeout: too many others "
-                "are in flight; see max_in_flight."
-            ) from None
-        try:
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                    await stack.enter_async_context(self._turns)
+                    await self._fleet.weights_state.settled()
+            except TimeoutError:
+                raise ServerTimeoutError(
+                    "A request waited for its turn until its timeout: too many others "
+                    "are in flight (see max_in_flight), or a weight update took longer."
+                ) from None
             yield
-        finally:
-            self._turns.release()
 
     @contextmanager
     def attempt(self, ticket: Ticket) -> Iterator[None]:
         """Gives a request an id for one attempt; aborts it if it gets no answer."""
         # Each attempt has a new id: the previous one may be aborted meanwhile. A server
         # aborts all whose ids begin with the given one, so they have one length.
-        name = ticket.sent_as = uuid.uuid4().hex
+        ticket.sent_as = uuid.uuid4().hex
         self._counters.in_flight += 1
         try:
             yield
@@ -134,11 +156,16 @@ class InFlight:
             raise
         except BaseException:
             # The server may still compute it.
-            self._start(self._abort([name]))
+            self.abandon(ticket)
             raise
         finally:
             ticket.sent_as = ""
             self._counters.in_flight -= 1
+            self._landed.set()
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Aborts a request whose response nobody waits for, without waiting."""
+        self._start(self._abort([ticket.sent_as]))
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
         """Aborts requests by name, or all of all users; returns how many ran here."""
@@ -157,6 +184,59 @@ class InFlight:
             await self._abort([ticket.sent_as for ticket in tickets])
         self._start(self._repeat(tickets))
         return len(tickets)
+
+    async def interrupt(
+        self,
+        loads: Callable[[], Awaitable[Sequence[tuple[int, int]]]],
+        *,
+        all_of_them: bool,
+        timeout: float,
+    ) -> None:
+        """Aborts the requests that servers have, or those that no retraction keeps.
+
+        No response starves: one that has to begin anew does so once, and no request is
+        aborted before its server has computed a token of the oldest ones.
+        """
+
+        def sent() -> list[Ticket]:
+            return [
+                ticket
+                for ticket in self._running
+                if ticket.sent_as and (all_of_them or not ticket.survives_retraction)
+            ]
+
+        await self._until(
+            lambda: not any(each.restarts and not each.resumable for each in sent()),
+            timeout,
+        )
+        end = time.monotonic() + min(timeout, INTERRUPT_SECONDS)
+        while sent() and time.monotonic() < end:
+            # A server that runs requests has computed a token of each.
+            try:
+                counts = await loads()
+            except SGLangError as error:
+                torchrl_logger.debug(f"No loads before a weight update: {error}")
+                break
+            if any(running for running, _ in counts) and all(
+                running or not queued for running, queued in counts
+            ):
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        while (waiting := sent()) and time.monotonic() < end:
+            if all_of_them:
+                await self._post({"abort_all": True})
+            else:
+                await self._abort([ticket.sent_as for ticket in waiting])
+            # An abort that arrives before its request is lost.
+            await self._until(lambda: not sent(), REPEAT_SECONDS)
+
+    async def _until(self, holds: Callable[[], bool], timeout: float) -> None:
+        """Waits until something holds of what is sent, at most for the timeout."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not holds():
+                    self._landed.clear()
+                    await self._landed.wait()
 
     async def close(self) -> None:
         """Waits shortly for aborts that are in flight."""

@@ -46,6 +46,10 @@ class Counters:
         self.completed += 1
         self.prompt_tokens += prompt
         self.cached_tokens += cached
+        self.count_tokens(response)
+
+    def count_tokens(self, response: int) -> None:
+        """Counts tokens of a response that goes on."""
         self.response_tokens += response
         self._recent.append((time.monotonic(), response))
         self._drop_old()

@@ -12,6 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
+from torchrl_sglang.backends.client.http import Response
 from torchrl_sglang.backends.generation.request import GenerateRequest
 from torchrl_sglang.errors import (
     GenerationAbortedError,
@@ -21,7 +24,11 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
 
 __all__ = [
+    "CUT_SHORT",
     "ROUTING_KEY_HEADER",
+    "STREAM_INTERVAL",
+    "cut_short",
+    "finished",
     "parse_completion",
     "response_limit",
     "to_payload",
@@ -30,6 +37,12 @@ __all__ = [
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """A router with a keyed policy sends requests with equal values of this header to one
 server."""
+
+CUT_SHORT = "cut_short"
+"""Marks a reply that is not whole, because its server has ended."""
+
+STREAM_INTERVAL = 128
+"""Tokens between two events of a stream: what is lost with a server is less."""
 
 NAN_STOP = "NaN happened"
 """The stop text that SGLang reports when it sampled from logits that are NaN."""
@@ -42,11 +55,12 @@ def to_payload(
     cache_key: str,
     rid: str,
     adapter: str | None = None,
+    stream: bool = False,
 ) -> dict[str, Any]:
     """Returns the JSON content of a ``/generate`` call."""
     own = not request.score_response
     start = 0 if request.return_prompt_logprobs else -1
-    payload = {
+    payload: dict[str, Any] = {
         "input_ids": list(request.input_ids),
         "sampling_params": _limited_params(request, capabilities),
         "return_logprob": request.return_prompt_logprobs
@@ -58,6 +72,9 @@ def to_payload(
         "extra_key": cache_key,
         "rid": rid,
     }
+    if stream and payload["sampling_params"]["max_new_tokens"] > STREAM_INTERVAL:
+        payload["stream"] = True
+        payload["sampling_params"]["stream_interval"] = STREAM_INTERVAL
     return payload if adapter is None else {**payload, "lora_path": adapter}
 
 
@@ -84,6 +101,37 @@ def response_limit(request: GenerateRequest, capabilities: ServerCapabilities) -
     return longest - len(request.input_ids)
 
 
+def finished(event: Response | None, url: str) -> Any:
+    """Returns the reply in a stream's last event; raises the error that it holds."""
+    reply = None if event is None else event.json()
+    if isinstance(reply, dict) and isinstance(reply.get("error"), dict):
+        status = reply["error"].get("code")
+        Response(
+            url=url,
+            status=status if isinstance(status, int) else 500,
+            body=orjson.dumps(reply),
+        ).raise_for_status()
+    return reply
+
+
+def cut_short(event: Any, error: Exception) -> Any:
+    """Returns the reply of a server that ended, from its latest event."""
+    try:
+        reason = {"type": "abort", "message": str(error)}
+        meta = {**event["meta_info"], "finish_reason": reason}
+        # Lists can have grown since the event was made.
+        names = ("output_token_logprobs", "output_top_logprobs")
+        lists = {name: meta[name] for name in names if meta.get(name)}
+        ids = event["output_ids"]
+        length = min(meta["completion_tokens"], len(ids), *map(len, lists.values()))
+        meta |= {name: values[:length] for name, values in lists.items()}
+        meta["completion_tokens"] = length
+        ids = ids[:length]
+        return {**event, "output_ids": ids, "meta_info": meta, CUT_SHORT: True}
+    except (KeyError, TypeError):
+        raise error from None
+
+
 def parse_completion(
     reply: Mapping[str, Any],
     request: GenerateRequest,
@@ -92,9 +140,17 @@ def parse_completion(
     server: str,
     sent_version: str | None = None,
 ) -> Completion:
-    """Returns the completion in a reply; raises an error for any other reply."""
+    """Returns the completion in a reply; raises an error for any other reply.
+
+    An error for an abort has the tokens until then.
+    """
     try:
-        return _Reply(reply, vocab_size, server).completion(request, sent_version)
+        read = _Reply(reply, vocab_size, server)
+        try:
+            read.check_end()
+        except GenerationAbortedError as error:
+            raise error.replace(partial=read.partial(request, sent_version)) from None
+        return read.completion(request, sent_version)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ServerUnavailableError(
             f"{server} sent a malformed reply ({error!r}): {reply!r:.300}"
@@ -106,6 +162,7 @@ class _Reply:
 
     def __init__(self, reply: Mapping[str, Any], vocab_size: int, server: str) -> None:
         self._meta, self._token_ids = reply["meta_info"], reply["output_ids"]
+        self._reason: Mapping[str, Any] = self._meta["finish_reason"]
         self._text = reply.get("text")
         self._vocab_size = vocab_size
         self._server = server
@@ -113,8 +170,8 @@ class _Reply:
     def completion(
         self, request: GenerateRequest, sent_version: str | None
     ) -> Completion:
-        """Returns the completion that was asked for; it ended as it should."""
-        meta, length, reason = self._meta, len(self._token_ids), self._finish_reason()
+        """Returns the response that was asked for."""
+        meta, length, reason = self._meta, len(self._token_ids), self._reason
         log_probs = prompt_log_probs = top_token_ids = top_log_probs = None
         tops: Sequence[Any] = ()
         own_scores = not request.score_response
@@ -157,10 +214,29 @@ class _Reply:
             text=self._text,
         )
 
-    def _finish_reason(self) -> Mapping[str, Any]:
-        """Returns why a response ended; raises an error if it should not have."""
-        reason: Mapping[str, Any] = self._meta["finish_reason"]
-        kind, length = reason["type"], len(self._token_ids)
+    def partial(
+        self, request: GenerateRequest, sent_version: str | None
+    ) -> Completion | None:
+        """Returns the tokens of an aborted response; ``None`` if they are not known."""
+        ids, counted = self._token_ids, self._meta.get("completion_tokens")
+        # Some versions send the last token only; and one that is out of the vocabulary
+        # would kill the server that is to go on from it.
+        if (
+            self._reason["type"] != "abort"
+            or counted not in (None, len(ids))
+            or not all(0 <= token < self._vocab_size for token in ids)
+        ):
+            return None
+        try:
+            return self.completion(request, sent_version)
+        except (LookupError, TypeError, ValueError, ServerUnavailableError):
+            # A request that was aborted in the queue has no log-probs of its prompt.
+            return None
+
+    def check_end(self) -> None:
+        """Raises an error unless a response ended as it should."""
+        reason, length = self._reason, len(self._token_ids)
+        kind = reason["type"]
         if kind == "abort":
             raise _abort_error(reason, length, self._server)
         if reason.get("matched") == NAN_STOP:
@@ -179,7 +255,6 @@ class _Reply:
                 f"{self._server} sent {length} tokens of a response and counts "
                 f"{counted}; the reply is cut short."
             )
-        return reason
 
     def _log_probs(self, key: str, token_ids: Sequence[int]) -> list[float]:
         # Each entry is [log-prob, token id, text]; the first prompt token has no

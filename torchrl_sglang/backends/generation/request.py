@@ -107,6 +107,8 @@ class Batch:
     """Timeout of each request from when it is sent, in seconds."""
     return_exceptions: bool = False
     """Return the error of a request in its place instead of raising the first one."""
+    return_partial: bool = False
+    """Return what an aborted request has generated instead of its error."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "request_timeout"):

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchrl_sglang.backends.generation.request import GenerateRequest, longest_prompt
 from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
 
-__all__ = ["join_completions", "resume_request"]
+__all__ = ["ended", "join_completions", "no_tokens", "resume_request"]
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerateRequest)
+
+
+def ended(
+    whole: Completion, params: Mapping[str, Any], end_tokens: Collection[int | None]
+) -> Completion:
+    """Returns an aborted response as ended if its last token was its end."""
+    # In the step of an abort, a server does not look for another end.
+    if whole.finish_reason != "abort":
+        return whole
+    last, most = whole.token_ids[-1], params.get("max_new_tokens")
+    stops = last in end_tokens or last in params.get("stop_token_ids", ())
+    if stops and not params.get("ignore_eos"):
+        return replace(whole, finish_reason="stop", matched_stop=last)
+    if most is not None and len(whole.token_ids) >= most:
+        return replace(whole, finish_reason="length")
+    return whole
+
+
+def no_tokens(request: GenerateRequest) -> Completion:
+    """Returns the response to a request that was aborted before its first token."""
+    tops: list[Any] | None = [] if request.top_logprobs else None
+    return Completion(
+        token_ids=[],
+        log_probs=[] if request.return_logprobs else None,
+        logprobs_mode=request.logprobs_mode if request.wants_logprobs else None,
+        top_token_ids=tops,
+        top_log_probs=tops,
+        finish_reason="abort",
+    )
 
 
 def resume_request(
@@ -68,9 +97,16 @@ def join_completions(first: Completion, second: Completion) -> Completion:
         cached_tokens=first.cached_tokens,
         versions=tuple(spans) if known else (),
         mixed_state=first.mixed_state or second.mixed_state,
-        text=None,
+        text=_join_texts(first.text, second.text),
     )
 
 
 def _concatenate(first: list[Any] | None, second: list[Any] | None) -> list[Any] | None:
     return None if first is None or second is None else [*first, *second]
+
+
+def _join_texts(first: str | None, second: str | None) -> str | None:
+    # The last token of the first may hold a part of a character.
+    if first is None or second is None or first.endswith("\ufffd"):
+        return None
+    return first + second

@@ -25,8 +25,10 @@ __all__ = [
     "changes_logits",
     "check_sampling_params",
     "check_token_ids",
+    "counts_tokens",
     "dropped_by_router",
     "hint",
+    "is_resumable",
     "temperature_of",
 ]
 
@@ -139,6 +141,8 @@ class SamplingParameter:
     """Checks what ``types`` cannot say, and returns the value for JSON."""
     dropped_by_router: bool = False
     """sglang-router 0.3.2 silently removes it from requests."""
+    counts_tokens: bool = False
+    """SGLang counts the tokens so far for it, and forgets them in a retraction."""
 
 
 _Row = SamplingParameter
@@ -147,20 +151,31 @@ SAMPLING_PARAMETERS: dict[str, SamplingParameter] = {
     "ebnf": _Row(
         _TEXT, aliases=("grammar", "guided_grammar"), neutral=("",), needs_grammar=True
     ),
-    "frequency_penalty": _Row(_NUMBER, least=-2.0, greatest=2.0, neutral=(0,)),
+    "frequency_penalty": _Row(
+        _NUMBER, least=-2.0, greatest=2.0, neutral=(0,), counts_tokens=True
+    ),
     "ignore_eos": _Row(_BOOL),
     "json_schema": _Row(_TEXT, neutral=("",), needs_grammar=True),
     "logit_bias": _Row(
         (dict,), neutral=({},), check=_check_bias, dropped_by_router=True
     ),
     "max_new_tokens": _Row(_INT, least=0, aliases=("max_tokens",)),
-    "min_new_tokens": _Row(_INT, least=0, aliases=("min_tokens",), neutral=(0,)),
+    "min_new_tokens": _Row(
+        _INT, least=0, aliases=("min_tokens",), neutral=(0,), counts_tokens=True
+    ),
     "min_p": _Row(_NUMBER, least=0.0, greatest=1.0),
     "no_stop_trim": _Row(_BOOL),
-    "presence_penalty": _Row(_NUMBER, least=-2.0, greatest=2.0, neutral=(0,)),
+    "presence_penalty": _Row(
+        _NUMBER, least=-2.0, greatest=2.0, neutral=(0,), counts_tokens=True
+    ),
     "regex": _Row(_TEXT, aliases=("guided_regex",), neutral=("",), needs_grammar=True),
     "repetition_penalty": _Row(
-        _NUMBER, least=0.0, greatest=2.0, excludes_least=True, neutral=(1,)
+        _NUMBER,
+        least=0.0,
+        greatest=2.0,
+        excludes_least=True,
+        neutral=(1,),
+        counts_tokens=True,
     ),
     "sampling_seed": _Row(_INT, least=-(2**63), greatest=2**63 - 1, aliases=("seed",)),
     "skip_special_tokens": _Row(_BOOL),
@@ -193,16 +208,39 @@ def dropped_by_router(params: Mapping[str, Any]) -> bool:
     return any(SAMPLING_PARAMETERS[name].dropped_by_router for name in params)
 
 
+def _with_effect(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> list[SamplingParameter]:
+    """Returns the parameters whose values, given or the server's, change something."""
+    given = {**capabilities.default_sampling_params, **params}
+    return [
+        row
+        for name, row in SAMPLING_PARAMETERS.items()
+        if given.get(name) not in (None, *row.neutral)
+    ]
+
+
 def changes_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
     """Returns whether these parameters change the logits before log-probs are taken.
 
     Temperature, top-p, top-k and min-p are applied later.
     """
-    given = {**capabilities.default_sampling_params, **params}
-    return any(
-        row.neutral and given.get(name) not in (None, *row.neutral)
-        for name, row in SAMPLING_PARAMETERS.items()
+    return any(row.neutral for row in _with_effect(params, capabilities))
+
+
+def is_resumable(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
+    """Returns whether another request can go on from the tokens of a response."""
+    # What remains of this one is known.
+    others = {name: params[name] for name in params if name != "min_new_tokens"}
+    return not any(
+        row.needs_grammar or row.counts_tokens
+        for row in _with_effect(others, capabilities)
     )
+
+
+def counts_tokens(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
+    """Returns whether a server that retracts a request changes its response."""
+    return any(row.counts_tokens for row in _with_effect(params, capabilities))
 
 
 def temperature_of(

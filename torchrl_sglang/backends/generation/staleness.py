@@ -57,6 +57,17 @@ class Staleness:
         self._fleet.weights_state.observe(outcome.weight_version)
         return self._used_stale_cache(outcome, sent_with.version)
 
+    def kept(self, response: Response) -> Completion | None:
+        """Returns the tokens of an aborted response that the rest can follow."""
+        error, sent_with = response.outcome, response.weights.version
+        partial = getattr(error, "partial", None)
+        if not isinstance(partial, Completion) or not partial.token_ids:
+            return None
+        older = version_order(partial.weight_version or "") < version_order(sent_with)
+        if older or self._used_stale_cache(partial, sent_with):
+            return None
+        return partial
+
     async def _check_servers(self, sent_at: float) -> None:
         """Takes servers with older weights out of rotation, once for all requests."""
         if sent_at < self._checked_at:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from torchrl_sglang.backends.generation.request import GenerateRequest
-from torchrl_sglang.backends.generation.resume import join_completions, resume_request
+from torchrl_sglang.backends.generation.resume import (
+    ended,
+    join_completions,
+    resume_request,
+)
+from torchrl_sglang.backends.generation.sampling import counts_tokens, is_resumable
 from torchrl_sglang.types import Completion, VersionSpan
 
 
@@ -83,3 +88,43 @@ def test_join_completions():
         ("1", 0, 2),
         ("2", 2, 4),
     ]
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({}, "abort"),
+        ({"max_new_tokens": 4}, "abort"),
+        ({"max_new_tokens": 3}, "length"),
+        ({"stop_token_ids": [2]}, "stop"),
+        ({"stop_token_ids": [1]}, "abort"),
+        ({"stop_token_ids": [2], "max_new_tokens": 3}, "stop"),
+    ],
+)
+def test_an_aborted_response_may_have_ended(params, reason):
+    aborted = Completion(token_ids=[0, 1, 2], finish_reason="abort")
+    assert ended(aborted, params, {99}).finish_reason == reason
+    assert ended(aborted, {**params, "ignore_eos": True}, {2}).finish_reason in (
+        "abort",
+        "length",
+    )
+    whole = ended(aborted, params, {2})
+    assert (whole.finish_reason, whole.matched_stop) == ("stop", 2)
+
+
+@pytest.mark.parametrize(
+    ("params", "resumable", "counted"),
+    [
+        ({}, True, False),
+        ({"temperature": 0.5, "stop": ["a"], "logit_bias": {"5": 1.0}}, True, False),
+        ({"min_new_tokens": 5}, True, True),
+        ({"min_new_tokens": 0}, True, False),
+        ({"frequency_penalty": 0.5}, False, True),
+        ({"presence_penalty": 0.0, "repetition_penalty": 1.0}, True, False),
+        ({"json_schema": "{}"}, False, False),
+        ({"regex": ""}, True, False),
+    ],
+)
+def test_what_can_go_on(params, resumable, counted, capabilities):
+    assert is_resumable(params, capabilities) == resumable
+    assert counts_tokens(params, capabilities) == counted

@@ -1,0 +1,211 @@
+"""Sends one request until its response is complete, in one part or in several.
+
+An update aborts requests on servers that cannot keep them. The next request goes on
+from the tokens so far, or begins anew where none can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.backends.generation.dispatch import Dispatcher, Outcome, Response
+from torchrl_sglang.backends.generation.in_flight import Ticket
+from torchrl_sglang.backends.generation.log_probs import (
+    to_scoring_request,
+    with_scores,
+)
+from torchrl_sglang.backends.generation.request import GenerateRequest
+from torchrl_sglang.backends.generation.resume import (
+    ended,
+    join_completions,
+    no_tokens,
+    resume_request,
+)
+from torchrl_sglang.backends.generation.staleness import Staleness
+from torchrl_sglang.backends.generation.stop_strings import cut, stops_of
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    GenerationAbortedError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+    SGLangError,
+)
+from torchrl_sglang.types import Adapter, Completion, VersionSpan
+
+__all__ = ["GRACE_SECONDS", "Completing"]
+
+MOST_SCORINGS = 5
+"""How often scoring a response is repeated when updates and aborts interrupt it."""
+
+GRACE_SECONDS = 0.5
+"""Grace period for an in-flight request to report its own timeout."""
+
+
+class Completing:
+    """One request and what it has generated so far."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        staleness: Staleness,
+        get_tokenizer: Callable[[], Any],
+        request: GenerateRequest,
+        ticket: Ticket,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._staleness = staleness
+        self._get_tokenizer = get_tokenizer
+        self._request = request
+        self._ticket = ticket
+        self._stops = stops_of(request.sampling_params)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._so_far: Completion | None = None
+        self._adapter: Adapter | None = None
+        # What remains of the request.
+        self._rest = self._request
+
+    async def run(self, before: asyncio.Task[None] | None) -> Outcome:
+        """Returns the outcome of the request, which is sent after ``before``."""
+        outcome: Outcome | None = None
+        try:
+            if before is not None:
+                await asyncio.shield(before)
+            while outcome is None:
+                outcome = await self._go_on()
+        except GenerationAbortedError as error:
+            outcome = error
+        finally:
+            # The rest of the batch may take longer.
+            self._dispatcher.in_flight.forget(self._ticket)
+        if isinstance(outcome, GenerationAbortedError) and outcome.partial is None:
+            return outcome.replace(partial=self._so_far or no_tokens(self._request))
+        return outcome
+
+    async def _go_on(self) -> Outcome | None:
+        """Sends what remains; returns the outcome unless something still remains."""
+        response = await self._send(self._rest)
+        if self._so_far is not None and response.adapter != self._adapter:
+            # Requests that select none have another one since.
+            self._start_over()
+            return None
+        # For scoring.
+        with self._dispatcher.adapters.held([response.adapter]):
+            outcome = response.outcome
+            stale = await self._staleness.is_stale(self._rest, response)
+            if stale or response.cut_short:
+                whole = await self._keep(response)
+            elif isinstance(outcome, Completion):
+                whole = self._whole(outcome)
+                if self._so_far is not None:
+                    whole = await self._cut(whole)
+            elif isinstance(outcome, GenerationAbortedError) and outcome.partial:
+                return outcome.replace(partial=self._whole(outcome.partial))
+            else:
+                return outcome
+            if whole is None or not self._request.score_response:
+                return whole
+            return await self._score(response, whole)
+
+    def _whole(self, part: Completion) -> Completion:
+        """Returns the response up to the end of a part of it."""
+        part = _with_own_version(part)
+        return part if self._so_far is None else join_completions(self._so_far, part)
+
+    async def _keep(self, response: Response) -> Completion | None:
+        """Keeps an aborted response's tokens; returns it if it had come to its end."""
+        part = self._staleness.kept(response)
+        if part is None:
+            return None
+        limits, params = self._dispatcher.capabilities, self._request.sampling_params
+        tokenizer = await self._tokenizer()
+        ends = {*limits.eos_token_ids, getattr(tokenizer, "eos_token_id", None)}
+        whole = ended(await self._cut(self._whole(part)), params, ends)
+        if whole.finish_reason != "abort":
+            return whole
+        rest = resume_request(self._request, whole.token_ids, limits)
+        # Nobody here would see a stop string that two parts hold together.
+        blind = self._stops and tokenizer is None
+        if rest is None or blind or not self._ticket.resumable:
+            self._ticket.resumable = False
+            self._ticket.restarts += 1
+            self._start_over()
+        else:
+            self._so_far, self._rest, self._adapter = whole, rest, response.adapter
+        return None
+
+    async def _cut(self, whole: Completion) -> Completion:
+        """Ends a response at a stop string that more than one part of it holds."""
+        tokenizer = await self._tokenizer() if self._stops else None
+        if tokenizer is None:
+            return whole
+        return cut(whole, self._stops, tokenizer.decode, include=True)
+
+    async def _tokenizer(self) -> Any:
+        """Returns the server's tokenizer; ``None`` if it has none or it is not here."""
+        if not self._dispatcher.capabilities.has_tokenizer:
+            return None
+        try:
+            return await asyncio.to_thread(self._get_tokenizer)
+        except ConfigurationError as error:
+            torchrl_logger.debug(f"Stop strings are not matched here: {error}")
+            return None
+
+    async def _score(self, response: Response, whole: Completion) -> Outcome | None:
+        """Returns a response with its mode's log-probs; ``None`` if they are lost."""
+        scoring = to_scoring_request(self._request, whole)
+        for _ in range(MOST_SCORINGS):
+            scores = await self._send(scoring, like=response)
+            outcome = scores.outcome
+            if await self._staleness.is_stale(scoring, scores):
+                continue
+            if isinstance(outcome, Completion):
+                scored = with_scores(whole, _with_own_version(outcome))
+                if scored is not None:
+                    return scored
+                break
+            if not isinstance(outcome, GenerationAbortedError) or outcome.requested:
+                return outcome
+        if isinstance(outcome, SGLangError):
+            return outcome
+        self._start_over()
+        return None
+
+    async def _send(
+        self, request: GenerateRequest, *, like: Response | None = None
+    ) -> Response:
+        """Sends one request in its turn; ``like`` is the response that it scores."""
+        ticket = self._ticket
+        async with self._dispatcher.in_flight.turn(ticket.deadline):
+            deadline = ticket.end_of_attempt() if like is None else like.deadline
+            try:
+                return await self._dispatcher.generate(
+                    request, ticket, deadline, like=like
+                )
+            except (ServerTimeoutError, ServerUnavailableError) as error:
+                # The request has no time left for another attempt; the batch has.
+                if deadline < ticket.deadline and (
+                    deadline - time.monotonic() < GRACE_SECONDS
+                ):
+                    raise ServerTimeoutError(
+                        f"A request had no answer within {ticket.request_timeout:g} s: "
+                        f"{error}"
+                    ) from error
+                raise
+
+
+def _with_own_version(part: Completion) -> Completion:
+    """Returns tokens of an adapter that has a version with that version."""
+    if part.adapter_version is None:
+        return part
+    # The server knows the version of the base model only.
+    end = len(part.token_ids)
+    span = VersionSpan(version=part.adapter_version, start=0, end=end)
+    return replace(part, versions=(span,))
