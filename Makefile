@@ -73,7 +73,7 @@ endif
 
 .PHONY: help
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: install
 install:  ## Set up what the demo needs: the trainer in .venv, SGLang in .venv/sglang-cpu
@@ -86,6 +86,11 @@ develop: install $(TEST) $(OLD_ENGINE) $(LINT) $(DOCS)  ## Set up what any targe
 .PHONY: demo
 demo: install  ## Train a tiny model with GRPO against a real SGLang server
 	@$(BIN)/python examples/grpo_tiny/train.py --seed "$(SEED)" --output "$(OUTPUT)"
+
+.PHONY: demo-async
+demo-async: install  ## Train it while the server generates, too, and plot both
+	@$(BIN)/python examples/grpo_tiny/train_async.py --seed "$(SEED)" \
+		--output "$(OUTPUT)_async"
 
 .PHONY: test
 test: install $(TEST) $(OLD_ENGINE)  ## Run the CPU test suite, with real SGLang servers

@@ -74,6 +74,12 @@ class InstantEngine(AsyncSGLang):
             for index, _ in enumerate(requests)
         ]
 
+    async def agenerate_requests(
+        self, requests: Sequence[Any], **options: Any
+    ) -> list[Completion]:
+        """The same, for a collector."""
+        return self.generate_requests(requests)
+
 
 def make_input(mode: str, size: int, tokenizer: Any) -> TensorDict:
     texts = ["x" * (PROMPT_CHARACTERS - index % 32) for index in range(size)]

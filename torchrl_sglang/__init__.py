@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.backends.base import RLSGLangEngine
     from torchrl_sglang.backends.launch.local import make_sglang_server
+    from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
     from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
+    from torchrl_sglang.collectors.timeouts import CollectorTimeouts
     from torchrl_sglang.collectors.weight_sync import attach, attach_weight_sync
     from torchrl_sglang.objectives.config import RolloutCorrectionConfig
     from torchrl_sglang.objectives.losses import CISPOLoss, GRPOLoss
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
     from torchrl_sglang.weight_update.sources.resolve import get_model_metadata
 
 _HOME = {
+    "AsyncLLMCollector": "collectors.async_llm_collector",
     "AsyncSGLang": "backends.async_sglang",
     "CISPOLoss": "objectives.losses",
     "GRPOLoss": "objectives.losses",
+    "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.info",
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.base",
@@ -49,8 +53,10 @@ _HOME = {
 """Public name -> module that defines it."""
 
 __all__ = [
+    "AsyncLLMCollector",
     "AsyncSGLang",
     "CISPOLoss",
+    "CollectorTimeouts",
     "GRPOLoss",
     "GenerationInfo",
     "OffPolicyCorrection",

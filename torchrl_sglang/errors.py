@@ -16,7 +16,9 @@ keeps working::
     │   ├── WeightSyncStateError                  calls in the wrong order
     │   ├── WeightTransferError                   the transfer broke
     │   └── WeightMismatchError(ValueError)       names, shapes or dtypes do not fit
-    └── GenerationAbortedError(RuntimeError)      an abort cut a response off
+    ├── GenerationAbortedError(RuntimeError)      an abort cut a response off
+    └── CollectionError(RuntimeError)             a collector cannot go on
+        └── CollectionTimeoutError(TimeoutError)  no batch was complete in time
 
 A message is a full sentence: what failed, which value, which server, what to do next.
 Errors take their attributes as keywords, are not changed afterwards
@@ -29,6 +31,8 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 __all__ = [
+    "CollectionError",
+    "CollectionTimeoutError",
     "ConfigurationError",
     "GenerationAbortedError",
     "RequestRefusedError",
@@ -206,3 +210,11 @@ class GenerationAbortedError(SGLangError, RuntimeError):
         self.index = index
         self.requested = requested
         self.partial = partial
+
+
+class CollectionError(SGLangError, RuntimeError):
+    """A collector cannot go on; its cause is the error that ended it."""
+
+
+class CollectionTimeoutError(CollectionError, TimeoutError):
+    """No batch was complete before the timeout."""

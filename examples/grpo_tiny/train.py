@@ -18,6 +18,7 @@ import time
 import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from matplotlib.figure import Figure
@@ -81,6 +82,8 @@ class Metrics:
 
     iteration: int
     """Number of the iteration, 0 for the state before the first."""
+    seconds: float = 0.0
+    """Since the start of the first iteration."""
     held_out_accuracy: float | None = None
     """Share of the held-out problems solved, greedily, after the weight update."""
     reward: float | None = None
@@ -145,6 +148,51 @@ def make_policies(
     return policy, greedy
 
 
+class Learner:
+    """Trains a model with GRPO on batches of whole groups.
+
+    Args:
+        config: The settings.
+        model: The model, trained in place.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.model = model
+        self.max_grad_norm = config.max_grad_norm
+        # The trainer scores the very tokens that SGLang generated.
+        self.actor = TransformersWrapper(
+            model, tokenizer=tokenizer, input_mode="tokens", generate=False
+        )
+        self.loss_module = GRPOLoss(
+            self.actor, clip_epsilon=config.clip_epsilon, entropy_bonus=False
+        )
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.learning_rate, weight_decay=0.0
+        )
+        self.buffer = ReplayBuffer(
+            storage=LazyStackStorage(config.groups * config.group_size),
+            sampler=SamplerWithoutReplacement(),
+            transform=MCAdvantage(grpo_size=config.group_size),
+            batch_size=config.batch_size,
+        )
+
+    def train(self, batch: TensorDictBase) -> None:
+        """Take one optimizer step on each minibatch of a batch."""
+        self.buffer.extend(batch.select(*TRAINING_KEYS))
+        for minibatch in self.buffer:
+            self.loss_module(minibatch).loss_objective.backward()
+            clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.buffer.empty()
+
+
 def grpo(
     config: Config,
     engine: AsyncSGLang,
@@ -179,39 +227,21 @@ def grpo(
     scheme.create_sender().register_model(model)
     attach_weight_sync(collector, scheme)
 
-    # The trainer scores the very tokens that SGLang generated.
-    actor = TransformersWrapper(
-        model, tokenizer=tokenizer, input_mode="tokens", generate=False
-    )
-    loss_module = GRPOLoss(actor, clip_epsilon=config.clip_epsilon, entropy_bonus=False)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, weight_decay=0.0
-    )
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(num_dialogs),
-        sampler=SamplerWithoutReplacement(),
-        transform=MCAdvantage(grpo_size=config.group_size),
-        batch_size=config.batch_size,
-    )
+    learner = Learner(config, model, tokenizer)
 
     accuracy = evaluate(held_out_env, greedy)
     rows = [Metrics(iteration=0, held_out_accuracy=accuracy)]
     rollouts = iter(collector)
+    start = time.perf_counter()
     progress = trange(1, config.iterations + 1, desc="GRPO")
     for iteration in progress:
         rollout_start = time.perf_counter()
         batch = next(rollouts)
         rollout_seconds = time.perf_counter() - rollout_start
-        gap = log_prob_gap(actor, batch)
+        gap = log_prob_gap(learner.actor, batch)
 
         train_start = time.perf_counter()
-        buffer.extend(batch.select(*TRAINING_KEYS))
-        for minibatch in buffer:
-            loss_module(minibatch).loss_objective.backward()
-            clip_grad_norm_(model.parameters(), config.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        buffer.empty()
+        learner.train(batch)
         train_seconds = time.perf_counter() - train_start
 
         sync_start = time.perf_counter()
@@ -224,6 +254,7 @@ def grpo(
             held_out_accuracy = accuracy = evaluate(held_out_env, greedy)
         row = Metrics(
             iteration=iteration,
+            seconds=time.perf_counter() - start,
             held_out_accuracy=held_out_accuracy,
             reward=batch["next", "reward"].mean().item(),
             tokens_per_second=num_tokens / rollout_seconds,
@@ -288,34 +319,44 @@ def plot_learning_curve(rows: list[Metrics], path: Path) -> Path:
     return path
 
 
-def parse_config() -> Config:
+C = TypeVar("C", bound=Config)
+
+
+def parse_config(kind: type[C]) -> C:
     """Read the settings from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for field in fields(Config):
+    parser = argparse.ArgumentParser(description=kind.__doc__)
+    for field in fields(kind):
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             type=type(field.default),
             default=field.default,
             help="default: %(default)s",
         )
-    return Config(**vars(parser.parse_args()))
+    return kind(**vars(parser.parse_args()))
 
 
-def main() -> None:
-    """Warm a model up, train it with GRPO, and report."""
+def prepare(
+    config: Config,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[Problem], list[Problem]]:
+    """Warm a model up.
+
+    Args:
+        config: The settings.
+
+    Returns:
+        The model, its tokenizer, the training problems and the held-out problems.
+    """
     # From TorchRL, about its own use of PyTorch and about its next version.
     warnings.filterwarnings("ignore", "size_average and reduce args", UserWarning)
     warnings.filterwarnings("ignore", "The env passed to LLMCollector", FutureWarning)
     disable_progress_bar()
     # The progress bar tells what the log would tell of each update, on one line.
     torchrl_logger.setLevel("WARNING")
-    config = parse_config()
     config.output.mkdir(parents=True, exist_ok=True)
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.num_threads)
     problems, held_out_problems = split_problems()
-
     tokenizer = make_tiny_tokenizer()
     model = make_tiny_model(
         tokenizer,
@@ -333,6 +374,13 @@ def main() -> None:
         batch_size=config.warmup_batch_size,
         learning_rate=config.warmup_learning_rate,
     )
+    return model, tokenizer, problems, held_out_problems
+
+
+def main() -> None:
+    """Warm a model up, train it with GRPO, and report."""
+    config = parse_config(Config)
+    model, tokenizer, problems, held_out_problems = prepare(config)
     checkpoint = save(model, tokenizer, config.output / "warm_up_model")
 
     print("Starting SGLang ...", flush=True)

@@ -46,9 +46,11 @@ WRITES_PICKLES = {
 HEAVY = {"sglang", "vllm", "torchvision", "ray", "sglang_router"}
 
 PUBLIC = {
+    "AsyncLLMCollector": "collectors.async_llm_collector",
     "AsyncSGLang": "backends.async_sglang",
     "CISPOLoss": "objectives.losses",
     "GRPOLoss": "objectives.losses",
+    "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.info",
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.base",

@@ -464,6 +464,13 @@ class AsyncSGLang(TorchRLCalls):
         self._check_usable()
         return run_sync(self._generation.run(Batch(requests=requests, **options)))
 
+    async def agenerate_requests(
+        self, requests: Sequence[GenerateRequest], **options: Any
+    ) -> list[Completion]:
+        self._check_usable()
+        work = self._generation.run(Batch(requests=requests, **options))
+        return await asyncio.wrap_future(submit(work))
+
     def _to_batch(self, prompts: Any, sampling_params: Any, **options: Any) -> Batch:
         # Tokenizes in the caller's thread, so that the background loop is free.
         self._check_usable()

@@ -223,6 +223,16 @@ class Generates(Protocol):
     ) -> list[Completion]:
         """The same as :meth:`generate`, for requests that are made already."""
 
+    async def agenerate_requests(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        timeout: float | None = None,
+        request_timeout: float | None = None,
+        return_exceptions: bool = False,
+    ) -> list[Completion]:
+        """The same as :meth:`generate_requests`, to be awaited on any event loop."""
+
     def flush_cache(self) -> bool:
         """Empties the prefix cache; returns False if a server is too busy to."""
 

@@ -2,4 +2,13 @@
 
 ``weight_sync.py`` attaches a scheme to any TorchRL collector; ``llm_collector.py`` is
 TorchRL's ``LLMCollector`` with the argument ``weight_sync_schemes``.
+
+``async_llm_collector.py`` keeps the engine full while the trainer trains::
+
+    prompts.py --> conversations.py (plain functions) --> groups.py --> batches.py
+    prompts.py --> environments.py (TorchRL's) -----------------------> batches.py
+
+``collection.py`` runs them on an event loop of its own. All decisions are pure:
+``admission.py`` (when a group starts, which groups make up a batch), ``group_pool.py``
+and ``prompt_order.py`` (what runs, what is done), ``versions.py``, ``stats.py``.
 """

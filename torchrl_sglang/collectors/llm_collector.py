@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import NoneType
 from typing import Any
 
 from torchrl.collectors.llm import LLMCollector
 
-from torchrl_sglang.collectors.weight_sync import MODEL_ID, attach_weight_sync
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.collectors.weight_sync import attach_weight_sync, check_schemes
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -58,17 +56,7 @@ class SGLangLLMCollector(LLMCollector):
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(weight_sync_schemes, (Mapping, NoneType)):
-            raise ConfigurationError(
-                f"weight_sync_schemes takes {{'policy': SGLangWeightSyncScheme}}, got "
-                f"{weight_sync_schemes!r}."
-            )
-        for name, scheme in (weight_sync_schemes or {}).items():
-            if name != MODEL_ID or not isinstance(scheme, SGLangWeightSyncScheme):
-                raise ConfigurationError(
-                    f"weight_sync_schemes takes {{'policy': SGLangWeightSyncScheme}}, "
-                    f"got {name!r}: {scheme!r}."
-                )
+        schemes = check_schemes(weight_sync_schemes)
         super().__init__(*args, **kwargs)
-        for scheme in (weight_sync_schemes or {}).values():
+        for scheme in schemes.values():
             attach_weight_sync(self, scheme)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, TypeVar
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
-__all__ = ["attach", "attach_weight_sync"]
+__all__ = ["attach", "attach_weight_sync", "check_schemes"]
 
 C = TypeVar("C")
 
@@ -95,6 +96,27 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
 
 attach = attach_weight_sync
 """Alias of :func:`attach_weight_sync`."""
+
+
+def check_schemes(given: Any) -> Mapping[str, SGLangWeightSyncScheme]:
+    """Returns the ``weight_sync_schemes`` of a collector.
+
+    Raises:
+        ConfigurationError: if one is for another model, or no scheme of this package.
+    """
+    if not isinstance(given, (Mapping, NoneType)):
+        raise ConfigurationError(
+            f"weight_sync_schemes takes {{'policy': SGLangWeightSyncScheme}}, got "
+            f"{given!r}."
+        )
+    schemes = dict(given or {})
+    for name, scheme in schemes.items():
+        if name != MODEL_ID or not isinstance(scheme, SGLangWeightSyncScheme):
+            raise ConfigurationError(
+                f"weight_sync_schemes takes {{'policy': SGLangWeightSyncScheme}}, "
+                f"got {name!r}: {scheme!r}."
+            )
+    return schemes
 
 
 def _choose_weights(

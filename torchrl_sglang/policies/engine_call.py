@@ -2,12 +2,13 @@
 
 A server that was started with ``skip_tokenizer_init=True`` supports neither stop
 strings nor ``min_new_tokens``: :func:`without_tokenizer` rewrites both as token ids,
-and :func:`.cut` matches the stop strings afterwards.
+and :func:`.cut` matches the stop strings afterwards. The steps are a generator of the
+engine's calls, which :func:`ask` runs and :func:`ask_async` awaits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,9 +23,15 @@ from torchrl_sglang.backends.base import (
 from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.policies.chat import decode
 from torchrl_sglang.policies.sampling import as_texts
-from torchrl_sglang.types import Completion
+from torchrl_sglang.types import Completion, ServerCapabilities
 
-__all__ = ["SampleRequest", "ask", "turn_end_tokens", "without_tokenizer"]
+__all__ = [
+    "SampleRequest",
+    "ask",
+    "ask_async",
+    "turn_end_tokens",
+    "without_tokenizer",
+]
 
 Outcome = Completion | SGLangError
 
@@ -50,6 +57,17 @@ class Stages(NamedTuple):
     that one excludes the end-of-sequence tokens up to ``min_new_tokens``."""
 
 
+class _Call(NamedTuple):
+    """One call of the engine."""
+
+    requests: Sequence[GenerateRequest]
+    return_exceptions: bool
+
+
+_Steps = Generator[_Call, list[Outcome], list[Outcome]]
+"""Yields calls of the engine, takes their outcomes, and returns those of all."""
+
+
 def ask(
     engine: RLSGLangEngine,
     requests: Sequence[SampleRequest],
@@ -61,14 +79,62 @@ def ask(
 
     The tokenizer may be ``None`` if no request needs one.
     """
-    on_server = engine.capabilities.has_tokenizer
+    steps = _steps(engine.capabilities, requests, tokenizer, return_exceptions)
+    call = next(steps)
+    try:
+        while True:
+            outcomes = engine.generate_requests(
+                call.requests, return_exceptions=call.return_exceptions
+            )
+            call = steps.send(list(outcomes))
+    except StopIteration as end:
+        return _value(end)
+
+
+async def ask_async(
+    engine: RLSGLangEngine,
+    requests: Sequence[SampleRequest],
+    *,
+    tokenizer: Any,
+    timeout: float,
+) -> list[Outcome]:
+    """The same as :func:`ask`, to be awaited; each call has a timeout, in seconds."""
+    steps = _steps(engine.capabilities, requests, tokenizer, False)
+    call = next(steps)
+    try:
+        while True:
+            outcomes = await engine.agenerate_requests(
+                call.requests,
+                timeout=timeout,
+                return_exceptions=call.return_exceptions,
+            )
+            call = steps.send(list(outcomes))
+    except StopIteration as end:
+        return _value(end)
+
+
+def _value(end: StopIteration) -> list[Outcome]:
+    value: list[Outcome] = end.value
+    return value
+
+
+def _steps(
+    capabilities: ServerCapabilities,
+    requests: Sequence[SampleRequest],
+    tokenizer: Any,
+    return_exceptions: bool,
+) -> _Steps:
+    """Generates, and cuts responses at stop strings that the server does not cut."""
+    on_server = capabilities.has_tokenizer
     if tokenizer is None:
         for request in requests:
             _check_without_tokenizer(request, on_server)
     if on_server:
-        outcomes = _generate(engine, requests, return_exceptions)
+        outcomes = yield _Call(requests, return_exceptions)
     else:
-        outcomes = _generate_in_stages(engine, requests, tokenizer, return_exceptions)
+        outcomes = yield from _in_stages(
+            capabilities, requests, tokenizer, return_exceptions
+        )
     for index, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
         matched = on_server and request.include_stop
         if not matched and isinstance(outcome, Completion):
@@ -93,20 +159,12 @@ def _check_without_tokenizer(request: SampleRequest, on_server: bool) -> None:
             )
 
 
-def _generate(
-    engine: RLSGLangEngine,
-    requests: Sequence[GenerateRequest],
-    return_exceptions: bool,
-) -> list[Outcome]:
-    return list(engine.generate_requests(requests, return_exceptions=return_exceptions))
-
-
-def _generate_in_stages(
-    engine: RLSGLangEngine,
+def _in_stages(
+    capabilities: ServerCapabilities,
     requests: Sequence[SampleRequest],
     tokenizer: Any,
     return_exceptions: bool,
-) -> list[Outcome]:
+) -> _Steps:
     # Most requests of a batch share one mapping, which is translated once.
     known: dict[int, Stages] = {}
     for params in (request.sampling_params for request in requests):
@@ -114,23 +172,25 @@ def _generate_in_stages(
             known[id(params)] = without_tokenizer(
                 params,
                 tokenizer=tokenizer,
-                eos_token_ids=engine.capabilities.eos_token_ids,
+                eos_token_ids=capabilities.eos_token_ids,
             )
     stages = [known[id(request.sampling_params)] for request in requests]
     first = [
         replace(request, sampling_params=stage.first)
         for request, stage in zip(requests, stages, strict=True)
     ]
-    outcomes = _generate(engine, first, return_exceptions)
+    outcomes = yield _Call(first, return_exceptions)
     rest = {}
     for index, (outcome, stage) in enumerate(zip(outcomes, stages, strict=True)):
         if stage.rest is None or not isinstance(outcome, Completion):
             continue
         whole = replace(requests[index], sampling_params=stage.rest)
-        request = resume_request(whole, outcome.token_ids, engine.capabilities)
+        request = resume_request(whole, outcome.token_ids, capabilities)
         if outcome.finish_reason == "length" and request is not None:
             rest[index] = request
-    continued = _generate(engine, list(rest.values()), True) if rest else []
+    if not rest:
+        return outcomes
+    continued = yield _Call(list(rest.values()), True)
     for index, outcome in zip(rest, continued, strict=True):
         begun = outcomes[index]
         assert isinstance(begun, Completion)

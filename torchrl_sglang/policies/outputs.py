@@ -40,7 +40,21 @@ from torchrl_sglang.policies.inputs import Prompts
 from torchrl_sglang.policies.padding import pad_samples, restore_padding
 from torchrl_sglang.types import Completion
 
-__all__ = ["Sample", "add_info", "add_text", "assemble", "generated", "scored", "stack"]
+__all__ = [
+    "Sample",
+    "add_info",
+    "add_text",
+    "assemble",
+    "generated",
+    "non_tensor",
+    "read_texts",
+    "scored",
+    "stack",
+    "to_history",
+    "to_message",
+    "to_prompt",
+    "unchecked",
+]
 
 Rows = dict[str, Any]
 """Field of a container -> value of one sample."""
@@ -128,7 +142,7 @@ def scored(
         if prompts.masks is not None:
             restore_padding(sample, prompts.masks[index], padding_value)
         if prompts.texts is not None:
-            sample["text"] = {"full": _non_tensor(prompts.texts[index])}
+            sample["text"] = {"full": non_tensor(prompts.texts[index])}
         if prompts.histories is not None:
             sample["history"] = {"full": prompts.histories[index]}
         samples.append(sample)
@@ -154,12 +168,12 @@ def add_info(
                 versions[span.start : span.end] = [int(span.version)] * length
         truncated = completion.finish_reason == "length" and not end
         rows: Rows = {
-            "finish_reason": _non_tensor("stop" if end else completion.finish_reason),
+            "finish_reason": non_tensor("stop" if end else completion.finish_reason),
             "truncated": torch.tensor(truncated),
             "cached_tokens": torch.tensor(completion.cached_tokens),
             "weight_version": _row(versions, np.int64),
             "mixed_state": torch.tensor(completion.mixed_state),
-            "logprobs_mode": _non_tensor(completion.logprobs_mode or ""),
+            "logprobs_mode": non_tensor(completion.logprobs_mode or ""),
         }
         if completion.top_token_ids is not None:
             width = (-1, top_logprobs)
@@ -169,21 +183,18 @@ def add_info(
         sample["generation_info"] = rows
 
 
-def add_text(
-    samples: Sequence[Sample],
-    prompts: Prompts,
+def read_texts(
     completions: Sequence[Completion],
     ended: Sequence[bool],
     *,
     tokenizer: Any,
     skip_special_tokens: bool,
-) -> None:
-    """Adds the text, and in history mode the conversation, of each generated sample.
+) -> list[tuple[str, str]]:
+    """Returns each response as text, and as the content of a message.
 
     Messages lack the token that ends a turn: the chat template writes it itself, and
     the next prompt would hold it twice.
     """
-    assert prompts.texts is not None
     rows = [completion.token_ids for completion in completions]
     exact = responses = decode(tokenizer, rows)
     if skip_special_tokens:
@@ -192,15 +203,56 @@ def add_text(
     ends = sorted({token for token in last if token is not None})
     texts = decode(tokenizer, [[end] for end in ends]) if ends else []
     text_of: dict[int | None, str] = {None: "", **dict(zip(ends, texts, strict=True))}
+    return [
+        (response, text.removesuffix(text_of[end]))
+        for response, text, end in zip(responses, exact, last, strict=True)
+    ]
+
+
+def add_text(
+    samples: Sequence[Sample], prompts: Prompts, texts: Sequence[tuple[str, str]]
+) -> None:
+    """Adds the text, and in history mode the conversation, of each generated sample.
+
+    ``texts`` are those of :func:`read_texts`.
+    """
+    assert prompts.texts is not None
     repeats = len(samples) // len(prompts.texts)
-    for index, (sample, response) in enumerate(zip(samples, responses, strict=True)):
+    for index, (sample, (response, message)) in enumerate(
+        zip(samples, texts, strict=True)
+    ):
         prompt = prompts.texts[index // repeats]
         fields = {"prompt": prompt, "response": response, "full": prompt + response}
-        sample["text"] = {field: _non_tensor(text) for field, text in fields.items()}
+        sample["text"] = {field: non_tensor(text) for field, text in fields.items()}
         if prompts.histories is not None:
-            message = exact[index].removesuffix(text_of[last[index]])
             history = prompts.histories[index // repeats]
             sample["history"] = _history_rows(history, message)
+
+
+def to_history(messages: Sequence[TensorDict]) -> History:
+    """Returns messages of :func:`to_message` as a conversation of shape ``(T,)``."""
+    return wrap(History, LazyStackedTensorDict(*messages), _NO_TOOLS)
+
+
+def to_prompt(history: History) -> ChatHistory:
+    """Returns a conversation that waits for a response."""
+    unset = {"response": None, "full": None}
+    return wrap(ChatHistory, unchecked({"prompt": history}), unset)
+
+
+def to_message(
+    fields: Mapping[str, Any], device: torch.device | None = None
+) -> TensorDict:
+    """Returns one message of a conversation."""
+    known = {"is_complete": True, **fields}
+    return unchecked(
+        {
+            name: non_tensor(value, device)
+            for name, value in known.items()
+            if value is not None
+        },
+        device,
+    )
 
 
 def _history_rows(prompt: History, content: str) -> Rows:
@@ -208,12 +260,8 @@ def _history_rows(prompt: History, content: str) -> Rows:
     inner = prompt._tensordict
     lazy = isinstance(inner, LazyStackedTensorDict) and inner.stack_dim == 0
     turns = list(inner.tensordicts) if lazy else list(inner.unbind(0))
-    fields = {"role": "assistant", "content": content, "is_complete": True}
     # All turns of a stack must be on one device.
-    answer = _unchecked(
-        {name: _non_tensor(value, prompt.device) for name, value in fields.items()},
-        prompt.device,
-    )
+    answer = to_message({"role": "assistant", "content": content}, prompt.device)
     return {
         # A container for each sample, so that appending to one changes no other.
         "prompt": wrap(History, LazyStackedTensorDict(*turns), prompt._non_tensordict),
@@ -247,7 +295,7 @@ def assemble(
     for name in samples[0]:
         common = {"padded": padded} if name in ("tokens", "masks", "log_probs") else {}
         rows = [
-            _unchecked({**_on(sample[name], device), **common}, device)
+            unchecked({**_on(sample[name], device), **common}, device)
             for sample in samples
         ]
         cls = _CONTAINERS[name]
@@ -263,7 +311,7 @@ def _on(rows: Rows, device: torch.device | None) -> Rows:
     return {
         field: value.to(device)
         if isinstance(value, torch.Tensor)
-        else _non_tensor(value.data, device)
+        else non_tensor(value.data, device)
         if isinstance(value, NonTensorData)
         else value
         for field, value in rows.items()
@@ -288,7 +336,7 @@ def _row(values: Any, dtype: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
-def _unchecked(
+def unchecked(
     content: Mapping[str, Any], device: torch.device | None = None
 ) -> TensorDict:
     """Returns a scalar TensorDict whose values are known to be valid."""
@@ -297,10 +345,10 @@ def _unchecked(
     )
 
 
-def _non_tensor(value: Any, device: torch.device | None = None) -> NonTensorData:
+def non_tensor(value: Any, device: torch.device | None = None) -> NonTensorData:
     """Returns a non-tensor value as TensorDicts of a device hold it."""
     content = {"data": value, "_is_non_tensor": True, "_metadata": None}
-    return wrap(NonTensorData, _unchecked({}, device), content)
+    return wrap(NonTensorData, unchecked({}, device), content)
 
 
 def wrap(cls: Any, content: TensorDictBase, others: Mapping[str, Any]) -> Any:

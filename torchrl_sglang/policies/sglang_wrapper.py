@@ -262,7 +262,7 @@ class SGLangWrapper(LLMWrapperBase):
             generate, params.n, num_samples, inplace
         )
         self.sampling_params = replace(params, n=self.num_samples or params.n)
-        self.out_keys = list(self._key_by_container(self.sampling_params).values())
+        self.out_keys = list(self.key_by_container(self.sampling_params).values())
         self.tokenizer_kwargs = check_tokenizer_kwargs(tokenizer_kwargs, pad_output)
         # Resolved once, also for the versions made from this wrapper.
         self.model = self._arguments["model"] = _to_engine(model)
@@ -289,7 +289,7 @@ class SGLangWrapper(LLMWrapperBase):
             remedy = "; give -1 for no limit." if "top_k" in str(error) else ""
             raise ConfigurationError(f"{error}{remedy}") from None
 
-    def _key_by_container(self, params: SamplingParams) -> dict[str, NestedKey]:
+    def key_by_container(self, params: SamplingParams) -> dict[str, NestedKey]:
         """Maps each container to its key, in the order of ``out_keys``."""
         info = self.return_generation_info or params.top_logprobs > 0
         written = (
@@ -393,7 +393,7 @@ class SGLangWrapper(LLMWrapperBase):
         params = self._merge(kwargs) if kwargs else self.sampling_params
         if self.generate and self.num_samples is not None:
             shape = torch.Size([*shape, self.num_samples])
-        keys = self._key_by_container(params)
+        keys = self.key_by_container(params)
         if tensordict_out is None and self.inplace is True:
             tensordict_out = tensordict
         check_target(tensordict_out, keys.values(), shape, self._device)
@@ -404,6 +404,42 @@ class SGLangWrapper(LLMWrapperBase):
             completions: list[Any] = self._batcher.submit(requests)
         else:
             completions = ask(self.model, requests, tokenizer=self.tokenizer)
+        return self._write(
+            tensordict, prompts, completions, params, target=tensordict_out
+        )
+
+    def begin(self, tensordict: TensorDictBase) -> tuple[Prompts, list[SampleRequest]]:
+        """Returns the prompts of a batch, and the requests for its responses.
+
+        With :meth:`finish`, this is :meth:`forward` without the engine's part.
+        """
+        prompts = self._read(tensordict)
+        return prompts, self._to_requests(prompts, self.sampling_params)
+
+    def finish(
+        self,
+        tensordict: TensorDictBase,
+        prompts: Prompts,
+        completions: Sequence[Completion],
+    ) -> TensorDictBase:
+        """Writes the responses to a batch that :meth:`begin` has read."""
+        target = tensordict if self.inplace is True else None
+        return self._write(
+            tensordict, prompts, completions, self.sampling_params, target=target
+        )
+
+    def _write(
+        self,
+        tensordict: TensorDictBase,
+        prompts: Prompts,
+        completions: Sequence[Completion],
+        params: SamplingParams,
+        *,
+        target: TensorDictBase | None,
+    ) -> TensorDictBase:
+        shape = tensordict.batch_size
+        if self.generate and self.num_samples is not None:
+            shape = torch.Size([*shape, self.num_samples])
         samples = self._to_samples(prompts, completions, params)
         containers = outputs.assemble(
             samples,
@@ -412,11 +448,11 @@ class SGLangWrapper(LLMWrapperBase):
             padding_value=self.padding_value or 0,
             device=tensordict.device,
         )
-        target = self._target(tensordict, tensordict_out, shape)
-        for name, key in keys.items():
+        written = self._target(tensordict, target, shape)
+        for name, key in self.key_by_container(params).items():
             value = containers[name]
-            target.set(key, value if self._device is None else value.to(self._device))
-        return target
+            written.set(key, value if self._device is None else value.to(self._device))
+        return written
 
     def _merge(self, kwargs: Mapping[str, Any]) -> SamplingParams:
         standard = self._standardize_generate_kwargs(dict(kwargs))
@@ -520,17 +556,16 @@ class SGLangWrapper(LLMWrapperBase):
             special_ids=self._special_ids,
         )
         ended = [bool(c.token_ids) and c.token_ids[-1] in ends for c in completions]
-        if "generation_info" in self._key_by_container(params):
+        if "generation_info" in self.key_by_container(params):
             outputs.add_info(samples, completions, ended, params.top_logprobs)
         if self.return_text:
-            outputs.add_text(
-                samples,
-                prompts,
+            texts = outputs.read_texts(
                 completions,
                 ended,
                 tokenizer=self.tokenizer,
                 skip_special_tokens=params.skip_special_tokens,
             )
+            outputs.add_text(samples, prompts, texts)
         return samples
 
     def _target(

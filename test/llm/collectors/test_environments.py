@@ -1,0 +1,129 @@
+"""AsyncLLMCollector with TorchRL environments, which raise, hang and end."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from helpers.collecting import tasks, wait_until
+from tensordict import set_list_to_stack
+from torchrl.envs import StepCounter, Transform
+from torchrl.envs.llm import ChatEnv
+
+from torchrl_sglang import CollectorTimeouts
+from torchrl_sglang.errors import CollectionError, ConfigurationError
+
+
+def make_env(transform=None) -> ChatEnv:
+    env = ChatEnv(batch_size=(1,)).append_transform(StepCounter(max_steps=1))
+    return env if transform is None else env.append_transform(transform())
+
+
+class Reward(Transform):
+    def _step(self, tensordict, next_tensordict):
+        return next_tensordict.set("reward", torch.ones(1, 1, 1))
+
+
+@pytest.fixture
+def make_with_env(make):
+    def make_collector(env, **kwargs):
+        return make(env=env, rewards=None, **kwargs)
+
+    return make_collector
+
+
+def answers(batch) -> list[int]:
+    return [int(answer) for answer in batch["answer"]]
+
+
+def test_groups_of_environments(make_with_env, update):
+    made = []
+
+    def counted():
+        made.append(make_env(Reward))
+        return made[-1]
+
+    collector = make_with_env(counted, group_size=3, max_staleness=1)
+    batches = iter(collector)
+    seen = []
+    for version in range(4):
+        batch = next(batches)
+        seen += answers(batch)
+        assert batch["next", "reward"].shape == (6, 1, 1)
+        assert set(batch["policy_version"].tolist()) <= {version - 1, version}
+        update(collector)
+    assert sorted(seen) == [number for number in range(8) for _ in range(3)]
+    # Environments are used again.
+    assert len(made) <= 12
+    collector.shutdown()
+    assert all(env.is_closed for env in made)
+
+
+def test_environments_that_raise(make_with_env):
+    class Fails(Reward):
+        def _step(self, tensordict, next_tensordict):
+            if tensordict["answer"] == ["1"]:
+                raise ValueError("no step")
+            return super()._step(tensordict, next_tensordict)
+
+    collector = make_with_env(partial(make_env, Fails), max_retries=1)
+    assert 1 not in answers(next(iter(collector)))
+    wait_until(lambda: collector.stats()["groups_failed"])
+    stats = collector.stats()
+    assert (stats["groups_retried"], stats["groups_failed"]) == (1, 1)
+    assert "ValueError: no step" in stats["errors"]
+
+
+def test_environments_that_hang(make_with_env, gate):
+    class Hangs(Reward):
+        def _step(self, tensordict, next_tensordict):
+            if tensordict["answer"] == ["0"]:
+                gate.wait()
+            return super()._step(tensordict, next_tensordict)
+
+    collector = make_with_env(
+        partial(make_env, Hangs),
+        max_retries=0,
+        num_threads=2,
+        timeouts=CollectorTimeouts(step=1.0),
+    )
+    assert answers(next(iter(collector))) == [1, 2]
+
+
+def test_tokens_that_are_masked(make_with_env, update):
+    collector = make_with_env(
+        partial(make_env, Reward), max_staleness=0, on_stale="mask", groups_per_batch=1,
+        batches_per_update=2,
+    )  # fmt: skip
+    batches = iter(collector)
+    assert (
+        next(batches).get(("log_probs", "response"), as_list=True)[0].isfinite().all()
+    )
+    wait_until(lambda: collector._collection.pool.ready == 1)
+    update(collector)
+    batch = next(batches)
+    assert batch.get(("log_probs", "response"), as_list=True)[0].isnan().all()
+    assert not batch.get(("masks", "all_assistant_mask"), as_list=True)[0].any()
+
+
+def test_what_is_no_environment(make_with_env):
+    with pytest.raises(ConfigurationError, match="a function that makes"):
+        make_with_env(make_env())
+    for wrong in (lambda: ChatEnv(batch_size=(2,)), dict):
+        with pytest.raises(ConfigurationError, match=r"batch size \(1,\)"):
+            make_with_env(wrong)
+    with pytest.raises(ConfigurationError, match="step cannot be given with env"):
+        make_with_env(make_env, step=print)
+    with set_list_to_stack(False), pytest.raises(ConfigurationError, match="set_list"):
+        make_with_env(make_env)
+
+
+def test_environments_that_always_raise(make_with_env):
+    class Fails(Transform):
+        def _step(self, tensordict, next_tensordict):
+            raise ValueError("never")
+
+    collector = make_with_env(partial(make_env, Fails), prompts=tasks(3), max_retries=0)
+    with pytest.raises(CollectionError, match="never"):
+        next(iter(collector))

@@ -1,0 +1,107 @@
+"""Prompts are neither lost nor done twice, whatever happens to their groups."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from torchrl_sglang.collectors.admission import Limits
+from torchrl_sglang.collectors.group_pool import GroupPool
+
+
+def make_pool(on_stale="drop", total=-1, **kwargs) -> GroupPool:
+    limits = Limits(max_staleness=1, groups_per_update=3)
+    return GroupPool(limits, on_stale=on_stale, total=total, **kwargs)
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "retry", "mask"])
+@pytest.mark.parametrize("seed", range(10))
+def test_every_prompt_is_done_once(on_stale, seed):
+    """Random starts, results, failures, updates, batches, kills and restarts."""
+    rng = random.Random(seed)
+    done: list[int] = []
+    given_up: list[int] = []
+    pool = make_pool(on_stale, on_close=done.append)
+    running: list[int] = []
+    taken: list[int] = []
+    for _ in range(400):
+        action = rng.choice(["start", "start", "complete", "fail", "take", "update"])
+        if action == "start":
+            running += [pool.start() for _ in range(pool.free())]
+        elif action == "complete" and running:
+            position = running.pop(rng.randrange(len(running)))
+            oldest = pool._running[position]
+            pool.complete(position, None, oldest=oldest, seconds=0.0)
+        elif action == "fail" and running:
+            position = running.pop(rng.randrange(len(running)))
+            retry = rng.random() < 0.5
+            pool.give_up(position, retry=retry)
+            given_up += [] if retry else [position]
+        elif action == "take":
+            batch = pool.take(rng.choice([1, 3])) or []
+            taken += [group.position for group in batch]
+            positions = [group.position for group in batch]
+            assert positions == sorted(positions)
+            if on_stale != "mask":
+                assert all(pool.version - group.oldest <= 1 for group in batch)
+        elif action == "update":
+            pool.set_version(pool.version + 1)
+        if rng.random() < 0.02:
+            state = json.loads(json.dumps(pool.state_dict()))
+            pool = make_pool(on_stale, on_close=done.append)
+            pool.load_state_dict(state)
+            running = []
+        assert len(set(taken)) == len(taken)
+        assert len(set(done)) == len(done)
+    open_positions = set(pool.state_dict()["prompts"]["open"])
+    everything = set(range(pool.state_dict()["prompts"]["next"]))
+    assert open_positions | set(done) == everything
+    assert not open_positions & set(done)
+    if on_stale == "drop":
+        assert set(taken) | set(given_up) <= set(done)
+    else:
+        assert set(taken) | set(given_up) == set(done)
+
+
+def test_a_total_and_a_smaller_last_batch():
+    pool = make_pool(total=4)
+    positions = [pool.start() for _ in range(pool.free())]
+    assert positions == [0, 1, 2, 3]
+    for position in positions:
+        pool.complete(position, None, oldest=0, seconds=0.0)
+    assert [group.position for group in pool.take(3)] == [0, 1, 2]
+    assert not pool.ended
+    assert [group.position for group in pool.take(3)] == [3]
+    assert pool.ended
+    assert pool.free(wanted=3) == 0
+
+
+def test_the_end_of_prompts():
+    pool = make_pool()
+    positions = [pool.start() for _ in range(pool.free())]
+    for position in positions[2:]:
+        pool.end_of_prompts(position)
+    pool.give_up(0, retry=True)
+    pool.complete(1, None, oldest=0, seconds=0.0)
+    assert pool.take(3) is None
+    # What failed starts again, and nothing else.
+    assert pool.free() == 1
+    pool.complete(pool.start(), None, oldest=0, seconds=0.0)
+    assert [group.position for group in pool.take(3)] == [0, 1]
+    assert pool.ended
+
+
+def test_groups_in_a_buffer_count_until_they_are_trained_on():
+    pool = make_pool()
+    pool.buffered = True
+    for version in range(5):
+        started = [pool.start() for _ in range(pool.free())]
+        # Two updates' worth ahead at first, and one for each update.
+        assert len(started) == (6 if version == 0 else 3)
+        for position in started:
+            pool.complete(position, None, oldest=version, seconds=0.0)
+            assert pool.take(1) is not None
+        assert pool.free() == 0
+        pool.set_version(version + 1)

@@ -1,0 +1,216 @@
+"""AsyncLLMCollector on a real server, with real weight updates."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers.collecting import length_reward, tasks
+from helpers.log_probs import TOLERANCE, score
+from tensordict import TensorDict
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs import StepCounter
+from torchrl.envs.llm import ChatEnv
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+
+from torchrl_sglang import (
+    AsyncLLMCollector,
+    SGLangWeightSyncScheme,
+    SGLangWrapper,
+    attach_weight_sync,
+)
+from torchrl_sglang.testing.tiny_model import make_tiny_model
+
+BATCHES = 3
+SIZE = 4
+
+
+@pytest.fixture
+def models(hf_model, tokenizer):
+    return [hf_model, make_tiny_model(tokenizer, seed=11)]
+
+
+@pytest.fixture
+def scheme(restored_engine):
+    scheme = SGLangWeightSyncScheme(restored_engine)
+    yield scheme
+    scheme.shutdown()
+
+
+def collect(collector, models) -> list[TensorDict]:
+    """Takes batches, with an update after each."""
+    batches = []
+    for batch, model in zip(collector, itertools.cycle(models), strict=False):
+        batches.append(batch.reshape(-1))
+        if len(batches) == BATCHES:
+            return batches
+        collector.update_policy_weights_(model)
+    raise AssertionError
+
+
+def test_without_staleness_it_is_synchronous(
+    restored_engine, models, scheme, tokenizer
+):
+    policy = SGLangWrapper(
+        restored_engine, generate_kwargs={"max_new_tokens": 12, "temperature": 0.0}
+    )
+    given = tasks(SIZE * (BATCHES + 2))
+    rows = [given[start : start + SIZE] for start in range(0, len(given), SIZE)]
+    loader = [{name: [row[name] for row in part] for name in part[0]} for part in rows]
+    env = ChatEnv.from_dataloader(loader, tokenizer=tokenizer, batch_size=(SIZE,))
+    env.append_transform(StepCounter(max_steps=1))
+    synchronous = LLMCollector(env, policy=policy, dialog_turns_per_batch=SIZE)
+    attach_weight_sync(synchronous, scheme)
+    expected = collect(synchronous, reversed(models))
+    synchronous.shutdown()
+    # The environment's construction resets it, which reads a batch.
+    prompts = [{"query": query} for batch in expected for query in batch["query"]]
+
+    scheme.create_sender().update_weights(models[0])
+    with AsyncLLMCollector(
+        policy=policy,
+        prompts=prompts,
+        groups_per_batch=SIZE,
+        max_staleness=0,
+        weight_sync_schemes={"policy": scheme},
+    ) as collector:
+        found = collect(collector, reversed(models))
+        assert collector.stats()["age"] == {
+            0: sum(len(row) for batch in found for row in responses(batch))
+        }
+    for ours, theirs in zip(found, expected, strict=True):
+        for key in (("tokens", "full"), ("masks", "all_assistant_mask")):
+            pairs = zip(
+                ours.get(key, as_list=True), theirs.get(key, as_list=True), strict=True
+            )
+            assert all(torch.equal(*pair) for pair in pairs)
+        assert ours["query"] == theirs["query"]
+        for one, other in zip(
+            ours.get(("log_probs", "response"), as_list=True),
+            theirs.get(("log_probs", "response"), as_list=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0.0)
+
+
+def responses(batch) -> list[torch.Tensor]:
+    return batch.get(("tokens", "response"), as_list=True)
+
+
+def test_no_token_is_older_than_the_bound(restored_engine, models, scheme):
+    """By the versions that the server reported, and by the log-probs themselves."""
+    policy = SGLangWrapper(
+        restored_engine,
+        generate_kwargs={"max_new_tokens": 24, "ignore_eos": True},
+        return_generation_info=True,
+    )
+    collector = AsyncLLMCollector(
+        policy=policy,
+        prompts=tasks(50),
+        rewards=length_reward,
+        group_size=2,
+        groups_per_batch=2,
+        max_staleness=2,
+        weight_sync_schemes={"policy": scheme},
+    )
+    first = restored_engine.weight_version
+    counts = {int(first) if first.isdigit() else -1: 0}
+    ages = set()
+    for batch in itertools.islice(collector, 8):
+        version = collector.policy_version
+        told = batch.get(("generation_info", "weight_version"), as_list=True)
+        full = batch.get(("tokens", "full"), as_list=True)
+        log_probs = batch.get(("log_probs", "response"), as_list=True)
+        for served, tokens, values, oldest in zip(
+            told, full, log_probs, batch["policy_version"].tolist(), strict=True
+        ):
+            known = [counts[each] for each in served.tolist()]
+            assert version - min(known) <= 2
+            assert oldest == min(known)
+            ages.add(version - oldest)
+            for number in set(known):
+                own = torch.tensor(known) == number
+                reference = score(models[number % 2], tokens)[-len(values) :]
+                assert float((values - reference)[own].abs().max()) < TOLERANCE
+        report = collector.update_policy_weights_(models[(version + 1) % 2])
+        counts[int(report.version)] = collector.policy_version
+    assert ages == {0, 1, 2}
+    assert collector.stats()["groups_stale"] == 0
+    collector.shutdown()
+
+
+def test_a_tool_between_two_turns(engine, tokenizer):
+    """The second prompt continues the very tokens of the first response."""
+    policy = SGLangWrapper(
+        engine, generate_kwargs={"max_new_tokens": 6}, prefer_tokens=True
+    )
+
+    class Call:
+        tool = "clock"
+        args: dict[str, str] = {}  # noqa: RUF012
+
+    def parse(response):
+        return {"calls": [Call]}
+
+    with AsyncLLMCollector(
+        policy=policy,
+        prompts=tasks(2),
+        tools={"clock": lambda: "12:00"},
+        tool_parser=parse,
+        max_turns=2,
+        groups_per_batch=2,
+    ) as collector:
+        batch = next(iter(collector))
+    assert batch["next", "truncated"].flatten().tolist() == [False, True] * 2
+    for turn in (0, 2):
+        first, second = batch[turn], batch[turn + 1]
+        begun = first["tokens"].full
+        assert torch.equal(second["tokens"].prompt[: len(begun)], begun)
+        rest = tokenizer.decode(second["tokens"].prompt[len(begun) :])
+        assert "12:00" in rest
+        reference = score(policy_model(engine), second["tokens"].full)
+        response = second["log_probs"].response
+        assert float((reference[-len(response) :] - response).abs().max()) < TOLERANCE
+
+
+def policy_model(engine) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        engine.model_path, dtype=torch.float32
+    ).eval()
+
+
+def test_batches_train(engine, hf_model, tokenizer):
+    """MCAdvantage and GRPOLoss take them; what is masked has no gradient."""
+    policy = SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 8})
+    with AsyncLLMCollector(
+        policy=policy,
+        prompts=tasks(4),
+        rewards=lambda conversation, task: float(conversation.sample),
+        group_size=2,
+        groups_per_batch=2,
+    ) as collector:
+        batch = next(iter(collector))
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(4),
+        sampler=SamplerWithoutReplacement(),
+        transform=MCAdvantage(grpo_size=2),
+        batch_size=4,
+    )
+    buffer.extend(batch)
+    data = buffer.sample()
+    actor = TransformersWrapper(
+        hf_model, tokenizer=tokenizer, input_mode="tokens", generate=False
+    )
+    out = GRPOLoss(actor, entropy_bonus=False)(data)
+    assert abs(float(out.kl_approx)) < TOLERANCE
+    out.loss_objective.backward()
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for name, parameter in hf_model.named_parameters()
+        if "layers" in name
+    )

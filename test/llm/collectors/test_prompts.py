@@ -1,0 +1,118 @@
+"""Tasks by position, from datasets, data loaders and iterables."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.utils.data import DataLoader, Dataset
+
+from torchrl_sglang.collectors.prompts import make_prompts
+from torchrl_sglang.errors import ConfigurationError
+
+TASKS = [{"query": f"q{number}", "answer": number} for number in range(5)]
+
+
+def make(given, shuffle=False, seed=0):
+    return make_prompts(given, query_key="query", shuffle=shuffle, seed=seed)
+
+
+def queries(prompts, positions) -> list[str]:
+    return [prompts.fetch(position)["query"] for position in positions]
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return len(TASKS)
+
+    def __getitem__(self, index):
+        return TASKS[index]
+
+
+@pytest.mark.parametrize("given", [TASKS, Numbers(), [t["query"] for t in TASKS]])
+def test_a_dataset_is_read_epoch_after_epoch(given):
+    assert queries(make(given), range(7)) == ["q0", "q1", "q2", "q3", "q4", "q0", "q1"]
+
+
+def test_a_seed_is_an_order():
+    orders = {
+        seed: tuple(queries(make(Numbers(), True, seed), range(10)))
+        for seed in range(4)
+    }
+    assert orders[0] == tuple(queries(make(Numbers(), True, 0), range(10)))
+    assert len(set(orders.values())) > 1
+    for order in orders.values():
+        epochs = order[:5], order[5:]
+        assert all(sorted(epoch) == sorted(set(order)) for epoch in epochs)
+    # At any position, in any order.
+    prompts = make(Numbers(), True, 0)
+    backwards = queries(prompts, reversed(range(10)))
+    assert tuple(reversed(backwards)) == orders[0]
+
+
+LOADERS = {
+    "mappings": lambda: DataLoader(TASKS, batch_size=2),
+    "lists": lambda: DataLoader(TASKS, batch_size=2, collate_fn=list),
+    "elements": lambda: DataLoader(TASKS, batch_size=None),
+    "tensordicts": lambda: [
+        TensorDict({"query": ["q0", "q1"], "answer": torch.arange(2)}, batch_size=2),
+        TensorDict({"query": ["q2"], "answer": torch.tensor([2])}, batch_size=1),
+    ],
+    "generator": lambda: iter(TASKS),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_batches_are_taken_apart(kind):
+    prompts = make(iter(LOADERS[kind]()) if kind == "tensordicts" else LOADERS[kind]())
+    for position in range(3):
+        task = prompts.fetch(position)
+        assert task["query"] == f"q{position}"
+        assert int(task["answer"]) == position
+
+
+def test_an_iterable_is_iterated_again_and_an_iterator_ends():
+    assert queries(make(DataLoader(TASKS, batch_size=2)), range(6))[5] == "q0"
+    prompts = make(iter(TASKS))
+    assert prompts.fetch(4) is not None
+    assert prompts.fetch(5) is None
+    assert prompts.fetch(6) is None
+
+
+@pytest.mark.parametrize("given", [TASKS, "iterator"])
+def test_a_run_goes_on(given):
+    prompts = make(iter(TASKS) if given == "iterator" else given)
+    prompts.resume(4, [1, 3])
+    assert queries(prompts, [1, 3, 4]) == ["q1", "q3", "q4"]
+    # Until it is done, a task can be asked for again.
+    assert queries(prompts, [3]) == ["q3"]
+    for position in (1, 3, 4):
+        prompts.done(position)
+    if given == "iterator":
+        assert not prompts._open
+        with pytest.raises(ConfigurationError, match="The prompts end at 5"):
+            prompts.resume(9, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("a text", "one str"),
+        ({"query": "a"}, "one dict"),
+        (TensorDict(query="a"), "one TensorDict"),
+        ([], "is empty"),
+        (7, "got int"),
+    ],
+)
+def test_what_is_no_source_of_prompts(given, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make(given)
+
+
+def test_only_a_dataset_is_shuffled():
+    with pytest.raises(ConfigurationError, match="shuffle there"):
+        make(itertools.count(), shuffle=True)
+    with pytest.raises(ConfigurationError, match="A task must be"):
+        make(itertools.count()).fetch(0)

@@ -1,0 +1,117 @@
+"""When a group may start and which groups make up a batch. Pure.
+
+A token's staleness is the number of weight updates between the version that generated
+it and the version that is trained on it. Two rules bound it by ``max_staleness``:
+
+- :func:`free_groups`: a group starts only if it can be consumed in time. XX
+  rule, ``(k + version + 1) * B - (accepted + running)``, counted from the beginning of
+  the current version, so that it also holds for a trainer that skipped or repeated an
+  update.
+- :func:`choose_groups`: a batch takes groups in the order in which they were completed,
+  except where a later batch could not consume an older group in time.
+
+With a trainer that consumes ``groups_per_update`` groups between two updates, no group
+ever becomes stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Limits", "choose_groups", "free_groups"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How far collection may run ahead of training."""
+
+    max_staleness: int
+    """Most weight updates between generating a token and training on it."""
+    groups_per_update: int
+    """Groups that the trainer consumes between two weight updates."""
+
+    @property
+    def capacity(self) -> int:
+        """Most groups that are running, complete or consumed in a version."""
+        return (self.max_staleness + 1) * self.groups_per_update
+
+
+def free_groups(
+    limits: Limits, *, consumed: int, running: int, ready: int, wanted: int = 0
+) -> int:
+    """Returns how many groups may start now.
+
+    Args:
+        limits: bounds of the collection.
+        consumed: groups consumed since the current version began.
+        running: groups that have started and are not complete.
+        ready: complete groups that are not consumed.
+        wanted: groups that a waiting consumer asks for; they may start in any case.
+
+    Examples:
+        >>> limits = Limits(max_staleness=1, groups_per_update=8)
+        >>> free_groups(limits, consumed=0, running=6, ready=4)
+        6
+        >>> free_groups(limits, consumed=16, running=0, ready=0, wanted=8)
+        8
+    """
+    ahead = running + ready
+    return max(limits.capacity - consumed - ahead, wanted - ahead, 0)
+
+
+def choose_groups(
+    limits: Limits,
+    *,
+    version: int,
+    consumed: int,
+    ready: Sequence[int],
+    running: Sequence[int],
+    size: int,
+) -> list[int] | None:
+    """Returns the positions of the complete groups that make up a batch.
+
+    Args:
+        limits: bounds of the collection.
+        version: of the trainer's weights.
+        consumed: groups consumed since that version began.
+        ready: oldest version of each complete group, in the order of completion.
+        running: oldest version of each group that is not complete.
+        size: groups of the batch.
+
+    Returns:
+        Positions in ``ready``, in that order; ``None`` if the batch has to wait for
+        groups that are running.
+
+    Examples:
+        >>> limits = Limits(max_staleness=1, groups_per_update=2)
+        >>> choose_groups(
+        ...     limits, version=5, consumed=0, ready=[5, 5, 4], running=[], size=2
+        ... )
+        [0, 2]
+        >>> choose_groups(
+        ...     limits, version=5, consumed=0, ready=[5, 5], running=[4], size=2
+        ... ) is None
+        True
+    """
+    if len(ready) < size:
+        return None
+    chosen: set[int] = set()
+    # Places in later batches of the current version.
+    later = max(limits.groups_per_update - consumed - size, 0)
+    for ahead in range(limits.max_staleness + 1):
+        # Groups that must be consumed before the version grows by more than `ahead`.
+        horizon = version + ahead - limits.max_staleness
+        due = [place for place, oldest in enumerate(ready) if oldest <= horizon]
+        # What is stale already is not waited for.
+        late = version - limits.max_staleness
+        coming = sum(late <= oldest <= horizon for oldest in running)
+        places = later + ahead * limits.groups_per_update
+        needed = min(len(due) + coming - places, size)
+        if needed > len(due):
+            return None
+        missing = needed - len(chosen.intersection(due))
+        rest = [place for place in due if place not in chosen]
+        chosen.update(rest[: max(missing, 0)])
+    rest = [place for place in range(len(ready)) if place not in chosen]
+    return sorted([*chosen, *rest[: size - len(chosen)]])

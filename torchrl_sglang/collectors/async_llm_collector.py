@@ -1,0 +1,572 @@
+"""AsyncLLMCollector: keeps the engine full while the trainer trains."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self, get_args
+
+from tensordict import TensorDictBase
+from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
+from torchrl.data.replay_buffers.samplers import StalenessAwareSampler
+from torchrl.envs import EnvBase
+
+from torchrl_sglang.backends.support.checks import check_count, check_flag
+from torchrl_sglang.collectors.admission import Limits
+from torchrl_sglang.collectors.batches import Batches
+from torchrl_sglang.collectors.blocking import BlockingCalls
+from torchrl_sglang.collectors.collection import Collection, Groups
+from torchrl_sglang.collectors.conversations import Conversations, Step
+from torchrl_sglang.collectors.environments import EnvironmentGroups
+from torchrl_sglang.collectors.function_groups import FunctionGroups
+from torchrl_sglang.collectors.group_pool import GroupPool, OnStale
+from torchrl_sglang.collectors.groups import GroupWriter
+from torchrl_sglang.collectors.prompts import make_prompts
+from torchrl_sglang.collectors.rewards import RewardFunctions, Rewards
+from torchrl_sglang.collectors.stale_mask import StaleMask
+from torchrl_sglang.collectors.timeouts import CollectorTimeouts
+from torchrl_sglang.collectors.tools import Tools, parse_tool_calls
+from torchrl_sglang.collectors.versions import PolicyVersions
+from torchrl_sglang.collectors.weight_sync import (
+    attach_weight_sync,
+    check_schemes,
+)
+from torchrl_sglang.errors import (
+    CollectionError,
+    CollectionTimeoutError,
+    ConfigurationError,
+)
+from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.policies.turns import TurnCodec, check_policy
+from torchrl_sglang.types import SyncReport
+from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+
+__all__ = ["AsyncLLMCollector"]
+
+
+class AsyncLLMCollector(BaseCollector):
+    """Collects conversations side by side, while the trainer trains on earlier ones.
+
+    Each conversation runs at its own pace, and a finished group is replaced at once.
+    Groups come out whole, turn after turn, in the layout of TorchRL's ``LLMCollector``
+    with ``yield_completed_trajectories=True``: a batch is a lazy stack of turns, the
+    turns of a conversation and the conversations of a group one after the other.
+
+    There are two ways to say what a conversation is. Plain functions are the faster
+    one: a conversation begins with the prompt of a task; the policy responds; ``tools``
+    that it called and ``step`` say what is said to it next; reward functions score it
+    at its end. Or ``env`` makes any LLM environment of TorchRL, such as a ``ChatEnv``
+    with its transforms, which is reset with a task and stepped in a thread.
+
+    **Staleness.** No token that is trained on comes from weights that are more than
+    ``max_staleness`` updates behind the trainer's: a group starts only if it can be
+    consumed in time, and the oldest token is checked when a batch is taken. With
+    ``max_staleness=0`` nothing is generated between taking a batch and the next weight
+    update, as in synchronous training.
+
+    **Use.** ``for batch in collector`` yields batches. With a ``replay_buffer``,
+    iterating extends the buffer with each batch and yields ``None``, and :meth:`start`
+    extends it in the background, group after group.
+
+    Args:
+        env (callable, optional): makes an environment of batch size ``(1,)`` for one
+            conversation at a time, instead of ``rewards``, ``group_rewards``, ``step``,
+            ``tools``, ``max_turns`` and ``system_prompt``. It gets its tasks from
+            ``prompts``, not from a ``DataLoadingPrimer``.
+
+    Keyword Args:
+        policy (SGLangWrapper): continues conversations, one sample for each. Its
+            sampling parameters, log-probs, chat template and keys are used. Plain
+            functions need ``input_mode="history"``.
+        prompts: a dataset (read by index, epoch after epoch), a ``DataLoader`` (its
+            batches are taken apart) or another iterable of tasks. A task is a mapping,
+            a TensorDict or a text; its values are in each turn of the batch.
+        rewards: a function ``(conversation, task) -> float``, a list of them, or a
+            mapping of names to them. Values are added up in ``("next", "reward")`` of
+            the last turn; those with a name are also under ``("next", name)``.
+            Coroutine functions run on the collector's event loop, others in threads.
+        group_rewards: likewise functions ``(conversations, task) -> list of float`` of
+            a whole group.
+        step: a function or coroutine function ``(conversation, task)`` that is called
+            after each response and returns what is said next: a text of the user, a
+            message, a list of messages, or ``None`` to end the conversation. It can
+            set ``conversation.turns[-1].reward``.
+        tools: functions that the policy can call, or a mapping of names to them. Their
+            results are messages of the role ``"tool"``; while a response calls tools,
+            ``step`` is not called.
+        tool_parser: finds the calls in a response; a parser for TorchRL's
+            ``ExecuteToolsInOrder``, such as ``XMLBlockParser()``. By default Qwen's and
+            Hermes's format.
+        max_turns (int, optional): most responses of a conversation, which is truncated
+            then. By default as many as fit into the context.
+        query_key (str): key of a task's prompt: a text, or messages. Defaults to
+            ``"query"``.
+        system_prompt (str, optional): a message before it.
+        group_size (int): conversations about each task. Defaults to 1.
+        groups_per_batch (int): groups of a batch.
+        batches_per_update (int): batches that the trainer takes between two weight
+            updates. Defaults to 1.
+        max_staleness (int): most weight updates between generating a token and taking
+            it. Defaults to 1.
+        on_stale (str): what happens to a complete group with older tokens, when a batch
+            is taken: ``"drop"`` (default), ``"retry"`` (its prompt starts again) or
+            ``"mask"`` (its older tokens are excluded from the loss: their assistant
+            mask is False and their log-probs are NaN).
+        total_groups (int): groups to collect; -1 (default) for no end. The last batch
+            may be smaller.
+        max_in_flight (int, optional): most conversations that run at once. By default
+            the bound on staleness is the only limit.
+        max_retries (int): how often a group starts again after an error of a function.
+            It is given up then, and reported in :meth:`stats`; when eight groups in a
+            row are given up, the collector raises their error. Errors of the engine
+            are retried for ten minutes. Defaults to 2.
+        shuffle (bool): read a dataset in random order. Defaults to False.
+        seed (int): of that order. Defaults to 0.
+        replay_buffer (ReplayBuffer, optional): to write to. If its sampler is a
+            ``StalenessAwareSampler``, its ``consumer_version`` follows the updates.
+        postproc (callable, optional): applied to each batch; with :meth:`start`, to
+            each group.
+        weight_sync_schemes (dict, optional): ``{"policy": scheme}``, for
+            :meth:`update_policy_weights_`.
+        timeouts (CollectorTimeouts, optional): how long to wait for what.
+        num_threads (int): most threads for functions that are no coroutines. Defaults
+            to 16.
+
+    Raises:
+        ConfigurationError: if an argument is wrong.
+
+    Examples:
+        >>> policy = SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 4})
+        >>> collector = AsyncLLMCollector(
+        ...     policy=policy,
+        ...     prompts=["1+1=", "2+2="],
+        ...     rewards=lambda conversation, task: float("2" in conversation.response),
+        ...     group_size=4,
+        ...     groups_per_batch=2,
+        ...     total_groups=2,
+        ... )
+        >>> for batch in collector:
+        ...     print(batch.batch_size, batch["next", "reward"].shape)
+        torch.Size([8]) torch.Size([8, 1, 1])
+        >>> collector.shutdown()
+    """
+
+    last_sync_report: SyncReport | None = None
+    """Report of the last weight update; ``None`` before the first."""
+
+    init_random_frames = 0
+    """For TorchRL's trainers: no frame is random."""
+
+    def __init__(
+        self,
+        env: Callable[[], EnvBase] | None = None,
+        *,
+        policy: SGLangWrapper,
+        prompts: Any,
+        rewards: RewardFunctions | None = None,
+        group_rewards: RewardFunctions | None = None,
+        step: Step | None = None,
+        tools: (
+            Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]] | None
+        ) = None,
+        tool_parser: Callable[[str], Any] = parse_tool_calls,
+        max_turns: int | None = None,
+        query_key: str = "query",
+        system_prompt: str | None = None,
+        group_size: int = 1,
+        groups_per_batch: int,
+        batches_per_update: int = 1,
+        max_staleness: int = 1,
+        on_stale: OnStale = "drop",
+        total_groups: int = -1,
+        max_in_flight: int | None = None,
+        max_retries: int = 2,
+        shuffle: bool = False,
+        seed: int = 0,
+        replay_buffer: ReplayBuffer | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
+        timeouts: CollectorTimeouts | None = None,
+        num_threads: int = 16,
+    ) -> None:
+        super().__init__()
+        for name, count, least in (
+            ("group_size", group_size, 1),
+            ("groups_per_batch", groups_per_batch, 1),
+            ("batches_per_update", batches_per_update, 1),
+            ("num_threads", num_threads, 1),
+            ("max_turns", max_turns, 1),
+            ("max_in_flight", max_in_flight, 1),
+            ("max_staleness", max_staleness, 0),
+            ("max_retries", max_retries, 0),
+            ("total_groups", total_groups, -1),
+            ("seed", seed, 0),
+        ):
+            if count is not None:
+                check_count(name, count, least=least)
+        _check_choice("on_stale", on_stale, get_args(OnStale))
+        schemes = check_schemes(weight_sync_schemes)
+        check_policy(policy)
+        self.policy = policy
+        self.groups_per_batch = groups_per_batch
+        self.replay_buffer = replay_buffer
+        self.timeouts = timeouts or CollectorTimeouts()
+        self._versions = PolicyVersions(policy.model.weight_version)
+        self._prompts = make_prompts(
+            prompts,
+            query_key=query_key,
+            shuffle=check_flag("shuffle", shuffle),
+            seed=seed,
+        )
+        limits = Limits(
+            max_staleness=max_staleness,
+            groups_per_update=groups_per_batch * batches_per_update,
+        )
+        groups = _make_groups(
+            env,
+            policy,
+            self._versions,
+            group_size=group_size,
+            timeouts=self.timeouts,
+            blocking=BlockingCalls("torchrl_sglang-functions", num_threads),
+            rewards=rewards,
+            group_rewards=group_rewards,
+            step=step,
+            tools=None if tools is None else Tools(tools, tool_parser),
+            max_turns=max_turns,
+            query_key=query_key,
+            system_prompt=system_prompt,
+        )
+        self._collection = Collection(
+            GroupPool(
+                limits,
+                on_stale=on_stale,
+                total=total_groups,
+                on_close=self._prompts.done,
+            ),
+            self._prompts,
+            groups,
+            max_in_flight=max_in_flight,
+            max_retries=max_retries,
+        )
+        self._batches = Batches(
+            self._collection,
+            mask_stale=on_stale == "mask",
+            postproc=postproc,
+            replay_buffer=replay_buffer,
+        )
+        # Nothing that runs refers to this object, so that dropping it ends the rest.
+        self._finalizer = weakref.finalize(self, self._collection.stop)
+        for scheme in schemes.values():
+            attach_weight_sync(self, scheme)
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        # TorchRL's would shut the collector down after a timeout.
+        return self.iterator()
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yields batches, or ``None`` for each one that was written to the buffer.
+
+        Raises:
+            CollectionTimeoutError: if no batch is complete in time.
+            CollectionError: if functions or the engine failed for good.
+        """
+        if self._batches.writing:
+            raise ConfigurationError(
+                "The collector writes to its replay buffer in the background; sample "
+                "from the buffer instead of iterating."
+            )
+        self._collection.start()
+        while True:
+            batch = self._batches.next(
+                self.groups_per_batch, timeout=self.timeouts.batch
+            )
+            if batch is None:
+                return
+            yield None if self.replay_buffer is not None else batch
+
+    def __len__(self) -> int:
+        """Returns the number of batches.
+
+        Raises:
+            TypeError: if ``total_groups`` is -1.
+        """
+        total = self._collection.pool.total
+        if total < 0:
+            raise TypeError("A collector without an end has no length.")
+        return math.ceil(total / self.groups_per_batch)
+
+    def start(self) -> None:
+        """Collects in the background, and writes each complete group to the buffer.
+
+        The trainer is expected to train on ``groups_per_batch * batches_per_update``
+        groups of the buffer between two weight updates.
+
+        Raises:
+            ConfigurationError: if there is no replay buffer.
+        """
+        if self.replay_buffer is None:
+            raise ConfigurationError(
+                "start() writes to a replay buffer; give replay_buffer=..., or iterate "
+                "over the collector."
+            )
+        self._collection.check()
+        self._collection.start()
+        self._batches.write_in_background()
+
+    def is_running(self) -> bool:
+        """Whether conversations are collected in the background."""
+        return self._collection.alive
+
+    def pause(self) -> Pause:
+        """Starts no more groups until :meth:`resume`; those that run go on.
+
+        Returns:
+            A context manager that resumes at its end.
+        """
+        self._collection.pause()
+        return Pause(self._collection)
+
+    def resume(self) -> None:
+        """Starts groups again."""
+        self._collection.resume()
+
+    def shutdown(
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
+    ) -> None:
+        """Ends all conversations and threads. Safe to call twice.
+
+        Args:
+            timeout: for the threads to end, in seconds. Defaults to
+                ``timeouts.shutdown``.
+            close_env: must be True: environments end with their conversations.
+            raise_on_error: raise if a thread does not end in time.
+
+        Raises:
+            CollectionTimeoutError: if a thread does not end in time, because a
+                function blocks the event loop.
+        """
+        if not check_flag("close_env", close_env):
+            raise ConfigurationError("close_env=False is not supported; leave it out.")
+        seconds = self.timeouts.shutdown if timeout is None else timeout
+        self._collection.stop()
+        ended = self._collection.join(seconds) and self._batches.join(seconds)
+        if not ended and raise_on_error:
+            raise CollectionTimeoutError(
+                f"The collector's threads did not end within {seconds:g} s; a function "
+                f"blocks them."
+            )
+
+    def async_shutdown(
+        self, timeout: float | None = None, close_env: bool = True
+    ) -> None:
+        """The same as :meth:`shutdown`."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> SyncReport:
+        """Sends weights to the servers; see :func:`.attach_weight_sync`.
+
+        Raises:
+            ConfigurationError: if no scheme is attached.
+        """
+        raise ConfigurationError(
+            "No scheme is attached that could send weights; give weight_sync_schemes="
+            "{'policy': scheme}, or call attach_weight_sync(collector, scheme)."
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """Number of weight updates so far."""
+        return self._versions.current
+
+    def get_policy_version(self) -> int:
+        """Returns :attr:`policy_version`."""
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """Counts a weight update; the scheme's sender calls it."""
+        self._collection.check()
+        report = self.last_sync_report
+        served = report.version if report is not None and report.version else None
+        self._versions.add(served or self.policy.model.weight_version)
+        self._set_version()
+
+    def _set_version(self) -> None:
+        version = self._versions.current
+        self._collection.set_version(version)
+        sampler = getattr(self.replay_buffer, "_sampler", None)
+        if isinstance(sampler, StalenessAwareSampler):
+            sampler.consumer_version = version
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Sets the seed of the order of prompts, before the first batch.
+
+        Returns:
+            ``seed`` if ``static_seed``, otherwise the next one.
+
+        Raises:
+            CollectionError: if the collector has started.
+        """
+        check_count("seed", seed, least=0)
+        if self._collection.alive:
+            raise CollectionError("The seed cannot change after the collector started.")
+        self._prompts.set_seed(seed)
+        return seed if static_seed else seed + 1
+
+    def getattr_rb(self, name: str) -> Any:
+        """Returns an attribute of the replay buffer."""
+        return getattr(self.replay_buffer, name)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Returns what brings the run back: prompts that are not done, and versions.
+
+        Save it after training on a batch. Prompts whose groups were not taken by then
+        are generated again after :meth:`load_state_dict`; those of batches that were
+        taken, or written to the buffer, are not.
+        """
+        with self._collection.changed:
+            state = self._collection.pool.state_dict()
+        return OrderedDict(
+            pool=state, frames=self._batches.frames, batches=self._batches.batches
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on where a state was saved, before the first batch.
+
+        The prompts must be those of that run. Send the trained weights to the servers
+        afterwards, with :meth:`update_policy_weights_`.
+
+        Raises:
+            CollectionError: if the collector has started.
+        """
+        if self._collection.alive:
+            raise CollectionError("A state is loaded before the collector is started.")
+        pool = self._collection.pool
+        pool.load_state_dict(state_dict["pool"])
+        prompts = state_dict["pool"]["prompts"]
+        self._prompts.resume(int(prompts["next"]), prompts["open"])
+        self._batches.frames = int(state_dict["frames"])
+        self._batches.batches = int(state_dict["batches"])
+        self._versions.restart(pool.version)
+        self._set_version()
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what the collector has done, and what bounds it.
+
+        Returns:
+            ========================= ==================================================
+            frames                    turns that were taken
+            batches                   batches that were taken
+            policy_version            number of weight updates
+            groups_running            groups that are not complete
+            groups_ready              complete groups that wait to be taken
+            groups_stale              groups that were too old
+            groups_retried            groups that started again after an error
+            groups_failed             groups that were given up
+            conversations_in_flight   conversations that wait for the engine now
+            conversations_waiting     other conversations: of environments, rewards, or
+                                      of a place in ``max_in_flight``
+            tokens                    response tokens of complete groups
+            tokens_per_second         since the start
+            engine_idle               share of the time without a request in flight
+            trainer_waits             share of the time in which a batch is waited for
+            age                       updates -> tokens that were taken at this age
+            age_in_flight             the part of it when their group was complete
+            age_in_queue              the part that was added until it was taken
+            bottleneck                a sentence on what bounds the run
+            errors                    recent errors of groups
+            ========================= ==================================================
+        """
+        return {
+            "frames": self._batches.frames,
+            "batches": self._batches.batches,
+            "policy_version": self.policy_version,
+            **self._collection.stats(),
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        pool = self._collection.pool
+        return (
+            f"{type(self).__name__}(policy_version={self.policy_version}, "
+            f"running={pool.running}, ready={pool.ready}, consumed={pool.consumed})"
+        )
+
+
+class Pause:
+    """Resumes a paused collection at the end of a ``with`` block."""
+
+    def __init__(self, collection: Collection) -> None:
+        self._collection = collection
+
+    def __enter__(self) -> None:
+        """Does nothing: the collection is paused already."""
+
+    def __exit__(self, *exception: object) -> None:
+        self._collection.resume()
+
+
+def _make_groups(
+    env: Callable[[], EnvBase] | None,
+    policy: SGLangWrapper,
+    versions: PolicyVersions,
+    *,
+    group_size: int,
+    timeouts: CollectorTimeouts,
+    blocking: BlockingCalls,
+    **functions: Any,
+) -> Groups:
+    """Returns what makes groups, of environments or of plain functions."""
+    if env is not None:
+        given = [
+            name
+            for name, value in functions.items()
+            if value is not None and name != "query_key"
+        ]
+        if given:
+            raise ConfigurationError(
+                f"{' and '.join(given)} cannot be given with env, whose transforms say "
+                f"what a conversation is."
+            )
+        return EnvironmentGroups(
+            env,
+            policy,
+            versions,
+            size=group_size,
+            timeouts=timeouts,
+            blocking=blocking,
+        )
+    rewards = Rewards(
+        functions.pop("rewards"),
+        functions.pop("group_rewards"),
+        seconds=timeouts.reward,
+        blocking=blocking,
+    )
+    codec = TurnCodec(policy)
+    return FunctionGroups(
+        Conversations(codec, timeouts=timeouts, blocking=blocking, **functions),
+        rewards,
+        GroupWriter(codec, versions),
+        StaleMask(versions, policy),
+        versions,
+        size=group_size,
+        blocking=blocking,
+    )
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigurationError(
+            f"{name}={value!r} is not one of {', '.join(map(repr, choices))}."
+        )

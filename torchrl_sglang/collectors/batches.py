@@ -1,0 +1,103 @@
+"""Takes groups from a collection, as batches or into a replay buffer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.collectors.collection import Collection
+from torchrl_sglang.errors import CollectionError
+
+__all__ = ["Batches"]
+
+FOREVER_SECONDS = 10.0 * 365 * 24 * 3600
+"""The writer waits for groups until the collection ends."""
+
+
+class Batches:
+    """Makes batches of complete groups.
+
+    Args:
+        collection: of the groups.
+        mask_stale: exclude tokens that are too old from the loss.
+        postproc: applied to each batch.
+        replay_buffer: to write them to.
+    """
+
+    def __init__(
+        self,
+        collection: Collection,
+        *,
+        mask_stale: bool,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None,
+        replay_buffer: Any,
+    ) -> None:
+        self.frames = 0
+        self.batches = 0
+        self._collection = collection
+        self._mask_stale = mask_stale
+        self._postproc = postproc
+        self._replay_buffer = replay_buffer
+        self._writer: threading.Thread | None = None
+
+    @property
+    def writing(self) -> bool:
+        """Whether groups are written in the background."""
+        return self._writer is not None and self._writer.is_alive()
+
+    def next(
+        self, size: int, *, timeout: float, demand: bool = True
+    ) -> TensorDictBase | None:
+        """Returns a batch, which a buffer also has; ``None`` at the end."""
+        taken = self._collection.take(size, timeout=timeout, demand=demand)
+        if not taken:
+            return None
+        pool = self._collection.pool
+        bound = pool.version - pool.limits.max_staleness
+        rows: list[TensorDictBase] = []
+        for each in taken:
+            complete = each.content
+            if self._mask_stale and each.oldest < bound:
+                self._collection.groups.mask(complete.group, complete.rows, bound)
+            rows += complete.rows
+        batch: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
+        if self._postproc is not None:
+            batch = self._postproc(batch)
+        if self._replay_buffer is not None:
+            self._replay_buffer.extend(batch)
+        self.frames += len(rows)
+        self.batches += 1
+        return batch
+
+    def write_in_background(self) -> None:
+        """Starts the thread that writes groups to the buffer, once."""
+        if self.writing:
+            return
+        self._collection.pool.buffered = True
+        self._writer = threading.Thread(
+            target=self._write, name="torchrl_sglang-writer", daemon=True
+        )
+        self._writer.start()
+
+    def join(self, timeout: float | None) -> bool:
+        """Waits for the writer to end; returns whether it did."""
+        writer = self._writer
+        if writer is None or writer is threading.current_thread():
+            return True
+        writer.join(timeout)
+        return not writer.is_alive()
+
+    def _write(self) -> None:
+        try:
+            # A single group, so that its prompts are done as soon as it is written.
+            while self.next(1, timeout=FOREVER_SECONDS, demand=False) is not None:
+                continue
+        except CollectionError as error:
+            torchrl_logger.error(str(error))
+        except BaseException as error:  # noqa: BLE001 - A buffer raises anything.
+            torchrl_logger.error(f"A group could not be written: {error!r}")
+            self._collection.end(error)

@@ -1,0 +1,475 @@
+"""Runs groups on an event loop in a thread of its own, and hands them to a consumer.
+
+What may run, and what makes up a batch, is decided by :class:`.GroupPool`; this module
+applies it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from tensordict import TensorDictBase
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.collectors.blocking import BlockingCalls
+from torchrl_sglang.collectors.group_pool import GroupPool, ReadyGroup
+from torchrl_sglang.collectors.prompts import Prompts
+from torchrl_sglang.collectors.stats import Ages, Meter, Shares, find_bottleneck
+from torchrl_sglang.errors import (
+    CollectionError,
+    CollectionTimeoutError,
+    GenerationAbortedError,
+    RequestRefusedError,
+    ServerError,
+    WeightSyncStateError,
+)
+
+__all__ = ["Collection", "Groups", "TokenSpan"]
+
+TokenSpan: TypeAlias = tuple[int, int]
+"""Policy version and number of tokens."""
+
+PROMPT_TIMEOUT_SECONDS = 600.0
+"""Timeout of reading a prompt."""
+
+LAYOUT_TIMEOUT_SECONDS = 600.0
+"""Timeout of building the layout of a group."""
+
+ENGINE_TIMEOUT_SECONDS = 600.0
+"""An engine that fails for so long without completing a group has failed for good."""
+
+BACKOFF_SECONDS = 1.0
+"""Wait before groups start after the engine failed."""
+
+MOST_FAILURES = 8
+"""Groups in a row that are given up before the collection ends with their error."""
+
+KEPT_ERRORS = 16
+"""Number of recent errors that statistics report."""
+
+
+class Groups(Protocol):
+    """Makes the groups of a collection."""
+
+    size: int
+    """Conversations of a group."""
+    generating: Meter
+    """Conversations that wait for the engine."""
+
+    async def run(
+        self,
+        position: int,
+        task: Mapping[str, Any],
+        policy_version: Callable[[], int],
+        turn: Callable[[], Any],
+    ) -> Any:
+        """Returns a complete group; each conversation runs inside ``turn()``."""
+
+    def oldest(self, group: Any) -> int:
+        """Returns the policy version of a group's oldest token."""
+
+    def spans(self, group: Any) -> Iterator[TokenSpan]:
+        """Yields policy version and number of tokens of parts of the responses."""
+
+    def write(self, group: Any) -> list[TensorDictBase]:
+        """Returns a TensorDict for each turn."""
+
+    def mask(self, group: Any, rows: Sequence[TensorDictBase], bound: int) -> None:
+        """Excludes tokens of policy versions before ``bound`` from the loss."""
+
+    def close(self) -> None:
+        """Frees what groups are made with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Complete:
+    """A complete group."""
+
+    group: Any
+    """As :class:`Groups` made it."""
+    rows: list[TensorDictBase]
+    """Its turns in TorchRL's layout."""
+
+
+class Collection:
+    """Keeps groups running, within the bounds of a pool.
+
+    It refers to nothing of its owner, which may be dropped while this runs.
+
+    Args:
+        pool: decides which groups run and which are taken.
+        prompts: of the groups.
+        groups: makes them.
+        max_in_flight: most conversations that run at once; ``None`` for no limit.
+        max_retries: how often a group whose functions failed starts again.
+    """
+
+    def __init__(
+        self,
+        pool: GroupPool[Complete],
+        prompts: Prompts,
+        groups: Groups,
+        *,
+        max_in_flight: int | None,
+        max_retries: int,
+    ) -> None:
+        self.pool = pool
+        self.groups = groups
+        self.changed = threading.Condition()
+        self.running = Meter()
+        self.trainer_waits = Meter()
+        self.held_back = Meter()
+        self.ages = Ages()
+        self.tokens = 0
+        self.failed = 0
+        self.retried = 0
+        self.errors: deque[str] = deque(maxlen=KEPT_ERRORS)
+        self._prompts = prompts
+        self._reader = BlockingCalls("torchrl_sglang-prompts", 1)
+        self._layout = BlockingCalls("torchrl_sglang-layout", 1)
+        self._max_in_flight = max_in_flight
+        self._max_retries = max_retries
+        self._attempts: dict[int, int] = {}
+        self._unfinished: dict[int, int] = {}
+        self._failures_in_a_row = 0
+        self._last_success = time.monotonic()
+        self._not_before = 0.0
+        self._wanted = 0
+        self._in_background = False
+        self._paused = False
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+
+    # The consumer's side, in any thread.
+
+    @property
+    def alive(self) -> bool:
+        """Whether groups are being made."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Starts the thread, once."""
+        with self.changed:
+            if self._thread is not None or self._stopped:
+                return
+            self._thread = threading.Thread(
+                target=self._run, name="torchrl_sglang-collector", daemon=True
+            )
+            self._last_success = time.monotonic()
+            for meter in (self.running, self.trainer_waits, self.held_back):
+                meter.restart()
+            self.groups.generating.restart()
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Tells the thread to end; does not wait for it."""
+        with self.changed:
+            self._stopped = True
+            self.changed.notify_all()
+        self._notify_loop()
+
+    def end(self, error: BaseException) -> None:
+        """Ends the collection with an error, which consumers are told."""
+        with self.changed:
+            self._error = self._error or error
+            self._stopped = True
+            self.changed.notify_all()
+        self._notify_loop()
+
+    def join(self, timeout: float | None) -> bool:
+        """Waits for the thread to end; returns whether it did."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    def pause(self) -> None:
+        """Starts no more groups."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Starts groups again."""
+        self._paused = False
+        self._notify_loop()
+
+    def check(self) -> None:
+        """Raises the error that ended the collection, if one did."""
+        if self._error is not None:
+            raise CollectionError(
+                f"The collector has ended: {self._error}"
+            ) from self._error
+
+    def set_version(self, version: int) -> None:
+        """Begins a new policy version."""
+        with self.changed:
+            self.pool.set_version(version)
+            self.changed.notify_all()
+        self._notify_loop()
+
+    def take(
+        self, size: int, *, timeout: float, demand: bool = True
+    ) -> list[ReadyGroup[Complete]]:
+        """Returns the groups of a batch; none at the end.
+
+        Args:
+            size: number of groups.
+            timeout: in seconds.
+            demand: start groups for it beyond the pool's bound, if it needs them.
+
+        Raises:
+            CollectionTimeoutError: if they are not complete in time.
+            CollectionError: if the collection ended with an error.
+        """
+        deadline = time.monotonic() + timeout
+        with self.changed, self._waits(size if demand else 0):
+            self._in_background = not demand
+            while True:
+                self.check()
+                groups = self.pool.take(size)
+                if groups is not None:
+                    self._count(groups)
+                    break
+                if self.pool.ended or self._stopped:
+                    return []
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise CollectionTimeoutError(
+                        f"No batch of {size} groups was complete within {timeout:g} s: "
+                        f"{self.pool.ready} are complete and {self.pool.running} run."
+                        f"{self._last_error()}"
+                    )
+                self.changed.wait(left)
+        self._notify_loop()
+        return groups
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what the groups did; see :meth:`.AsyncLLMCollector.stats`."""
+        running, _ = self.running.mean_and_idle()
+        generating, engine_idle = self.groups.generating.mean_and_idle()
+        trainer_waits, _ = self.trainer_waits.mean_and_idle()
+        held_back, _ = self.held_back.mean_and_idle()
+        if self._in_background:
+            # The writer waits, and not the trainer: as long as it is not held back.
+            trainer_waits = 1.0 - held_back
+        shares = Shares(
+            trainer_waits=min(trainer_waits, 1.0),
+            held_back=held_back,
+            generating=generating / running if running else 1.0,
+            engine_idle=engine_idle,
+        )
+        in_flight = self.groups.generating.value
+        seconds = self.running.seconds
+        return {
+            "groups_running": self.pool.running,
+            "groups_ready": self.pool.ready,
+            "groups_stale": self.pool.stale,
+            "groups_retried": self.retried,
+            "groups_failed": self.failed,
+            "conversations_in_flight": in_flight,
+            "conversations_waiting": self.running.value - in_flight,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / seconds if seconds else 0.0,
+            "engine_idle": engine_idle,
+            "trainer_waits": shares.trainer_waits,
+            "age": dict(self.ages.total),
+            "age_in_flight": dict(self.ages.in_flight),
+            "age_in_queue": dict(self.ages.in_queue),
+            "bottleneck": find_bottleneck(shares, self.pool.limits.max_staleness),
+            "errors": list(self.errors),
+        }
+
+    @contextmanager
+    def _waits(self, wanted: int) -> Iterator[None]:
+        """Counts a consumer that waits for groups."""
+        self._wanted += wanted
+        self.trainer_waits.add(1)
+        self._notify_loop()
+        try:
+            yield
+        finally:
+            self._wanted -= wanted
+            self.trainer_waits.add(-1)
+
+    def _last_error(self) -> str:
+        return f" The last error was: {self.errors[-1]}" if self.errors else ""
+
+    def _count(self, groups: Sequence[ReadyGroup[Complete]]) -> None:
+        for group in groups:
+            for version, count in self.groups.spans(group.content.group):
+                self.ages.add(version, group.version, self.pool.version, count)
+
+    def _notify_loop(self) -> None:
+        loop, wake = self._loop, self._wake
+        if loop is not None and wake is not None:
+            try:
+                loop.call_soon_threadsafe(wake.set)
+            except RuntimeError:
+                # It has ended.
+                return
+
+    # The loop's side, in its own thread.
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # noqa: BLE001 - Consumers are told.
+            self.end(error)
+        finally:
+            self._reader.close()
+            self._layout.close()
+            self.groups.close()
+            with self.changed:
+                self._stopped = True
+                self.changed.notify_all()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wake = wake = asyncio.Event()
+        tasks: set[asyncio.Task[None]] = set()
+        slots = asyncio.Semaphore(self._max_in_flight or 2**31)
+        try:
+            while not self._stopped:
+                wake.clear()
+                for position in self._admit():
+                    self._unfinished[position] = self.groups.size
+                    self.running.add(self.groups.size)
+                    task = asyncio.create_task(self._run_group(position, slots))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                await self._sleep(wake)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sleep(self, wake: asyncio.Event) -> None:
+        """Waits until something changed, or groups may start after a failure."""
+        pause = self._not_before - time.monotonic()
+        try:
+            async with asyncio.timeout(pause if pause > 0 else None):
+                await wake.wait()
+        except TimeoutError:
+            return
+
+    def _admit(self) -> list[int]:
+        """Starts as many groups as may start, and returns their positions."""
+        if self._paused or time.monotonic() < self._not_before:
+            return []
+        with self.changed:
+            free = self.pool.free(self._wanted)
+            self.held_back.add(int(free == 0) - self.held_back.value)
+            if self._max_in_flight is not None:
+                slots = self._max_in_flight - self.running.value
+                free = min(free, math.ceil(max(slots, 0) / self.groups.size))
+            return [self.pool.start() for _ in range(free)]
+
+    async def _run_group(self, position: int, slots: asyncio.Semaphore) -> None:
+        @asynccontextmanager
+        async def turn() -> AsyncIterator[None]:
+            async with slots:
+                yield
+            self._finish(position, 1)
+
+        try:
+            task = await self._reader.run(
+                lambda: self._prompts.fetch(position), seconds=PROMPT_TIMEOUT_SECONDS
+            )
+            if task is None:
+                with self.changed:
+                    self.pool.end_of_prompts(position)
+                return
+            group = await self.groups.run(
+                position, task, lambda: self.pool.version, turn
+            )
+            # While the engine generates, so that no trainer waits for it.
+            rows = await self._layout.run(
+                lambda: self.groups.write(group), seconds=LAYOUT_TIMEOUT_SECONDS
+            )
+        except asyncio.CancelledError:
+            with self.changed:
+                self.pool.give_up(position, retry=True)
+            raise
+        except Exception as error:  # noqa: BLE001 - User functions raise anything.
+            self._fail(position, _cause(error))
+        else:
+            self._complete(position, Complete(group=group, rows=rows))
+        finally:
+            self._finish(position, self._unfinished[position])
+            del self._unfinished[position]
+            with self.changed:
+                self.changed.notify_all()
+
+    def _finish(self, position: int, count: int) -> None:
+        """Counts conversations of a group that ended; others may take their place."""
+        self._unfinished[position] -= count
+        self.running.add(-count)
+        assert self._wake is not None
+        self._wake.set()
+
+    def _complete(self, position: int, complete: Complete) -> None:
+        with self.changed:
+            self._attempts.pop(position, None)
+            self._failures_in_a_row = 0
+            self._last_success = time.monotonic()
+            group = complete.group
+            self.tokens += sum(count for _, count in self.groups.spans(group))
+            self.pool.complete(
+                position,
+                complete,
+                oldest=self.groups.oldest(group),
+                seconds=time.monotonic(),
+            )
+
+    def _fail(self, position: int, error: BaseException) -> None:
+        """Retries a group, gives it up, or ends the collection."""
+        message = f"{type(error).__name__}: {error}"
+        with self.changed:
+            self.errors.append(message)
+            if _is_engines(error):
+                now = time.monotonic()
+                self.pool.give_up(position, retry=True)
+                self.retried += 1
+                self._not_before = now + BACKOFF_SECONDS
+                if now - self._last_success > ENGINE_TIMEOUT_SECONDS:
+                    self.end(error)
+                return
+            attempts = self._attempts[position] = self._attempts.get(position, 0) + 1
+            retry = attempts <= self._max_retries
+            self.pool.give_up(position, retry=retry)
+            if retry:
+                self.retried += 1
+                return
+            del self._attempts[position]
+            self.failed += 1
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row == MOST_FAILURES:
+                self.end(error)
+        torchrl_logger.warning(
+            f"The group of prompt {position} was given up after {attempts} attempts: "
+            f"{message}"
+        )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Returns the first error of a group of tasks."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _is_engines(error: BaseException) -> bool:
+    """Returns whether an error is the engine's, which recovers, or a group's own."""
+    engines = (ServerError, GenerationAbortedError, WeightSyncStateError)
+    return isinstance(error, engines) and not isinstance(error, RequestRefusedError)

@@ -1,0 +1,244 @@
+"""Conversations of plain functions: no TensorDict until their group is complete.
+
+A conversation begins with the messages of a task. The policy responds; tools that it
+called and the function ``step`` say what is said to it next, until there is nothing
+more to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torchrl_sglang.collectors.blocking import BlockingCalls
+from torchrl_sglang.collectors.stats import Meter
+from torchrl_sglang.collectors.timeouts import CollectorTimeouts
+from torchrl_sglang.collectors.tools import Tools
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.policies.turns import EncodedPrompt, Response, TurnCodec
+
+__all__ = ["Conversation", "Conversations", "Message", "Step", "Task", "Turn"]
+
+Message: TypeAlias = Mapping[str, Any]
+"""``{"role": ..., "content": ...}`` and the other fields of TorchRL's ``History``."""
+
+Task: TypeAlias = Mapping[str, Any]
+"""An element of the prompts."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Turn:
+    """One response of the policy, and what it responded to."""
+
+    prompt: EncodedPrompt
+    """What the model read."""
+    response: Response
+    """What it wrote."""
+    num_messages: int
+    """Number of messages of the conversation before the response."""
+    policy_version: int
+    """Policy version when the prompt was sent."""
+    reward: float = 0.0
+    """Reward of this turn. Functions may change it."""
+
+    @property
+    def text(self) -> str:
+        """The response, with the token that ends a turn."""
+        return self.response.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the response."""
+        return self.response.completion.token_ids
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Conversation:
+    """A conversation between an environment and the policy.
+
+    Reward functions, tools and ``step`` get it. They may read everything, change the
+    rewards of turns, and keep what they like in ``state``.
+    """
+
+    task: Task
+    """The element of the prompts that it is about."""
+    sample: int
+    """Number of this conversation in its group."""
+    messages: list[Message]
+    """All messages so far."""
+    turns: list[Turn] = field(default_factory=list)
+    """The responses of the policy so far."""
+    truncated: bool = False
+    """Whether it ended for its number of turns or the length of the context."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Values of the reward functions that have a name."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """For the user's functions."""
+    opening: EncodedPrompt
+    """What the model reads first; the same for all conversations of a group."""
+
+    @property
+    def response(self) -> str:
+        """Text of the last response, without the token that ends a turn."""
+        return self.turns[-1].response.message
+
+
+Step: TypeAlias = Callable[
+    [Conversation, Task],
+    "Awaitable[str | Message | Sequence[Message] | None]",
+]
+"""Returns what is said to the policy next; ``None`` ends the conversation."""
+
+
+class Conversations:
+    """Runs conversations of plain functions.
+
+    Args:
+        codec: of the policy.
+        query_key: key of a task with its prompt: a text, or messages.
+        system_prompt: a message before it.
+        step: says what is said to the policy next.
+        tools: that the policy can call.
+        max_turns: most responses of a conversation.
+        timeouts: of responses, steps and tools.
+        blocking: for functions that are no coroutines.
+
+    Attributes:
+        generating (Meter): conversations that wait for the engine.
+    """
+
+    def __init__(
+        self,
+        codec: TurnCodec,
+        *,
+        query_key: str,
+        system_prompt: str | None,
+        step: Step | None,
+        tools: Tools | None,
+        max_turns: int | None,
+        timeouts: CollectorTimeouts,
+        blocking: BlockingCalls,
+    ) -> None:
+        self.generating = Meter()
+        self._codec = codec
+        self._query_key = query_key
+        self._system_prompt = system_prompt
+        self._step = step
+        self._tools = tools
+        self._max_turns = max_turns
+        self._timeouts = timeouts
+        self._blocking = blocking
+
+    def begin(self, task: Task, size: int) -> list[Conversation]:
+        """Returns the conversations of a group, before their first response."""
+        messages = self._first_messages(task)
+        opening = self._codec.encode(messages)
+        return [
+            Conversation(
+                task=task, sample=sample, messages=list(messages), opening=opening
+            )
+            for sample in range(size)
+        ]
+
+    async def run(
+        self,
+        conversation: Conversation,
+        *,
+        session_id: str,
+        policy_version: Callable[[], int],
+    ) -> None:
+        """Runs a conversation to its end."""
+        said: list[Message] | None = []
+        while said is not None:
+            conversation.messages.extend(said)
+            if not await self._respond(conversation, session_id, policy_version):
+                conversation.truncated = True
+                return
+            said = await self._reply(conversation)
+            if said is not None and len(conversation.turns) == self._max_turns:
+                conversation.messages.extend(said)
+                conversation.truncated = True
+                return
+
+    async def _respond(
+        self,
+        conversation: Conversation,
+        session_id: str,
+        policy_version: Callable[[], int],
+    ) -> bool:
+        """Adds a response; returns False if the context has no room for one."""
+        turns = conversation.turns
+        prompt = conversation.opening
+        if turns:
+            known = [*turns[-1].prompt.token_ids, *turns[-1].token_ids]
+            prompt = self._codec.encode(conversation.messages, known)
+            if not self._codec.fits(prompt):
+                return False
+        version = policy_version()
+        self.generating.add(1)
+        try:
+            response = await self._codec.respond(
+                prompt,
+                sample=conversation.sample,
+                session_id=session_id,
+                timeout=self._timeouts.turn,
+            )
+        finally:
+            self.generating.add(-1)
+        turns.append(
+            Turn(
+                prompt=prompt,
+                response=response,
+                num_messages=len(conversation.messages),
+                policy_version=version,
+            )
+        )
+        conversation.messages.append({"role": "assistant", "content": response.message})
+        return True
+
+    async def _reply(self, conversation: Conversation) -> list[Message] | None:
+        """Returns what is said next, or ``None`` at the end."""
+        if self._tools is not None:
+            results = await self._tools.answer(
+                conversation.response, self._blocking, self._timeouts.step
+            )
+            if results:
+                return results
+        if self._step is None:
+            return None
+        said = await self._blocking.call(
+            self._step, conversation, conversation.task, seconds=self._timeouts.step
+        )
+        return None if said is None else to_messages(said, "step")
+
+    def _first_messages(self, task: Task) -> list[Message]:
+        if self._query_key not in task:
+            raise ConfigurationError(
+                f"A task has no {self._query_key!r}; it has {sorted(task)}. Name the "
+                f"key of the prompt with query_key."
+            )
+        messages = to_messages(task[self._query_key], f"task[{self._query_key!r}]")
+        if self._system_prompt is None:
+            return messages
+        return [{"role": "system", "content": self._system_prompt}, *messages]
+
+
+def to_messages(said: Any, name: str) -> list[Message]:
+    """Returns a text, a message or messages as a list of messages."""
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    messages = [said] if isinstance(said, Mapping) else said
+    if (
+        isinstance(messages, Sequence)
+        and messages
+        and all(
+            isinstance(each, Mapping) and {"role", "content"} <= set(each)
+            for each in messages
+        )
+    ):
+        return list(messages)
+    raise ConfigurationError(
+        f"{name} must be a text, a message with 'role' and 'content', or a list of "
+        f"messages, got {said!r}."
+    )

@@ -1,0 +1,105 @@
+"""Groups of conversations of plain functions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_sglang.collectors.blocking import BlockingCalls
+from torchrl_sglang.collectors.collection import TokenSpan
+from torchrl_sglang.collectors.conversations import Conversation, Conversations
+from torchrl_sglang.collectors.groups import GroupWriter, oldest_version
+from torchrl_sglang.collectors.rewards import Rewards
+from torchrl_sglang.collectors.stale_mask import StaleMask
+from torchrl_sglang.collectors.versions import PolicyVersions
+
+__all__ = ["FunctionGroups"]
+
+Group = Sequence[Conversation]
+
+
+class FunctionGroups:
+    """Runs groups of conversations, and writes them.
+
+    Args:
+        conversations: runs one.
+        rewards: of a complete group.
+        writer: writes it.
+        mask: excludes its stale tokens.
+        versions: of the policy.
+        size: conversations of a group.
+        blocking: threads of their functions, which end with them.
+    """
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        rewards: Rewards,
+        writer: GroupWriter,
+        mask: StaleMask,
+        versions: PolicyVersions,
+        *,
+        size: int,
+        blocking: BlockingCalls,
+    ) -> None:
+        self.size = size
+        self.generating = conversations.generating
+        self._blocking = blocking
+        self._conversations = conversations
+        self._rewards = rewards
+        self._writer = writer
+        self._mask = mask
+        self._versions = versions
+
+    async def run(
+        self,
+        position: int,
+        task: Mapping[str, Any],
+        policy_version: Callable[[], int],
+        turn: Callable[[], Any],
+    ) -> Group:
+        """Returns the complete conversations about a task."""
+        group = self._conversations.begin(task, self.size)
+
+        async def one(conversation: Conversation) -> None:
+            async with turn():
+                await self._conversations.run(
+                    conversation,
+                    session_id=f"group-{position}",
+                    policy_version=policy_version,
+                )
+
+        async with asyncio.TaskGroup() as tasks:
+            for conversation in group:
+                tasks.create_task(one(conversation))
+        await self._rewards.add(group)
+        return group
+
+    def oldest(self, group: Group) -> int:
+        """Returns the policy version of a group's oldest token."""
+        return oldest_version(group, self._versions)
+
+    def spans(self, group: Group) -> Iterator[TokenSpan]:
+        """Yields policy version and number of tokens of each part of the responses."""
+        for conversation in group:
+            for turn in conversation.turns:
+                yield from self._versions.spans(
+                    turn.response.completion, turn.policy_version
+                )
+
+    def write(self, group: Group) -> list[TensorDictBase]:
+        """Returns a group in TorchRL's layout; see :class:`.GroupWriter`."""
+        return list(self._writer.write(group))
+
+    def mask(self, group: Group, rows: Sequence[TensorDictBase], bound: int) -> None:
+        """Excludes tokens of policy versions before ``bound`` from the loss."""
+        turns = [turn for conversation in group for turn in conversation.turns]
+        for row, turn in zip(rows, turns, strict=True):
+            self._mask(row, turn.response.completion, turn.policy_version, bound)
+
+    def close(self) -> None:
+        """Ends the threads of functions."""
+        self._blocking.close()

@@ -1,0 +1,215 @@
+"""The groups of a collection: which run, which are complete, which were consumed.
+
+Every decision about them is made here, without threads and without I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+from torchrl_sglang.collectors.admission import Limits, choose_groups, free_groups
+from torchrl_sglang.collectors.prompt_order import PromptOrder
+
+__all__ = ["GroupPool", "OnStale", "ReadyGroup"]
+
+OnStale: TypeAlias = Literal["drop", "retry", "mask"]
+"""What happens to a group with tokens older than ``max_staleness`` updates."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadyGroup(Generic[T]):
+    """A complete group."""
+
+    position: int
+    """Position of its prompt."""
+    content: T
+    """Its conversations."""
+    oldest: int
+    """Policy version of its oldest token."""
+    seconds: float
+    """When it was completed, on the monotonic clock."""
+    version: int
+    """Policy version at that time."""
+
+
+class GroupPool(Generic[T]):
+    """Tracks the groups of a collection and applies the rules of :mod:`.admission`.
+
+    Args:
+        limits: how far collection may run ahead.
+        on_stale: what happens to groups that are too old when a batch is taken.
+        total: groups to consume; -1 for no end.
+        on_close: called with the position of each prompt that is done.
+
+    Attributes:
+        total (int): groups to consume.
+        version (int): policy version of the trainer.
+        consumed (int): groups that were taken.
+        stale (int): groups that were too old when a batch was taken.
+        buffered (bool): groups that are taken go to a replay buffer, where they count
+            as ahead of training until an update; otherwise the trainer has them.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        on_stale: OnStale = "drop",
+        total: int = -1,
+        on_close: Callable[[int], None] | None = None,
+    ) -> None:
+        self.limits = limits
+        self.version = 0
+        self.order = PromptOrder(on_close)
+        self.consumed = 0
+        self.stale = 0
+        self.buffered = False
+        self.exhausted = False
+        self._on_stale = on_stale
+        self.total = total
+        self._running: dict[int, int] = {}
+        self._ready: list[ReadyGroup[T]] = []
+        self._consumed_in_version = 0
+
+    @property
+    def running(self) -> int:
+        """Number of groups that have started and are not complete."""
+        return len(self._running)
+
+    @property
+    def ready(self) -> int:
+        """Number of complete groups."""
+        return len(self._ready)
+
+    @property
+    def _outstanding(self) -> int:
+        return self.running + self.ready + self.order.waiting
+
+    @property
+    def left(self) -> int | None:
+        """Groups until the end; ``None`` without an end."""
+        return None if self.total < 0 else max(self.total - self.consumed, 0)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no group will come any more."""
+        if self.left == 0:
+            return True
+        return self.exhausted and not self._outstanding
+
+    def free(self, wanted: int = 0) -> int:
+        """Returns how many groups may start now."""
+        free = free_groups(
+            self.limits,
+            consumed=self._consumed_in_version,
+            running=self.running,
+            ready=self.ready,
+            wanted=wanted,
+        )
+        if self.exhausted:
+            free = min(free, self.order.waiting)
+        if self.left is not None:
+            free = min(free, self.left - self.running - self.ready)
+        return max(free, 0)
+
+    def start(self) -> int:
+        """Starts a group and returns the position of its prompt."""
+        position = self.order.take()
+        self._running[position] = self.version
+        return position
+
+    def complete(
+        self, position: int, content: T, *, oldest: int, seconds: float
+    ) -> None:
+        """Takes a complete group."""
+        del self._running[position]
+        group = ReadyGroup(
+            position=position,
+            content=content,
+            oldest=oldest,
+            seconds=seconds,
+            version=self.version,
+        )
+        self._ready.append(group)
+
+    def give_up(self, position: int, *, retry: bool) -> None:
+        """Ends a running group without a result; ``retry``: its prompt starts again."""
+        del self._running[position]
+        if retry:
+            self.order.put_back(position)
+        else:
+            self.order.close(position)
+
+    def end_of_prompts(self, position: int) -> None:
+        """There is no prompt at this position, nor behind it."""
+        del self._running[position]
+        self.order.close(position)
+        self.exhausted = True
+
+    def take(self, size: int) -> list[ReadyGroup[T]] | None:
+        """Returns the groups of a batch, in the order of prompts.
+
+        ``None`` if the batch has to wait. At the end it may be smaller.
+        """
+        self._drop_stale()
+        size = size if self.left is None else min(size, self.left)
+        if self.exhausted:
+            size = min(size, self._outstanding)
+        places = choose_groups(
+            self.limits,
+            version=self.version,
+            consumed=self._consumed_in_version,
+            ready=[group.oldest for group in self._ready],
+            running=list(self._running.values()),
+            size=size,
+        )
+        if not places:
+            return None
+        chosen = [self._ready[place] for place in places]
+        taken = {group.position for group in chosen}
+        self._ready = [group for group in self._ready if group.position not in taken]
+        for position in taken:
+            self.order.close(position)
+        self.consumed += len(taken)
+        self._consumed_in_version += len(taken)
+        return sorted(chosen, key=lambda group: group.position)
+
+    def set_version(self, version: int) -> None:
+        """Begins a new policy version."""
+        self.version = version
+        held = self._consumed_in_version - self.limits.groups_per_update
+        self._consumed_in_version = max(held, 0) if self.buffered else 0
+
+    def _drop_stale(self) -> None:
+        if self._on_stale == "mask":
+            return
+        bound = self.version - self.limits.max_staleness
+        fresh = []
+        for group in self._ready:
+            if group.oldest >= bound:
+                fresh.append(group)
+                continue
+            self.stale += 1
+            if self._on_stale == "retry":
+                self.order.put_back(group.position)
+            else:
+                self.order.close(group.position)
+        self._ready = fresh
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a later run needs to go on."""
+        return {
+            "prompts": self.order.state_dict(),
+            "consumed": self.consumed,
+            "version": self.version,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a state was saved; nothing may be running."""
+        self.order.load_state_dict(state["prompts"])
+        self.consumed = int(state["consumed"])
+        self.version = int(state["version"])

@@ -1,0 +1,72 @@
+"""Which prompt starts next, and which prompts are done: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["PromptOrder"]
+
+
+class PromptOrder:
+    """Hands out positions in the order of prompts, each until it is done.
+
+    A position that is handed out is open until :meth:`close`. Positions that were open
+    when the state was saved are handed out again first, in their order.
+
+    Args:
+        on_close: called with each position that is done.
+
+    Examples:
+        >>> order = PromptOrder()
+        >>> order.take(), order.take()
+        (0, 1)
+        >>> order.close(1)
+        >>> resumed = PromptOrder()
+        >>> resumed.load_state_dict(order.state_dict())
+        >>> resumed.take(), resumed.take()
+        (0, 2)
+    """
+
+    def __init__(self, on_close: Callable[[int], None] | None = None) -> None:
+        self._on_close = on_close
+        self._next = 0
+        self._waiting: list[int] = []
+        self._open: set[int] = set()
+
+    @property
+    def waiting(self) -> int:
+        """Number of positions that are to be handed out again."""
+        return len(self._waiting)
+
+    def take(self) -> int:
+        """Returns the position to start next, which is open from now on."""
+        if self._waiting:
+            position = heapq.heappop(self._waiting)
+        else:
+            position = self._next
+            self._next += 1
+        self._open.add(position)
+        return position
+
+    def put_back(self, position: int) -> None:
+        """Has an open position handed out again."""
+        self._open.remove(position)
+        heapq.heappush(self._waiting, position)
+
+    def close(self, position: int) -> None:
+        """Ends an open position: it is never handed out again."""
+        self._open.remove(position)
+        if self._on_close is not None:
+            self._on_close(position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the next fresh position and those that are not done."""
+        return {"next": self._next, "open": sorted([*self._open, *self._waiting])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a state was saved."""
+        self._next = int(state["next"])
+        self._waiting = sorted(int(position) for position in state["open"])
+        self._open = set()

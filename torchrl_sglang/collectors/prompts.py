@@ -1,0 +1,197 @@
+"""Prompts by position: the same position is the same prompt in every run.
+
+A dataset is read by index, in an order that a seed decides; any other iterable is read
+from its beginning, again and again, and a run that goes on skips what is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from torch.utils.data import DataLoader
+
+from torchrl_sglang.errors import ConfigurationError
+
+__all__ = ["Prompts", "make_prompts"]
+
+Task = Mapping[str, Any]
+
+
+class Prompts(Protocol):
+    """Tasks by position, which are asked for nearly in their order."""
+
+    def fetch(self, position: int) -> Task | None:
+        """Returns the task at a position; ``None`` if there is none."""
+
+    def set_seed(self, seed: int) -> None:
+        """Sets the seed of the order, before the first task is fetched."""
+
+    def done(self, position: int) -> None:
+        """Nobody will ask for this position again."""
+
+    def resume(self, position: int, still_open: Sequence[int]) -> None:
+        """Goes on at a position; of those before it, some may still be asked for."""
+
+
+def make_prompts(given: Any, *, query_key: str, shuffle: bool, seed: int) -> Prompts:
+    """Returns a dataset's, a data loader's or an iterable's tasks by position.
+
+    Raises:
+        ConfigurationError: if they cannot be read, or shuffled.
+    """
+    if isinstance(given, (str, Mapping)) or is_tensor_collection(given):
+        raise ConfigurationError(
+            f"prompts must be a dataset, a data loader or an iterable of tasks, got "
+            f"one {type(given).__name__}; give a list of them."
+        )
+    by_index = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    if by_index and not isinstance(given, DataLoader):
+        if not len(given):
+            raise ConfigurationError("prompts is empty; give at least one task.")
+        return _DatasetPrompts(given, query_key, shuffle=shuffle, seed=seed)
+    if not isinstance(given, Iterable):
+        raise ConfigurationError(
+            f"prompts must be a dataset, a data loader or an iterable of tasks, got "
+            f"{type(given).__name__}."
+        )
+    if shuffle:
+        raise ConfigurationError(
+            f"shuffle=True needs prompts that are read by index, and a "
+            f"{type(given).__name__} is read in its own order; shuffle there."
+        )
+    return _IteratedPrompts(given, query_key)
+
+
+class _DatasetPrompts:
+    """Tasks of a dataset, epoch after epoch."""
+
+    def __init__(
+        self, dataset: Any, query_key: str, *, shuffle: bool, seed: int
+    ) -> None:
+        self._dataset = dataset
+        self._query_key = query_key
+        self._shuffle = shuffle
+        self._seed = seed
+        self._orders: dict[int, list[int]] = {}
+
+    def fetch(self, position: int) -> Task | None:
+        epoch, place = divmod(position, len(self._dataset))
+        if self._shuffle:
+            place = self._order(epoch)[place]
+        return _to_task(self._dataset[place], self._query_key)
+
+    def set_seed(self, seed: int) -> None:
+        self._seed = seed
+
+    def done(self, position: int) -> None:
+        """Does nothing: the dataset keeps its tasks."""
+
+    def resume(self, position: int, still_open: Sequence[int]) -> None:
+        """Does nothing: any task can be read."""
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            # Prompts that are started again can be of the epoch before.
+            self._orders = {
+                known: order
+                for known, order in self._orders.items()
+                if known == epoch - 1
+            }
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            order = torch.randperm(len(self._dataset), generator=generator)
+            self._orders[epoch] = order.tolist()
+        return self._orders[epoch]
+
+
+class _IteratedPrompts:
+    """Tasks of an iterable, which is iterated again when it ends.
+
+    An iterator is not: it is its own beginning.
+    """
+
+    def __init__(self, iterable: Iterable[Any], query_key: str) -> None:
+        self._iterable = iterable
+        self._query_key = query_key
+        self._tasks = self._iterate()
+        self._next = 0
+        self._open: dict[int, Task] = {}
+
+    def fetch(self, position: int) -> Task | None:
+        while self._next <= position:
+            task = next(self._tasks, None)
+            if task is None:
+                return None
+            self._open[self._next] = task
+            self._next += 1
+        return self._open[position]
+
+    def set_seed(self, seed: int) -> None:
+        """Does nothing: the iterable has its own order."""
+
+    def done(self, position: int) -> None:
+        self._open.pop(position, None)
+
+    def resume(self, position: int, still_open: Sequence[int]) -> None:
+        wanted = set(still_open)
+        while self._next < position:
+            task = next(self._tasks, None)
+            if task is None:
+                raise ConfigurationError(
+                    f"The prompts end at {self._next}, and the saved state goes on at "
+                    f"{position}; give the prompts that it was saved with."
+                )
+            if self._next in wanted:
+                self._open[self._next] = task
+            self._next += 1
+
+    def _iterate(self) -> Iterator[Task]:
+        while True:
+            found = False
+            for element in self._iterable:
+                for task in _unbind(element, self._iterable):
+                    found = True
+                    yield _to_task(task, self._query_key)
+            if not found or isinstance(self._iterable, Iterator):
+                return
+
+
+def _unbind(element: Any, source: Any) -> Iterable[Any]:
+    """Returns the tasks of an element, which a data loader yields as batches."""
+    if is_tensor_collection(element) and element.ndim:
+        return list(element.unbind(0))
+    if not isinstance(source, DataLoader) or source.batch_size is None:
+        return [element]
+    if isinstance(element, Mapping):
+        columns = {name: _column(value) for name, value in element.items()}
+        size = max(len(column) for column in columns.values())
+        return [
+            {name: column[row] for name, column in columns.items()}
+            for row in range(size)
+        ]
+    return list(element)
+
+
+def _column(value: Any) -> Sequence[Any]:
+    return value.unbind(0) if isinstance(value, torch.Tensor) else value
+
+
+def _to_task(element: Any, query_key: str) -> Task:
+    if isinstance(element, str):
+        return {query_key: element}
+    if isinstance(element, TensorDictBase):
+        return {str(name): _leaf(element, name) for name in element.keys()}
+    if isinstance(element, Mapping):
+        return element
+    raise ConfigurationError(
+        f"A task must be a text, a mapping or a TensorDict, got {element!r}."
+    )
+
+
+def _leaf(td: TensorDictBase, name: str) -> Any:
+    value = td.get(name)
+    return (
+        getattr(value, "data", value) if not isinstance(value, torch.Tensor) else value
+    )

@@ -1,0 +1,37 @@
+"""Timeouts of a collector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torchrl_sglang.backends.support.checks import check_seconds
+
+__all__ = ["CollectorTimeouts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectorTimeouts:
+    """Timeouts of an :class:`.AsyncLLMCollector`, in seconds.
+
+    Raises:
+        ConfigurationError: if one is not a positive, finite number.
+
+    Examples:
+        >>> CollectorTimeouts(reward=5.0).reward
+        5.0
+    """
+
+    turn: float = 1800.0
+    """Of each response of the policy."""
+    step: float = 60.0
+    """Of each call of ``step``, of a tool, and of an environment's reset and step."""
+    reward: float = 60.0
+    """Of each call of a reward function."""
+    batch: float = 3600.0
+    """Of waiting for a batch."""
+    shutdown: float = 10.0
+    """Of waiting for threads to end."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check_seconds(each.name, getattr(self, each.name))

@@ -1,0 +1,88 @@
+"""Weight versions of servers as policy versions of a collector. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torchrl_sglang.types import Completion
+
+__all__ = ["PolicyVersions"]
+
+
+class PolicyVersions:
+    """Maps the version that a server reports to the collector's count of updates.
+
+    Servers may have had updates before this collector existed, so the two numbers can
+    differ.
+
+    Args:
+        served: version of the servers' weights when the count is ``version``.
+        version: the collector's policy version.
+
+    Examples:
+        >>> versions = PolicyVersions("default", 0)
+        >>> versions.add("17")
+        >>> versions.current, versions.of("default"), versions.of("17")
+        (1, 0, 1)
+    """
+
+    def __init__(self, served: str, version: int = 0) -> None:
+        self._version_of = {served: version}
+        self.current = version
+        """Number of updates so far."""
+
+    def add(self, served: str | None) -> None:
+        """Counts an update; ``served`` is what the servers call its weights."""
+        self.current += 1
+        if served is not None:
+            # Weights that were served before do not become newer.
+            self._version_of.setdefault(served, self.current)
+
+    def restart(self, version: int) -> None:
+        """Goes on with another count; what is served now has this version."""
+        self._version_of = dict.fromkeys(self._version_of, version)
+        self.current = version
+
+    def of(self, served: str) -> int | None:
+        """Returns the policy version of a server's version; ``None`` if unknown."""
+        found = self._version_of.get(served)
+        if found is not None or not served.isdigit():
+            return found
+        # Another sender's update, or one whose report has not arrived: it is as old as
+        # the newest update before it.
+        before = [
+            version
+            for name, version in list(self._version_of.items())
+            if not name.isdigit() or int(name) < int(served)
+        ]
+        return max(before, default=None)
+
+    def oldest(self, completions: Iterable[tuple[Completion, int]]) -> int:
+        """Returns the policy version of the oldest response token.
+
+        Args:
+            completions: each with the policy version when it was sent, which is taken
+                where the server does not tell its tokens' versions.
+        """
+        found = (
+            version
+            for completion, sent in completions
+            for version, _ in self.spans(completion, sent)
+        )
+        return min(found, default=self.current)
+
+    def spans(self, completion: Completion, sent: int) -> Iterator[tuple[int, int]]:
+        """Yields policy version and number of tokens of each part of a response."""
+        if not completion.versions:
+            yield sent, len(completion.token_ids)
+        for span in completion.versions:
+            known = self.of(span.version)
+            yield sent if known is None else known, span.end - span.start
+
+    def of_tokens(self, completion: Completion, sent: int) -> list[int]:
+        """Returns the policy version of each token of a response."""
+        return [
+            version
+            for version, count in self.spans(completion, sent)
+            for _ in range(count)
+        ]

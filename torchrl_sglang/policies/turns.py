@@ -1,0 +1,224 @@
+"""Single turns of conversations, without TensorDicts until they are complete.
+
+An :class:`SGLangWrapper <torchrl_sglang.SGLangWrapper>` reads and writes batches of
+TensorDicts; a collector that runs many conversations side by side handles one turn at a
+time. :class:`TurnCodec` does what the wrapper does, with the wrapper's settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tensordict import NestedKey
+from torchrl.data.llm import History
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.policies import outputs
+from torchrl_sglang.policies.chat import continue_tokens, find_template, render
+from torchrl_sglang.policies.engine_call import (
+    SampleRequest,
+    ask_async,
+    turn_end_tokens,
+)
+from torchrl_sglang.policies.inputs import Prompts
+from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.types import Completion
+
+__all__ = ["EncodedPrompt", "Response", "TurnCodec", "check_policy"]
+
+Message = Mapping[str, Any]
+"""``{"role": ..., "content": ...}`` and the history's other fields."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedPrompt:
+    """A conversation as the model reads it."""
+
+    text: str
+    """With the chat template, up to the assistant's turn."""
+    token_ids: list[int]
+    """Its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """A response of the policy."""
+
+    completion: Completion
+    """Its tokens, log-probs and versions."""
+    text: str
+    """Its text."""
+    message: str
+    """Its text without the token that ends a turn."""
+    ended: bool
+    """Whether its last token ends a turn."""
+
+
+class TurnCodec:
+    """Encodes, requests and decodes single turns as a wrapper does with batches.
+
+    Args:
+        policy: a wrapper that continues conversations, one sample for each.
+
+    Raises:
+        ConfigurationError: if it does something else.
+    """
+
+    def __init__(self, policy: SGLangWrapper) -> None:
+        _check_settings(check_policy(policy), {"input_mode": "history"})
+        self._policy = policy
+        self._params = policy.sampling_params
+        self._template = find_template(
+            policy.tokenizer,
+            name=policy.chat_template_name,
+            template=policy.chat_template,
+        )
+        self._ends = turn_end_tokens(
+            self._params.engine,
+            eos_token_ids=policy.model.capabilities.eos_token_ids,
+            tokenizer=policy.tokenizer,
+            special_ids=set(policy.tokenizer.all_special_ids),
+        )
+        self._keys = policy.key_by_container(self._params)
+        self._request = SampleRequest(
+            input_ids=(),
+            sampling_params=self._params.engine,
+            return_logprobs=policy.return_log_probs,
+            return_prompt_logprobs=(
+                policy.return_log_probs and self._params.prompt_logprobs
+            ),
+            top_logprobs=self._params.top_logprobs,
+            logprobs_mode=policy.logprobs_mode,
+            include_stop=self._params.include_stop_str_in_output,
+            adapter=policy.adapter,
+        )
+
+    def encode(
+        self, messages: Sequence[Message], known: list[int] | None = None
+    ) -> EncodedPrompt:
+        """Applies the chat template; ``known`` are the tokens of earlier turns.
+
+        They are reused if the wrapper has ``prefer_tokens``.
+        """
+        tokenizer = self._policy.tokenizer
+        (text,) = render(
+            [messages],
+            tokenizer=tokenizer,
+            template=self._template,
+            add_generation_prompt=True,
+        )
+        if not self._policy.prefer_tokens:
+            known = None
+        (ids,) = continue_tokens(
+            [text],
+            None if known is None else [known],
+            tokenizer,
+            self._policy.padding_value,
+        )
+        return EncodedPrompt(text=text, token_ids=ids)
+
+    def fits(self, prompt: EncodedPrompt) -> bool:
+        """Returns whether a prompt leaves room for a response."""
+        limits = self._policy.model.capabilities
+        longest = min(limits.max_prompt, limits.max_context - 1)
+        return len(prompt.token_ids) <= longest
+
+    async def respond(
+        self,
+        prompt: EncodedPrompt,
+        *,
+        sample: int = 0,
+        session_id: str | None = None,
+        timeout: float,
+    ) -> Response:
+        """Returns the policy's response.
+
+        Args:
+            prompt: of one conversation.
+            sample: number of the sample in its group; each has its own seed.
+            session_id: requests of one session go to one server.
+            timeout: in seconds.
+        """
+        request = replace(
+            self._request,
+            input_ids=prompt.token_ids,
+            sampling_params=self._params.for_sample(sample),
+            session_id=session_id,
+        )
+        policy = self._policy
+        (completion,) = await ask_async(
+            policy.model, [request], tokenizer=policy.tokenizer, timeout=timeout
+        )
+        assert isinstance(completion, Completion)
+        ids = completion.token_ids
+        ended = bool(ids) and ids[-1] in self._ends
+        ((text, message),) = outputs.read_texts(
+            [completion],
+            [ended],
+            tokenizer=policy.tokenizer,
+            skip_special_tokens=self._params.skip_special_tokens,
+        )
+        return Response(completion=completion, text=text, message=message, ended=ended)
+
+    def containers(
+        self,
+        turns: Sequence[tuple[EncodedPrompt, Response, History]],
+    ) -> list[dict[NestedKey, Any]]:
+        """Returns TorchRL's containers of each turn, under the wrapper's keys.
+
+        Args:
+            turns: prompt, response, and the conversation of the prompt.
+        """
+        completions = [response.completion for _, response, _ in turns]
+        prompts = Prompts(
+            token_ids=[prompt.token_ids for prompt, _, _ in turns],
+            texts=[prompt.text for prompt, _, _ in turns],
+            histories=[history for _, _, history in turns],
+        )
+        policy = self._policy
+        samples = outputs.generated(
+            prompts, completions, log_probs=policy.return_log_probs
+        )
+        if "generation_info" in self._keys:
+            ended = [response.ended for _, response, _ in turns]
+            outputs.add_info(samples, completions, ended, self._params.top_logprobs)
+        texts = [(response.text, response.message) for _, response, _ in turns]
+        outputs.add_text(samples, prompts, texts)
+        return [
+            {
+                self._keys[name]: value
+                for name, value in outputs.assemble(
+                    [sample], (), pad_output=False, padding_value=0, device=None
+                ).items()
+            }
+            for sample in samples
+        ]
+
+
+def check_policy(policy: Any) -> SGLangWrapper:
+    """Returns a wrapper that generates one ragged sample for each prompt.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    if not isinstance(policy, SGLangWrapper):
+        raise ConfigurationError(
+            f"policy must be an SGLangWrapper, got {type(policy).__name__}."
+        )
+    _check_settings(
+        policy,
+        {"generate": True, "num_samples": None, "pad_output": False, "batching": False},
+    )
+    return policy
+
+
+def _check_settings(policy: SGLangWrapper, wanted: Mapping[str, Any]) -> None:
+    for name, value in wanted.items():
+        if getattr(policy, name) != value:
+            raise ConfigurationError(
+                f"An asynchronous collector needs a policy with {name}={value!r}, got "
+                f"{getattr(policy, name)!r}; write policy.get_new_version({name}="
+                f"{value!r})."
+            )
