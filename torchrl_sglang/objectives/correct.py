@@ -83,8 +83,11 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
     _check_present(config, sampled)
     known = _known(sampled)
     train = sampled.rollout if sampled.train is None else sampled.train
-    train = torch.where(known, train, 0)
-    rollout = torch.where(known, sampled.rollout, 0)
+    # The trainer's log-probs may be bfloat16.
+    dtype = torch.promote_types(train.dtype, sampled.rollout.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+    train = torch.where(known, train, 0).to(dtype)
+    rollout = torch.where(known, sampled.rollout, 0).to(dtype)
     old = _old_policy(config, sampled, train, rollout)
     # In decoupled mode, an approximated old policy stands for the trainer's.
     compared = old if config.proximal == "interpolated" else train

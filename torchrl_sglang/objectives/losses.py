@@ -127,8 +127,9 @@ class GRPOLoss(TorchRLGRPOLoss):
             log_weight = torch.where(
                 mask.unsqueeze(-1), log_prob - corrected.old.unsqueeze(-1), 0
             )
+            aggregation = "none" if self.reduction == "none" else self.aggregation
             advantage = scale_advantage(
-                advantage.squeeze(-1), corrected, self.aggregation
+                advantage.squeeze(-1), corrected, aggregation
             ).unsqueeze(-1)
         output = self._policy_terms(log_weight, log_prob, advantage, mask, batch)
         output["kl_approx"] = masked_mean(kl_approx.detach().squeeze(-1), mask)
@@ -238,7 +239,7 @@ class CISPOLoss(GRPOLoss, TorchRLCISPOLoss):
         r_t = \pi_\theta(t) / \pi_{rollout}(t)
 
     so that every token has a gradient, however far its ratio is clipped. MiniMax-M1,
-    https://arxiv.org/abs/2506.13585, equations 4 and 5. TorchRL 0.14's ``CISPOLoss``
+    https://arxiv.org/abs/2506.13585. TorchRL 0.14's ``CISPOLoss``
     differentiates the clipped weight itself: it has no gradient for clipped tokens.
     Averages are those of :class:`.GRPOLoss`.
 

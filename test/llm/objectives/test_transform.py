@@ -10,9 +10,10 @@ from helpers.log_probs import score
 from helpers.sampled_batches import TableActor, make_batch, make_case
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs.transforms import Compose
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
-from torchrl.objectives.llm import GRPOLoss
+from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
 from torchrl_sglang import (
     OffPolicyCorrection,
@@ -105,6 +106,49 @@ def test_a_replay_buffer_corrects_what_is_sampled():
         sample = buffer.sample()
         torch.testing.assert_close(sample["advantage"], expected["advantage"])
         torch.testing.assert_close(full(sample), full(expected), equal_nan=True)
+
+
+def test_a_replay_buffer_computes_the_advantage_before():
+    case = make_case(2)
+    rows = []
+    for row in make_batch(case, "ragged").exclude("advantage").unbind(0):
+        reward = torch.tensor([[float(len(rows))]])
+        done = torch.ones(1, 1, dtype=torch.bool)
+        outcome = TensorDict(reward=reward, done=done)
+        rows.append(TensorDict({**row, "query": "count", "next": outcome}))
+    correct = OffPolicyCorrection("decoupled_token_is", masking_strategy="rlhf")
+    count = len(rows)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(count),
+        sampler=SamplerWithoutReplacement(shuffle=False),
+        transform=Compose(MCAdvantage(grpo_size=count), correct),
+        batch_size=count,
+    )
+    done = torch.ones(count, 1, 1, dtype=torch.bool)
+    batch = lazy_stack(rows).set(("next", "done"), done)
+    buffer.extend(batch)
+    advantage = buffer.sample()["advantage"].squeeze(-1)
+    assert advantage.shape == (count, case.width)
+    # Rewards grow with the row, so that the first is below the mean.
+    assert advantage[0].min() < 0 == advantage[0].max()
+    assert advantage[-1].max() > 0 == advantage[-1].min()
+
+
+@pytest.mark.parametrize("proximal", ["recomputed", "interpolated"])
+def test_a_trainer_in_bfloat16(proximal):
+    case = make_case(2)
+    batch = make_batch(case, "padded")
+    for key in ("log_probs", "train_log_probs"):
+        dtype = torch.float32 if key == "log_probs" else torch.bfloat16
+        batch.set((key, "full"), batch[key, "full"].to(dtype))
+    config = RolloutCorrectionConfig(rollout_is="token", proximal=proximal)
+    correct = OffPolicyCorrection(config, masking_strategy="rlhf", consumer_version=4)
+    found = correct(batch)
+    expected = correct(make_batch(case, "padded"))
+    assert found["log_probs", "full"].dtype == torch.float32
+    torch.testing.assert_close(
+        found["advantage"], expected["advantage"], atol=0.05, rtol=0.05
+    )
 
 
 def test_one_version_for_each_row():
