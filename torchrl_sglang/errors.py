@@ -51,25 +51,21 @@ __all__ = [
 
 
 class SGLangError(Exception):
-    """Base class of every error of this package.
+    """Base class of every error of this package."""
 
-    Attributes:
-        partly (bool): a call to several servers failed on this one and succeeded on
-            another.
-        completions (Mapping[int, Completion]): the finished responses of the batch
-            whose generation this error ended, by their position.
-    """
+    partly: bool = False
+    """A call to several servers failed on this one and succeeded on another."""
+    completions: Mapping[int, object] = {}
+    """The finished responses (:class:`.Completion`) of the batch whose generation this
+    error ended, by their position."""
 
-    def __init__(
-        self,
-        *message: object,
-        partly: bool = False,
-        completions: Mapping[int, object] | None = None,
-    ) -> None:
+    def __init__(self, *message: object, **attributes: Any) -> None:
         super().__init__(*message)
-        self.partly = partly
-        # A mapping proxy does not pickle.
-        self.completions: Mapping[int, object] = dict(completions or {})
+        known = [getattr(base, "__annotations__", ()) for base in type(self).__mro__]
+        for name in attributes:
+            if not any(name in names for names in known):
+                raise TypeError(f"{type(self).__name__} has no attribute {name!r}.")
+        vars(self).update(attributes)
 
     def replace(
         self,
@@ -89,10 +85,9 @@ class SGLangError(Exception):
         vars(error).update({**vars(self), **attributes})
         if notes:
             error.__notes__ = notes
-        error.__cause__, error.__context__ = self.__cause__, self.__context__
-        error.__suppress_context__ = self.__suppress_context__
-        if cause is not None:
-            error.__cause__ = cause
+        error.__cause__ = cause or self.__cause__
+        error.__context__ = self.__context__
+        error.__suppress_context__ = bool(cause) or self.__suppress_context__
         return error.with_traceback(self.__traceback__)
 
 
@@ -113,44 +108,22 @@ class ServerDiedError(ServerError):
 
 
 class RequestRefusedError(ServerError):
-    """A server answered with a client error (4xx).
+    """A server answered with a client error (4xx)."""
 
-    Attributes:
-        status (int | None): the HTTP status.
-        index (int | None): position in the batch of the refused request.
-    """
-
-    def __init__(
-        self,
-        *message: object,
-        status: int | None = None,
-        index: int | None = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(*message, **shared)
-        self.status = status
-        self.index = index
+    status: int | None = None
+    """The HTTP status."""
+    index: int | None = None
+    """Position in the batch of the refused request."""
 
 
 class ServerUnavailableError(ServerError, ConnectionError):
-    """A server cannot be reached, or failed with a server error (5xx).
+    """A server cannot be reached, or failed with a server error (5xx)."""
 
-    Attributes:
-        transient (bool): the connection broke or the server answered 5xx, so that a
-            retry, or another server, may succeed. A malformed answer is not transient.
-        status (int | None): the HTTP status, if the server had begun to answer.
-    """
-
-    def __init__(
-        self,
-        *message: object,
-        transient: bool = False,
-        status: int | None = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(*message, **shared)
-        self.transient = transient
-        self.status = status
+    transient: bool = False
+    """The connection broke or the server answered 5xx, so that a retry, or another
+    server, may succeed. A malformed answer is not transient."""
+    status: int | None = None
+    """The HTTP status, if the server had begun to answer."""
 
 
 class ServerTimeoutError(ServerError, TimeoutError):
@@ -170,18 +143,10 @@ class WeightSyncStateError(WeightSyncError):
 
 
 class WeightTransferError(WeightSyncError):
-    """A weight transfer broke before it finished.
+    """A weight transfer broke before it finished."""
 
-    Attributes:
-        untouched (bool): the servers refused before they received anything, so they
-            still hold the old weights.
-    """
-
-    def __init__(
-        self, *message: object, untouched: bool = False, **shared: Any
-    ) -> None:
-        super().__init__(*message, **shared)
-        self.untouched = untouched
+    untouched: bool = False
+    """The servers refused before they received anything, and hold the old weights."""
 
 
 class WeightMismatchError(WeightSyncError, ValueError):
@@ -189,27 +154,15 @@ class WeightMismatchError(WeightSyncError, ValueError):
 
 
 class GenerationAbortedError(SGLangError, RuntimeError):
-    """An abort cut a response off before it was finished.
+    """An abort cut a response off before it was finished."""
 
-    Attributes:
-        index (int | None): position of the response in the batch.
-        requested (bool): this engine aborted its own request.
-        partial (Completion | None): the response until then, with ``finish_reason``
-            ``"abort"``; ``None`` where it is unknown.
-    """
-
-    def __init__(
-        self,
-        *message: object,
-        index: int | None = None,
-        requested: bool = False,
-        partial: Any = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(*message, **shared)
-        self.index = index
-        self.requested = requested
-        self.partial = partial
+    index: int | None = None
+    """Position of the response in the batch."""
+    requested: bool = False
+    """This engine aborted its own request."""
+    partial: Any = None
+    """The :class:`.Completion` until then, with ``finish_reason`` ``"abort"``; ``None``
+    where it is unknown."""
 
 
 class CollectionError(SGLangError, RuntimeError):

@@ -90,14 +90,12 @@ class Completion:
     token_ids: list[int]
     """Response token ids, the stop token included."""
     log_probs: list[float] | None = None
-    """Log-probability of each response token; ``None`` if not asked for. NaN where it
-    is unknown; see :meth:`.AsyncSGLang.generate`."""
+    """Log-probability of each response token, NaN where unknown; ``None`` if not asked
+    for."""
     logprobs_mode: LogProbsMode | None = None
-    """Whose log-probabilities ``log_probs`` and ``top_log_probs`` hold; ``None`` where
-    neither was asked for."""
+    """Whose log-probabilities they are; ``None`` where none were asked for."""
     top_token_ids: list[list[int]] | None = None
-    """The top-k tokens at the position of each response token, most likely first.
-    ``None`` if not asked for."""
+    """The top-k tokens of each position, likeliest first; ``None`` if not asked for."""
     top_log_probs: list[list[float]] | None = None
     """Their log-probabilities."""
     prompt_log_probs: list[float] | None = None
@@ -115,9 +113,8 @@ class Completion:
     weight_version: str | None = None
     """Version of the model's weights when the response ended, as the server says."""
     mixed_state: bool = False
-    """Whether later tokens were computed on a stale KV cache, as with
-    ``pause_mode="in_place"``; ``True``, too, if that is unknown. Their
-    log-probabilities then belong to no single version."""
+    """Whether later tokens were, or may have been, computed on a stale KV cache (as by
+    ``pause_mode="in_place"``): their log-probabilities belong to no single version."""
     text: str | None = None
     """The server's own decoding, where it has a tokenizer."""
     adapter: str | None = None
@@ -153,8 +150,8 @@ class ServerCapabilities:
     vocab_size: int
     """Token ids lie in ``[0, vocab_size)``; others can kill a server."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, as the model's configuration names them; the
-    server's own tokenizer may add its end-of-sequence token."""
+    """Tokens that end a response in the model's configuration; the server's tokenizer
+    may add its own."""
     max_context: int
     """Most tokens that prompt and response can have together."""
     max_prompt: int
@@ -188,7 +185,7 @@ class ServerCapabilities:
     """Field of a request that an adapter's tensors travel in; ``None`` where the server
     reads adapters from files only."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters that it held at the time of connecting, as it calls them."""
+    """Names of the LoRA adapters that it held at the time of connecting."""
     can_sleep: bool = False
     """The server can release GPU memory and allocate it again."""
     keeps_weights: bool = False
@@ -198,13 +195,11 @@ class ServerCapabilities:
     start_id: str = ""
     """Identifies the latest start of the server; empty if unknown."""
     uses_seeds: bool = False
-    """A request's seed decides its tokens; other servers ignore it. The engine gives
-    each request without a seed its own."""
+    """A request's seed decides its tokens; other servers ignore it."""
     streams_deltas: bool = False
     """Events of a stream hold new tokens only, not the response so far."""
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters of requests that do not give them, as the server was started
-    with ``preferred_sampling_params``."""
+    """Sampling parameters of requests that give none: ``preferred_sampling_params``."""
     server_args: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """All arguments of the server, as it reports them."""
 
@@ -220,8 +215,8 @@ class ServerPlacement:
     device: str | None
     """``"cuda"`` or ``"cpu"``."""
     gpus: tuple[str, ...] | None = None
-    """The GPUs of its ranks, in order, under the names that ``CUDA_VISIBLE_DEVICES``
-    has for them here; ``None`` where it was started by somebody else."""
+    """The GPUs of its ranks, in order, as ``CUDA_VISIBLE_DEVICES`` names them here;
+    ``None`` where somebody else started it."""
     visible_gpus: tuple[str, ...] | None = None
     """The GPUs that its processes see."""
 
@@ -282,9 +277,8 @@ class SyncReport:
     version: str
     """Weight version that the servers report from now on."""
     transport: str
-    """How they were sent: ``"broadcast"``, ``"cuda_ipc"``, ``"disk"`` or ``"lora"``;
-    ``"checkpoint"`` if the servers went back to their own files, ``"none"`` if another
-    rank of the trainer sends."""
+    """``"broadcast"``, ``"cuda_ipc"``, ``"disk"``, ``"lora"``; ``"checkpoint"`` if the
+    servers went back to their own files, ``"none"`` if another trainer rank sends."""
     reason: str = ""
     """Why in this way."""
     num_tensors: int
