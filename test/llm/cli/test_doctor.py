@@ -13,7 +13,8 @@ from packaging.specifiers import SpecifierSet
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.cli import main
 from torchrl_sglang.cli.doctor.facts import (
-    find_processes,
+    PORTS_TRIED,
+    find_servers,
     gather,
     gather_engine,
     gather_model,
@@ -45,11 +46,11 @@ def test_a_problem_is_an_exit_status(tmp_path, capsys):
 def test_facts_of_this_machine(tiny_model_path):
     facts = gather(model=tiny_model_path, device="cpu")
     assert facts.python == ".".join(map(str, sys.version_info[:3]))
-    assert facts.broken == {}
-    assert set(facts.packages) == set(facts.requirements)
+    assert {name for name, *_ in facts.packages} == set(read_requirements()[1])
+    assert all(version and not error for _, _, version, error in facts.packages)
     assert facts.engine_packages["sglang"] == cpu.DEFAULT_VERSION
     assert facts.engine_python == str(cpu.engine_python())
-    assert 0 < facts.ports_free <= facts.ports_tried
+    assert 0 < facts.ports_free <= PORTS_TRIED
     assert "lo" in facts.interfaces
     assert facts.cores == len(os.sched_getaffinity(0))
     assert facts.model is not None
@@ -78,7 +79,7 @@ def test_requirements_are_those_of_the_project():
 def test_an_engine_is_found_by_its_interpreter():
     found = gather_engine("cuda", str(cpu.engine_python()))
     assert found["engine_packages"]["sglang"] == cpu.DEFAULT_VERSION
-    assert found["engine_generations"] == ()
+    assert found["engine_generations"] == []
     assert gather_engine("cuda", None)["engine_python"] == sys.executable
 
 
@@ -94,26 +95,31 @@ def test_an_interpreter_that_is_none(tmp_path, script, message):
 
 
 def test_servers_of_a_test_are_in_use(engine):
-    found = list(find_processes())
-    pids = {process.pid: process for process in found}
-    (server,) = engine.servers
-    assert pids[server.pid].kind == "watchdog"
-    below = [process for process in found if process.parent == server.pid]
-    assert [process.kind for process in below] == ["server"]
+    in_use, left = find_servers()
+    (watchdog,) = engine.servers
+    assert watchdog.pid in in_use
+    assert watchdog.pid not in left
 
 
-def test_a_server_that_nobody_looks_after():
-    code = "import sys; sys.stdin.read()"
-    words = [sys.executable, "-c", code, "sglang.launch_server"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
-        (found,) = (each for each in find_processes() if each.pid == process.pid)
+def test_servers_that_nobody_looks_after():
+    """Of a server that was left over and its child, the upper one is named."""
+    child = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", child, "sglang::scheduler"]
+    parent = f"import subprocess; subprocess.run({words})"
+    words = [sys.executable, "-c", parent, "sglang.launch_server"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, **pipes) as process:
+        child_pid = int(process.stdout.readline())
+        in_use, left = find_servers()
         process.communicate()
-    assert (found.kind, found.parent) == ("server", 0)
+    assert process.pid in left
+    assert child_pid not in left
+    assert not {process.pid, child_pid} & set(in_use)
 
 
 def test_a_model_folder(tiny_model_path):
     found = gather_model(tiny_model_path)
-    assert found.folder == tiny_model_path
+    assert str(found.folder) == tiny_model_path
     assert found.model_type == "qwen2"
     assert found.dtype == "float32"
     assert found.has_tokenizer
@@ -139,14 +145,14 @@ def test_a_model_that_is_not_whole(tmp_path):
     (tmp_path / "1.safetensors").write_text(pointer)
     found = gather_model(str(tmp_path))
     assert found.dtype == "bfloat16"
-    assert found.missing_files == ("2.safetensors",)
-    assert found.pointer_files == ("1.safetensors",)
+    assert found.missing_files == ["2.safetensors"]
+    assert found.pointer_files == ["1.safetensors"]
     assert not found.has_tokenizer
     assert not found.has_chat_template
     (tmp_path / "2.safetensors").write_bytes(b"x" * 100)
     (tmp_path / "chat_template.jinja").write_text("x")
     found = gather_model(str(tmp_path))
-    assert found.missing_files == ()
+    assert found.missing_files == []
     assert found.has_chat_template
 
 

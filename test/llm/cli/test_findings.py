@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from torchrl_sglang.backends.async_sglang import MAX_IN_FLIGHT
 from torchrl_sglang.cli.doctor import to_lines
-from torchrl_sglang.cli.doctor.facts import Facts, ModelFacts, ServerProcess
-from torchrl_sglang.cli.doctor.findings import GIB, Finding, in_range, judge
+from torchrl_sglang.cli.doctor.findings import (
+    GIB,
+    SOCKETS_WANTED,
+    Finding,
+    in_range,
+    judge,
+)
 
-MODEL = ModelFacts(
+MODEL = SimpleNamespace(
     name="m",
     folder="/m",
+    config_error=None,
     model_type="qwen2",
     dtype="bfloat16",
     has_tokenizer=True,
     has_chat_template=True,
     weight_bytes=GIB,
+    missing_files=[],
+    pointer_files=[],
 )
 
-HEALTHY = Facts(
+TORCH = ("torch", ">=2.11,<3", "2.13.0+cpu", None)
+TORCHRL = ("torchrl", ">=0.14.1,<0.15", "0.14.1", None)
+
+HEALTHY = SimpleNamespace(
     python="3.11.7",
     requires_python=">=3.11,<3.13",
-    packages={"torch": "2.13.0+cpu", "torchrl": "0.14.1"},
-    requirements={"torch": ">=2.11,<3", "torchrl": ">=0.14.1,<0.15"},
+    packages=[TORCH, TORCHRL],
     device="cpu",
     engine_python="/engine/bin/python",
+    engine_error=None,
     engine_packages={"sglang": "0.5.23", "sglang-router": "0.3.2"},
     engine_required=">=0.5.15,<0.6",
-    engine_generations=("0.5.20",),
+    engine_generations=["0.5.20"],
+    visible_gpus=0,
+    cuda=None,
+    driver=None,
+    gpus=[],
+    peers=None,
     environment={},
     interfaces=("lo", "eth0"),
-    ports=range(20_000, 32_000),
-    ports_tried=200,
     ports_free=198,
     ephemeral=(32_768, 60_999),
     shm_free=8 * GIB,
     open_files=65_536,
-    sockets_wanted=2048,
     temp_folder="/tmp",
     temp_free=50 * GIB,
     memory_free=16 * GIB,
     cores=2,
+    servers=([7], []),
     model=MODEL,
 )
 
@@ -56,24 +72,24 @@ TWO_GPUS = {
 }
 
 
-def change(**fields: Any) -> Facts:
+def change(**fields: Any) -> SimpleNamespace:
     """Returns the healthy facts with some fields changed."""
-    return dataclasses.replace(HEALTHY, **fields)
+    return SimpleNamespace(**{**vars(HEALTHY), **fields})
 
 
-def on_gpus(**fields: Any) -> Facts:
+def on_gpus(**fields: Any) -> SimpleNamespace:
     return change(**{**TWO_GPUS, "device": "cuda", **fields})
 
 
-def environment(**variables: str) -> Facts:
+def environment(**variables: str) -> SimpleNamespace:
     return change(environment=variables)
 
 
-def model(**fields: Any) -> Facts:
-    return change(model=dataclasses.replace(MODEL, **fields))
+def model(**fields: Any) -> SimpleNamespace:
+    return change(model=SimpleNamespace(**{**vars(MODEL), **fields}))
 
 
-def not_ok(facts: Facts) -> list[Finding]:
+def not_ok(facts: SimpleNamespace) -> list[Finding]:
     return [finding for finding in judge(facts) if finding.level != "ok"]
 
 
@@ -93,14 +109,8 @@ def not_ok(facts: Facts) -> list[Finding]:
         environment(http_proxy="http://p:1", NO_PROXY="*"),
         environment(https_proxy="http://p:1"),
         change(ephemeral=None),
-        change(open_files=-1),
+        change(open_files=math.inf),
         change(memory_free=None),
-        change(
-            processes=(
-                ServerProcess(7, 0, "watchdog"),
-                ServerProcess(8, 7, "server"),
-            )
-        ),
     ],
 )
 def test_what_is_as_it_should_be(facts):
@@ -116,24 +126,20 @@ def test_what_is_as_it_should_be(facts):
             *("problem", "python", "3.13.1 is not in >=3.11,<3.13", "Make"),
         ),
         (
-            change(packages={"torch": "2.13"}),
+            change(packages=[TORCH, (*TORCHRL[:2], None, None)]),
             *("problem", "torchrl", "not installed", '"torchrl>=0.14.1,<0.15"'),
         ),
         (
-            change(packages={"torch": "2.10.1", "torchrl": "0.14.2"}),
+            change(packages=[(*TORCH[:2], "2.10.1", None), TORCHRL]),
             *("problem", "torch", "2.10.1 is not in >=2.11,<3", "pip install"),
         ),
         (
-            change(broken={"torch": "OSError: no libcuda"}),
+            change(packages=[(*TORCH[:3], "OSError: no libcuda"), TORCHRL]),
             *("problem", "torch", "OSError: no libcuda", "Install it again"),
         ),
         (
-            change(engine_error="There is no x.", engine_python=None),
+            change(engine_error="There is no x.", engine_packages={}),
             *("problem", "engine", "There is no x.", "launch.cpu.install"),
-        ),
-        (
-            change(engine_python=None),
-            *("problem", "engine", "no interpreter", "--python"),
         ),
         (
             change(engine_packages={}),
@@ -197,7 +203,7 @@ def test_what_is_as_it_should_be(facts):
         ),
         (
             change(ports_free=0),
-            *("problem", "ports", "None of 200", "--port"),
+            *("problem", "ports", "0 of 200", "--port"),
         ),
         (
             change(ports_free=60),
@@ -217,7 +223,7 @@ def test_what_is_as_it_should_be(facts):
         ),
         (
             change(shm_free=None),
-            *("warning", "/dev/shm", "no /dev/shm", "--shm-size"),
+            *("warning", "/dev/shm", "0.00 GiB", "--shm-size"),
         ),
         (
             change(shm_free=64 << 20),
@@ -248,23 +254,15 @@ def test_what_is_as_it_should_be(facts):
             *("warning", "memory", "1.5 GiB", "2 GiB"),
         ),
         (
-            change(
-                processes=(
-                    ServerProcess(9, 0, "server"),
-                    ServerProcess(10, 9, "server"),
-                    ServerProcess(5, 0, "server"),
-                    ServerProcess(7, 0, "watchdog"),
-                    ServerProcess(8, 7, "server"),
-                )
-            ),
+            change(servers=([7], [5, 9])),
             *("warning", "servers", "not look after: 5, 9.", "`kill 5 9`"),
         ),
         (
-            change(model=ModelFacts(name="a/b", folder=None)),
+            model(name="a/b", folder=None),
             *("warning", "model", "a/b is neither", "downloaded"),
         ),
         (
-            change(model=ModelFacts(name="m", folder="/m", config_error="no file")),
+            model(config_error="no file"),
             *("problem", "model", "no usable config.json: no file", "Give"),
         ),
         (
@@ -272,11 +270,11 @@ def test_what_is_as_it_should_be(facts):
             *("problem", "weights", "missing: *.safetensors", "load_format=dummy"),
         ),
         (
-            model(missing_files=tuple("abcd")),
+            model(missing_files=["a", "b", "c", "d"]),
             *("problem", "weights", "missing: a, b, c.", "Complete the download"),
         ),
         (
-            model(pointer_files=("a.safetensors",)),
+            model(pointer_files=["a.safetensors"]),
             *("problem", "weights", "a.safetensors is a reference", "git lfs pull"),
         ),
         (
@@ -292,7 +290,7 @@ def test_what_is_as_it_should_be(facts):
             *("warning", "model size", "20.0 GiB, and 16.0 GiB", "tp_size"),
         ),
         (
-            on_gpus(model=dataclasses.replace(MODEL, weight_bytes=300 * GIB)),
+            on_gpus(model=model(weight_bytes=300 * GIB).model),
             *("warning", "model size", "300.0 GiB, and 138.7 GiB", "tp_size"),
         ),
     ],
@@ -309,7 +307,7 @@ def test_what_is_not(facts, level, check, message, remedy):
 
 @pytest.mark.parametrize(
     "engine",
-    [{"engine_packages": {}}, {"engine_error": "No.", "engine_python": None}],
+    [{"engine_packages": {}}, {"engine_error": "No.", "engine_packages": {}}],
 )
 def test_without_an_engine_on_gpus(engine):
     (finding,) = not_ok(on_gpus(**engine))
@@ -317,8 +315,12 @@ def test_without_an_engine_on_gpus(engine):
     assert "cpu.install" not in finding.remedy
 
 
+def test_sockets_are_those_of_an_engine():
+    assert SOCKETS_WANTED == MAX_IN_FLIGHT
+
+
 def test_one_line_each():
-    facts = change(engine_error="One\nline.", engine_python=None)
+    facts = change(engine_error="One\nline.", engine_packages={})
     lines = to_lines(judge(facts))
     assert len(lines) == len(judge(facts))
     assert not any("\n" in line or line.endswith(" ") for line in lines)

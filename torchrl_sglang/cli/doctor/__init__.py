@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl_sglang.cli.options import Parser
-
-if TYPE_CHECKING:
-    from torchrl_sglang.cli.doctor.findings import Finding
 
 __all__ = ["add_command"]
 
@@ -57,27 +55,23 @@ def run(arguments: argparse.Namespace) -> int:
     from torchrl_sglang.cli.doctor.facts import gather
     from torchrl_sglang.cli.doctor.findings import judge
 
-    facts = gather(
-        model=arguments.model, python=arguments.python, device=arguments.device
-    )
-    findings = judge(facts)
-    problems = sum(finding.level == "problem" for finding in findings)
-    warnings = sum(finding.level == "warning" for finding in findings)
+    options = {name: getattr(arguments, name) for name in ("model", "python", "device")}
+    findings = judge(gather(**options))
+    counts = Counter(finding.level for finding in findings)
     if arguments.json:
         rows = [finding._asdict() for finding in findings]
-        print(json.dumps({"ok": not problems, "findings": rows}, indent=2))
+        print(json.dumps({"ok": not counts["problem"], "findings": rows}, indent=2))
     else:
         print("\n".join(to_lines(findings)))
-        print(f"{problems} problems, {warnings} warnings.", file=sys.stderr)
-    return 1 if problems else 0
+        summary = f"{counts['problem']} problems, {counts['warning']} warnings."
+        print(summary, file=sys.stderr)
+    return 1 if counts["problem"] else 0
 
 
-def to_lines(findings: Sequence[Finding]) -> list[str]:
+def to_lines(findings: Sequence[tuple[str, ...]]) -> list[str]:
     """Returns one line for each finding."""
-    width = max((len(each.check) for each in findings), default=0)
+    width = max((len(check) for _, check, *_ in findings), default=0)
     return [
-        f"{each.level:7}  {each.check:{width}}  {each.message} {each.remedy}".replace(
-            "\n", " "
-        ).rstrip()
-        for each in findings
+        " ".join([f"{level:7}  {check:{width}} ", *text]).replace("\n", " ").rstrip()
+        for level, check, *text in findings
     ]

@@ -1,35 +1,38 @@
-"""Findings of ``doctor``: pure functions from facts to what is wrong and what to do."""
+"""Checks of ``doctor``: pure functions from facts to what is wrong and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
-from torchrl_sglang.cli.doctor.facts import Facts, ModelFacts
+from torchrl_sglang.backends.launch.ports import PORTS
+from torchrl_sglang.cli.doctor.facts import PORTS_TRIED
 
 __all__ = ["Finding", "judge"]
 
 GIB = 1 << 30
-SHM_WANTED = GIB  # For tokenizer and scheduler, and NCCL without peer access.
-TEMP_WANTED = GIB  # For logs of servers, which grow as long as a run lasts.
-MEMORY_WANTED = 2 * GIB  # 1 GiB each for a server on CPU and a trainer.
+SOCKETS_WANTED = 2048  # Default of max_in_flight.
 FEW_FILES = 256  # With fewer, a server's own connections and libraries do not open.
 MAX_TEMP_PATH = 56  # A socket's path has at most 107 bytes, of which a server adds 51.
 PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+CUMEM = "NCCL_CUMEM_ENABLE"
 SLOW = "weight updates were 30 times slower with it."
 NCCL_VARIABLES = {
-    "NCCL_CUMEM_ENABLE": "a server sets 0 unless it inherits this, and the first "
-    "broadcast fails where the two sides differ.",
+    CUMEM: "a server sets 0 unless it inherits this, and the first broadcast fails "
+    "where the two sides differ.",
     # Servers that set NCCL_CUMEM_ENABLE=0 need neither of the next two.
     "NCCL_P2P_DISABLE": f"it keeps GPUs from copying to each other directly; {SLOW}",
     "NCCL_SHM_DISABLE": f"it keeps NCCL from using shared memory; {SLOW}",
     "NCCL_NVLS_ENABLE": "servers inherit it, while SGLang's own default is 0.",
 }
-INSTALL_ENGINE = "run `python -m torchrl_sglang.backends.launch.cpu.install`"
-INSTALL_EXTRA = 'run `pip install "torchrl-sglang[sglang]"`'
+INSTALL = {
+    "cpu": "run `python -m torchrl_sglang.backends.launch.cpu.install`",
+    "cuda": 'run `pip install "torchrl-sglang[sglang]"`',
+}
 
 
 class Finding(NamedTuple):
@@ -44,16 +47,11 @@ class Finding(NamedTuple):
 Rows = Iterator[tuple[str, ...]]
 
 
-def judge(facts: Facts) -> list[Finding]:
-    """Returns all findings about a machine."""
-    checks = (_trainer, _engine, _gpus, _nccl, _ports, _proxies, _system, _processes)
-    findings = [Finding(*row) for check in checks for row in check(facts)]
-    if facts.model is not None:
-        on_cpu = facts.device == "cpu"
-        free_mib = max((free for _, free, _ in facts.gpus), default=0)
-        free = facts.memory_free or 0 if on_cpu else free_mib << 20
-        findings += [Finding(*row) for row in _model(facts.model, free)]
-    return findings
+def judge(facts: SimpleNamespace) -> list[Finding]:
+    """Returns all findings about the facts of :func:`.gather`."""
+    checks = (_packages, _engine, _gpus, _nccl, _network, _resources, _servers)
+    findings = [Finding(*row) for check in (*checks, _model) for row in check(facts)]
+    return [each._replace(remedy="") if each[0] == "ok" else each for each in findings]
 
 
 def in_range(version: str, specifier: str) -> bool:
@@ -69,15 +67,14 @@ def in_range(version: str, specifier: str) -> bool:
         return not specifier
 
 
-def _trainer(facts: Facts) -> Rows:
-    python, wanted = facts.python, facts.requires_python
-    if in_range(python, wanted):
-        yield "ok", "python", f"Python {python}."
+def _packages(facts: SimpleNamespace) -> Rows:
+    if in_range(facts.python, facts.requires_python):
+        yield "ok", "python", f"Python {facts.python}."
     else:
+        message = f"Python {facts.python} is not in {facts.requires_python}."
         remedy = "Make the trainer's environment with a Python that is."
-        yield "problem", "python", f"Python {python} is not in {wanted}.", remedy
-    for name, wanted in facts.requirements.items():
-        version, broken = facts.packages.get(name), facts.broken.get(name)
+        yield "problem", "python", message, remedy
+    for name, wanted, version, broken in facts.packages:
         remedy = f'Run `pip install "{name}{wanted}"`.'
         if version is None:
             yield "problem", name, f"{name} is not installed.", remedy
@@ -91,17 +88,15 @@ def _trainer(facts: Facts) -> Rows:
             yield "ok", name, f"{name} {version}."
 
 
-def _engine(facts: Facts) -> Rows:
+def _engine(facts: SimpleNamespace) -> Rows:
     python, version = facts.engine_python, facts.engine_packages.get("sglang")
-    name = "Name an interpreter that has SGLang with --python"
-    if facts.engine_error is not None or python is None:
-        message = facts.engine_error or "There is no interpreter to run SGLang with."
-        install = f", or {INSTALL_ENGINE}" if facts.device == "cpu" else ""
-        yield "problem", "engine", message, f"{name}{install}."
-        return
     if version is None:
-        install = INSTALL_ENGINE if facts.device == "cpu" else INSTALL_EXTRA
-        yield "problem", "engine", f"{python} has no sglang.", f"{name}, or {install}."
+        message = facts.engine_error or f"{python} has no sglang."
+        install = f", or {INSTALL[facts.device]}"
+        if facts.engine_error and facts.device == "cuda":
+            install = ""
+        remedy = f"Name an interpreter that has SGLang with --python{install}."
+        yield "problem", "engine", message, remedy
         return
     if in_range(version, facts.engine_required):
         versions = ", ".join([version, *facts.engine_generations])
@@ -118,14 +113,23 @@ def _engine(facts: Facts) -> Rows:
         yield "warning", "router", message, remedy
 
 
-def _gpus(facts: Facts) -> Rows:
-    if not facts.visible_gpus:
-        yield from _no_gpus(facts)
+def _gpus(facts: SimpleNamespace) -> Rows:
+    count, driver = facts.visible_gpus, facts.driver or "unknown"
+    if not count:
+        found = f"There are {len(facts.gpus)} GPUs (driver {driver}), and PyTorch"
+        if facts.driver is not None and facts.cuda is None:
+            remedy = "Install a CUDA build of PyTorch to use them."
+            yield "warning", "gpu", f"{found} is a build for CPU.", remedy
+        elif facts.driver is not None:
+            remedy = "Check CUDA_VISIBLE_DEVICES, and that the driver is recent enough."
+            yield "warning", "gpu", f"{found} for CUDA {facts.cuda} finds none.", remedy
+        else:
+            level = "problem" if facts.device == "cuda" else "ok"
+            yield level, "gpu", "There is no GPU.", "Give --device cpu, or find one."
         return
     free = [f"{n} {f / 1024:.0f} of {t / 1024:.0f} GiB free" for n, f, t in facts.gpus]
-    about = f"{facts.visible_gpus} visible, CUDA {facts.cuda}"
-    message = ", ".join([about, f"driver {facts.driver or 'unknown'}", *free])
-    yield "ok", "gpu", f"{message}."
+    about = [f"{count} visible", f"CUDA {facts.cuda}", f"driver {driver}", *free]
+    yield "ok", "gpu", f"{', '.join(about)}."
     full = [str(index) for index, (_, f, t) in enumerate(facts.gpus) if f < t / 2]
     if full:
         message = f"More than half of the memory of GPU {', '.join(full)} is in use."
@@ -139,26 +143,12 @@ def _gpus(facts: Facts) -> Rows:
         yield "warning", "gpu links", message, remedy
 
 
-def _no_gpus(facts: Facts) -> Rows:
-    found = f"There are {len(facts.gpus)} GPUs (driver {facts.driver}), and PyTorch"
-    if facts.driver is not None and facts.cuda is None:
-        remedy = "Install a CUDA build of PyTorch to use them."
-        yield "warning", "gpu", f"{found} is a build for CPU.", remedy
-    elif facts.driver is not None:
-        remedy = "Check CUDA_VISIBLE_DEVICES, and that the driver is recent enough."
-        yield "warning", "gpu", f"{found} for CUDA {facts.cuda} finds none.", remedy
-    elif facts.device == "cuda":
-        yield "problem", "gpu", "There is no GPU.", "Give --device cpu, or find one."
-    else:
-        yield "ok", "gpu", "There is no GPU; SGLang runs on the CPU."
-
-
-def _nccl(facts: Facts) -> Rows:
+def _nccl(facts: SimpleNamespace) -> Rows:
     found = False
     for name, message in NCCL_VARIABLES.items():
         if (value := facts.environment.get(name, "0")) not in ("", "0"):
             found, level, remedy = True, "warning", f"Unset {name}."
-            if name == "NCCL_CUMEM_ENABLE":
+            if name == CUMEM:
                 level = "problem" if facts.visible_gpus else "warning"
                 remedy = f"Unset it, or set {name}=0 before the first communicator."
             yield level, "nccl", f"{name}={value}; {message}", remedy
@@ -167,45 +157,32 @@ def _nccl(facts: Facts) -> Rows:
         variable = f"{check.upper()}_SOCKET_IFNAME"
         value = facts.environment.get(variable, "").removeprefix("=")
         names = [] if value.startswith("^") else [n.strip() for n in value.split(",")]
-        missing = [n for n in names if not _has_prefix(facts.interfaces, n)]
-        if missing and facts.interfaces:
-            message = f"{variable} names {', '.join(missing)}, and there is no such "
-            remedy = f"Unset it, or choose from {', '.join(facts.interfaces)}."
+        there = facts.interfaces
+        missing = [n for n in names if not any(i.startswith(n) for i in there)]
+        if missing and there:
             found = True
+            message = f"{variable} names {', '.join(missing)}, and there is no such "
+            remedy = f"Unset it, or choose from {', '.join(there)}."
             yield "problem", check, f"{message}network interface.", remedy
     if not found:
         yield "ok", "nccl", "No variable of NCCL is in the way."
 
 
-def _has_prefix(names: tuple[str, ...], prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in names)
-
-
-def _ports(facts: Facts) -> Rows:
-    ports = f"{facts.ports.start} to {facts.ports.stop - 1}"
-    free, tried = facts.ports_free, facts.ports_tried
-    if free == 0:
-        remedy = "End servers that nobody needs, or give --port."
-        yield "problem", "ports", f"None of {tried} from {ports} is free.", remedy
-    elif free < tried / 2:
-        remedy = "Look for servers that nobody needs."
-        yield "warning", "ports", f"{free} of {tried} from {ports} are free.", remedy
-    else:
-        yield "ok", "ports", f"Ports from {ports} are free."
-    low, high = facts.ephemeral or (facts.ports.stop, 0)
-    if low < facts.ports.stop and high >= facts.ports.start:
+def _network(facts: SimpleNamespace) -> Rows:
+    free, last = facts.ports_free, PORTS.stop - 1
+    level = "ok" if free >= PORTS_TRIED / 2 else "warning" if free else "problem"
+    message = f"{free} of {PORTS_TRIED} from {PORTS.start} to {last} are free."
+    yield level, "ports", message, "End servers that nobody needs, or give --port."
+    low, high = facts.ephemeral or (PORTS.stop, 0)
+    if low < PORTS.stop and high >= PORTS.start:
         message = f"Outgoing connections take ports from {low} to {high}, servers' too."
-        remedy = f"Set net.ipv4.ip_local_port_range to begin at {facts.ports.stop}."
+        remedy = f"Set net.ipv4.ip_local_port_range to begin at {PORTS.stop}."
         yield "warning", "ports", message, remedy
-
-
-def _proxies(facts: Facts) -> Rows:
     name = next((name for name in PROXIES if facts.environment.get(name)), None)
-    exempt = facts.environment.get("no_proxy") or facts.environment.get("NO_PROXY")
-    listed = [host.strip() for host in (exempt or "").split(",") if host.strip()]
-    caught = [
-        x for x in ("127.0.0.1", "localhost") if not {x, "*"}.intersection(listed)
-    ]
+    exempt = facts.environment.get("no_proxy") or facts.environment.get("NO_PROXY", "")
+    listed = [host.strip() for host in exempt.split(",") if host.strip()]
+    local = ("127.0.0.1", "localhost")
+    caught = [host for host in local if not {host, "*"}.intersection(listed)]
     if name is None:
         yield "ok", "proxy", "No proxy stands between the trainer and its servers."
     elif not caught:
@@ -215,70 +192,55 @@ def _proxies(facts: Facts) -> Rows:
             f"{name} is set, and no_proxy does not exempt {' and '.join(caught)}. This "
             f"package uses no proxy; SGLang, its router and other clients may."
         )
-        remedy = f"Set no_proxy={','.join(listed + caught)}."
-        yield "warning", "proxy", message, remedy
+        yield "warning", "proxy", message, f"Set no_proxy={','.join(listed + caught)}."
 
 
-def _system(facts: Facts) -> Rows:
-    shm, folder, temp = facts.shm_free, facts.temp_folder, facts.temp_free
+def _resources(facts: SimpleNamespace) -> Rows:
+    # Tokenizer and scheduler share memory, and NCCL without peer access.
+    shm, folder, temp = facts.shm_free or 0, facts.temp_folder, facts.temp_free
     remedy = "Make it larger; with docker, give --shm-size or --ipc=host."
-    if shm is None:
-        yield "warning", "/dev/shm", "There is no /dev/shm for shared memory.", remedy
-    elif shm < SHM_WANTED:
-        yield "warning", "/dev/shm", f"{shm / GIB:.2f} GiB are free.", remedy
-    else:
-        yield "ok", "/dev/shm", f"{shm / GIB:.1f} GiB are free."
-    yield _open_files(facts.open_files, facts.sockets_wanted)
+    level = "warning" if shm < GIB else "ok"
+    yield level, "/dev/shm", f"{shm / GIB:.2f} GiB are free.", remedy
+    limit, wanted = facts.open_files, 2 * SOCKETS_WANTED
+    level = "ok" if limit >= wanted else "warning" if limit >= FEW_FILES else "problem"
+    message = f"The limit is {limit}; {SOCKETS_WANTED} requests in flight have a socket"
+    remedy = f"Raise it with `ulimit -n {wanted}`."
+    yield level, "open files", f"{message} on both sides.", remedy
+    remedy = f"Set TMPDIR to a larger folder, of at most {MAX_TEMP_PATH} characters."
     if temp is None:
-        message = f"Nothing can be written to {folder}."
-        yield "problem", "temp", message, "Set TMPDIR to another folder."
-    elif temp < TEMP_WANTED:
-        message = f"{temp / GIB:.2f} GiB are free in {folder}, where logs grow."
-        yield "warning", "temp", message, "Set TMPDIR to a folder with more space."
+        yield "problem", "temp", f"Nothing can be written to {folder}.", remedy
     elif len(folder.encode()) > MAX_TEMP_PATH:
-        remedy = f"Set TMPDIR to one of at most {MAX_TEMP_PATH} characters."
         message = f"The path {folder} is too long for sockets in it."
         yield "warning", "temp", message, remedy
     else:
-        yield "ok", "temp", f"{temp / GIB:.0f} GiB are free in {folder}."
-    if (memory := facts.memory_free) is not None:
-        message = f"{memory / GIB:.1f} GiB are free, for {facts.cores} cores."
-        if facts.device == "cpu" and memory < MEMORY_WANTED:
-            remedy = "A server on CPU and a trainer need 2 GiB."
-            yield "warning", "memory", message, remedy
-        else:
-            yield "ok", "memory", message
+        level = "warning" if temp < GIB else "ok"
+        message = f"{temp / GIB:.2f} GiB are free in {folder}, where logs grow."
+        yield level, "temp", message, remedy
+    if facts.memory_free is not None:
+        level = "ok"
+        if facts.device == "cpu" and facts.memory_free < 2 * GIB:
+            level = "warning"
+        message = (
+            f"{facts.memory_free / GIB:.1f} GiB are free, for {facts.cores} cores."
+        )
+        yield level, "memory", message, "A server on CPU and a trainer need 2 GiB."
 
 
-def _open_files(limit: int, sockets: int) -> tuple[str, ...]:
-    if limit == -1 or limit >= 2 * sockets:
-        shown = "unlimited" if limit == -1 else limit
-        return "ok", "open files", f"The limit is {shown}."
-    level = "problem" if limit < FEW_FILES else "warning"
-    message = (
-        f"The limit is {limit}, and an engine has up to {sockets} requests in flight, "
-        f"each with a socket on both sides."
-    )
-    return level, "open files", message, f"Raise it with `ulimit -n {2 * sockets}`."
-
-
-def _processes(facts: Facts) -> Rows:
-    # A server that has no watchdog above it was left over, or started by hand.
-    known = {process.pid for process in facts.processes}
-    tops = [process for process in facts.processes if process.parent not in known]
-    left = sorted(process.pid for process in tops if process.kind == "server")
+def _servers(facts: SimpleNamespace) -> Rows:
+    in_use, left = facts.servers
     if left:
         pids = ", ".join(map(str, left))
         message = f"Servers of yours run that this package does not look after: {pids}."
         remedy = f"If nobody needs them, end them with `kill {pids.replace(',', '')}`."
         yield "warning", "servers", message, remedy
     else:
-        yield "ok", "servers", f"None is left over; {len(tops)} in use."
+        yield "ok", "servers", f"None is left over; {len(in_use)} in use."
 
 
-def _model(model: ModelFacts, free: int) -> Rows:
-    """``free`` is the memory of the emptiest device in bytes, or 0 if unknown."""
-    size = model.weight_bytes
+def _model(facts: SimpleNamespace) -> Rows:
+    model = facts.model
+    if model is None:
+        return
     if model.folder is None:
         message = f"{model.name} is neither a folder nor in the cache of the hub."
         remedy = "It is downloaded at the first start, if it exists; or give a folder."
@@ -286,10 +248,10 @@ def _model(model: ModelFacts, free: int) -> Rows:
         return
     if model.config_error is not None:
         message = f"{model.name} has no usable config.json: {model.config_error}."
-        remedy = "Give the folder that a model was saved to."
-        yield "problem", "model", message, remedy
+        yield "problem", "model", message, "Give the folder that a model was saved to."
         return
-    about = f"{model.model_type or 'A model'} of dtype {model.dtype or 'unknown'}"
+    size = model.weight_bytes
+    about = f"{model.model_type} of dtype {model.dtype}"
     yield "ok", "model", f"{about}, {size / 1e9:.3g} GB of weights, in {model.folder}."
     if model.missing_files or not size:
         names = ", ".join(model.missing_files[:3]) or "*.safetensors"
@@ -306,6 +268,9 @@ def _model(model: ModelFacts, free: int) -> Rows:
         yield "warning", "chat template", "The tokenizer has no chat template.", remedy
     else:
         yield "ok", "tokenizer", "There is one, with a chat template."
+    free = max((free << 20 for _, free, _ in facts.gpus), default=0)
+    if facts.device == "cpu":
+        free = facts.memory_free or 0
     if 0 < free < size:
         weights = f"The weights are {size / GIB:.1f} GiB"
         message = f"{weights}, and {free / GIB:.1f} GiB are free on one device."
