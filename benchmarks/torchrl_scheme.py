@@ -16,7 +16,6 @@ from torchrl.weight_update.llm import SGLangWeightSyncScheme
 
 from torchrl_sglang.cli.bench.models import start_engine
 from torchrl_sglang.cli.bench.transfer import random_weights
-from torchrl_sglang.testing.gpu import server_arguments
 
 TORCHRL_SETTINGS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 """What TorchRL starts SGLang with, and sets in the trainer."""
@@ -29,9 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     options = {"base_gpu_id": 1, "enforce_eager": True, "gpu_memory_utilization": 0.6}
     options |= {"environment": TORCHRL_SETTINGS, "start_timeout": 400}
-    with start_engine(
-        arguments.model, device="cuda", **options, **server_arguments()
-    ) as engine:
+    with start_engine(arguments.model, device="cuda", **options) as engine:
         weights = random_weights(engine, "cuda:0")
         sender = SGLangWeightSyncScheme(
             engine.server_url, master_address="127.0.0.1", num_gpus=1, device=0

@@ -23,7 +23,6 @@ import requests
 from torchrl_sglang import SGLangWeightSyncScheme
 from torchrl_sglang.cli.bench.models import start_engine
 from torchrl_sglang.cli.bench.transfer import random_weights
-from torchrl_sglang.testing.gpu import server_arguments
 
 TOKENS_BEFORE = 32
 """Tokens that come before an update begins."""
@@ -91,7 +90,7 @@ def main() -> None:
     options = {}
     if arguments.device == "cuda":
         options = {"base_gpu_id": int(transport == "broadcast"), "start_timeout": 400}
-        options |= {"mem_fraction_static": 0.6, **server_arguments()}
+        options |= {"mem_fraction_static": 0.6}
     with start_engine(arguments.model, device=arguments.device, **options) as engine:
         place = "cuda:0" if arguments.device == "cuda" else "cpu"
         weights = random_weights(engine, place)

@@ -15,7 +15,7 @@ import torch
 
 from helpers import log_probs
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.testing.gpu import server_arguments
+from torchrl_sglang.cli.bench.models import server_arguments
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 
 GPUS = torch.cuda.device_count()

@@ -7,18 +7,18 @@ the server has processed it.
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
-import select
-import socket
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, Self, TypeAlias, get_args
-from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from torchrl_sglang.backends.support.event_loop import run_sync
 
 __all__ = ["Fault", "FaultyProxy", "Injection"]
 
@@ -36,7 +36,6 @@ Fault: TypeAlias = Literal["refuse", "fail", "stall", "late", "cut", "lose"]
 FORWARD_SECONDS = 600.0
 POLL_SECONDS = 0.05
 STATUS = {"refuse": 400, "fail": 500}
-SEEN_BY_SERVER = ("late", "lose")
 HOP_HEADERS = {"connection", "content-length", "host", "transfer-encoding"}
 
 
@@ -56,11 +55,6 @@ class Injection:
     """Set when the first of them has arrived."""
     seen: int = 0
     """How many requests for this path have arrived since."""
-
-    def matches(self) -> bool:
-        """Counts a request for its path; returns whether it is to be broken."""
-        self.seen += 1
-        return self.first <= self.seen < self.first + self.times
 
 
 class FaultyProxy:
@@ -83,33 +77,15 @@ class FaultyProxy:
     """
 
     def __init__(self, target: str) -> None:
-        parts = urlsplit(target)
-        self._target = (parts.hostname or "127.0.0.1", parts.port or 80)
-        self._injections: list[Injection] = []
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
         self.counts: Counter[str] = Counter()
         """How many requests have arrived for each path."""
         self.refusal = "This fault was injected."
         """The message of refused and failed responses."""
-        proxy = self
-
-        class Handler(_Handler):
-            owner = proxy
-
-        self._server = _Server(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            args=(POLL_SECONDS,),
-            name="torchrl_sglang-faulty-proxy",
-            daemon=True,
-        )
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
+        self._target = URL(target).origin()
+        self._injections: list[Injection] = []
+        self._runner: web.AppRunner | None = run_sync(self._start())
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         """Address of the proxy, to use instead of the server's."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def inject(
         self,
@@ -123,8 +99,8 @@ class FaultyProxy:
 
         Args:
             path: path of the requests, such as ``"/end_weight_update"``.
-            fault: how they are broken, or a function that a thread of the proxy calls
-                before it forwards each of them.
+            fault: how they are broken, or a function that is called in another thread
+                before each of them is forwarded.
             first: the first of them that is broken; 1 for the next one.
             times: how many in a row are broken.
 
@@ -140,23 +116,18 @@ class FaultyProxy:
                 f"got {fault!r}."
             )
         injection = Injection(path=path, fault=fault, first=first, times=times)
-        with self._lock:
-            self._injections.append(injection)
+        self._injections.append(injection)
         return injection
 
     def clear(self) -> None:
         """Removes all faults; stalled requests stay so until their client leaves."""
-        with self._lock:
-            self._injections.clear()
+        self._injections.clear()
 
     def close(self) -> None:
         """Closes the proxy and its connections. Safe to call twice."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            run_sync(runner.cleanup())
 
     def __enter__(self) -> Self:
         return self
@@ -164,87 +135,54 @@ class FaultyProxy:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    async def _start(self) -> web.AppRunner:
+        app = web.Application(client_max_size=0)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        fault = self._next(request.path)
+        if isinstance(fault, str) and fault in STATUS:
+            error = {"error": {"message": self.refusal}}
+            return web.json_response(error, status=STATUS[fault])
+        if callable(fault):
+            await asyncio.to_thread(fault)
+        response = None
+        if fault not in ("stall", "cut"):
+            response = await self._forward(request, body)
+        while fault in ("stall", "late") and request.transport:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_SECONDS)  # aiohttp has no event for it.
+        if request.transport and (response is None or isinstance(fault, str)):
+            request.transport.close()
+        return response or web.Response()
+
     def _next(self, path: str) -> Fault | Callable[[], object] | None:
-        with self._lock:
-            self.counts[path] += 1
-            found = [i for i in self._injections if i.path == path and i.matches()]
-        for injection in found:
-            injection.happened.set()
-        return found[0].fault if found else None
+        """Counts a request; returns how it is to be broken."""
+        self.counts[path] += 1
+        faults = []
+        for injection in [each for each in self._injections if each.path == path]:
+            injection.seen += 1
+            if 0 <= injection.seen - injection.first < injection.times:
+                injection.happened.set()
+                faults.append(injection.fault)
+        return faults[0] if faults else None
 
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False  # Its threads may wait for a server.
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints nothing: connections are meant to break here."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    owner: FaultyProxy
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *arguments: Any) -> None:
-        """Prints nothing."""
-
-    def _handle(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = self.owner._next(urlsplit(self.path).path)
-        if isinstance(fault, str):
-            self._break(fault, body)
-            return
-        if fault is not None:
-            fault()
-        response = self._forward_request(body)
-        if response is None:
-            self._hang_up()
-        else:
-            self._respond(*response)
-
-    do_GET = do_POST = do_DELETE = _handle  # noqa: N815 - The names of http.server.
-
-    def _break(self, fault: Fault, body: bytes) -> None:
-        if fault in STATUS:
-            text = json.dumps({"error": {"message": self.owner.refusal}})
-            self._respond(STATUS[fault], "application/json", text.encode())
-            return
-        if fault in SEEN_BY_SERVER:
-            self._forward_request(body)
-        if fault in ("stall", "late"):
-            self._wait_for_client()
-        self._hang_up()
-
-    def _forward_request(self, body: bytes) -> tuple[int, str, bytes] | None:
-        """Returns the server's status, content type and body; None if it hung up."""
-        target = http.client.HTTPConnection(
-            *self.owner._target, timeout=FORWARD_SECONDS
-        )
+    async def _forward(self, request: web.Request, body: bytes) -> web.Response | None:
+        """Returns the server's response; None if it hung up."""
         headers = {
-            k: v for k, v in self.headers.items() if k.lower() not in HOP_HEADERS
+            k: v for k, v in request.headers.items() if k.lower() not in HOP_HEADERS
         }
-        hang_ups = (OSError, http.client.HTTPException)
-        with contextlib.suppress(*hang_ups), contextlib.closing(target):
-            target.request(self.command, self.path, body, headers)
-            response = target.getresponse()
-            kind = response.headers.get("Content-Type", "application/json")
-            return response.status, kind, response.read()
-        return None
-
-    def _respond(self, status: int, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _wait_for_client(self) -> None:
-        while not self.owner._closed.is_set():
-            if select.select([self.connection], [], [], POLL_SECONDS)[0]:
-                return
-
-    def _hang_up(self) -> None:
-        self.close_connection = True
-        with contextlib.suppress(OSError):  # The client may have done so first.
-            self.connection.shutdown(socket.SHUT_RDWR)
+        url = self._target.join(URL(request.raw_path, encoded=True))
+        timeout = aiohttp.ClientTimeout(total=FORWARD_SECONDS)
+        options: Any = {"data": body or None, "headers": headers, "timeout": timeout}
+        try:
+            async with aiohttp.request(request.method, url, **options) as response:
+                content = await response.read()
+                kind = {"Content-Type": response.headers.get("Content-Type", "")}
+                return web.Response(body=content, status=response.status, headers=kind)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return None

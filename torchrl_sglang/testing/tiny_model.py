@@ -3,15 +3,6 @@
 Both `transformers` and an SGLang server load it. The tokenizer has one token per
 character, so that text, tokens and log-probs can be compared position by position; the
 random weights are large enough that the output depends on every prompt token.
-
-Example:
-    >>> import tempfile
-    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-    >>> path = save_tiny_model(tempfile.mkdtemp())
-    >>> tokenizer = AutoTokenizer.from_pretrained(path)
-    >>> model = AutoModelForCausalLM.from_pretrained(path)
-    >>> tokenizer.decode(tokenizer.encode("2 + 2 = 4"))
-    '2 + 2 = 4'
 """
 
 from __future__ import annotations
@@ -24,36 +15,24 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-__all__ = [
-    "CHAT_TEMPLATE",
-    "make_tiny_model",
-    "make_tiny_tokenizer",
-    "save_tiny_model",
-]
+__all__ = ["CHAT_TEMPLATE", "make_tiny_model", "make_tiny_tokenizer", "save_tiny_model"]
 
-PAD_TOKEN = "<|endoftext|>"
-START_TOKEN = "<|im_start|>"
-END_TOKEN = "<|im_end|>"
+PAD_TOKEN, START_TOKEN, END_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 # Printable ASCII and the newline, as byte-level tokenizers write them.
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + "ĠĊ"
 
 # Qwen's ChatML. The generation block, which becomes the assistant mask, holds content
 # and end of turn: the model has to learn both.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}"
-    "{{ message['content'] + '<|im_end|>' }}"
-    "{% endif %}"
-    "{{ '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\\n' }}"
-    "{% endif %}"
-)
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}{{ message['content'] + '<|im_end|>' }}{% endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -74,10 +53,8 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
         ... )
         '<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n'
     """
-    special_tokens = [PAD_TOKEN, START_TOKEN, END_TOKEN]
-    vocabulary = {
-        token: index for index, token in enumerate([*special_tokens, *_CHARACTERS])
-    }
+    tokens = [PAD_TOKEN, START_TOKEN, END_TOKEN, *_CHARACTERS]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     # Saved beside a Qwen2 model, this is read back as transformers' Qwen2 tokenizer:
     # only a byte-level BPE model behaves the same before and after.
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -1,37 +1,36 @@
-"""Models to measure with, which need no download, and engines that serve them."""
+"""Loads, models that need no download, and engines that serve them."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_sglang.cli.interrupts import uninterrupted
+from torchrl_sglang.cli.options import engine_arguments
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
-__all__ = ["BUILT_IN", "SHAPES", "closing", "save_model", "start_engine"]
+__all__ = ["BUILT_IN", "Load", "save_model", "server_arguments", "start_engine"]
 
-SHAPES: dict[str, dict[str, Any]] = {
-    name: {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "tie_word_embeddings": tied,
-        "vocab_size": vocabulary,
-    }
-    for name, hidden, intermediate, layers, heads, kv_heads, tied, vocabulary in (
-        ("0.5b", 896, 4864, 24, 14, 2, True, 151_936),
-        ("7b", 3584, 18_944, 28, 28, 4, False, 152_064),
-    )
+FLAGS_VARIABLE = "SGLANG_BUNDLE_FLAGS"
+"""Environment variable with further flags of SGLang's server for this GPU machine."""
+
+FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+)
+SHAPES: dict[str, tuple[int, ...]] = {
+    "0.5b": (896, 4864, 24, 151_936, 14, 2, True),
+    "7b": (3584, 18_944, 28, 152_064, 28, 4, False),
 }
-"""Configurations of Qwen2.5; the server makes up the weights."""
+"""Qwen2.5's values of these fields; the server makes up the weights."""
 
 SMALL_MODELS: dict[str, dict[str, Any]] = {
     # Head sizes that the kernels of a GPU support, too.
@@ -42,6 +41,11 @@ SMALL_MODELS: dict[str, dict[str, Any]] = {
 """Models with random weights."""
 
 BUILT_IN = (*SMALL_MODELS, *SHAPES)
+
+
+def option(default: int, text: str) -> Any:
+    """Declares a field that is an option of the command line, too."""
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 def save_model(
@@ -58,7 +62,7 @@ def save_model(
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         return str(save_tiny_model(folder, **SMALL_MODELS[name], dtype=dtype)), {}
     config = Qwen2Config(
-        **SHAPES[name],
+        **dict(zip(FIELDS, SHAPES[name], strict=True)),
         architectures=["Qwen2ForCausalLM"],
         max_position_embeddings=32_768,
         dtype="bfloat16",
@@ -68,25 +72,36 @@ def save_model(
     return str(folder), {"load_format": "dummy"}
 
 
+def server_arguments() -> dict[str, Any]:
+    """Returns the flags in :data:`FLAGS_VARIABLE` as keyword arguments."""
+    return engine_arguments(shlex.split(os.environ.get(FLAGS_VARIABLE, "")))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What is generated; the options of the command line are made of it."""
+
+    prompts: int = option(64, "prompts of one round")
+    prompt_tokens: int = option(64, "length of a prompt")
+    new_tokens: int = option(64, "length of a response")
+    concurrency: int = option(1, "concurrent callers")
+    repeats: int = option(5, "rounds that count, after one that does not")
+
+
 @contextlib.contextmanager
 def start_engine(model: str, *, device: str, **options: Any) -> Iterator[AsyncSGLang]:
     """Starts an engine for a built-in model, a folder or a hub name, and stops it."""
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
+    if device == "cuda":
+        options = {**server_arguments(), **options}
     with tempfile.TemporaryDirectory(prefix="torchrl_sglang_bench_") as folder:
         if model in BUILT_IN and not os.path.isdir(model):
             model, needed = save_model(model, folder, device=device)
             options = {**needed, **options}
         engine = AsyncSGLang.from_pretrained(model, device=device, **options)
-        with closing(engine):
+        try:
             yield engine
-
-
-@contextlib.contextmanager
-def closing(engine: AsyncSGLang) -> Iterator[AsyncSGLang]:
-    """Shuts the engine down at the end of the block, undisturbed by signals."""
-    try:
-        yield engine
-    finally:
-        with uninterrupted():
-            engine.shutdown()
+        finally:
+            with uninterrupted():
+                engine.shutdown()
