@@ -12,10 +12,7 @@ __all__ = ["Interrupted", "interruptible", "uninterrupted"]
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked this process to end.
-
-    A KeyboardInterrupt, because event loops and libraries let that one through.
-    """
+    """A signal asked this process to end; event loops let a KeyboardInterrupt pass."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

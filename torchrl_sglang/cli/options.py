@@ -33,12 +33,8 @@ KEY_VARIABLE = "TORCHRL_SGLANG_API_KEY"
 """The environment variable that holds the servers' key."""
 
 START_OPTIONS = (
-    "num_replicas",
-    "device",
-    "cuda_devices",
-    "python",
-    "start_timeout",
-    "router_policy",
+    *("num_replicas", "device", "cuda_devices", "python"),
+    *("start_timeout", "router_policy"),
 )
 TYPO_CUTOFF = 0.85
 """An unknown name this near to an own option is a typo; a test checks that no argument
@@ -92,22 +88,13 @@ def add_start_options(parser: Parser) -> None:
     add("--device", choices=("cpu", "cuda"), help=text)
     text = "GPUs that the servers may use, like 2,3"
     add("--cuda-devices", type=_devices, metavar="LIST", help=text)
-    text = (
-        "interpreter that has SGLang (default: this one on CUDA, the engine "
-        "environment's on CPU)"
-    )
+    text = "interpreter that has SGLang (default: this one; on CPU the environment's)"
     add("--python", metavar="PATH", help=text)
-    text = (
-        "how the router chooses among several servers, or none for no router "
-        "(default: cache_aware)"
-    )
+    text = "how a router chooses, or none for no router (default: cache_aware)"
     add("--router-policy", metavar="NAME", help=text)
     text = "timeout of the start (default: 600)"
     add("--start-timeout", type=float, metavar="SECONDS", help=text)
-    text = (
-        f"file with the servers' API key (default: the environment variable "
-        f"{KEY_VARIABLE}; never the command line, which every user can read)"
-    )
+    text = f"file with the servers' API key (default: the variable {KEY_VARIABLE})"
     add("--api-key-file", metavar="FILE", help=text)
 
 
@@ -139,20 +126,15 @@ def read_key(
 def split(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str]]:
     """Splits a command line into the command's own words and the server's.
 
-    Values follow their option, so a word after an option of the server is its value.
-
-    Args:
-        words: the command line.
-        own: the command's own options, and whether each takes a value.
+    A word after an option of the server is its value. ``own`` are the command's
+    options, and whether each takes a value.
 
     Examples:
         >>> split(["model", "--tp-size", "2", "--json"], {"--json": False})
         (['model', '--json'], ['--tp-size', '2'])
     """
-    mine: list[str] = []
-    engine: list[str] = []
-    target = mine
-    value_follows = False
+    mine, engine = list[str](), list[str]()
+    target, value_follows = mine, False
     for word in words:
         name, equals, _ = word.partition("=")
         if value_follows:

@@ -49,17 +49,10 @@ def add_command(commands: Any) -> Parser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or hub name of the model")
     add_start_options(parser)
-    text = (
-        "address to listen on (default: 127.0.0.1, which only this machine reaches; "
-        "any other one needs a key)"
-    )
+    text = "address to listen on (default: 127.0.0.1; any other one needs a key)"
     add("--host", help=text)
     add("--port", type=int, help="port to listen on (default: a free one)")
-    text = (
-        "print one line with a JSON object instead: url, urls, router_url, model, "
-        "version, weight_version and pid"
-    )
-    add("--json", action="store_true", help=text)
+    add("--json", action="store_true", help="print one line with a JSON object instead")
     parser.set_defaults(run=run, takes_engine_options=True)
     return parser
 
@@ -90,20 +83,17 @@ def announce(engine: AsyncSGLang, *, as_json: bool) -> None:
     """Prints the addresses of the engine."""
     urls = list(engine.control.urls)
     router = None if engine.server_url in urls else engine.server_url
-    if as_json:
-        about = {
-            "url": engine.server_url,
-            "urls": urls,
-            "router_url": router,
-            "model": engine.capabilities.model_path,
-            "version": engine.capabilities.version,
-            "weight_version": engine.weight_version,
-            "pid": os.getpid(),
-        }
-        print(json.dumps(about), flush=True)
-        return
-    for url in ([] if router is None else [router]) + urls:
-        print(url, flush=True)
+    about = {
+        "url": engine.server_url,
+        "urls": urls,
+        "router_url": router,
+        "model": engine.capabilities.model_path,
+        "version": engine.capabilities.version,
+        "weight_version": engine.weight_version,
+        "pid": os.getpid(),
+    }
+    lines = [json.dumps(about)] if as_json else [*filter(None, [router]), *urls]
+    print("\n".join(lines), flush=True)
 
 
 def wait(engine: AsyncSGLang) -> NoReturn:
