@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,12 @@ import pytest
 from torchrl_sglang.cli import main
 from torchrl_sglang.cli.bench import plan, to_lines
 from torchrl_sglang.cli.bench.generation import (
-    Load,
+    long_tailed,
     make_prompts,
     measure_throughput,
     percentile,
 )
-from torchrl_sglang.cli.bench.models import BUILT_IN, SHAPES, save_model
+from torchrl_sglang.cli.bench.models import BUILT_IN, SHAPES, Load, save_model
 from torchrl_sglang.cli.bench.transfer import limit_of_gloo
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 
@@ -50,6 +51,24 @@ def test_latency_of_a_running_server(engine, capsys, callers):
     assert found["requests"] == 12
     for client in ("raw", "engine"):
         assert 0 < found[client]["p50"] <= found[client]["p90"] <= found[client]["p99"]
+
+
+def test_overhead_of_a_running_server(engine, capsys):
+    report = bench(capsys, "overhead", "--url", engine.server_url)
+    assert report["overhead"]["tokens"] >= 6
+    assert report["overhead"]["shortest"] >= 1
+    found = report["overhead"]["clients"]
+    assert {*found} == {"raw_each", "raw", "each", "engine", "batches"}
+    assert max(found[name]["ratio"] for name in ("raw_each", "raw")) == 1
+    assert all(row["processor_ms"] > 0 for row in found.values())
+
+
+def test_lengths_are_long_tailed():
+    lengths = long_tailed(Load(prompts=1024, new_tokens=2048))
+    assert min(lengths) == 32
+    assert max(lengths) == 2048
+    assert 350 < statistics.mean(lengths) < 500
+    assert lengths == long_tailed(Load(prompts=1024, new_tokens=2048))
 
 
 def test_throughput_with_more_callers_than_prompts(engine, capsys):
@@ -108,7 +127,9 @@ def test_a_server_of_its_own(capsys):
     report = bench(capsys, *words)
     assert report["model"] == "tiny"
     assert report["servers"] == 1
-    assert all(report[name] for name in ("throughput", "latency", "weights"))
+    assert all(
+        report[name] for name in ("throughput", "latency", "overhead", "weights")
+    )
 
 
 def test_prompts_are_of_the_served_vocabulary(engine):
@@ -179,6 +200,13 @@ def test_tables():
         "load": dataclasses.asdict(Load(prompts=1)),
         "throughput": {"raw": 2000.0, "engine": 1900.0, "ratio": 0.95},
         "latency": {"raw": row, "engine": row, "requests": 3, "ratio": 1.0},
+        "overhead": {
+            "clients": {
+                "each": {"tokens_per_second": 900.0, "ratio": 0.9, "processor_ms": 0.5}
+            },
+            "tokens": 10,
+            "shortest": 1,
+        },
         "weights": {
             "transport": "broadcast",
             "num_bytes": 10**9,
@@ -196,6 +224,8 @@ def test_tables():
         "throughput: 1 prompt of",
         "1,900 tokens/s, 0.950 of the raw client",
         "100.00     200.00     300.00",
+        "1 request of 1 to 64 new tokens",
+        "900 tokens/s, 0.900 of the best raw client, 0.500 ms of",
         "1.000 GB in 9 tensors and 1 bucket by broadcast, 3.00 GB of further memory\n",
         "2.0000 s     0.50 GB/s  0.250 of the limit",
     ):

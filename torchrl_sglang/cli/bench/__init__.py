@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchrl_sglang.backends.support.urls import hide_passwords
-from torchrl_sglang.cli.bench.models import BUILT_IN, closing, start_engine
+from torchrl_sglang.cli.bench.models import BUILT_IN, Load, start_engine
 from torchrl_sglang.cli.options import (
     START_OPTIONS,
     Parser,
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_command"]
 
-ACTIONS = ("throughput", "latency", "weights")
-MODELS = {"throughput": "tiny", "latency": "tiny", "weights": "35m"}
+ACTIONS = ("throughput", "latency", "overhead", "weights")
+MODELS = {**dict.fromkeys(ACTIONS, "tiny"), "weights": "35m"}
 """Models by default: a link shows its bandwidth with a large model only."""
 
 DESCRIPTION = f"""\
@@ -41,8 +42,10 @@ Measures an engine, and in the same run what it is to be compared with.
 
   throughput  tokens per second of whole batches, and of a raw HTTP client
   latency     percentiles of single requests, and of a raw HTTP client
+  overhead    tokens per second and processor time of single requests and of batches
+              whose responses differ in length, and of raw HTTP clients
   weights     bandwidth of weight updates, and of the link
-  all         the three of them
+  all         all of them
 
 MODEL is a folder, a hub name, or a built-in one that needs no download:
 {", ".join(BUILT_IN)}."""
@@ -54,17 +57,8 @@ command serve.
 examples:
   %(prog)s all
   %(prog)s latency --concurrency 4 --json
+  %(prog)s overhead 0.5b --prompts 1024 --new-tokens 2048 --max-running-requests 256
   %(prog)s throughput --url http://127.0.0.1:30000"""
-
-NUMBERS = {
-    "--prompts": (64, "prompts of one round"),
-    "--prompt-tokens": (64, "length of a prompt"),
-    "--new-tokens": (64, "length of a response"),
-    "--concurrency": (1, "concurrent callers"),
-    "--repeats": (5, "rounds that count, after one that does not"),
-    "--bucket-bytes": (2 << 30, "size of one transfer of weights"),
-}
-"""Option -> default and help."""
 
 
 def add_command(commands: Any) -> Parser:
@@ -76,7 +70,7 @@ def add_command(commands: Any) -> Parser:
         epilog=EPILOG,
     )
     add = parser.add_argument
-    text = "throughput, latency, weights or all"
+    text = "throughput, latency, overhead, weights or all"
     add("action", metavar="MEASUREMENT", choices=(*ACTIONS, "all"), help=text)
     text = "what to serve (default: tiny, and 35m for weights)"
     add("model", metavar="MODEL", nargs="?", help=text)
@@ -84,9 +78,13 @@ def add_command(commands: Any) -> Parser:
     add("--url", action="append", help=text)
     text = "measure the running servers behind a router"
     add("--router-url", metavar="URL", help=text)
-    for option, (default, about) in NUMBERS.items():
-        text = f"{about} (default: %(default)s)"
-        add(option, type=positive_int, default=default, metavar="N", help=text)
+    number: dict[str, Any] = {"type": positive_int, "metavar": "N"}
+    for field in dataclasses.fields(Load):
+        text = f"{field.metadata['help']} (default: %(default)s)"
+        name = "--" + field.name.replace("_", "-")
+        add(name, default=field.default, help=text, **number)
+    text = "size of one transfer of weights (default: %(default)s)"
+    add("--bucket-bytes", default=2 << 30, help=text, **number)
     text = "throughput of SGLangWrapper, too"
     add("--wrapper", action="store_true", help=text)
     text = "how weights are sent (default: %(default)s)"
@@ -103,9 +101,8 @@ def add_command(commands: Any) -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints."""
-    actions: tuple[str, ...] = ACTIONS
-    if arguments.action != "all":
-        actions = (arguments.action,)
+    every = arguments.action == "all"
+    actions: tuple[str, ...] = ACTIONS if every else (arguments.action,)
     urls = [*(arguments.url or ()), *filter(None, [arguments.router_url])]
     if urls:
         _check_unused(arguments)
@@ -134,10 +131,8 @@ def plan(
     """
     if model is not None or connect:
         return [(model, actions)]
-    groups: dict[str | None, tuple[str, ...]] = {}
-    for action in actions:
-        groups[MODELS[action]] = (*groups.get(MODELS[action], ()), action)
-    return list(groups.items())
+    groups = itertools.groupby(actions, MODELS.__getitem__)
+    return [(name, tuple(group)) for name, group in groups]
 
 
 def _check_unused(arguments: argparse.Namespace) -> None:
@@ -178,13 +173,12 @@ def _open_engine(
     from torchrl_sglang.backends.support.gpus import default_device
 
     if arguments.url or arguments.router_url:
-        engine = AsyncSGLang.connect(
+        with AsyncSGLang.connect(
             urls=arguments.url,
             router_url=arguments.router_url,
             model=model,
             api_key=read_key(arguments.api_key_file),
-        )
-        with closing(engine):
+        ) as engine:
             yield engine
         return
     assert model is not None  # The plan names one.
@@ -212,8 +206,8 @@ def _measure(
 
     from torchrl_sglang.cli.bench import generation, transfer
 
-    sizes = [field.name for field in dataclasses.fields(generation.Load)]
-    load = generation.Load(**{name: getattr(arguments, name) for name in sizes})
+    sizes = [field.name for field in dataclasses.fields(Load)]
+    load = Load(**{name: getattr(arguments, name) for name in sizes})
     key = read_key(arguments.api_key_file)
     report: dict[str, Any] = {
         "model": model or engine.capabilities.model_path,
@@ -233,6 +227,8 @@ def _measure(
             )
         elif action == "latency":
             report[action] = generation.measure_latency(engine, load, api_key=key)
+        elif action == "overhead":
+            report[action] = generation.measure_overhead(engine, load, api_key=key)
         else:
             report[action] = transfer.measure_weights(
                 engine,
@@ -245,14 +241,10 @@ def _measure(
 
 def to_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yields a report as lines of text."""
-    servers, cores = (
-        _count(report["servers"], "server"),
-        _count(report["cores"], "core"),
-    )
-    yield (
-        f"{report['model']}: SGLang {report['sglang']} on {report['device']}, "
-        f"{servers}, torch {report['torch']}, {cores}"
-    )
+    servers = _count(report["servers"], "server")
+    about = f"{report['model']}: SGLang {report['sglang']} on {report['device']}"
+    cores = _count(report["cores"], "core")
+    yield f"{about}, {servers}, torch {report['torch']}, {cores}"
     load = report["load"]
     kind = (
         f"{load['prompt_tokens']} prompt tokens, {load['new_tokens']} new tokens, "
@@ -271,6 +263,13 @@ def to_lines(report: dict[str, Any]) -> Iterator[str]:
         for key in ("raw", "engine"):
             row = " ".join(f"{1e3 * value:10.2f}" for value in found[key].values())
             yield f"  {clients[key]:10} {row}"
+    if found := report["overhead"]:
+        lengths = f"{found['shortest']} to {load['new_tokens']} new tokens, log-probs"
+        yield f"\noverhead: {_count(load['prompts'], 'request')} of {lengths}"
+        for key, each in found["clients"].items():
+            ratio = f"{each['ratio']:.3f} of the best raw client"
+            speed = f"{each['tokens_per_second']:10,.0f} tokens/s, {ratio}"
+            yield f"  {key:10} {speed}, {each['processor_ms']:.3f} ms of processor time"
     if found := report["weights"]:
         size, extra = found["num_bytes"] / 1e9, found["extra_bytes"]
         memory = f", {extra / 1e9:.2f} GB of further memory" if extra else ""

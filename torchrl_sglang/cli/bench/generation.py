@@ -1,58 +1,51 @@
-"""Throughput and latency of an engine, and of a raw client in the same run.
+"""Throughput, latency and overhead of an engine, and of raw clients in the same run.
 
-The raw client is the fastest use of SGLang's HTTP interface: a whole batch in one
-request, and nothing made of the response. All clients do the same work on the same
-server, in turns, so the ratio is what the engine costs.
+Raw clients are the fastest uses of SGLang's HTTP interface, and make nothing of the
+responses. All clients do the same work on the same server, in turns, so the ratio is
+what the engine costs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import orjson
 
+from torchrl_sglang.cli.bench.models import Load
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
-__all__ = ["Load", "measure_latency", "measure_throughput", "percentile"]
+__all__ = ["measure_latency", "measure_overhead", "measure_throughput", "percentile"]
 
-REQUEST_SECONDS = 600.0
+REQUEST_SECONDS = 3600.0
 KEEPALIVE_SECONDS = 3.0
 """Less than the five seconds after which the server closes idle connections."""
 
 FIRST_TOKEN = 5
 """Smaller ids are special in the built-in models."""
 
-Prompts = list[list[int]]
-Client = Callable[[Prompts], Awaitable[int]]
-"""Generates for some prompts, and returns how many tokens came."""
+TAIL = 64
+"""The longest response of :func:`long_tailed` over the shortest."""
 
+BATCHES = 4
+"""Synchronous batches that :func:`measure_overhead` divides a round into."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """What is generated."""
-
-    prompts: int = 64
-    """Prompts of one round."""
-    prompt_tokens: int = 64
-    """Length of each prompt."""
-    new_tokens: int = 64
-    """Length of each response."""
-    concurrency: int = 1
-    """Concurrent callers."""
-    repeats: int = 5
-    """Rounds that count; one before them does not."""
+T = TypeVar("T")
+Requests = list[tuple[list[int], int]]
+"""Prompts, and how many tokens each response has."""
+Client = Callable[[Requests], Awaitable[int]]
+"""Generates for some requests, and returns how many tokens came."""
 
 
 def measure_throughput(
@@ -67,21 +60,48 @@ def measure_throughput(
     ``ratio`` is the engine's share of the raw client's; with ``wrapper``,
     ``wrapper_ratio`` is the share of an :class:`~torchrl_sglang.SGLangWrapper`.
     """
-    _check_length(engine, load)
-
-    async def work(client: Client, prompts: Prompts, _warmup: bool) -> list[float]:
-        callers = min(load.concurrency, load.prompts)
-        shares = [prompts[first::callers] for first in range(callers)]
-        start = time.perf_counter()
-        tokens = sum(await asyncio.gather(*map(client, shares)))
-        return [tokens / (time.perf_counter() - start)]
-
-    speeds = asyncio.run(_run_rounds(engine, load, api_key, work, wrapper=wrapper))
-    found = {name: statistics.median(values) for name, values in speeds.items()}
+    names = ("raw", "engine", "wrapper") if wrapper else ("raw", "engine")
+    rounds = asyncio.run(_run_rounds(engine, load, names, _time_batches, api_key))
+    found = {
+        name: statistics.median(speed for speed, _ in values)
+        for name, values in rounds.items()
+    }
     found["ratio"] = found["engine"] / found["raw"]
     if wrapper:
         found["wrapper_ratio"] = found["wrapper"] / found["raw"]
     return found
+
+
+def measure_overhead(
+    engine: AsyncSGLang, load: Load, *, api_key: str | None = None
+) -> dict[str, Any]:
+    """Returns what each way of generating costs on responses of different lengths.
+
+    These are a raw client with one HTTP request for each prompt (``raw_each``) or for
+    all (``raw``), ``agenerate`` for each prompt (``each``) or for all (``engine``), and
+    synchronous batches (``batches``); lengths are :func:`long_tailed`. Of each client:
+    ``tokens_per_second``, its ``ratio`` to the best raw client, and ``processor_ms``,
+    this process's processor time for a request in milliseconds; medians of all rounds.
+    """
+    names = ["raw_each", "raw", "each", "engine", "batches"]
+    if engine.server_url not in engine.control.urls:
+        names.remove("raw")  # A router takes one set of parameters for a batch.
+    lengths = long_tailed(load)
+    rounds = asyncio.run(
+        _run_rounds(engine, load, names, _time_batches, api_key, lengths)
+    )
+    found = {
+        name: {
+            "tokens_per_second": statistics.median(speed for speed, _ in values),
+            "processor_ms": statistics.median(spent for _, spent in values),
+        }
+        for name, values in rounds.items()
+    }
+    raw = (row for name, row in found.items() if name.startswith("raw"))
+    best = max(row["tokens_per_second"] for row in raw)
+    for values in found.values():
+        values["ratio"] = values["tokens_per_second"] / best
+    return {"clients": found, "tokens": sum(lengths), "shortest": min(lengths)}
 
 
 def measure_latency(
@@ -92,52 +112,70 @@ def measure_latency(
     Each caller sends its next request when the previous one is answered. ``ratio`` is
     the raw client's median as a share of the engine's.
     """
-    _check_length(engine, load)
-
-    async def work(client: Client, prompts: Prompts, warmup: bool) -> list[float]:
-        waiting = iter(prompts[: load.concurrency] if warmup else prompts)
-        seconds: list[float] = []
-
-        async def call() -> None:
-            for prompt in waiting:
-                start = time.perf_counter()
-                await client([prompt])
-                seconds.append(time.perf_counter() - start)
-
-        await asyncio.gather(*(call() for _ in range(load.concurrency)))
-        return seconds
-
-    seconds = asyncio.run(_run_rounds(engine, load, api_key, work))
+    rounds = asyncio.run(
+        _run_rounds(engine, load, ("raw", "engine"), _time_requests, api_key)
+    )
     found: dict[str, Any] = {
         name: {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
-        for name, values in seconds.items()
+        for name, values in rounds.items()
     }
-    found["requests"] = len(seconds["engine"])
+    found["requests"] = len(rounds["engine"])
     found["ratio"] = found["raw"]["p50"] / found["engine"]["p50"]
     return found
+
+
+async def _time_batches(
+    client: Client, requests: Requests, load: Load, _warmup: bool
+) -> list[tuple[float, float]]:
+    """Returns tokens per second, and milliseconds of processor time for a request."""
+    callers = min(load.concurrency, load.prompts)
+    shares = [requests[first::callers] for first in range(callers)]
+    start, spent = time.perf_counter(), time.process_time()
+    tokens = sum(await asyncio.gather(*map(client, shares)))
+    seconds, spent = time.perf_counter() - start, time.process_time() - spent
+    return [(tokens / seconds, 1e3 * spent / len(requests))]
+
+
+async def _time_requests(
+    client: Client, requests: Requests, load: Load, warmup: bool
+) -> list[float]:
+    """Returns the seconds of each request."""
+    waiting = iter(requests[: load.concurrency] if warmup else requests)
+    seconds: list[float] = []
+
+    async def call() -> None:
+        for request in waiting:
+            start = time.perf_counter()
+            await client([request])
+            seconds.append(time.perf_counter() - start)
+
+    await asyncio.gather(*(call() for _ in range(load.concurrency)))
+    return seconds
 
 
 async def _run_rounds(
     engine: AsyncSGLang,
     load: Load,
+    names: Sequence[str],
+    work: Callable[[Client, Requests, Load, bool], Awaitable[list[T]]],
     api_key: str | None,
-    work: Callable[[Client, Prompts, bool], Awaitable[list[float]]],
-    *,
-    wrapper: bool = False,
-) -> dict[str, list[float]]:
+    lengths: Sequence[int] | None = None,
+) -> dict[str, list[T]]:
     """Runs all clients in turns; returns the values of the rounds that count."""
+    _check_length(engine, load)
     source = random.Random(0)
-    async with _raw_client(engine, load, api_key) as raw:
-        clients = {"raw": raw, "engine": _engine_client(engine, load)}
-        if wrapper:
+    async with _raw_clients(engine, api_key) as raw:
+        clients = {**raw, **_engine_clients(engine)}
+        if "wrapper" in names:
             clients["wrapper"] = _wrapper_client(engine, load)
-        found: dict[str, list[float]] = {name: [] for name in clients}
-        for number in range(load.repeats + 1):
-            for name, client in clients.items():
-                # New prompts every time, so that no client finds a cached prefix.
-                prompts = make_prompts(engine, load, source)
-                values = await work(client, prompts, number == 0)
-                found[name] += values if number else []
+        found: dict[str, list[T]] = {name: [] for name in names}
+        for number, name in itertools.product(range(load.repeats + 1), names):
+            # New prompts every time, so that no client finds a cached prefix.
+            prompts = make_prompts(engine, load, source)
+            sizes = lengths or [load.new_tokens] * len(prompts)
+            requests = list(zip(prompts, sizes, strict=True))
+            values = await work(clients[name], requests, load, number == 0)
+            found[name] += values if number else []
     return found
 
 
@@ -154,13 +192,30 @@ def _check_length(engine: AsyncSGLang, load: Load) -> None:
         )
 
 
-def make_prompts(engine: AsyncSGLang, load: Load, source: random.Random) -> Prompts:
+def make_prompts(
+    engine: AsyncSGLang, load: Load, source: random.Random
+) -> list[list[int]]:
     """Returns random prompts."""
     last = engine.capabilities.vocab_size - 1
     return [
         [source.randint(FIRST_TOKEN, last) for _ in range(load.prompt_tokens)]
         for _ in range(load.prompts)
     ]
+
+
+def long_tailed(load: Load) -> list[int]:
+    """Returns lengths of responses, log-normal, from 1/64 of the longest on.
+
+    Examples:
+        >>> lengths = long_tailed(Load(prompts=1024, new_tokens=2048))
+        >>> min(lengths), statistics.median(lengths), max(lengths)
+        (32, 265.5, 2048)
+    """
+    source = random.Random(0)
+    longest, shortest = load.new_tokens, max(load.new_tokens // TAIL, 1)
+    middle, spread = math.log(longest * shortest) / 2, math.log(longest / shortest) / 4
+    drawn = (source.lognormvariate(middle, spread) for _ in range(load.prompts))
+    return [round(min(max(length, shortest), longest)) for length in drawn]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -176,24 +231,20 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 @asynccontextmanager
-async def _raw_client(
-    engine: AsyncSGLang, load: Load, api_key: str | None
-) -> AsyncIterator[Client]:
+async def _raw_clients(
+    engine: AsyncSGLang, api_key: str | None
+) -> AsyncIterator[dict[str, Client]]:
     servers = list(engine.control.urls)
     # A router spreads requests over servers; without one, the client has to.
     targets = servers if engine.server_url in servers else [engine.server_url]
-    turns = itertools.cycle(targets)
+    urls = itertools.cycle([f"{target}/generate" for target in targets])
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
 
-    async def request(prompts: Prompts) -> int:
-        url = f"{next(turns)}/generate"
-        body = {
-            "input_ids": prompts,
-            "sampling_params": {"max_new_tokens": load.new_tokens, "ignore_eos": True},
-            "return_logprob": True,
-        }
+    async def post(prompts: Any, params: Any) -> Any:
+        body = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
+        url = next(urls)
         try:
             async with session.post(url, data=orjson.dumps(body)) as response:
                 content = await response.read()
@@ -202,30 +253,53 @@ async def _raw_client(
             raise ServerUnavailableError(
                 f"The raw client's request to {url} failed: {error!r}."
             ) from error
-        return sum(len(item["output_ids"]) for item in orjson.loads(content))
+        return orjson.loads(content)
 
-    async def client(prompts: Prompts) -> int:
-        shares = [prompts[first :: len(targets)] for first in range(len(targets))]
-        return sum(await asyncio.gather(*(request(share) for share in shares if share)))
+    async def each(requests: Requests) -> int:
+        calls = (post(prompt, _params(length)) for prompt, length in requests)
+        return sum(len(item["output_ids"]) for item in await asyncio.gather(*calls))
+
+    async def batch(requests: Requests) -> int:
+        shares = [requests[first :: len(targets)] for first in range(len(targets))]
+        calls = []
+        for share in filter(None, shares):
+            params: Any = [_params(length) for _, length in share]
+            if len({length for _, length in share}) == 1:
+                params = params[0]
+            calls.append(post([prompt for prompt, _ in share], params))
+        found = await asyncio.gather(*calls)
+        return sum(len(item["output_ids"]) for items in found for item in items)
 
     async with aiohttp.ClientSession(
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
     ) as session:
-        yield client
+        yield {"raw": batch, "raw_each": each}
 
 
-def _engine_client(engine: AsyncSGLang, load: Load) -> Client:
-    sampling = {"max_new_tokens": load.new_tokens, "ignore_eos": True}
+def _params(length: int) -> dict[str, Any]:
+    return {"max_new_tokens": length, "ignore_eos": True}
 
-    async def client(prompts: Prompts) -> int:
+
+def _engine_clients(engine: AsyncSGLang) -> dict[str, Client]:
+    async def batch(requests: Requests) -> int:
         completions = await engine.agenerate(
-            input_ids=prompts, sampling_params=sampling, return_logprobs=True
+            input_ids=[prompt for prompt, _ in requests],
+            sampling_params=[_params(length) for _, length in requests],
+            return_logprobs=True,
         )
         return sum(len(completion.token_ids) for completion in completions)
 
-    return client
+    async def each(requests: Requests) -> int:
+        return sum(await asyncio.gather(*(batch([request]) for request in requests)))
+
+    async def batches(requests: Requests) -> int:
+        size = -(-len(requests) // BATCHES)
+        firsts = range(0, len(requests), size)
+        return sum([await batch(requests[first : first + size]) for first in firsts])
+
+    return {"engine": batch, "each": each, "batches": batches}
 
 
 def _wrapper_client(engine: AsyncSGLang, load: Load) -> Client:
@@ -236,18 +310,19 @@ def _wrapper_client(engine: AsyncSGLang, load: Load) -> Client:
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 
     policy = SGLangWrapper(
-        engine,
-        input_mode="tokens",
-        generate_kwargs={"max_new_tokens": load.new_tokens, "ignore_eos": True},
+        engine, input_mode="tokens", generate_kwargs=_params(load.new_tokens)
     )
 
-    def generate(prompts: Prompts) -> int:
-        rows = [TensorDict(tokens=Tokens(prompt=torch.tensor(p))) for p in prompts]
+    def generate(requests: Requests) -> int:
+        rows = [
+            TensorDict(tokens=Tokens(prompt=torch.tensor(prompt)))
+            for prompt, _ in requests
+        ]
         result = policy(lazy_stack(rows))
         responses = result.get(("tokens", "response"), as_list=True)
         return sum(response.numel() for response in responses)
 
-    async def client(prompts: Prompts) -> int:
-        return await asyncio.to_thread(generate, prompts)
+    async def client(requests: Requests) -> int:
+        return await asyncio.to_thread(generate, requests)
 
     return client

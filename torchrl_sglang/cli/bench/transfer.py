@@ -6,14 +6,15 @@ GPUs it is a copy from one to another, or within the one that trainer and server
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ SAMPLE_SECONDS = 0.001
 GLOO_SECONDS = 60.0
 """Timeout for the two processes of the limit to meet, and for each broadcast."""
 
-OTHER_PROCESS = """
+OTHER_RANK = """
 import datetime, sys, torch, torch.distributed as dist
 port, num_bytes, rounds, seconds = map(int, sys.argv[1:])
 timeout = datetime.timedelta(seconds=seconds)
@@ -66,9 +67,9 @@ def measure_weights(
     and server together.
     """
     on_cpu = engine.capabilities.server_args.get("device") == "cpu"
-    shared = transport == "cuda_ipc"
     gpus = 0 if on_cpu else torch.cuda.device_count()
-    if not on_cpu and gpus < (1 if shared else 2):
+    target = 0 if transport == "cuda_ipc" else 1
+    if not on_cpu and gpus <= target:
         raise ConfigurationError(
             f"Weights travel from one GPU to another, and this process sees {gpus}; "
             f"measure where there are two."
@@ -84,15 +85,17 @@ def measure_weights(
     try:
         sender = scheme.create_sender()
         # The servers keep the memory that the first update takes.
-        with _MemoryWatch(gpus) as watch:
+        with _watch_memory(gpus) as taken:
             sender.update_weights(weights)
         reports = [sender.update_weights(weights) for _ in range(repeats)]
     finally:
         scheme.shutdown()
     weights.clear()
     first = reports[0]
-    limit = limit_of_gloo if on_cpu else limit_of_gpu if shared else limit_of_gpus
-    limit_seconds = limit(first.num_bytes, repeats)
+    if on_cpu:
+        limit = limit_of_gloo(first.num_bytes, repeats)
+    else:
+        limit = limit_of_gpus(first.num_bytes, repeats, target=target)
     send = statistics.median(report.phase_seconds["send"] for report in reports)
     update = statistics.median(report.seconds for report in reports)
     return {
@@ -100,11 +103,11 @@ def measure_weights(
         "num_bytes": first.num_bytes,
         "num_tensors": first.num_tensors,
         "num_buckets": first.num_buckets,
-        "limit": limit_seconds,
+        "limit": limit,
         "send": send,
         "update": update,
-        "extra_bytes": watch.taken,
-        "ratio": limit_seconds / update,
+        "extra_bytes": max(taken, default=None),
+        "ratio": limit / update,
         "gb_per_second": first.num_bytes / send / 1e9,
     }
 
@@ -117,36 +120,30 @@ def random_weights(engine: AsyncSGLang, device: str) -> dict[str, torch.Tensor]:
     }
 
 
-class _MemoryWatch:
-    """Samples the free memory of GPUs inside a ``with`` block."""
+@contextlib.contextmanager
+def _watch_memory(gpus: int) -> Iterator[list[int]]:
+    """Samples how much memory the block takes on any GPU."""
+    taken: list[int] = []
+    done = threading.Event()
 
-    def __init__(self, gpus: int) -> None:
-        self.taken: int | None = None
-        self._gpus = gpus
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+    def free() -> list[int]:
+        return [torch.cuda.mem_get_info(index)[0] for index in range(gpus)]
 
-    def __enter__(self) -> Self:
-        if self._gpus:
-            # Memory that this process caches would hide what it takes.
-            torch.cuda.empty_cache()
-            self._before = self._free()
-            self._thread.start()
-        return self
+    def watch() -> None:
+        while not done.wait(SAMPLE_SECONDS):
+            taken.extend(a - b for a, b in zip(before, free(), strict=True))
 
-    def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        if self._gpus:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(SAMPLE_SECONDS):
-            pairs = zip(self._before, self._free(), strict=True)
-            taken = max(before - now for before, now in pairs)
-            self.taken = max(taken, self.taken or 0)
-
-    def _free(self) -> list[int]:
-        return [torch.cuda.mem_get_info(index)[0] for index in range(self._gpus)]
+    if gpus:
+        # Memory that this process caches would hide what it takes.
+        torch.cuda.empty_cache()
+    before = free()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield taken
+    finally:
+        done.set()
+        thread.join()
 
 
 def limit_of_gloo(num_bytes: int, repeats: int) -> float:
@@ -154,30 +151,28 @@ def limit_of_gloo(num_bytes: int, repeats: int) -> float:
     timeout = datetime.timedelta(seconds=GLOO_SECONDS)
     store = open_store("127.0.0.1", 0, 2, timeout)
     numbers = map(str, (store.port, num_bytes, repeats + 1, int(GLOO_SECONDS)))
-    command = [sys.executable, "-c", OTHER_PROCESS, *numbers]
     with gloo_listens_on("127.0.0.1"):
         # In its own session, so that Ctrl-C only reaches this process, which ends it.
+        command = [sys.executable, "-c", OTHER_RANK, *numbers]
         other = subprocess.Popen(command, start_new_session=True)
-    try:
-        with gloo_listens_on("127.0.0.1"):
+        try:
             group: Any = dist.ProcessGroupGloo(store, 0, 2, timeout)
-        flat = torch.ones(num_bytes, dtype=torch.uint8)
+            flat = torch.ones(num_bytes, dtype=torch.uint8)
 
-        seconds = _median_seconds(lambda: _broadcast(group, flat), repeats)
-        other.wait(GLOO_SECONDS)
-    finally:
-        other.kill()
-        other.wait()
+            def broadcast() -> None:
+                group.broadcast([flat], dist.BroadcastOptions()).wait()
+                group.barrier().wait()
+
+            seconds = _median_seconds(broadcast, repeats)
+            other.wait(GLOO_SECONDS)
+        finally:
+            other.kill()
+            other.wait()
     return seconds
 
 
-def _broadcast(group: Any, flat: torch.Tensor) -> None:
-    group.broadcast([flat], dist.BroadcastOptions()).wait()
-    group.barrier().wait()
-
-
-def limit_of_gpus(num_bytes: int, repeats: int, *, target: int = 1) -> float:
-    """Returns the median seconds of a copy from the first GPU to another one."""
+def limit_of_gpus(num_bytes: int, repeats: int, *, target: int) -> float:
+    """Returns the median seconds of a copy from the first GPU to another, or itself."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda:0")
     copied = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{target}")
 
@@ -187,11 +182,6 @@ def limit_of_gpus(num_bytes: int, repeats: int, *, target: int = 1) -> float:
         torch.cuda.synchronize(target)
 
     return _median_seconds(copy, repeats)
-
-
-def limit_of_gpu(num_bytes: int, repeats: int) -> float:
-    """Returns the median seconds of a copy within the first GPU."""
-    return limit_of_gpus(num_bytes, repeats, target=0)
 
 
 def _median_seconds(function: Callable[[], None], repeats: int) -> float:
