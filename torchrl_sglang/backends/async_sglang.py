@@ -64,8 +64,8 @@ from torchrl_sglang.backends.support.checks import (
 from torchrl_sglang.backends.support.event_loop import (
     iterate,
     iterate_sync,
+    run_async,
     run_sync,
-    submit,
 )
 from torchrl_sglang.backends.support.open_files import limit_in_flight
 from torchrl_sglang.backends.support.urls import address_facing, is_this_machine
@@ -469,21 +469,25 @@ class AsyncSGLang(TorchRLCalls):
     ) -> list[Completion]:
         self._check_usable()
         work = self._generation.run(Batch(requests=requests, **options))
-        return await asyncio.wrap_future(submit(work))
+        return await run_async(work)
 
     def _to_batch(self, prompts: Any, sampling_params: Any, **options: Any) -> Batch:
         # Tokenizes in the caller's thread, so that the background loop is free.
         self._check_usable()
         return to_batch(prompts, sampling_params, self.get_tokenizer, **options)
 
+    async def _to_batch_aside(self, prompts: Any, *args: Any, **options: Any) -> Batch:
+        # A thread costs more than it saves where there is nothing to tokenize.
+        if prompts is None:
+            return self._to_batch(prompts, *args, **options)
+        return await asyncio.to_thread(self._to_batch, prompts, *args, **options)
+
     async def agenerate(
         self, prompts: Any = None, sampling_params: Any = None, **options: Any
     ) -> list[Completion]:
         """The same as :meth:`generate`, to be awaited on any event loop."""
-        batch = await asyncio.to_thread(
-            self._to_batch, prompts, sampling_params, **options
-        )
-        return await asyncio.wrap_future(submit(self._generation.run(batch)))
+        batch = await self._to_batch_aside(prompts, sampling_params, **options)
+        return await run_async(self._generation.run(batch))
 
     def generate_iter(
         self, prompts: Any = None, sampling_params: Any = None, **options: Any
@@ -511,9 +515,7 @@ class AsyncSGLang(TorchRLCalls):
         self, prompts: Any = None, sampling_params: Any = None, **options: Any
     ) -> AsyncIterator[tuple[int, Completion | SGLangError]]:
         """The same as :meth:`generate_iter`, to be iterated on any event loop."""
-        batch = await asyncio.to_thread(
-            self._to_batch, prompts, sampling_params, **options
-        )
+        batch = await self._to_batch_aside(prompts, sampling_params, **options)
         async with aclosing(iterate(self._generation.stream(batch))) as stream:
             async for item in stream:
                 yield item
@@ -650,7 +652,7 @@ class AsyncSGLang(TorchRLCalls):
     ) -> dict[str, Any]:
         """The same as :meth:`chat_completion`, to be awaited on any event loop."""
         call = self._call("/v1/chat/completions", payload, **options)
-        return await asyncio.wrap_future(submit(call))
+        return await run_async(call)
 
     async def _call(
         self,

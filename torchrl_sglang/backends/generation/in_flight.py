@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-import uuid
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -148,7 +147,7 @@ class InFlight:
         """Gives a request an id for one attempt; aborts it if it gets no answer."""
         # Each attempt has a new id: the previous one may be aborted meanwhile. A server
         # aborts all whose ids begin with the given one, so they have one length.
-        ticket.sent_as = uuid.uuid4().hex
+        ticket.sent_as = os.urandom(16).hex()
         self._counters.in_flight += 1
         try:
             yield

@@ -267,11 +267,9 @@ class _Reply:
                 f"sent {found}."
             )
         values = [entry[0] for entry in entries]
-        # The server writes the last id of the vocabulary as 0 (its value is the right
-        # one).
-        last = self._vocab_size - 1
-        if any(
-            entry[1] != token and not (token == last and entry[1] == 0)
+        if [entry[1] for entry in entries] != token_ids and any(
+            # The server writes the last id of the vocabulary as 0.
+            entry[1] != token and not (token == self._vocab_size - 1 and entry[1] == 0)
             for entry, token in zip(entries, token_ids, strict=True)
         ):
             raise ServerUnavailableError(

@@ -213,11 +213,8 @@ def _with_effect(
 ) -> list[SamplingParameter]:
     """Returns the parameters whose values, given or the server's, change something."""
     given = {**capabilities.default_sampling_params, **params}
-    return [
-        row
-        for name, row in SAMPLING_PARAMETERS.items()
-        if given.get(name) not in (None, *row.neutral)
-    ]
+    rows = ((SAMPLING_PARAMETERS.get(name), value) for name, value in given.items())
+    return [row for row, value in rows if row and value not in (None, *row.neutral)]
 
 
 def changes_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:

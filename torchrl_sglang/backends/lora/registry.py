@@ -14,7 +14,12 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
@@ -216,12 +221,11 @@ class AdapterRegistry:
         with self.held(adapters):
             yield adapters
 
-    @contextmanager
-    def held(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
+    def held(self, adapters: Sequence[Adapter | None]) -> AbstractContextManager[None]:
         """Keeps these adapters loaded while requests use them."""
         used = [adapter.served_as for adapter in adapters if adapter is not None]
-        with self._retirement.hold(used):
-            yield
+        # Most requests use none.
+        return self._retirement.hold(used) if used else nullcontext()
 
     # Discovery.
 

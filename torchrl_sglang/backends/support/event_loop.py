@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import contextvars
 import os
 import sys
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
 __all__ = [
@@ -19,6 +22,7 @@ __all__ = [
     "iterate",
     "iterate_sync",
     "on_background_loop",
+    "run_async",
     "run_sync",
     "submit",
 ]
@@ -27,12 +31,17 @@ T = TypeVar("T")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+_calls: weakref.WeakKeyDictionary[
+    asyncio.AbstractEventLoop, list[Callable[[], object]]
+] = weakref.WeakKeyDictionary()
+"""What other threads want a loop to call."""
 
 
 def _after_fork_in_child() -> None:
     # The parent may have held the lock, and its loop's thread does not exist here.
     global _lock, _loop
     _lock, _loop = threading.Lock(), None
+    _calls.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -87,17 +96,84 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
         del future
 
 
+async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine on the background loop and awaits it on any other loop."""
+    loop, caller = get_loop(), asyncio.get_running_loop()
+    if loop is caller:
+        return await coroutine
+    call = _Call(coroutine, caller)
+    _post(loop, call.start)
+    try:
+        return await call.result
+    except asyncio.CancelledError:
+        _post(loop, call.cancel)
+        raise
+    finally:
+        # As in run_sync(), an error would refer to itself.
+        del call
+
+
+class _Call(Generic[T]):
+    """A coroutine that runs on the background loop for another loop."""
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, T], caller: asyncio.AbstractEventLoop
+    ) -> None:
+        self.result: asyncio.Future[T] = caller.create_future()
+        self._coroutine = coroutine
+        self._caller = caller
+        self._context = contextvars.copy_context()
+
+    def start(self) -> None:
+        create = asyncio.get_running_loop().create_task
+        self._task = create(self._coroutine, context=self._context)
+        self._task.add_done_callback(lambda _: _post(self._caller, self._finish))
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    def _finish(self) -> None:
+        error = None if self._task.cancelled() else self._task.exception()
+        if self.result.done():
+            return
+        if self._task.cancelled():
+            self.result.cancel()
+        elif error is not None:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(self._task.result())
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Calls a function on a loop; waking it once serves all calls until it wakes."""
+    with _lock:
+        calls = _calls.setdefault(loop, [])
+        calls.append(call)
+        if len(calls) > 1:
+            return
+    # The owner of a closed loop waits for nothing.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(_run_calls, loop)
+
+
+def _run_calls(loop: asyncio.AbstractEventLoop) -> None:
+    with _lock:
+        calls = _calls.pop(loop)
+    for call in calls:
+        call()
+
+
 async def iterate(stream: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
     """Yields from a generator of the background loop, on any other event loop."""
     steps = _Steps(stream)
     try:
         while True:
-            item = await asyncio.wrap_future(submit(steps.next()))
+            item = await run_async(steps.next())
             if item is None:
                 return
             yield item
     finally:
-        await asyncio.shield(asyncio.wrap_future(submit(steps.close())))
+        await asyncio.shield(run_async(steps.close()))
 
 
 def iterate_sync(stream: AsyncGenerator[T, None]) -> Iterator[T]:

@@ -1,15 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
-from torchrl_sglang.backends.support.event_loop import get_loop, run_sync, submit
+from torchrl_sglang.backends.support.event_loop import (
+    get_loop,
+    run_async,
+    run_sync,
+    submit,
+)
 
 
 async def add(a: int, b: int) -> int:
@@ -53,6 +61,94 @@ def test_it_works_inside_another_loop():
         return run_sync(add(1, 2)), await where() is get_loop()
 
     assert asyncio.run(outer()) == (3, False)
+
+
+def test_results_and_errors_come_back_to_another_loop():
+    async def outer() -> list[int]:
+        with pytest.raises(ValueError, match="as raised"):
+            await run_async(fail())
+        assert await run_async(where()) is get_loop()
+        return await asyncio.gather(*(run_async(add(i, 1)) for i in range(500)))
+
+    assert asyncio.run(outer()) == list(range(1, 501))
+    assert run_sync(run_async(add(1, 2))) == 3
+
+
+def test_loops_that_come_and_go_get_their_results():
+    async def many() -> int:
+        return sum(await asyncio.gather(*(run_async(add(i, 0)) for i in range(200))))
+
+    sums = []
+    threads = [
+        threading.Thread(target=lambda: sums.append(asyncio.run(many())))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sums == [sum(range(200))] * 8
+
+
+def test_a_cancelled_caller_cancels_its_coroutine():
+    started, cancelled = threading.Event(), threading.Event()
+
+    async def wait_for_ever() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def outer() -> None:
+        task = asyncio.ensure_future(run_async(wait_for_ever()))
+        await asyncio.to_thread(started.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(outer())
+    assert cancelled.wait(60)
+
+
+def test_a_coroutine_whose_caller_has_gone_still_ends():
+    """The caller's loop is closed when the result comes."""
+    ended = threading.Event()
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.1)
+            ended.set()
+
+    async def outer() -> None:
+        task = asyncio.ensure_future(run_async(slow()))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(outer())
+    assert ended.wait(60)
+    assert run_sync(add(1, 2)) == 3
+
+
+def test_an_error_is_freed_without_the_garbage_collector():
+    class Mark:
+        pass
+
+    async def outer() -> weakref.ref[Mark]:
+        mark = Mark()
+        with contextlib.suppress(ValueError):
+            await run_async(fail())
+        return weakref.ref(mark)
+
+    gc.disable()
+    try:
+        assert asyncio.run(outer())() is None
+    finally:
+        gc.enable()
 
 
 def test_run_sync_on_its_own_loop_is_refused():
