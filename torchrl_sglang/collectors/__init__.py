@@ -1,7 +1,8 @@
 """LLM collectors whose ``update_policy_weights_()`` sends weights to SGLang servers.
 
 ``weight_sync.py`` attaches a scheme to any TorchRL collector; ``llm_collector.py`` is
-TorchRL's ``LLMCollector`` with the argument ``weight_sync_schemes``.
+TorchRL's ``LLMCollector`` with the argument ``weight_sync_schemes`` and quick rollouts,
+for which ``copies.py`` copies nested TensorDicts.
 
 ``async_llm_collector.py`` keeps the engine full while the trainer trains::
 

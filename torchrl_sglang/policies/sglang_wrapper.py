@@ -78,10 +78,10 @@ class SGLangWrapper(LLMWrapperBase):
     tokens       masks, tokens, log_probs
     ===========  ======================================================
 
-    Log-probs are the model's own, ``log_softmax(logits)``, whatever the sampling
-    parameters: TorchRL's losses compute the same from the trained model, so importance
-    ratios start at 1. ``logprobs_mode`` changes that for sampled tokens. The first
-    token of a scored sequence gets 0.0.
+    Log-probs are the model's own, ``log_softmax(logits)``, as TorchRL's losses compute
+    them from the trained model, so that importance ratios start at 1;
+    ``logprobs_mode`` changes that for sampled tokens. The first token of a scored
+    sequence gets 0.0.
 
     Args:
         model (RLSGLangEngine or str): an engine, the URL of a running server, or the
@@ -121,9 +121,8 @@ class SGLangWrapper(LLMWrapperBase):
             scoring.
         history_key, text_key, tokens_key, masks_key, log_probs_key (NestedKey): where
             to write each container.
-        batching (bool, optional): batch the calls of several threads. Also enabled by
-            either size. SGLang runs concurrent calls together anyway; batching saves
-            requests.
+        batching (bool, optional): batch the calls of several threads, although SGLang
+            runs concurrent calls together anyway. Also enabled by either size.
         min_batch_size (int, optional): number of prompts to wait for. Defaults to 1.
         max_batch_size (int, optional): maximum prompts per batch. A larger call is
             split into consecutive batches, of which only the first waits for others.
@@ -140,13 +139,10 @@ class SGLangWrapper(LLMWrapperBase):
         adapter (str, optional): name of the LoRA adapter to generate and score with;
             ``""`` selects the base model. Defaults to the engine's default adapter,
             which weight updates with ``transport="lora"`` set.
-        logprobs_mode (str): which log-probs to write for sampled tokens and top tokens.
-            ``"model"`` (default): the model's own. If the server returns others (with
-            penalties, ``logit_bias``, ``min_tokens`` or a grammar), the response is
-            scored in a second request; tokens whose weights were replaced meanwhile get
-            NaN. ``"sampling"``: those of the sampling distribution as SGLang returns
-            them: after temperature, penalties, biases and grammar, but not renormalised
-            over top-p, top-k and min-p. ``GenerationInfo.logprobs_mode`` records which.
+        logprobs_mode (str): which log-probs to write for sampled tokens and top tokens:
+            ``"model"`` (default), the model's own, or ``"sampling"``, those of the
+            sampling distribution; see :meth:`.AsyncSGLang.generate`.
+            ``GenerationInfo.logprobs_mode`` records which.
 
     Raises:
         ConfigurationError: (a ValueError) if an argument is invalid or unsupported.

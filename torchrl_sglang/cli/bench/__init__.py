@@ -87,6 +87,8 @@ def add_command(commands: Any) -> Parser:
     add("--bucket-bytes", default=2 << 30, help=text, **number)
     text = "throughput of SGLangWrapper, too"
     add("--wrapper", action="store_true", help=text)
+    text = "throughput of SGLangLLMCollector with ChatEnv, too"
+    add("--collector", action="store_true", help=text)
     text = "how weights are sent (default: %(default)s)"
     choices = ("broadcast", "cuda_ipc")
     add("--transport", choices=choices, default="broadcast", help=text)
@@ -223,7 +225,11 @@ def _measure(
         print(f"Measuring {action} ...", file=sys.stderr, flush=True)
         if action == "throughput":
             report[action] = generation.measure_throughput(
-                engine, load, api_key=key, wrapper=arguments.wrapper
+                engine,
+                load,
+                api_key=key,
+                wrapper=arguments.wrapper,
+                collector=arguments.collector,
             )
         elif action == "latency":
             report[action] = generation.measure_latency(engine, load, api_key=key)
@@ -250,7 +256,8 @@ def to_lines(report: dict[str, Any]) -> Iterator[str]:
         f"{load['prompt_tokens']} prompt tokens, {load['new_tokens']} new tokens, "
         f"log-probs, {_count(load['concurrency'], 'caller')}"
     )
-    clients = {"raw": "raw client", "engine": "engine", "wrapper": "wrapper"}
+    clients = {"raw": "raw client"}
+    clients |= {name: name for name in ("engine", "wrapper", "collector")}
     if found := report["throughput"]:
         yield f"\nthroughput: {_count(load['prompts'], 'prompt')} of {kind}"
         for key, name in clients.items():

@@ -13,6 +13,7 @@ import math
 import random
 import statistics
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,21 +55,30 @@ def measure_throughput(
     *,
     api_key: str | None = None,
     wrapper: bool = False,
+    collector: bool = False,
 ) -> dict[str, float]:
     """Returns tokens per second of each client on whole batches, medians of all rounds.
 
     ``ratio`` is the engine's share of the raw client's; with ``wrapper``,
-    ``wrapper_ratio`` is the share of an :class:`~torchrl_sglang.SGLangWrapper`.
+    ``wrapper_ratio`` is the share of an :class:`~torchrl_sglang.SGLangWrapper`, and
+    with ``collector``, ``collector_ratio`` that of an
+    :class:`~torchrl_sglang.SGLangLLMCollector` with TorchRL's ``ChatEnv``.
     """
-    names = ("raw", "engine", "wrapper") if wrapper else ("raw", "engine")
+    if collector and load.concurrency > 1:
+        raise ConfigurationError(
+            "A collector is one caller; leave --concurrency or --collector out."
+        )
+    wanted = {"wrapper": wrapper, "collector": collector}
+    more = [name for name, measured in wanted.items() if measured]
+    names = ("raw", "engine", *more)
     rounds = asyncio.run(_run_rounds(engine, load, names, _time_batches, api_key))
     found = {
         name: statistics.median(speed for speed, _ in values)
         for name, values in rounds.items()
     }
     found["ratio"] = found["engine"] / found["raw"]
-    if wrapper:
-        found["wrapper_ratio"] = found["wrapper"] / found["raw"]
+    for name in more:
+        found[f"{name}_ratio"] = found[name] / found["raw"]
     return found
 
 
@@ -166,8 +176,9 @@ async def _run_rounds(
     source = random.Random(0)
     async with _raw_clients(engine, api_key) as raw:
         clients = {**raw, **_engine_clients(engine)}
-        if "wrapper" in names:
-            clients["wrapper"] = _wrapper_client(engine, load)
+        makers = {"wrapper": _wrapper_client, "collector": _collector_client}
+        for name in makers.keys() & set(names):
+            clients[name] = makers[name](engine, load)
         found: dict[str, list[T]] = {name: [] for name in names}
         for number, name in itertools.product(range(load.repeats + 1), names):
             # New prompts every time, so that no client finds a cached prefix.
@@ -324,5 +335,45 @@ def _wrapper_client(engine: AsyncSGLang, load: Load) -> Client:
 
     async def client(requests: Requests) -> int:
         return await asyncio.to_thread(generate, requests)
+
+    return client
+
+
+def _collector_client(engine: AsyncSGLang, load: Load) -> Client:
+    from tensordict import TensorDict
+    from torchrl.envs.llm import ChatEnv
+
+    from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
+    from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+
+    tokenizer = engine.get_tokenizer()
+    # The environment looks at a batch when it is made.
+    queries = [TensorDict(query=["Hi"] * load.prompts, batch_size=(load.prompts,))]
+    loader = (queries[0] for _ in itertools.count())
+    env = ChatEnv.from_dataloader(
+        loader, tokenizer=tokenizer, batch_size=(load.prompts,)
+    )
+    policy = SGLangWrapper(
+        engine, generate_kwargs={"max_new_tokens": load.new_tokens, "ignore_eos": True}
+    )
+    with warnings.catch_warnings():
+        # The environment lacks a transform that only TorchRL's own wrappers need.
+        warnings.simplefilter("ignore", FutureWarning)
+        collector = SGLangLLMCollector(
+            env,
+            policy=policy,
+            dialog_turns_per_batch=load.prompts,
+            reset_at_each_iter=True,
+        )
+    batches = iter(collector)
+
+    def collect(requests: Requests) -> int:
+        texts = tokenizer.batch_decode([prompt for prompt, _ in requests])
+        queries[0] = TensorDict(query=texts, batch_size=(len(texts),))
+        responses = next(batches).view(-1).get(("tokens", "response"), as_list=True)
+        return sum(response.numel() for response in responses)
+
+    async def client(requests: Requests) -> int:
+        return await asyncio.to_thread(collect, requests)
 
     return client
