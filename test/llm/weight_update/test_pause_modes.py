@@ -282,7 +282,7 @@ def test_two_servers_one_of_which_is_killed(tiny_model_path, models, version):
 
         sender.update_weights(model)
         expected = call()
-        flying = InFlight(engine, call, least=len(prompts))
+        flying = InFlight(engine, call)
         for _ in range(3):
             generate(engine, PROMPTS[:1], INTERVAL)
             versions[sender.update_weights(model).version] = model
