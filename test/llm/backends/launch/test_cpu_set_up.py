@@ -25,6 +25,8 @@ from torchrl_sglang.backends.launch.cpu.install import (
 from torchrl_sglang.backends.launch.cpu.packages import install_packages, uv_settings
 from torchrl_sglang.errors import ConfigurationError
 
+INDEX = "https://index.test/simple"
+
 
 class TestUvSettings:
     @pytest.mark.parametrize(
@@ -45,6 +47,7 @@ class TestUvSettings:
             (
                 "global.index-url='https://own.test'",
                 {
+                    "UV_INDEX": "",
                     "UV_DEFAULT_INDEX": "https://own.test",
                     "UV_INDEX_STRATEGY": "unsafe-best-match",
                 },
@@ -52,7 +55,8 @@ class TestUvSettings:
             (
                 "install.extra-index-url='https://a.test\\nhttps://b.test'",
                 {
-                    "UV_INDEX": "https://a.test https://b.test",
+                    "UV_INDEX": f"{INDEX} https://a.test",
+                    "UV_DEFAULT_INDEX": "https://b.test",
                     "UV_INDEX_STRATEGY": "unsafe-best-match",
                 },
             ),
@@ -61,7 +65,7 @@ class TestUvSettings:
     def test_pip_s_sources_are_uv_s(
         self, configuration: str, settings: dict[str, str]
     ) -> None:
-        assert uv_settings(configuration) == settings
+        assert uv_settings(configuration, INDEX) == settings
 
 
 @pytest.fixture

@@ -29,13 +29,8 @@ __all__ = ["install_packages", "uv_settings"]
 ERROR_TAIL_LINES = 20
 """Lines of an installer's output in an error."""
 
-UV_VARIABLES = {
-    "index-url": ("UV_DEFAULT_INDEX", " "),
-    "extra-index-url": ("UV_INDEX", " "),
-    "find-links": ("UV_FIND_LINKS", ","),
-    "no-index": ("UV_NO_INDEX", " "),
-}
-"""pip's option -> uv's variable for the same, and what separates its values."""
+PIP_SECTIONS = (":env:", "install", "global")
+"""The sections of pip's configuration that ``pip install`` reads, strongest first."""
 
 
 def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
@@ -46,7 +41,9 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
     pip = [sys.executable, "-m", "pip"]
     has_pip, configuration = _run([*pip, "config", "list"], variables)
     # The user's settings for uv override those for pip.
-    variables = {**uv_settings(configuration if has_pip else ""), **variables}
+    if has_pip:
+        settings = uv_settings(configuration, _default_index())
+        variables = {**settings, **variables}
     installers: dict[str, list[str]] = {}
     # In this environment or on the search path.
     folders = [str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")]
@@ -76,21 +73,46 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
     )
 
 
-def uv_settings(pip_configuration: str) -> dict[str, str]:
-    """Returns settings of uv for the output of ``pip config list``."""
-    lines = [line.partition("=") for line in pip_configuration.splitlines()]
+def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
+    """Returns variables with which uv finds packages where pip finds them.
+
+    Args:
+        pip_configuration: the output of ``pip config list``.
+        default_index: the URL of pip's default index.
+    """
+    lines = (line.partition("=") for line in pip_configuration.splitlines())
+    values = {key: value for key, _, value in lines}
+
+    def words(option: str) -> list[str]:
+        keys = (f"{section}.{option}" for section in PIP_SECTIONS)
+        value = next((values[key] for key in keys if key in values), "''")
+        return str(ast.literal_eval(value)).split()
+
     settings: dict[str, str] = {}
-    # What ``pip install`` reads; later ones override.
-    for section in ("global", "install", ":env:"):
-        for key, _, value in lines:
-            option = key.removeprefix(f"{section}.")
-            if option != key and option in UV_VARIABLES:
-                variable, separator = UV_VARIABLES[option]
-                settings[variable] = separator.join(ast.literal_eval(value).split())
-    if settings.keys() & {"UV_DEFAULT_INDEX", "UV_INDEX"}:
-        # As pip does, which takes the best version of any index.
+    *first, last = [
+        *(words("index-url") or [default_index]),
+        *words("extra-index-url"),
+    ]
+    if last != default_index:
+        # pip takes the best version of any index, and among equals the file with the
+        # most specific tags; uv that of the first index, which has to be pip's first.
+        settings["UV_INDEX"] = " ".join(first)
+        settings["UV_DEFAULT_INDEX"] = last
         settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    if words("find-links"):
+        settings["UV_FIND_LINKS"] = ",".join(words("find-links"))
+    if words("no-index"):
+        settings["UV_NO_INDEX"] = words("no-index")[0]
     return settings
+
+
+def _default_index() -> str:
+    """Returns the URL of pip's default index, which no pip command prints."""
+    try:
+        from pip._internal.models.index import PyPI
+    except ImportError:
+        return ""
+    return str(PyPI.simple_url)
 
 
 def _run(command: Sequence[str], variables: dict[str, str]) -> tuple[bool, str]:
