@@ -24,15 +24,16 @@ _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + "ĠĊ"
 
 # Qwen's ChatML. The generation block, which becomes the assistant mask, holds content
 # and end of turn: the model has to learn both.
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
-    {%- else %}{{ message['content'] + '<|im_end|>' }}{% endif %}
-    {{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
