@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.adapters import adapter_from_model
+from helpers.log_probs import response_difference
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import Tokens
@@ -455,10 +456,15 @@ def test_whole_weights_replace_what_anybody_published(
                 report, expected = sender.recover(), hf_model
             else:
                 report, expected = sender.update_weights(whole), whole
-            answers = [in_flight.result()]
+            continued = in_flight.result()
         assert int(report.version) > int(published.version)
-        answers += [ask(lora_engine), ask(other)]
-        for answer in answers:
+        # It goes on under the whole weights, without the adapter.
+        last = continued.versions[-1]
+        assert continued.adapter is None
+        assert last.version == report.version
+        found = response_difference(continued, PROMPT, expected, last.start, last.end)
+        assert found < TOLERANCE
+        for answer in (ask(lora_engine), ask(other)):
             assert answer.adapter is None
             assert [span.version for span in answer.versions] == [report.version]
             assert peft_models.difference(answer, PROMPT, expected) < TOLERANCE
