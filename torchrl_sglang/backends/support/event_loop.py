@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import contextvars
 import os
 import sys
@@ -151,9 +150,12 @@ def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
         calls.append(call)
         if len(calls) > 1:
             return
-    # The owner of a closed loop waits for nothing.
-    with contextlib.suppress(RuntimeError):
+    try:
         loop.call_soon_threadsafe(_run_calls, loop)
+    except RuntimeError:
+        # The loop is closed: nobody waits, and its calls refer to it.
+        with _lock:
+            _calls.pop(loop, None)
 
 
 def _run_calls(loop: asyncio.AbstractEventLoop) -> None:

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 
+from torchrl_sglang.backends.support import event_loop
 from torchrl_sglang.backends.support.event_loop import (
     get_loop,
     run_async,
@@ -132,6 +133,8 @@ def test_a_coroutine_whose_caller_has_gone_still_ends():
     asyncio.run(outer())
     assert ended.wait(60)
     assert run_sync(add(1, 2)) == 3
+    # What could not be posted to the closed loop does not keep it.
+    assert not any(loop.is_closed() for loop in list(event_loop._calls))
 
 
 def test_an_error_is_freed_without_the_garbage_collector():
