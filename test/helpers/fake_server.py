@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-import orjson
+import msgspec
 from aiohttp import web
 
 from torchrl_sglang.backends.generation.sampling import SAMPLING_PARAMETERS
@@ -293,8 +293,8 @@ class FakeServer:
         self._most_open = max(self._most_open, len(server.connections))
         body = await request.read()
         try:
-            content = orjson.loads(body) if body else None
-        except orjson.JSONDecodeError:
+            content = msgspec.json.decode(body) if body else None
+        except ValueError:
             return _refusal("JSON decode error")
         with self._changed:
             self.requests.append((request.method, request.path, content))
@@ -650,7 +650,7 @@ class _Events(web.StreamResponse):
             request.transport.close()
 
     async def _write(self, content: Any) -> None:
-        await self.write(b"data: " + orjson.dumps(content) + b"\n\n")
+        await self.write(b"data: " + msgspec.json.encode(content) + b"\n\n")
 
 
 def _respond(
@@ -814,7 +814,9 @@ def _spoil(reply: dict[str, Any], fault: Fault | None, tokens: int) -> None:
 
 def _json(content: Any, status: int = 200) -> web.Response:
     return web.Response(
-        body=orjson.dumps(content), status=status, content_type="application/json"
+        body=msgspec.json.encode(content),
+        status=status,
+        content_type="application/json",
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import fields
 from typing import Any
 
-import orjson
+import msgspec
 import torch
 
 from torchrl_sglang.backends.client.http import HttpClient
@@ -185,7 +185,7 @@ def start_id(server_info: Mapping[str, Any]) -> str:
     times = [server_info.get("startup_time"), *(s.get("startup_time") for s in states)]
     known = [server_info.get("random_seed"), *times]
     found = [each for each in known if each is not None]
-    return orjson.dumps(found).decode() if found else ""
+    return msgspec.json.encode(found).decode() if found else ""
 
 
 def check_same(
@@ -270,7 +270,7 @@ def interpret(
 
 def _mapping(value: object) -> dict[str, Any]:
     # Reported as JSON text, or as a mapping.
-    content = orjson.loads(value) if isinstance(value, str) and value else value
+    content = msgspec.json.decode(value) if isinstance(value, str) and value else value
     return dict(content) if isinstance(content, Mapping) else {}
 
 

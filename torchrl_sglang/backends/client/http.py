@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
-import orjson
+import msgspec
 
 from torchrl_sglang.backends.support.checks import check_seconds
 from torchrl_sglang.backends.support.event_loop import run_sync, submit
@@ -81,8 +81,8 @@ class Response:
     def json(self) -> Any:
         """Returns the decoded body."""
         try:
-            return orjson.loads(self.body)
-        except orjson.JSONDecodeError:
+            return msgspec.json.decode(self.body)
+        except ValueError:
             raise ServerUnavailableError(
                 f"{self.url} answered {self.status} with a body that is not JSON: "
                 f"{self.body[:200]!r}. Is it an SGLang server?",
@@ -93,8 +93,8 @@ class Response:
         """Returns the message of an error response, in any of SGLang's formats."""
         text = self.body.decode("utf-8", "replace").strip()
         try:
-            content = orjson.loads(self.body)
-        except orjson.JSONDecodeError:
+            content = msgspec.json.decode(self.body)
+        except ValueError:
             content = text
         inner = content.get("error", content) if isinstance(content, dict) else text
         if isinstance(inner, dict):
@@ -221,8 +221,8 @@ class HttpClient:
         """Sends a request and yields the response after its headers were read."""
         check_seconds("timeout", timeout)
         try:
-            data = None if payload is None else orjson.dumps(payload)
-        except orjson.JSONEncodeError as error:
+            data = None if payload is None else msgspec.json.encode(payload)
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigurationError(
                 f"The request to {url} cannot be encoded as JSON: {error}."
             ) from None

@@ -17,19 +17,18 @@ from typing import Any, TypeVar
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.http import HttpClient
+from torchrl_sglang.backends.client.http import Response as Answer
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.weights_state import Weights
 from torchrl_sglang.backends.generation.in_flight import InFlight, Ticket
 from torchrl_sglang.backends.generation.metrics import Counters
-from torchrl_sglang.backends.generation.protocol import (
-    CUT_SHORT,
-    ROUTING_KEY_HEADER,
+from torchrl_sglang.backends.generation.reply import (
+    Reply,
     cut_short,
-    finished,
+    decode_reply,
     parse_completion,
-    to_payload,
 )
-from torchrl_sglang.backends.generation.request import GenerateRequest
+from torchrl_sglang.backends.generation.request import GenerateRequest, to_payload
 from torchrl_sglang.backends.generation.sampling import dropped_by_router
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.errors import (
@@ -40,7 +39,14 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 
-__all__ = ["MAX_ATTEMPTS", "Dispatcher", "Outcome", "Response", "retry_delay"]
+__all__ = [
+    "MAX_ATTEMPTS",
+    "ROUTING_KEY_HEADER",
+    "Dispatcher",
+    "Outcome",
+    "Response",
+    "retry_delay",
+]
 
 MAX_ATTEMPTS = 5
 """Default for how often a request is sent."""
@@ -49,6 +55,10 @@ FIRST_DELAY_SECONDS = 0.1
 """Longest delay before the second attempt; it doubles for each further one."""
 
 LONGEST_DELAY_SECONDS = 5.0
+
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+"""A router with a keyed policy sends requests with equal values of this header to one
+server."""
 
 Outcome = Completion | SGLangError
 """Result of a request."""
@@ -128,10 +138,12 @@ class Dispatcher:
                     stream=url in self.fleet.urls
                     and not self.capabilities.streams_deltas,
                 )
-                exchange = self._stream if "stream" in payload else self.post
-                reply = await exchange(
-                    f"{url}/generate", payload, ticket, deadline, request.session_id
-                )
+                path, session, lost = f"{url}/generate", request.session_id, False
+                if "stream" in payload:
+                    reply, lost = await self._stream(path, payload, ticket, deadline)
+                else:
+                    answer = await self.post(path, payload, ticket, deadline, session)
+                    reply = decode_reply(answer)
             outcome = self._read(reply, request, url, weights.version, ticket)
             if isinstance(outcome, Completion):
                 if count:
@@ -149,7 +161,7 @@ class Dispatcher:
                 weights=weights,
                 sent_at=sent_at,
                 deadline=deadline,
-                cut_short=CUT_SHORT in reply,
+                cut_short=lost,
             )
 
         return await self.send(
@@ -205,8 +217,8 @@ class Dispatcher:
         ticket: Ticket,
         deadline: float,
         session_id: str | None,
-    ) -> Any:
-        """Posts a request and returns the content of the answer."""
+    ) -> Answer:
+        """Posts a request and returns the answer, which is a success."""
         answer = await self.http.request(
             "POST",
             url,
@@ -214,20 +226,14 @@ class Dispatcher:
             timeout=seconds_left(deadline),
             headers={ROUTING_KEY_HEADER: session_id or ticket.sent_as},
         )
-        return answer.raise_for_status().json()
+        return answer.raise_for_status()
 
     async def _stream(
-        self,
-        url: str,
-        payload: dict[str, Any],
-        ticket: Ticket,
-        deadline: float,
-        session_id: str | None,
-    ) -> Any:
-        """Posts a request; returns what has come, if the server ends on the way."""
-        latest = None
+        self, url: str, payload: dict[str, Any], ticket: Ticket, deadline: float
+    ) -> tuple[Reply, bool]:
+        """Posts a request; returns its reply, and whether the server ended before."""
+        latest, left = None, seconds_left(deadline)
         try:
-            left = seconds_left(deadline)
             async with aclosing(self.http.events(url, payload, timeout=left)) as events:
                 async for event in events:
                     latest = event
@@ -240,12 +246,14 @@ class Dispatcher:
             self.in_flight.abandon(ticket)
             self.fleet.failed(url.removesuffix("/generate"))
             self.counters.retries += 1
-            return cut_short(latest.json(), error)
-        return finished(latest, url)
+            return cut_short(decode_reply(latest), error), True
+        if latest is None:
+            raise ServerUnavailableError(f"{url} sent a stream without any event.")
+        return decode_reply(latest), False
 
     def _read(
         self,
-        reply: Any,
+        reply: Reply,
         request: GenerateRequest,
         url: str,
         sent_version: str,

@@ -21,8 +21,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.generation.dispatch import seconds_left
-from torchrl_sglang.backends.generation.protocol import response_limit
-from torchrl_sglang.backends.generation.request import GenerateRequest
+from torchrl_sglang.backends.generation.request import GenerateRequest, response_limit
 from torchrl_sglang.backends.generation.sampling import changes_logits, temperature_of
 from torchrl_sglang.errors import (
     ConfigurationError,

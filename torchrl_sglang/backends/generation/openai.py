@@ -45,9 +45,10 @@ async def post_openai(
             version = dispatcher.fleet.weights.version
             defaults = {"model": "default", "extra_key": version}
             sent = {**defaults, **content, **selected, "rid": ticket.sent_as}
-            reply = await dispatcher.post(
+            answer = await dispatcher.post(
                 url + path, sent, ticket, ticket.deadline, session_id
             )
+            reply = answer.json()
         if not isinstance(reply, dict):
             raise ServerUnavailableError(f"{url}{path} answered {reply!r:.200}.")
         return reply

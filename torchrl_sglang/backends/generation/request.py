@@ -1,8 +1,8 @@
-"""One frozen request per prompt, from the caller's arguments to the payload.
+"""One frozen request per prompt, from the caller's arguments to the payload. Pure.
 
 :func:`to_batch` turns the arguments of :meth:`.AsyncSGLang.generate` into requests,
-:func:`check_request` compares one with what the servers can do, and
-:func:`.protocol.to_payload` writes it as JSON.
+:func:`check_request` compares one with what the servers can do, and :func:`to_payload`
+makes the content of a ``/generate`` call of it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,22 @@ from torchrl_sglang.types import LogProbsMode, ServerCapabilities
 
 __all__ = [
     "GENERATE_TIMEOUT_SECONDS",
+    "STREAM_INTERVAL",
     "Batch",
     "GenerateRequest",
     "check_logprobs_mode",
     "check_request",
     "longest_prompt",
+    "response_limit",
     "to_batch",
+    "to_payload",
 ]
 
 GENERATE_TIMEOUT_SECONDS = 1800.0
 """Default timeout of a batch."""
+
+STREAM_INTERVAL = 128
+"""Tokens between two events of a stream: what is lost with a server is less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,3 +324,59 @@ def check_prompt(
 def longest_prompt(capabilities: ServerCapabilities) -> int:
     """Returns the most tokens of a prompt that leave room for a response."""
     return min(capabilities.max_prompt, capabilities.max_context - 1)
+
+
+def to_payload(
+    request: GenerateRequest,
+    capabilities: ServerCapabilities,
+    *,
+    cache_key: str,
+    rid: str,
+    adapter: str | None = None,
+    stream: bool = False,
+) -> dict[str, Any]:
+    """Returns the JSON content of a ``/generate`` call.
+
+    Source: ``GenerateReqInput`` in ``sglang/srt/managers/io_struct.py``.
+    """
+    own = not request.score_response
+    start = 0 if request.return_prompt_logprobs else -1
+    payload: dict[str, Any] = {
+        "input_ids": list(request.input_ids),
+        "sampling_params": _limited_params(request, capabilities),
+        "return_logprob": request.return_prompt_logprobs
+        or (request.wants_logprobs and own),
+        "top_logprobs_num": request.top_logprobs if own else 0,
+        "logprob_start_len": (
+            start if request.scored_from is None else request.scored_from
+        ),
+        "extra_key": cache_key,
+        "rid": rid,
+    }
+    if stream and payload["sampling_params"]["max_new_tokens"] > STREAM_INTERVAL:
+        payload["stream"] = True
+        payload["sampling_params"]["stream_interval"] = STREAM_INTERVAL
+    return payload if adapter is None else {**payload, "lora_path": adapter}
+
+
+def _limited_params(
+    request: GenerateRequest, capabilities: ServerCapabilities
+) -> dict[str, Any]:
+    """Returns sampling parameters that are cut to what the context has room for."""
+    params = dict(request.sampling_params)
+    limit = response_limit(request, capabilities)
+    if params.get("max_new_tokens") is not None:
+        limit = min(params["max_new_tokens"], limit)
+    params["max_new_tokens"] = limit
+    if "min_new_tokens" in params:
+        params["min_new_tokens"] = min(params["min_new_tokens"], limit)
+    return params
+
+
+def response_limit(request: GenerateRequest, capabilities: ServerCapabilities) -> int:
+    """Returns the largest possible number of response tokens."""
+    longest = capabilities.max_context
+    if request.score_response:
+        # Prompt and response are sent as a prompt afterwards.
+        longest = min(longest, capabilities.max_prompt)
+    return longest - len(request.input_ids)

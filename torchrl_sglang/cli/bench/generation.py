@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
-import orjson
+import msgspec
 
 from torchrl_sglang.cli.bench.models import Load
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
@@ -257,14 +257,14 @@ async def _raw_clients(
         body = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
         url = next(urls)
         try:
-            async with session.post(url, data=orjson.dumps(body)) as response:
+            async with session.post(url, data=msgspec.json.encode(body)) as response:
                 content = await response.read()
                 response.raise_for_status()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerUnavailableError(
                 f"The raw client's request to {url} failed: {error!r}."
             ) from error
-        return orjson.loads(content)
+        return msgspec.json.decode(content)
 
     async def each(requests: Requests) -> int:
         calls = (post(prompt, _params(length)) for prompt, length in requests)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import aiohttp
-import orjson
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -234,7 +234,7 @@ def test_a_budget_that_is_none(client, timeout):
         get(client, "http://127.0.0.1:1", timeout=timeout)
 
 
-@pytest.mark.parametrize("payload", [{1: 2}, {"a": 2**64}, {"a": "\ud800"}, object()])
+@pytest.mark.parametrize("payload", [{"a": "\ud800"}, {"a": {(1, 2): 3}}, object()])
 def test_a_payload_that_json_cannot_encode(client, fake, payload):
     call = client.request("POST", f"{fake.url}/x", payload, timeout=10)
     with pytest.raises(ConfigurationError, match="cannot be encoded as JSON"):
@@ -398,7 +398,7 @@ def test_a_large_body_arrives_whole_and_typed(client):
             {
                 "type": request.content_type,
                 "length": request.content_length,
-                "same": orjson.loads(body) == payload,
+                "same": msgspec.json.decode(body) == payload,
             }
         )
 
@@ -412,6 +412,6 @@ def test_a_large_body_arrives_whole_and_typed(client):
     payload = {"weights": "x" * (4 * STREAMED_BODY_BYTES)}
     assert run_sync(post()).json() == {
         "type": "application/json",
-        "length": len(orjson.dumps(payload)),
+        "length": len(msgspec.json.encode(payload)),
         "same": True,
     }

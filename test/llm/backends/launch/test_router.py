@@ -21,7 +21,7 @@ import pytest
 
 from torchrl_sglang import make_sglang_server
 from torchrl_sglang.backends.client.http import HttpClient, Response
-from torchrl_sglang.backends.generation.protocol import ROUTING_KEY_HEADER
+from torchrl_sglang.backends.generation.dispatch import ROUTING_KEY_HEADER
 from torchrl_sglang.backends.generation.sampling import (
     SAMPLING_PARAMETERS,
     dropped_by_router,

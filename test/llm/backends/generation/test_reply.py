@@ -5,13 +5,18 @@ import dataclasses
 import math
 import re
 
+import msgspec
 import numpy as np
-import orjson
 import pytest
 import torch
 
-from torchrl_sglang.backends.generation.protocol import parse_completion, to_payload
-from torchrl_sglang.backends.generation.request import GenerateRequest, check_prompt
+from torchrl_sglang.backends.client.http import Response
+from torchrl_sglang.backends.generation.reply import decode_reply, parse_completion
+from torchrl_sglang.backends.generation.request import (
+    GenerateRequest,
+    check_prompt,
+    to_payload,
+)
 from torchrl_sglang.backends.generation.sampling import (
     SAMPLING_PARAMETERS,
     check_sampling_params,
@@ -175,7 +180,7 @@ def test_sampling_params_that_are_rewritten(capabilities):
         "temperature": 0.5,
     }
     assert given == kept
-    orjson.dumps(checked)
+    msgspec.json.encode(checked)
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -277,7 +282,9 @@ REQUEST = GenerateRequest(
 
 
 def parse(reply, request=REQUEST):
-    return parse_completion(reply, request, vocab_size=300, server="http://one:1")
+    body = msgspec.json.encode(reply)
+    read = decode_reply(Response(url="http://one:1/generate", status=200, body=body))
+    return parse_completion(read, request, vocab_size=300, server="http://one:1")
 
 
 def changed(*path_and_value):
@@ -363,7 +370,7 @@ def test_last_vocabulary_id_is_written_as_zero():
         (None, "malformed"),
         ("text", "malformed"),
         ([], "malformed"),
-        ({}, "meta_info"),
+        ({}, "output_ids"),
         (changed("output_ids", ...), "output_ids"),
         (changed("output_ids", None), "malformed"),
         (changed("output_ids", 7), "malformed"),

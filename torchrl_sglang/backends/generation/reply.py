@@ -1,0 +1,323 @@
+"""Replies of SGLang's ``/generate``: their schema, and the completions in them. Pure.
+
+No reply that lacks requested log-probs passes :func:`parse_completion`: a log-prob is
+never invented.
+
+Source: ``BatchStrOutput`` and ``_handle_batch_output`` in
+``sglang/srt/managers/tokenizer_manager.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from torchrl_sglang.backends.client.http import Response
+from torchrl_sglang.backends.generation.request import GenerateRequest
+from torchrl_sglang.errors import (
+    GenerationAbortedError,
+    RequestRefusedError,
+    ServerUnavailableError,
+)
+from torchrl_sglang.types import Completion, VersionSpan
+
+__all__ = ["Reply", "cut_short", "decode_reply", "parse_completion"]
+
+NAN_STOP = "NaN happened"
+"""The stop text that SGLang reports when it sampled from logits that are NaN."""
+
+
+# A reply holds an entry for each token. As objects that Python's garbage collector
+# tracks, those of some hundred replies make it walk through the whole process.
+class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A log-prob: ``[log-prob, token id, text]``."""
+
+    log_prob: float | None
+    """``None`` for the first prompt token, and where the logits are NaN."""
+    token_id: int
+
+
+class Span(msgspec.Struct, frozen=True, gc=False):
+    """The tokens that one version of the weights generated."""
+
+    version: str | int
+    start: int
+    end: int
+
+
+class FinishReason(msgspec.Struct, frozen=True, gc=False):
+    """Why a response ended."""
+
+    type: str
+    matched: Any = None
+    """The stop token id or stop string."""
+    message: str | None = None
+    status_code: int | None = None
+
+
+class MetaInfo(msgspec.Struct, gc=False):
+    """What a server says of a response."""
+
+    finish_reason: FinishReason | None
+    """``None`` in a stream, until the response has ended."""
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    num_retractions: int | None = None
+    weight_version: str | int | None = None
+    """Version when the response ended."""
+    weight_versions: list[Span] | None = None
+    input_token_logprobs: list[Entry] | None = None
+    output_token_logprobs: list[Entry] | None = None
+    input_top_logprobs: list[list[Entry] | None] | None = None
+    output_top_logprobs: list[list[Entry] | None] | None = None
+
+
+class Reply(msgspec.Struct, gc=False):
+    """A reply of ``/generate``, or one event of its stream."""
+
+    output_ids: list[int]
+    meta_info: MetaInfo
+    text: str | None = None
+
+
+_DECODER = msgspec.json.Decoder(Reply)
+
+
+def decode_reply(answer: Response) -> Reply:
+    """Returns the reply in a body; raises the error that a stream's event holds."""
+    try:
+        return _DECODER.decode(answer.body)
+    except ValueError as problem:
+        content = answer.json()
+        error = content.get("error") if isinstance(content, dict) else None
+        if isinstance(error, dict):
+            status = error.get("code")
+            Response(
+                url=answer.url,
+                status=status if isinstance(status, int) else 500,
+                body=answer.body,
+            ).raise_for_status()
+        raise ServerUnavailableError(
+            f"{answer.url} sent a malformed reply ({problem}): {content!r:.300}"
+        ) from problem
+
+
+def cut_short(reply: Reply, error: Exception) -> Reply:
+    """Returns the reply of a server that ended, from its latest event."""
+    ids, meta = reply.output_ids, reply.meta_info
+    if meta.completion_tokens is None:
+        raise error from None
+    # Lists can have grown since the event was made.
+    lists = filter(None, (meta.output_token_logprobs, meta.output_top_logprobs))
+    length = min(meta.completion_tokens, len(ids), *map(len, lists))
+    meta = msgspec.structs.replace(
+        meta,
+        finish_reason=FinishReason(type="abort", message=str(error)),
+        completion_tokens=length,
+        output_token_logprobs=_first(meta.output_token_logprobs, length),
+        output_top_logprobs=_first(meta.output_top_logprobs, length),
+    )
+    return Reply(output_ids=ids[:length], meta_info=meta, text=reply.text)
+
+
+def _first(values: list[Any] | None, length: int) -> list[Any] | None:
+    return values and values[:length]
+
+
+def parse_completion(
+    reply: Reply,
+    request: GenerateRequest,
+    *,
+    vocab_size: int,
+    server: str,
+    sent_version: str | None = None,
+) -> Completion:
+    """Returns the completion in a reply; raises an error for any other reply.
+
+    An error for an abort has the tokens until then.
+    """
+    read = _Reader(reply, vocab_size, server)
+    try:
+        read.check_end()
+    except GenerationAbortedError as error:
+        raise error.replace(partial=read.partial(request, sent_version)) from None
+    return read.completion(request, sent_version)
+
+
+class _Reader:
+    """Reads a reply and checks it."""
+
+    def __init__(self, reply: Reply, vocab_size: int, server: str) -> None:
+        self._meta, self._token_ids = reply.meta_info, reply.output_ids
+        self._text = reply.text
+        self._vocab_size = vocab_size
+        self._server = server
+        if self._meta.finish_reason is None:
+            raise ServerUnavailableError(
+                f"{server} sent a malformed reply: the response has no finish_reason."
+            )
+        self._reason = self._meta.finish_reason
+
+    def completion(
+        self, request: GenerateRequest, sent_version: str | None
+    ) -> Completion:
+        """Returns the response that was asked for."""
+        meta, length = self._meta, len(self._token_ids)
+        log_probs = prompt_log_probs = top_token_ids = top_log_probs = None
+        tops: Sequence[list[Entry] | None] = ()
+        own_scores = not request.score_response
+        if request.scored_from is not None:
+            scored = request.input_ids[request.scored_from :]
+            log_probs = self._log_probs("input_token_logprobs", scored)[1:]
+            tops, length = (meta.input_top_logprobs or ())[1:], len(log_probs)
+        elif own_scores:
+            tops = meta.output_top_logprobs or ()
+            if request.return_logprobs:
+                log_probs = self._log_probs("output_token_logprobs", self._token_ids)
+        if request.return_prompt_logprobs:
+            prompt = request.input_ids
+            prompt_log_probs = self._log_probs("input_token_logprobs", prompt)
+        if request.top_logprobs and own_scores:
+            rows = self._top_entries(tops, length, request.top_logprobs)
+            top_token_ids = [[entry.token_id for entry in row] for row in rows]
+            top_log_probs = [[_known(entry.log_prob) for entry in row] for row in rows]
+        final = meta.weight_version
+        versions = self._versions(sent_version)
+        return Completion(
+            token_ids=self._token_ids,
+            log_probs=log_probs,
+            logprobs_mode=(
+                request.logprobs_mode if request.wants_logprobs and own_scores else None
+            ),
+            top_token_ids=top_token_ids,
+            top_log_probs=top_log_probs,
+            prompt_log_probs=prompt_log_probs,
+            finish_reason=self._reason.type,  # type: ignore[arg-type]  # Checked.
+            matched_stop=self._reason.matched,
+            cached_tokens=meta.cached_tokens or 0,
+            versions=versions,
+            weight_version=None if final is None else str(final),
+            mixed_state=(
+                # Unless a retraction recomputed it, the KV cache is of older weights.
+                (meta.num_retractions or 0) < len(versions) - 1
+                or (not versions and bool(self._token_ids))
+            ),
+            text=self._text,
+        )
+
+    def partial(
+        self, request: GenerateRequest, sent_version: str | None
+    ) -> Completion | None:
+        """Returns the tokens of an aborted response; ``None`` if they are not known."""
+        ids, counted = self._token_ids, self._meta.completion_tokens
+        # Some versions send the last token only; and one that is out of the vocabulary
+        # would kill the server that is to go on from it.
+        if (
+            self._reason.type != "abort"
+            or counted not in (None, len(ids))
+            or not all(0 <= token < self._vocab_size for token in ids)
+        ):
+            return None
+        try:
+            return self.completion(request, sent_version)
+        except ServerUnavailableError:
+            # A request that was aborted in the queue has no log-probs of its prompt.
+            return None
+
+    def check_end(self) -> None:
+        """Raises an error unless a response ended as it should."""
+        reason, length = self._reason, len(self._token_ids)
+        if reason.type == "abort":
+            raise _abort_error(reason, length, self._server)
+        if reason.matched == NAN_STOP:
+            raise GenerationAbortedError(
+                f"{self._server} ended a response after {length} tokens, the last of "
+                f"which is made up: the model's logits were not numbers (NaN). Check "
+                f"the weights that were sent last."
+            )
+        if reason.type not in ("stop", "length"):
+            raise ServerUnavailableError(
+                f"{self._server} ended a response for an unknown reason: {reason!r}."
+            )
+        counted = self._meta.completion_tokens
+        if counted not in (None, length):
+            raise ServerUnavailableError(
+                f"{self._server} sent {length} tokens of a response and counts "
+                f"{counted}; the reply is cut short."
+            )
+
+    def _log_probs(self, key: str, token_ids: Sequence[int]) -> list[float]:
+        # The first prompt token has no context.
+        entries: list[Entry] | None = getattr(self._meta, key)
+        if entries is None or len(entries) != len(token_ids):
+            found = "none" if entries is None else str(len(entries))
+            raise ServerUnavailableError(
+                f"{self._server} was asked for {key} of {len(token_ids)} tokens and "
+                f"sent {found}."
+            )
+        values = [entry.log_prob for entry in entries]
+        if [entry.token_id for entry in entries] != token_ids and any(
+            # The server writes the last id of the vocabulary as 0.
+            entry.token_id != token
+            and not (token == self._vocab_size - 1 and entry.token_id == 0)
+            for entry, token in zip(entries, token_ids, strict=True)
+        ):
+            raise ServerUnavailableError(
+                f"{self._server} sent {key} of other tokens than the ones they belong "
+                f"to."
+            )
+        if values and values[0] is None and key == "input_token_logprobs":
+            values[0] = math.nan
+        if None in values:
+            raise ServerUnavailableError(
+                f"{self._server} left the log-probability at position "
+                f"{values.index(None)} of {key} unset, as it does where the logits are "
+                f"not numbers (NaN). Check the weights that were sent last."
+            )
+        return values  # type: ignore[return-value]  # None of them is None.
+
+    def _top_entries(
+        self, rows: Sequence[list[Entry] | None], length: int, number: int
+    ) -> list[list[Entry]]:
+        # One list per position, most probable first.
+        found = [row for row in rows if row is not None and len(row) == number]
+        if not len(found) == len(rows) == length:
+            raise ServerUnavailableError(
+                f"{self._server} was asked for the top-{number} tokens at {length} "
+                f"positions and sent {[len(row or ()) for row in rows]!r:.100}."
+            )
+        return found
+
+    def _versions(self, sent_version: str | None) -> tuple[VersionSpan, ...]:
+        version, length = self._meta.weight_version, len(self._token_ids)
+        spans = self._meta.weight_versions
+        if not spans:
+            # The server names the last version only; others may have come before.
+            if version is None or sent_version not in (None, str(version)):
+                return ()
+            spans = [Span(version=version, start=0, end=length)]
+        return tuple(
+            VersionSpan(version=str(span.version), start=span.start, end=span.end)
+            for span in spans
+        )
+
+
+def _known(log_prob: float | None) -> float:
+    return math.nan if log_prob is None else log_prob
+
+
+def _abort_error(reason: FinishReason, length: int, server: str) -> Exception:
+    message, status = reason.message or "Unknown error", reason.status_code
+    if status is not None and 400 <= status < 500:
+        return RequestRefusedError(
+            f"{server} refused the request (HTTP {status}): {message}",
+            status=status,
+        )
+    return GenerationAbortedError(
+        f"{server} aborted a response after {length} tokens ({message}); it is not "
+        f"finished. Was generation paused with mode 'abort', or the request aborted? "
+        f"Send it again."
+    )
