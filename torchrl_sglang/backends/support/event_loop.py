@@ -146,10 +146,13 @@ class _Call(Generic[T]):
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
     """Calls a function on a loop; waking it once serves all calls until it wakes."""
     with _lock:
-        calls = _calls.setdefault(loop, [])
-        calls.append(call)
-        if len(calls) > 1:
+        if loop in _calls:
+            _calls[loop].append(call)
             return
+        # Calls refer to their loop; one that was closed before they ran keeps them.
+        for closed in [each for each in _calls if each.is_closed()]:
+            del _calls[closed]
+        _calls[loop] = [call]
     try:
         loop.call_soon_threadsafe(_run_calls, loop)
     except RuntimeError:

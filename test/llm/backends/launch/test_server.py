@@ -718,12 +718,18 @@ def trainers(tiny_model_path, forking_python) -> Iterator[dict[str, Trainer]]:
         }
         try:
             for ending, process in processes.items():
-                tree, url = json.loads(process.stdout.readline())
+                # TorchRL's logger writes to the standard output, too.
+                lines = iter(process.stdout.readline, "")
+                tree, url = json.loads(next(filter(is_json, lines)))
                 found[ending] = Trainer(process=process, tree=tree, server_url=url)
             yield found
         finally:
             for process in processes.values():
                 process.kill()
+
+
+def is_json(line: str) -> bool:
+    return line.startswith("[[")
 
 
 def alive(tree: list[int]) -> bool:
