@@ -23,6 +23,7 @@ __all__ = [
     "Parser",
     "add_start_options",
     "engine_arguments",
+    "positive_float",
     "positive_int",
     "read_key",
     "split",
@@ -76,6 +77,13 @@ def positive_int(text: str) -> int:
     if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def positive_float(text: str) -> float:
+    """Reads a finite number above 0, for argparse."""
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or float(text) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return float(text)
 
 
 def add_start_options(parser: Parser) -> None:

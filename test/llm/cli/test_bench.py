@@ -63,6 +63,34 @@ def test_overhead_of_a_running_server(engine, capsys):
     assert all(row["processor_ms"] > 0 for row in found.values())
 
 
+def test_tokens_that_arrive_through_collectors(engine, capsys):
+    report = bench(capsys, "collectors", "--url", engine.server_url)
+    found = report["collectors"]
+    # Whole groups of eight.
+    assert found["turns"] == 8
+    assert {*found["clients"]} == {"raw_each", "raw", "functions", "environments"}
+    assert {*found["equal"]["clients"]} == {"raw_each", "raw", "collector"}
+    for part, tokens in ((found, found["tokens"]), (found["equal"], None)):
+        rows = part["clients"]
+        assert {row["tokens"] for row in rows.values()} == {
+            tokens or part["turns"] * part["length"]
+        }
+        assert max(rows[name]["ratio"] for name in ("raw_each", "raw")) == 1
+        assert all(row["processor_ms"] > 0 for row in rows.values())
+
+
+def test_tokens_that_arrive_while_weights_are_updated(restored_engine, capsys):
+    words = ["collectors", "--url", restored_engine.server_url, "--replace-weights"]
+    words += ["--update-every=0.01", "--prompts=8", "--new-tokens=64", "--repeats=1"]
+    assert main(["bench", *words, "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["reports"]
+    found = report["collectors"]
+    assert "equal" not in found
+    for name in ("functions", "environments"):
+        assert found["clients"][name]["updates"] >= 1
+        assert found["clients"][name]["tokens"] == found["tokens"]
+
+
 def test_lengths_are_long_tailed():
     lengths = long_tailed(Load(prompts=1024, new_tokens=2048))
     assert min(lengths) == 32
@@ -115,6 +143,7 @@ def test_weights_are_spared(engine, capsys):
     shown = capsys.readouterr()
     assert "Weights are left out" in shown.err
     assert "throughput: 6 prompts of 8 prompt tokens" in shown.out
+    assert "collectors: 8 turns of 1 to 4 new tokens" in shown.out
     assert "latency: 12 requests" in shown.out
     assert "weights" not in shown.out
     after = engine.generate(input_ids=[[5, 6]], sampling_params={"temperature": 0})
@@ -130,12 +159,13 @@ def test_what_does_not_fit_is_refused(engine, capsys):
 
 
 def test_a_server_of_its_own(capsys):
-    words = ("all", "tiny", "--device", "cpu", "--context-length", "64")
+    words = ("all", "tiny", "--device", "cpu", "--context-length", "128")
     report = bench(capsys, *words)
     assert report["model"] == "tiny"
     assert report["servers"] == 1
     assert all(
-        report[name] for name in ("throughput", "latency", "overhead", "weights")
+        report[name]
+        for name in ("throughput", "latency", "overhead", "collectors", "weights")
     )
 
 
@@ -214,6 +244,30 @@ def test_tables():
             "tokens": 10,
             "shortest": 1,
         },
+        "collectors": {
+            "clients": {
+                "functions": {
+                    "tokens_per_second": 800.0,
+                    "ratio": 0.8,
+                    "processor_ms": 0.7,
+                    "updates": 3.0,
+                    "stale": 0.25,
+                }
+            },
+            "equal": {
+                "clients": {
+                    "collector": {
+                        "tokens_per_second": 700.0,
+                        "ratio": 0.7,
+                        "processor_ms": 0.6,
+                    }
+                },
+                "turns": 16,
+                "length": 5,
+            },
+            "turns": 8,
+            "shortest": 1,
+        },
         "weights": {
             "transport": "broadcast",
             "num_bytes": 10**9,
@@ -233,6 +287,9 @@ def test_tables():
         "100.00     200.00     300.00",
         "1 request of 1 to 64 new tokens",
         "900 tokens/s, 0.900 of the best raw client, 0.500 ms of",
+        "8 turns of 1 to 64 new tokens",
+        "0.700 ms of processor time, 3 updates, 0.25 stale\n",
+        "16 turns of 5 new tokens",
         "1.000 GB in 9 tensors and 1 bucket by broadcast, 3.00 GB of further memory\n",
         "2.0000 s     0.50 GB/s  0.250 of the limit",
     ):

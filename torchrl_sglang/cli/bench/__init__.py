@@ -1,7 +1,8 @@
 """``bench``: measures an engine beside what it is to be compared with.
 
-``models.py`` starts the engine, ``generation.py`` and ``transfer.py`` measure it, and
-this module decides on what and prints the results. ``benchmarks/`` uses the same code.
+``models.py`` starts the engine, ``generation.py``, ``collectors.py`` and
+``transfer.py`` measure it, and this module decides on what and prints the results.
+``benchmarks/`` uses the same code.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torchrl_sglang.cli.options import (
     START_OPTIONS,
     Parser,
     add_start_options,
+    positive_float,
     positive_int,
     read_key,
     start_arguments,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_command"]
 
-ACTIONS = ("throughput", "latency", "overhead", "weights")
+ACTIONS = ("throughput", "latency", "overhead", "collectors", "weights")
 MODELS = {**dict.fromkeys(ACTIONS, "tiny"), "weights": "35m"}
 """Models by default: a link shows its bandwidth with a large model only."""
 
@@ -44,6 +46,8 @@ Measures an engine, and in the same run what it is to be compared with.
   latency     percentiles of single requests, and of a raw HTTP client
   overhead    tokens per second and processor time of single requests and of batches
               whose responses differ in length, and of raw HTTP clients
+  collectors  tokens per second that arrive in a replay buffer through each collector,
+              and of raw HTTP clients
   weights     bandwidth of weight updates, and of the link
   all         all of them
 
@@ -58,6 +62,8 @@ examples:
   %(prog)s all
   %(prog)s latency --concurrency 4 --json
   %(prog)s overhead 0.5b --prompts 1024 --new-tokens 2048 --max-running-requests 256
+  %(prog)s collectors 0.5b --prompts 1024 --new-tokens 2048 --repeats 3 \\
+      --max-running-requests 256
   %(prog)s throughput --url http://127.0.0.1:30000"""
 
 
@@ -70,7 +76,7 @@ def add_command(commands: Any) -> Parser:
         epilog=EPILOG,
     )
     add = parser.add_argument
-    text = "throughput, latency, overhead, weights or all"
+    text = "throughput, latency, overhead, collectors, weights or all"
     add("action", metavar="MEASUREMENT", choices=(*ACTIONS, "all"), help=text)
     text = "what to serve (default: tiny, and 35m for weights)"
     add("model", metavar="MODEL", nargs="?", help=text)
@@ -89,7 +95,11 @@ def add_command(commands: Any) -> Parser:
     add("--wrapper", action="store_true", help=text)
     text = "throughput of SGLangLLMCollector with ChatEnv, too"
     add("--collector", action="store_true", help=text)
-    text = "how weights are sent (default: %(default)s)"
+    text = "conversations that AsyncLLMCollector runs at once (default: %(default)s)"
+    add("--in-flight", default=256, help=text, **number)
+    text = "update the weights while AsyncLLMCollector collects, this often"
+    add("--update-every", type=positive_float, metavar="SECONDS", help=text)
+    text = "how the measurement of weights sends them (default: %(default)s)"
     choices = ("broadcast", "cuda_ipc")
     add("--transport", choices=choices, default="broadcast", help=text)
     text = "with --url, let that server's weights be replaced by random ones"
@@ -108,7 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
     urls = [*(arguments.url or ()), *filter(None, [arguments.router_url])]
     if urls:
         _check_unused(arguments)
-        actions = _spare_weights(actions, urls, replace=arguments.replace_weights)
+        if not arguments.replace_weights:
+            sends = {"weights", "collectors"} if arguments.update_every else {"weights"}
+            actions = _spare_weights(actions, urls, sends)
     reports = []
     for model, group in plan(actions, arguments.model, connect=bool(urls)):
         with _open_engine(arguments, model, group) as engine:
@@ -150,19 +162,22 @@ def _check_unused(arguments: argparse.Namespace) -> None:
 
 
 def _spare_weights(
-    actions: tuple[str, ...], urls: list[str], *, replace: bool
+    actions: tuple[str, ...], urls: list[str], sends: set[str]
 ) -> tuple[str, ...]:
-    if replace or "weights" not in actions:
+    """Leaves out the measurements that send weights."""
+    if sends.isdisjoint(actions):
         return actions
     message = (
-        f"Measuring weights replaces those of the server at "
+        f"Measuring weight updates replaces the weights of the server at "
         f"{' and '.join(map(hide_passwords, urls))} by random ones; give "
         f"--replace-weights if nobody needs them."
     )
-    if len(actions) == 1:
+    left = tuple(action for action in actions if action not in sends)
+    if not left:
         raise ConfigurationError(message)
-    print(f"Weights are left out. {message}", file=sys.stderr)
-    return tuple(action for action in actions if action != "weights")
+    names = " and ".join(action for action in actions if action in sends)
+    print(f"{names.capitalize()} are left out. {message}", file=sys.stderr)
+    return left
 
 
 @contextlib.contextmanager
@@ -186,9 +201,10 @@ def _open_engine(
     assert model is not None  # The plan names one.
     options = {"device": default_device(), **start_arguments(arguments)}
     alone = options["num_replicas"] == 1 and "cuda_devices" not in options
-    if options["device"] == "cuda" and "weights" in actions and alone:
+    updates = "collectors" in actions and arguments.update_every is not None
+    if options["device"] == "cuda" and alone and ("weights" in actions or updates):
         # The first GPU sends, and buckets need space beside the server's weights.
-        gpu = 0 if arguments.transport == "cuda_ipc" else 1
+        gpu = int("weights" in actions and arguments.transport == "broadcast")
         options = {"base_gpu_id": gpu, **options}
         if "gpu_memory_utilization" not in options:
             options = {"mem_fraction_static": 0.5, **options}
@@ -206,7 +222,7 @@ def _measure(
     """Returns a report: seconds, bytes, tokens per second, and ratios."""
     import torch
 
-    from torchrl_sglang.cli.bench import generation, transfer
+    from torchrl_sglang.cli.bench import collectors, generation, transfer
 
     sizes = [field.name for field in dataclasses.fields(Load)]
     load = Load(**{name: getattr(arguments, name) for name in sizes})
@@ -235,6 +251,14 @@ def _measure(
             report[action] = generation.measure_latency(engine, load, api_key=key)
         elif action == "overhead":
             report[action] = generation.measure_overhead(engine, load, api_key=key)
+        elif action == "collectors":
+            report[action] = collectors.measure_collectors(
+                engine,
+                load,
+                api_key=key,
+                in_flight=arguments.in_flight,
+                update_every=arguments.update_every,
+            )
         else:
             report[action] = transfer.measure_weights(
                 engine,
@@ -273,10 +297,9 @@ def to_lines(report: dict[str, Any]) -> Iterator[str]:
     if found := report["overhead"]:
         lengths = f"{found['shortest']} to {load['new_tokens']} new tokens, log-probs"
         yield f"\noverhead: {_count(load['prompts'], 'request')} of {lengths}"
-        for key, each in found["clients"].items():
-            ratio = f"{each['ratio']:.3f} of the best raw client"
-            speed = f"{each['tokens_per_second']:10,.0f} tokens/s, {ratio}"
-            yield f"  {key:10} {speed}, {each['processor_ms']:.3f} ms of processor time"
+        yield from _compared(found["clients"])
+    if found := report["collectors"]:
+        yield from _arrived(found, load["new_tokens"])
     if found := report["weights"]:
         size, extra = found["num_bytes"] / 1e9, found["extra_bytes"]
         memory = f", {extra / 1e9:.2f} GB of further memory" if extra else ""
@@ -288,6 +311,27 @@ def to_lines(report: dict[str, Any]) -> Iterator[str]:
             seconds, share = found[key], found["limit"] / found[key]
             rate = f"{size / seconds:8.2f} GB/s {share:6.3f} of the limit"
             yield f"  {key:10} {seconds:10.4f} s {rate}"
+
+
+def _arrived(found: dict[str, Any], longest: int) -> Iterator[str]:
+    """Yields the lines of the collectors."""
+    lengths = f"{found['shortest']} to {longest} new tokens, log-probs"
+    yield f"\ncollectors: {_count(found['turns'], 'turn')} of {lengths}, in groups"
+    yield from _compared(found["clients"])
+    if equal := found.get("equal"):
+        yield f"\n{_count(equal['turns'], 'turn')} of {equal['length']} new tokens"
+        yield from _compared(equal["clients"])
+
+
+def _compared(clients: dict[str, dict[str, float]]) -> Iterator[str]:
+    """Yields a line for each client."""
+    for name, each in clients.items():
+        ratio = f"{each['ratio']:.3f} of the best raw client"
+        speed = f"{each['tokens_per_second']:10,.0f} tokens/s, {ratio}"
+        spent = f"{each['processor_ms']:.3f} ms of processor time"
+        updates = each.get("updates")
+        about = f", {updates:.0f} updates, {each['stale']:.2f} stale" if updates else ""
+        yield f"  {name:12} {speed}, {spent}{about}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -27,7 +27,18 @@ from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
-__all__ = ["measure_latency", "measure_overhead", "measure_throughput", "percentile"]
+__all__ = [
+    "batch_collector",
+    "check_length",
+    "exact_length",
+    "long_tailed",
+    "measure_latency",
+    "measure_overhead",
+    "measure_throughput",
+    "percentile",
+    "raw_clients",
+    "raw_names",
+]
 
 REQUEST_SECONDS = 3600.0
 KEEPALIVE_SECONDS = 3.0
@@ -93,9 +104,7 @@ def measure_overhead(
     ``tokens_per_second``, its ``ratio`` to the best raw client, and ``processor_ms``,
     this process's processor time for a request in milliseconds; medians of all rounds.
     """
-    names = ["raw_each", "raw", "each", "engine", "batches"]
-    if engine.server_url not in engine.control.urls:
-        names.remove("raw")  # A router takes one set of parameters for a batch.
+    names = [*raw_names(engine), "each", "engine", "batches"]
     lengths = long_tailed(load)
     rounds = asyncio.run(
         _run_rounds(engine, load, names, _time_batches, api_key, lengths)
@@ -172,9 +181,9 @@ async def _run_rounds(
     lengths: Sequence[int] | None = None,
 ) -> dict[str, list[T]]:
     """Runs all clients in turns; returns the values of the rounds that count."""
-    _check_length(engine, load)
+    check_length(engine, load)
     source = random.Random(0)
-    async with _raw_clients(engine, api_key) as raw:
+    async with raw_clients(engine, api_key) as raw:
         clients = {**raw, **_engine_clients(engine)}
         makers = {"wrapper": _wrapper_client, "collector": _collector_client}
         for name in makers.keys() & set(names):
@@ -190,7 +199,7 @@ async def _run_rounds(
     return found
 
 
-def _check_length(engine: AsyncSGLang, load: Load) -> None:
+def check_length(engine: AsyncSGLang, load: Load) -> None:
     """Refuses prompts and responses that are longer than the model's context."""
     most = engine.capabilities.max_context
     if load.prompt_tokens + load.new_tokens > most or (
@@ -241,10 +250,18 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(int(rank), 1) - 1]
 
 
+def raw_names(engine: AsyncSGLang) -> list[str]:
+    """Returns the raw clients of responses of different lengths."""
+    # A router takes one set of parameters for a batch.
+    direct = engine.server_url in engine.control.urls
+    return ["raw_each", "raw"] if direct else ["raw_each"]
+
+
 @asynccontextmanager
-async def _raw_clients(
+async def raw_clients(
     engine: AsyncSGLang, api_key: str | None
 ) -> AsyncIterator[dict[str, Client]]:
+    """Opens clients with one HTTP request for each prompt, or for all."""
     servers = list(engine.control.urls)
     # A router spreads requests over servers; without one, the client has to.
     targets = servers if engine.server_url in servers else [engine.server_url]
@@ -267,14 +284,14 @@ async def _raw_clients(
         return msgspec.json.decode(content)
 
     async def each(requests: Requests) -> int:
-        calls = (post(prompt, _params(length)) for prompt, length in requests)
+        calls = (post(prompt, exact_length(length)) for prompt, length in requests)
         return sum(len(item["output_ids"]) for item in await asyncio.gather(*calls))
 
     async def batch(requests: Requests) -> int:
         shares = [requests[first :: len(targets)] for first in range(len(targets))]
         calls = []
         for share in filter(None, shares):
-            params: Any = [_params(length) for _, length in share]
+            params: Any = [exact_length(length) for _, length in share]
             if len({length for _, length in share}) == 1:
                 params = params[0]
             calls.append(post([prompt for prompt, _ in share], params))
@@ -289,7 +306,8 @@ async def _raw_clients(
         yield {"raw": batch, "raw_each": each}
 
 
-def _params(length: int) -> dict[str, Any]:
+def exact_length(length: int) -> dict[str, Any]:
+    """Returns sampling parameters of a response of this length."""
     return {"max_new_tokens": length, "ignore_eos": True}
 
 
@@ -297,7 +315,7 @@ def _engine_clients(engine: AsyncSGLang) -> dict[str, Client]:
     async def batch(requests: Requests) -> int:
         completions = await engine.agenerate(
             input_ids=[prompt for prompt, _ in requests],
-            sampling_params=[_params(length) for _, length in requests],
+            sampling_params=[exact_length(length) for _, length in requests],
             return_logprobs=True,
         )
         return sum(len(completion.token_ids) for completion in completions)
@@ -321,7 +339,7 @@ def _wrapper_client(engine: AsyncSGLang, load: Load) -> Client:
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 
     policy = SGLangWrapper(
-        engine, input_mode="tokens", generate_kwargs=_params(load.new_tokens)
+        engine, input_mode="tokens", generate_kwargs=exact_length(load.new_tokens)
     )
 
     def generate(requests: Requests) -> int:
@@ -340,40 +358,53 @@ def _wrapper_client(engine: AsyncSGLang, load: Load) -> Client:
 
 
 def _collector_client(engine: AsyncSGLang, load: Load) -> Client:
-    from tensordict import TensorDict
-    from torchrl.envs.llm import ChatEnv
-
-    from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
-    from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-
+    rollout = batch_collector(engine, load.prompts, load.new_tokens)
     tokenizer = engine.get_tokenizer()
-    # The environment looks at a batch when it is made.
-    queries = [TensorDict(query=["Hi"] * load.prompts, batch_size=(load.prompts,))]
-    loader = (queries[0] for _ in itertools.count())
-    env = ChatEnv.from_dataloader(
-        loader, tokenizer=tokenizer, batch_size=(load.prompts,)
-    )
-    policy = SGLangWrapper(
-        engine, generate_kwargs={"max_new_tokens": load.new_tokens, "ignore_eos": True}
-    )
-    with warnings.catch_warnings():
-        # The environment lacks a transform that only TorchRL's own wrappers need.
-        warnings.simplefilter("ignore", FutureWarning)
-        collector = SGLangLLMCollector(
-            env,
-            policy=policy,
-            dialog_turns_per_batch=load.prompts,
-            reset_at_each_iter=True,
-        )
-    batches = iter(collector)
 
     def collect(requests: Requests) -> int:
-        texts = tokenizer.batch_decode([prompt for prompt, _ in requests])
-        queries[0] = TensorDict(query=texts, batch_size=(len(texts),))
-        responses = next(batches).view(-1).get(("tokens", "response"), as_list=True)
+        batch = rollout(tokenizer.batch_decode([prompt for prompt, _ in requests]))
+        responses = batch.get(("tokens", "response"), as_list=True)
         return sum(response.numel() for response in responses)
 
     async def client(requests: Requests) -> int:
         return await asyncio.to_thread(collect, requests)
 
     return client
+
+
+def batch_collector(
+    engine: AsyncSGLang, size: int, length: int
+) -> Callable[[Sequence[str]], Any]:
+    """Returns a function of ``size`` queries that collects a batch of their turns.
+
+    It is an :class:`~torchrl_sglang.SGLangLLMCollector` with TorchRL's ``ChatEnv``.
+    """
+    from tensordict import TensorDict
+    from torchrl.envs.llm import ChatEnv
+
+    from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
+    from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+
+    # The environment looks at a batch when it is made.
+    queries = [TensorDict(query=["Hi"] * size, batch_size=(size,))]
+    loader = (queries[0] for _ in itertools.count())
+    env = ChatEnv.from_dataloader(
+        loader, tokenizer=engine.get_tokenizer(), batch_size=(size,)
+    )
+    policy = SGLangWrapper(engine, generate_kwargs=exact_length(length))
+    with warnings.catch_warnings():
+        # The environment lacks a transform that only TorchRL's own wrappers need.
+        warnings.simplefilter("ignore", FutureWarning)
+        collector = SGLangLLMCollector(
+            env,
+            policy=policy,
+            dialog_turns_per_batch=size,
+            reset_at_each_iter=True,
+        )
+    batches = iter(collector)
+
+    def collect(texts: Sequence[str]) -> Any:
+        queries[0] = TensorDict(query=list(texts), batch_size=(size,))
+        return next(batches).view(-1)
+
+    return collect

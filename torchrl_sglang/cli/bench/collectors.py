@@ -1,0 +1,404 @@
+"""How many of an engine's tokens arrive in a replay buffer, through each collector.
+
+A round is a fixed set of groups, from its start until the last token is in the buffer.
+All clients generate the same numbers of tokens from the same prompts, in turns, so the
+ratio to a raw client is what a collector costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import set_list_to_stack
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import EnvBase, StepCounter
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.transforms import Transform
+
+from torchrl_sglang.cli.bench import generation
+from torchrl_sglang.cli.bench.models import Load
+from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
+from torchrl_sglang.errors import CollectionTimeoutError
+from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.policies.turns import TurnCodec
+from torchrl_sglang.types import Completion
+from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+
+if TYPE_CHECKING:
+    from torchrl_sglang.backends.async_sglang import AsyncSGLang
+    from torchrl_sglang.backends.generation.request import GenerateRequest
+
+__all__ = ["IN_FLIGHT", "measure_collectors"]
+
+GROUP_SIZE = 8
+"""Responses to one prompt."""
+
+IN_FLIGHT = 256
+"""Most conversations that run at once, by default."""
+
+MAX_STALENESS = 1
+
+ROUND_SECONDS = 3600.0
+"""Timeout of a round of a collector."""
+
+POLL_SECONDS = 0.01
+"""How often the buffer is looked at."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a client generates in a round."""
+
+    queries: list[str]
+    """What the user says to each group."""
+    requests: generation.Requests
+    """Prompt and length of each response, a group's one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What a client did, and what it needed for it."""
+
+    turns: int
+    """Responses."""
+    seconds: float
+    """Duration."""
+    processor_seconds: float
+    """Processor time of this process."""
+    tokens: int = 0
+    """Tokens that arrived."""
+    updates: int = 0
+    """Weight updates meanwhile."""
+    stale: float = 0.0
+    """Share of the tokens that are older than the bound, and masked."""
+
+
+Client = Callable[[Work], Awaitable[Cost]]
+
+
+class Clock:
+    """Measures time and processor time."""
+
+    def __init__(self) -> None:
+        self._start, self._spent = time.perf_counter(), time.process_time()
+
+    def stop(self, turns: int) -> Cost:
+        """Returns both since the start, for so many responses."""
+        return Cost(
+            turns=turns,
+            seconds=time.perf_counter() - self._start,
+            processor_seconds=time.process_time() - self._spent,
+        )
+
+
+class OwnLengths:
+    """An engine that gives each response a length of its own, in turn."""
+
+    def __init__(self, engine: AsyncSGLang, lengths: Sequence[int]) -> None:
+        self._engine = engine
+        self._lengths = itertools.cycle(lengths)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def agenerate_requests(
+        self, requests: Sequence[GenerateRequest], **options: Any
+    ) -> list[Completion]:
+        """Generates with other sampling parameters."""
+        own = [
+            replace(
+                request, sampling_params=generation.exact_length(next(self._lengths))
+            )
+            for request in requests
+        ]
+        return await self._engine.agenerate_requests(own, **options)
+
+
+class Reward(Transform):  # type: ignore[misc] # TorchRL has no types.
+    """Rewards every response alike."""
+
+    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
+        shape = (*next_tensordict.batch_size, 1, 1)
+        return next_tensordict.set("reward", torch.ones(shape))
+
+
+async def reward(conversation: Any, task: Any) -> float:
+    """Does the same for plain functions."""
+    return 1.0
+
+
+def measure_collectors(
+    engine: AsyncSGLang,
+    load: Load,
+    *,
+    api_key: str | None = None,
+    in_flight: int = IN_FLIGHT,
+    update_every: float | None = None,
+) -> dict[str, Any]:
+    """Returns how many tokens per second arrive in a buffer, and the ratio to raw ones.
+
+    ``clients``, on responses whose lengths are :func:`.long_tailed`: raw clients with
+    one HTTP request for each prompt (``raw_each``) or for all (``raw``), and
+    :class:`~torchrl_sglang.AsyncLLMCollector` with plain ``functions`` or a factory of
+    ``environments`` (``ChatEnv``). ``equal``, on responses of the same length: raw
+    clients, and :class:`~torchrl_sglang.SGLangLLMCollector` with ``ChatEnv``. After its
+    first round only the best raw client goes on. With ``update_every``, in seconds,
+    weights are updated while the collectors collect, and ``equal`` is left out.
+    """
+    load = replace(load, prompts=_whole_groups(load.prompts))
+    lengths = generation.long_tailed(load)
+    found: dict[str, Any] = {
+        "turns": len(lengths),
+        "tokens": sum(lengths),
+        "shortest": min(lengths),
+        "in_flight": in_flight,
+        "update_every": update_every,
+    }
+    with set_list_to_stack(True):
+        bench = _Bench(engine, load, api_key)
+        try:
+            clients = bench.async_clients(in_flight, update_every)
+            found["clients"] = asyncio.run(bench.run(clients, lengths))
+            if update_every is None:
+                size = min(len(lengths), _whole_groups(in_flight))
+                length = round(statistics.mean(lengths))
+                equal = bench.run(bench.sync_clients(size, length), [length] * size)
+                found["equal"] = {"turns": size, "length": length}
+                found["equal"]["clients"] = asyncio.run(equal)
+        finally:
+            bench.close()
+    return found
+
+
+def _whole_groups(number: int) -> int:
+    return -(-number // GROUP_SIZE) * GROUP_SIZE
+
+
+class _Bench:
+    """Runs rounds of all clients."""
+
+    def __init__(self, engine: AsyncSGLang, load: Load, api_key: str | None) -> None:
+        self._engine = engine
+        self._load = load
+        self._api_key = api_key
+        self._source = random.Random(0)
+        self._codec = TurnCodec(SGLangWrapper(engine))
+        self._scheme: SGLangWeightSyncScheme | None = None
+        generation.check_length(engine, load)
+
+    def close(self) -> None:
+        """Frees what weights were sent with."""
+        if self._scheme is not None:
+            self._scheme.shutdown()
+
+    async def run(
+        self, clients: dict[str, Client], lengths: Sequence[int]
+    ) -> dict[str, dict[str, float]]:
+        """Runs all clients in turns; returns the medians of the rounds that count."""
+        costs: dict[str, list[Cost]] = {}
+        async with generation.raw_clients(self._engine, self._api_key) as raw:
+            names = generation.raw_names(self._engine)
+            running = {name: _raw_client(raw[name]) for name in names} | clients
+            # The first round warms up, where the length of responses does not matter.
+            short = [min(lengths)] * len(lengths)
+            for number in range(self._load.repeats + 1):
+                for name, client in running.items():
+                    cost = await client(self._make_work(lengths if number else short))
+                    if number:
+                        costs.setdefault(name, []).append(cost)
+                if number == 1:
+                    best = max(names, key=lambda name: _speed(costs[name]))
+                    running = {best: running[best]} | clients
+        return _summarize(costs)
+
+    def async_clients(
+        self, in_flight: int, update_every: float | None
+    ) -> dict[str, Client]:
+        """Returns asynchronous collectors of plain functions and of environments."""
+        return {
+            name: self._async_client(in_flight, update_every, environments=environments)
+            for name, environments in (("functions", False), ("environments", True))
+        }
+
+    def sync_clients(self, size: int, length: int) -> dict[str, Client]:
+        """Returns a synchronous collector of batches of this size."""
+        rollout = generation.batch_collector(self._engine, size, length)
+
+        def collect(work: Work) -> Cost:
+            queries = [query for query in work.queries for _ in range(GROUP_SIZE)]
+            buffer = _make_buffer(size)
+            clock = Clock()
+            buffer.extend(rollout(queries))
+            return replace(clock.stop(size), tokens=_count_tokens(buffer))
+
+        return {"collector": _in_thread(collect)}
+
+    def _async_client(
+        self, in_flight: int, update_every: float | None, *, environments: bool
+    ) -> Client:
+        schemes = None if update_every is None else {"policy": self._get_scheme()}
+
+        def collect(work: Work) -> Cost:
+            policy = SGLangWrapper(self._engine)
+            own: Any = OwnLengths(self._engine, [size for _, size in work.requests])
+            policy.model = own
+            turns = len(work.requests)
+            buffer = _make_buffer(turns)
+            way: dict[str, Any] = {"rewards": reward}
+            if environments:
+                # A run makes them once; it is no part of a round.
+                envs = [self._make_env() for _ in range(min(in_flight, turns) + 1)]
+                way = {"env": lambda: envs.pop() if envs else self._make_env()}
+            collector = AsyncLLMCollector(
+                **way,
+                policy=policy,
+                prompts=[{"query": query} for query in work.queries],
+                group_size=GROUP_SIZE,
+                groups_per_batch=len(work.queries),
+                total_groups=len(work.queries),
+                max_staleness=MAX_STALENESS,
+                # Everything arrives, however often weights are updated.
+                on_stale="mask",
+                max_in_flight=in_flight,
+                replay_buffer=buffer,
+                weight_sync_schemes=schemes,
+            )
+            with collector:
+                clock = Clock()
+                collector.start()
+                _fill(collector, buffer, turns, update_every)
+                cost = clock.stop(turns)
+                ages = collector.stats()["age"]
+            return replace(
+                cost,
+                tokens=_count_tokens(buffer),
+                updates=collector.policy_version,
+                stale=sum(n for age, n in ages.items() if age > MAX_STALENESS)
+                / sum(ages.values()),
+            )
+
+        return _in_thread(collect)
+
+    def _make_work(self, lengths: Sequence[int]) -> Work:
+        """Returns new prompts, so that no client finds a cached prefix."""
+        queries = [self._make_query() for _ in range(len(lengths) // GROUP_SIZE)]
+        prompts = [
+            self._codec.encode([{"role": "user", "content": query}]).token_ids
+            for query in queries
+        ]
+        real = replace(self._load, prompt_tokens=max(map(len, prompts)))
+        generation.check_length(self._engine, real)
+        requests = [
+            (prompts[index // GROUP_SIZE], length)
+            for index, length in enumerate(lengths)
+        ]
+        return Work(queries=queries, requests=requests)
+
+    def _make_query(self) -> str:
+        tokenizer = self._engine.get_tokenizer()
+        last = min(len(tokenizer), self._engine.capabilities.vocab_size) - 1
+        ids = [
+            self._source.randint(generation.FIRST_TOKEN, last)
+            for _ in range(self._load.prompt_tokens)
+        ]
+        text: str = tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _make_env(self) -> EnvBase:
+        env: EnvBase = ChatEnv(batch_size=(1,), tokenizer=self._engine.get_tokenizer())
+        for transform in (StepCounter(max_steps=1), Reward()):
+            # The first call makes another environment.
+            env = env.append_transform(transform)
+        return env
+
+    def _get_scheme(self) -> SGLangWeightSyncScheme:
+        """Returns what sends a module of the served shapes with random weights."""
+        if self._scheme is None:
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            served = self._engine.capabilities
+            on_cpu = served.server_args.get("device") == "cpu"
+            config = AutoConfig.from_pretrained(self._engine.model_path)
+            with torch.device("cpu" if on_cpu else "cuda:0"):
+                model = AutoModelForCausalLM.from_config(config, dtype=served.dtype)
+            self._scheme = SGLangWeightSyncScheme(self._engine)
+            self._scheme.create_sender().register_model(model)
+        return self._scheme
+
+
+def _fill(
+    collector: AsyncLLMCollector,
+    buffer: ReplayBuffer,
+    turns: int,
+    update_every: float | None,
+) -> None:
+    """Updates weights until a buffer has all turns."""
+    start = time.monotonic()
+    due = start + (update_every or math.inf)
+    while len(buffer) < turns:
+        if not collector.is_running():
+            # Raises the error that ended it.
+            collector.start()
+        if time.monotonic() > start + ROUND_SECONDS:
+            raise CollectionTimeoutError(
+                f"{len(buffer)} of {turns} turns arrived within {ROUND_SECONDS:g} s."
+            )
+        if update_every is not None and time.monotonic() > due:
+            collector.update_policy_weights_()
+            due = max(due + update_every, time.monotonic())
+        time.sleep(POLL_SECONDS)
+
+
+def _make_buffer(size: int) -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyStackStorage(size), batch_size=GROUP_SIZE)
+
+
+def _count_tokens(buffer: ReplayBuffer) -> int:
+    responses = buffer[:].get(("tokens", "response"), as_list=True)
+    return sum(response.numel() for response in responses)
+
+
+def _in_thread(collect: Callable[[Work], Cost]) -> Client:
+    async def client(work: Work) -> Cost:
+        return await asyncio.to_thread(collect, work)
+
+    return client
+
+
+def _raw_client(client: generation.Client) -> Client:
+    async def timed(work: Work) -> Cost:
+        clock = Clock()
+        tokens = await client(work.requests)
+        return replace(clock.stop(len(work.requests)), tokens=tokens)
+
+    return timed
+
+
+def _speed(costs: Sequence[Cost]) -> float:
+    return statistics.median(cost.tokens / cost.seconds for cost in costs)
+
+
+def _summarize(costs: dict[str, list[Cost]]) -> dict[str, dict[str, float]]:
+    """Returns medians, and ratios to the best raw client."""
+    best = max(_speed(found) for name, found in costs.items() if name.startswith("raw"))
+    return {
+        name: {
+            "tokens": found[-1].tokens,
+            "tokens_per_second": _speed(found),
+            "ratio": _speed(found) / best,
+            "processor_ms": 1e3
+            * statistics.median(cost.processor_seconds / cost.turns for cost in found),
+            "updates": statistics.median(cost.updates for cost in found),
+            "stale": statistics.median(cost.stale for cost in found),
+        }
+        for name, found in costs.items()
+    }
