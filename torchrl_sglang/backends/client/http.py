@@ -14,10 +14,9 @@ import io
 import os
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -60,6 +59,7 @@ _CLOSING = collections.deque[concurrent.futures.Future[None]](maxlen=64)
 """The latest sessions that are being closed."""
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,10 +119,6 @@ class Response:
         )
 
 
-class _NoFileError(Exception):
-    """This process cannot open one more file."""
-
-
 class HttpClient:
     """A connection pool for the background loop; pickles to its settings.
 
@@ -174,22 +170,27 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
     ) -> Response:
         """Sends a request with a JSON body and reads the response, of any status."""
-        async with self._answered(method, url, payload, timeout, headers) as response:
+
+        async def read(response: aiohttp.ClientResponse) -> Response:
             return Response(url=url, status=response.status, body=await response.read())
 
-    async def events(
+        return await self._send(method, url, payload, timeout, headers or {}, read)
+
+    async def stream(
         self,
         url: str,
         payload: Any,
+        on_event: Callable[[Response], None],
         *,
         timeout: float,
         headers: Mapping[str, str] | None = None,
-    ) -> AsyncGenerator[Response, None]:
-        """Posts a request and yields each server-sent event of the response.
+    ) -> None:
+        """Posts a request and calls a function with each server-sent event.
 
         Raises also if the events end without the one that marks the end.
         """
-        async with self._answered("POST", url, payload, timeout, headers) as response:
+
+        async def read(response: aiohttp.ClientResponse) -> None:
             status = response.status
             if not 200 <= status < 300:
                 body = await response.read()
@@ -202,23 +203,25 @@ class HttpClient:
                     content = bytes(event).removeprefix(b"data:").strip()
                     if content == LAST_EVENT:
                         return
-                    yield Response(url=url, status=status, body=content)
+                    on_event(Response(url=url, status=status, body=content))
             raise ServerUnavailableError(
                 f"{url} stopped in the middle of its answer: {bytes(rest[:200])!r}.",
                 transient=True,
                 status=status,
             )
 
-    @asynccontextmanager
-    async def _answered(
+        await self._send("POST", url, payload, timeout, headers or {}, read)
+
+    async def _send(
         self,
         method: Method,
         url: str,
         payload: Any,
         timeout: float,
-        headers: Mapping[str, str] | None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request and yields the response after its headers were read."""
+        headers: Mapping[str, str],
+        read: Callable[[aiohttp.ClientResponse], Awaitable[T]],
+    ) -> T:
+        """Sends a request and reads its response; maps aiohttp's errors to our own."""
         check_seconds("timeout", timeout)
         try:
             data = None if payload is None else msgspec.json.encode(payload)
@@ -227,81 +230,63 @@ class HttpClient:
                 f"The request to {url} cannot be encoded as JSON: {error}."
             ) from None
         deadline = time.monotonic() + timeout
-        headers = {**self._login(url), **(headers or {})}
-        async with AsyncExitStack() as stack:
-            while True:
-                left = max(deadline - time.monotonic(), 1e-3)
-                sent = self._exchange(method, url, data, headers, left, timeout)
-                try:
-                    response = await stack.enter_async_context(sent)
-                    break
-                except _NoFileError:
-                    if time.monotonic() + NO_FILE_SECONDS > deadline:
-                        raise ServerTimeoutError(
-                            f"{method} {url} was not sent within {timeout:.3g} s: this "
-                            f"process has too many files open for one more connection "
-                            f"({open_files_limit()} are allowed). Raise the limit "
-                            f"(ulimit -n), or lower max_in_flight."
-                        ) from None
-                    # Nothing was sent. Connections become free as others are answered.
-                    await asyncio.sleep(NO_FILE_SECONDS)
-            yield response
+        headers = {**self._login(url), **headers}
+        status = None
+        while True:
+            left = max(deadline - time.monotonic(), 1e-3)
+            limits = aiohttp.ClientTimeout(
+                total=left, sock_connect=min(left, CONNECT_TIMEOUT_SECONDS)
+            )
+            # aiohttp writes bytes in one go, and a buffer in pieces.
+            large = data is not None and len(data) > STREAMED_BODY_BYTES
+            body = io.BytesIO(data) if data is not None and large else data
+            try:
+                async with self._get_session().request(
+                    method, url, data=body, timeout=limits, headers=headers
+                ) as response:
+                    status = response.status
+                    return await read(response)
+            except SGLangError:
+                # Some of them are built-in errors of the kinds below, too.
+                raise
+            except aiohttp.ConnectionTimeoutError:
+                raise ServerUnavailableError(
+                    f"{method} {url} failed: no connection within "
+                    f"{limits.sock_connect:g} s. Check that the server is running and "
+                    f"that the address is right.",
+                    transient=True,
+                ) from None
+            except TimeoutError:
+                raise ServerTimeoutError(
+                    f"{method} {url} had no answer within "
+                    f"{round(timeout, 1) or timeout:g} s."
+                ) from None
+            # An invalid host name is a UnicodeError, a bad header a ValueError.
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                connecting = isinstance(error, aiohttp.ClientConnectorError)
+                if not (connecting and lacks_open_files(error)):
+                    raise ServerUnavailableError(
+                        f"{method} {url} failed: {type(error).__name__}: {error}. "
+                        f"Check that the server is running and that the address is "
+                        f"right.",
+                        transient=True,
+                        status=status,
+                    ) from None
+            if time.monotonic() + NO_FILE_SECONDS > deadline:
+                raise ServerTimeoutError(
+                    f"{method} {url} was not sent within {timeout:.3g} s: this process "
+                    f"has too many files open for one more connection "
+                    f"({open_files_limit()} are allowed). Raise the limit (ulimit -n), "
+                    f"or lower max_in_flight."
+                )
+            # Nothing was sent. Connections become free as others are answered.
+            await asyncio.sleep(NO_FILE_SECONDS)
 
     def _login(self, url: str) -> dict[str, str]:
         for server, header in self._credentials.items():
             if url == server or url.startswith(f"{server}/"):
                 return {"Authorization": header}
         return {}
-
-    @asynccontextmanager
-    async def _exchange(
-        self,
-        method: Method,
-        url: str,
-        data: bytes | None,
-        headers: Mapping[str, str],
-        left: float,
-        timeout: float,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request once and maps the errors of aiohttp to this package's."""
-        # aiohttp writes bytes in one go, and a buffer in pieces.
-        body = io.BytesIO(data) if data and len(data) > STREAMED_BODY_BYTES else data
-        limits = aiohttp.ClientTimeout(
-            total=left, sock_connect=min(left, CONNECT_TIMEOUT_SECONDS)
-        )
-        status = None
-        try:
-            async with self._get_session().request(
-                method, url, data=body, timeout=limits, headers=headers
-            ) as response:
-                status = response.status
-                yield response
-        except SGLangError:
-            # Some of them are built-in errors of the kinds below, too.
-            raise
-        except aiohttp.ConnectionTimeoutError:
-            raise ServerUnavailableError(
-                f"{method} {url} failed: no connection within "
-                f"{limits.sock_connect:g} s. Check that the server is running and that "
-                f"the address is right.",
-                transient=True,
-            ) from None
-        except TimeoutError:
-            raise ServerTimeoutError(
-                f"{method} {url} had no answer within "
-                f"{round(timeout, 1) or timeout:g} s."
-            ) from None
-        # An invalid host name is a UnicodeError, a bad header a ValueError.
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            connecting = isinstance(error, aiohttp.ClientConnectorError)
-            if connecting and lacks_open_files(error):
-                raise _NoFileError from None
-            raise ServerUnavailableError(
-                f"{method} {url} failed: {type(error).__name__}: {error}. Check that "
-                f"the server is running and that the address is right.",
-                transient=True,
-                status=status,
-            ) from None
 
     async def close(self) -> None:
         """Closes the pool; the next request opens a new one."""

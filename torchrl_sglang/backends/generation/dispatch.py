@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -232,11 +232,14 @@ class Dispatcher:
         self, url: str, payload: dict[str, Any], ticket: Ticket, deadline: float
     ) -> tuple[Reply, bool]:
         """Posts a request; returns its reply, and whether the server ended before."""
-        latest, left = None, seconds_left(deadline)
+        latest: Answer | None = None
+
+        def keep(event: Answer) -> None:
+            nonlocal latest
+            latest = event
+
         try:
-            async with aclosing(self.http.events(url, payload, timeout=left)) as events:
-                async for event in events:
-                    latest = event
+            await self.http.stream(url, payload, keep, timeout=seconds_left(deadline))
         except ServerUnavailableError as error:
             if latest is None or not error.transient:
                 raise

@@ -14,7 +14,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,17 +130,26 @@ class InFlight:
     @asynccontextmanager
     async def turn(self, deadline: float) -> AsyncIterator[None]:
         """Waits until one more request may be in flight."""
-        async with AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                    await stack.enter_async_context(self._turns)
-                    await self._fleet.weights_state.settled()
-            except TimeoutError:
-                raise ServerTimeoutError(
-                    "A request waited for its turn until its timeout: too many others "
-                    "are in flight (see max_in_flight), or a weight update took longer."
-                ) from None
+        await self._take_turn(deadline)
+        try:
             yield
+        finally:
+            self._turns.release()
+
+    async def _take_turn(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                await self._turns.acquire()
+                try:
+                    await self._fleet.weights_state.settled()
+                except BaseException:
+                    self._turns.release()
+                    raise
+        except TimeoutError:
+            raise ServerTimeoutError(
+                "A request waited for its turn until its timeout: too many others are "
+                "in flight (see max_in_flight), or a weight update took longer."
+            ) from None
 
     @contextmanager
     def attempt(self, ticket: Ticket) -> Iterator[None]:
