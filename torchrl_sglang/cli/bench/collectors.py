@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.backends.generation.request import GenerateRequest
 
-__all__ = ["IN_FLIGHT", "measure_collectors"]
+__all__ = ["IN_FLIGHT", "OwnLengths", "measure_collectors"]
 
 GROUP_SIZE = 8
 """Responses to one prompt."""
@@ -110,17 +110,25 @@ class OwnLengths:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def agenerate_requests(
+    def generate_requests(
         self, requests: Sequence[GenerateRequest], **options: Any
     ) -> list[Completion]:
         """Generates with other sampling parameters."""
-        own = [
+        return self._engine.generate_requests(self._change(requests), **options)
+
+    async def agenerate_requests(
+        self, requests: Sequence[GenerateRequest], **options: Any
+    ) -> list[Completion]:
+        """The same, to be awaited."""
+        return await self._engine.agenerate_requests(self._change(requests), **options)
+
+    def _change(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
+        return [
             replace(
                 request, sampling_params=generation.exact_length(next(self._lengths))
             )
             for request in requests
         ]
-        return await self._engine.agenerate_requests(own, **options)
 
 
 class Reward(Transform):  # type: ignore[misc] # TorchRL has no types.
