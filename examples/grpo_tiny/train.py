@@ -25,7 +25,6 @@ from matplotlib.figure import Figure
 from tensordict import TensorDictBase
 from torch.nn.utils import clip_grad_norm_
 from torchrl import logger as torchrl_logger
-from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
 from torchrl.modules.llm import TransformersWrapper
@@ -37,9 +36,9 @@ from transformers.utils.logging import disable_progress_bar
 from task import Problem, make_env, split_problems
 from torchrl_sglang import (
     AsyncSGLang,
+    SGLangLLMCollector,
     SGLangWeightSyncScheme,
     SGLangWrapper,
-    attach_weight_sync,
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from warmup import warm_up
@@ -220,13 +219,15 @@ def grpo(
     env = make_env(
         problems, tokenizer, num_dialogs, repeats=config.group_size, seed=config.seed
     )
-    collector = LLMCollector(
-        env, policy=policy, dialog_turns_per_batch=num_dialogs, flatten_data=True
-    )
     scheme = SGLangWeightSyncScheme(engine)
     scheme.create_sender().register_model(model)
-    attach_weight_sync(collector, scheme)
-
+    collector = SGLangLLMCollector(
+        env,
+        policy=policy,
+        dialog_turns_per_batch=num_dialogs,
+        flatten_data=True,
+        weight_sync_schemes={"policy": scheme},
+    )
     learner = Learner(config, model, tokenizer)
 
     accuracy = evaluate(held_out_env, greedy)
