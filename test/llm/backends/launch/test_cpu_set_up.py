@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import subprocess
@@ -270,6 +271,13 @@ class TestInstall:
         assert calls() == [f"sglang=={VERSIONS[1]}"]
         assert not install(prefix, [VERSIONS[1]], with_torch=False)
         assert calls() == []
+
+    def test_two_at_once_do_not_mix(self, tmp_path: Path) -> None:
+        with (tmp_path / ".engine.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with pytest.raises(RuntimeError, match="Another process"):
+                install(tmp_path / "engine")
+        assert not (tmp_path / "engine").exists()
 
     def test_torch_is_this_python_s(
         self, make_uv: Callable[[str], Path], tmp_path: Path

@@ -23,6 +23,7 @@ compares the stamps, and makes an interrupted part again.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -63,8 +64,22 @@ def install(
 
     Raises:
         ConfigurationError: if a version is unknown, or the folder is something else.
-        RuntimeError: if packages cannot be installed.
+        RuntimeError: if packages cannot be installed, or another process does so.
     """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with prefix.with_name(f".{prefix.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"Another process is installing into {prefix}; start again when it has "
+                f"ended."
+            ) from None
+        return _complete(prefix, versions, with_torch)
+
+
+def _complete(prefix: Path, versions: Sequence[str], with_torch: bool) -> bool:
+    """Makes the parts that are not complete."""
     packages = _digest(REQUIREMENTS.read_text(), SGLANG, TORCHVISION, sys.version)
     make = functools.partial(_install_packages, prefix)
     parts = [(prefix / ".torchrl-sglang-packages", packages, make)]
