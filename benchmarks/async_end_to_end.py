@@ -29,11 +29,10 @@ import torch
 from tensordict import TensorDictBase, set_list_to_stack
 from torch.utils.data import DataLoader
 from torchrl import logger as torchrl_logger
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import MCAdvantage
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_sglang import (
@@ -53,10 +52,7 @@ SMALL = {"groups": 4, "new_tokens": 64, "in_flight": 32}
 LARGE = {"groups": 32, "new_tokens": 512, "in_flight": 256}
 """Sizes on CPU, and on GPUs."""
 
-TRAINING_KEYS = (
-    *("query", "tokens", "masks", "log_probs"),
-    *(("next", "reward"), ("next", "done")),
-)
+TRAINING_KEYS = ("tokens", "masks", "log_probs")
 WAIT_SECONDS = 600.0
 
 Step = Callable[[TensorDictBase], None]
@@ -80,20 +76,17 @@ class Trainer:
     Args:
         engine: serves the shapes that are trained.
         device: to train on.
-        turns: responses of a batch.
         size: responses of a forward pass.
     """
 
-    def __init__(
-        self, engine: AsyncSGLang, device: str, *, turns: int, size: int
-    ) -> None:
+    def __init__(self, engine: AsyncSGLang, device: str, *, size: int) -> None:
         config = AutoConfig.from_pretrained(engine.model_path)
         with torch.device(device):
             self.model = AutoModelForCausalLM.from_config(
                 config, dtype=engine.capabilities.dtype
             )
         self._device = device
-        self._parts = -(-turns // size)
+        self._size = size
         actor = TransformersWrapper(
             self.model,
             tokenizer=engine.get_tokenizer(),
@@ -105,20 +98,17 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-7, weight_decay=0.0
         )
-        self._buffer = ReplayBuffer(
-            storage=LazyStackStorage(turns),
-            sampler=SamplerWithoutReplacement(),
-            transform=MCAdvantage(grpo_size=GROUP_SIZE),
-            batch_size=size,
-        )
 
     def train(self, batch: TensorDictBase) -> None:
         """Takes a step; the device is done with it at the end."""
-        self._buffer.extend(batch.select(*TRAINING_KEYS))
-        for minibatch in self._buffer:
-            loss = self._loss(minibatch.to(self._device)).loss_objective
-            (loss / self._parts).backward()
-        self._buffer.empty()
+        rewards = batch["next", "reward"].view(-1, GROUP_SIZE)
+        scale = rewards.std(-1, keepdim=True).clamp_min(1e-6)
+        advantage = (rewards - rewards.mean(-1, keepdim=True)) / scale
+        rows = batch.select(*TRAINING_KEYS).set("advantage", advantage.view(-1, 1, 1))
+        parts = rows.split(self._size)
+        for part in parts:
+            loss = self._loss(part.to(self._device)).loss_objective
+            (loss / len(parts)).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         if self._device != "cpu":
@@ -152,9 +142,7 @@ class Benchmark:
             for _ in range(len(self._lengths) // GROUP_SIZE)
         ]
         device = "cpu" if arguments.device == "cpu" else "cuda:0"
-        self._trainer = Trainer(
-            engine, device, turns=self._turns, size=arguments.minibatch
-        )
+        self._trainer = Trainer(engine, device, size=arguments.minibatch)
         self._scheme = SGLangWeightSyncScheme(engine)
         self._sender = self._scheme.create_sender()
         self._sender.register_model(self._trainer.model)
