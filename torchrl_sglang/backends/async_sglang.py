@@ -628,7 +628,8 @@ class AsyncSGLang(TorchRLCalls):
             timeout: in seconds. Defaults to 1800.
 
         Returns:
-            The answer, as it came.
+            The answer, as it came. Log-probs in it are the server's own: after
+            penalties, biases and grammar, unlike :meth:`generate`'s.
 
         Raises:
             ConfigurationError: if ``payload`` asks for a stream.
