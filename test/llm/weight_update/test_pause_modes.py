@@ -213,9 +213,8 @@ def requests_of_many_lengths(count):
     return prompts, lengths
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
-def test_every_token_is_of_the_version_that_its_span_says(any_engine, models, count):
-    engine = any_engine
+def check_every_token(engine, models, count):
+    """Updates the weights again and again while requests run."""
     prompts, lengths = requests_of_many_lengths(count)
     params = [{"max_new_tokens": n, "ignore_eos": True} for n in lengths]
     first, versions = next(models), {}
@@ -233,6 +232,11 @@ def test_every_token_is_of_the_version_that_its_span_says(any_engine, models, co
     assert check_spans(answers, prompts, lengths, versions) > 0
     computed = engine.stats().response_tokens - before
     assert computed == sum(lengths) + INTERVAL * updates, "No token is computed twice."
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_token_is_of_the_version_that_its_span_says(any_engine, models, count):
+    check_every_token(any_engine, models, count)
 
 
 def test_the_same_weights_again_change_no_token(any_engine, models):
@@ -255,25 +259,33 @@ def test_the_same_weights_again_change_no_token(any_engine, models):
     assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
 
 
+@pytest.fixture(scope="module", params=[None, "0.5.20"])
+def two_servers(tiny_model_path, request):
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path,
+        device="cpu",
+        num_replicas=2,
+        router_policy=None,
+        sglang_version=request.param,
+    ) as engine:
+        yield engine
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [None, "0.5.20"])
-def test_two_servers_one_of_which_is_killed(tiny_model_path, models, version):
+def test_every_token_of_two_servers(two_servers, models):
+    check_every_token(two_servers, models, 200)
+
+
+@pytest.mark.slow
+def test_two_servers_one_of_which_is_killed(two_servers, models):
+    engine = two_servers
     prompts, lengths = requests_of_many_lengths(40)
     params = [
         {"max_new_tokens": 2 * n, "temperature": 0.0, "ignore_eos": True}
         for n in lengths
     ]
     model, versions = next(models), {}
-    with (
-        AsyncSGLang.from_pretrained(
-            tiny_model_path,
-            device="cpu",
-            num_replicas=2,
-            router_policy=None,
-            sglang_version=version,
-        ) as engine,
-        sender_of(engine) as sender,
-    ):
+    with sender_of(engine) as sender:
 
         def call():
             return engine.generate(
