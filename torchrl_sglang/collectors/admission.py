@@ -3,23 +3,24 @@
 A token's staleness is the number of weight updates between the version that generated
 it and the version that is trained on it. Two rules bound it by ``max_staleness``:
 
-- :func:`free_groups`: a group starts only if it can be consumed in time. XX
+- :func:`free_groups`: a group starts only if it can be consumed in time. AReaL's
   rule, ``(k + version + 1) * B - (accepted + running)``, counted from the beginning of
   the current version, so that it also holds for a trainer that skipped or repeated an
   update.
-- :func:`choose_groups`: a batch takes groups in the order in which they were completed,
-  except where a later batch could not consume an older group in time.
+- :func:`choose_groups`: a batch takes complete groups in their order, except where a
+  later batch could not consume an older group in time.
 
 With a trainer that consumes ``groups_per_update`` groups between two updates, no group
-ever becomes stale.
+ever becomes stale, and none is overtaken by :attr:`Limits.capacity` others. For a
+trainer that does not update, :func:`must_wait` bounds that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Limits", "choose_groups", "free_groups"]
+__all__ = ["Limits", "choose_groups", "free_groups", "must_wait"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,32 @@ def free_groups(
     return max(limits.capacity - consumed - ahead, wanted - ahead, 0)
 
 
+def must_wait(
+    limits: Limits, *, consumed: int, size: int, started: Iterable[int]
+) -> bool:
+    """Returns whether a batch has to wait for groups that are running.
+
+    A group is overtaken by at most :attr:`Limits.capacity` others, which a slow one
+    reaches only if the trainer takes more than ``groups_per_update`` groups between two
+    updates.
+
+    Args:
+        limits: bounds of the collection.
+        consumed: groups consumed so far.
+        size: groups of the batch.
+        started: for each running group, how many were consumed when its prompt was
+            first started.
+
+    Examples:
+        >>> limits = Limits(max_staleness=1, groups_per_update=2)
+        >>> must_wait(limits, consumed=2, size=2, started=[0, 1])
+        False
+        >>> must_wait(limits, consumed=4, size=2, started=[0, 1])
+        True
+    """
+    return any(consumed + size - each > limits.capacity for each in started)
+
+
 def choose_groups(
     limits: Limits,
     *,
@@ -75,7 +102,7 @@ def choose_groups(
         limits: bounds of the collection.
         version: of the trainer's weights.
         consumed: groups consumed since that version began.
-        ready: oldest version of each complete group, in the order of completion.
+        ready: oldest version of each complete group, in the order to take them in.
         running: oldest version of each group that is not complete.
         size: groups of the batch.
 

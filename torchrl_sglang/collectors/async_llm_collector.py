@@ -11,7 +11,6 @@ from typing import Any, Self, get_args
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
-from torchrl.data.replay_buffers.samplers import StalenessAwareSampler
 from torchrl.envs import EnvBase
 
 from torchrl_sglang.backends.support.checks import check_count, check_flag
@@ -19,6 +18,7 @@ from torchrl_sglang.collectors.admission import Limits
 from torchrl_sglang.collectors.batches import Batches
 from torchrl_sglang.collectors.blocking import BlockingCalls
 from torchrl_sglang.collectors.collection import Collection, Groups
+from torchrl_sglang.collectors.consumer_version import ConsumerVersion
 from torchrl_sglang.collectors.conversations import Conversations, Step
 from torchrl_sglang.collectors.environments import EnvironmentGroups
 from torchrl_sglang.collectors.function_groups import FunctionGroups
@@ -122,7 +122,7 @@ class AsyncLLMCollector(BaseCollector):
         max_retries (int): how often a group starts again after an error of a function.
             It is given up then, and reported in :meth:`stats`; when eight groups in a
             row are given up, the collector raises their error. Errors of the engine
-            are retried for ten minutes. Defaults to 2.
+            are retried for ``timeouts.engine`` seconds. Defaults to 2.
         shuffle (bool): read a dataset in random order. Defaults to False.
         seed (int): of that order. Defaults to 0.
         replay_buffer (ReplayBuffer, optional): to write to. If its sampler is a
@@ -251,9 +251,12 @@ class AsyncLLMCollector(BaseCollector):
             groups,
             max_in_flight=max_in_flight,
             max_retries=max_retries,
+            engine_seconds=self.timeouts.engine,
         )
+        self._consumer_version = ConsumerVersion(replay_buffer)
         self._batches = Batches(
             self._collection,
+            self._consumer_version,
             mask_stale=on_stale == "mask",
             postproc=postproc,
             replay_buffer=replay_buffer,
@@ -313,22 +316,42 @@ class AsyncLLMCollector(BaseCollector):
                 "start() writes to a replay buffer; give replay_buffer=..., or iterate "
                 "over the collector."
             )
-        self._collection.check()
+        self.check()
         self._collection.start()
         self._batches.write_in_background()
+
+    def check(self) -> None:
+        """Raises the error that ended the collector, if one did.
+
+        Raises:
+            CollectionError: with that error as its cause.
+        """
+        self._collection.check()
 
     def is_running(self) -> bool:
         """Whether conversations are collected in the background."""
         return self._collection.alive
 
-    def pause(self) -> Pause:
+    def pause(self, resume: bool = True) -> Pause:
         """Starts no more groups until :meth:`resume`; those that run go on.
 
+        After :meth:`start`, nothing is written to the replay buffer either, so that a
+        state of the collector and one of the buffer that are saved meanwhile belong
+        together.
+
+        Args:
+            resume: whether the context manager resumes at its end.
+
         Returns:
-            A context manager that resumes at its end.
+            A context manager.
+
+        Raises:
+            CollectionTimeoutError: if the buffer does not take a group within ten
+                minutes.
         """
+        check_flag("resume", resume)
         self._collection.pause()
-        return Pause(self._collection)
+        return Pause(self._collection.resume if resume else None)
 
     def resume(self) -> None:
         """Starts groups again."""
@@ -391,7 +414,7 @@ class AsyncLLMCollector(BaseCollector):
 
     def increment_version(self) -> None:
         """Counts a weight update; the scheme's sender calls it."""
-        self._collection.check()
+        self.check()
         report = self.last_sync_report
         served = report.version if report is not None and report.version else None
         self._versions.add(served or self.policy.model.weight_version)
@@ -400,9 +423,7 @@ class AsyncLLMCollector(BaseCollector):
     def _set_version(self) -> None:
         version = self._versions.current
         self._collection.set_version(version)
-        sampler = getattr(self.replay_buffer, "_sampler", None)
-        if isinstance(sampler, StalenessAwareSampler):
-            sampler.consumer_version = version
+        self._consumer_version.set(version)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Sets the seed of the order of prompts, before the first batch.
@@ -420,37 +441,51 @@ class AsyncLLMCollector(BaseCollector):
         return seed if static_seed else seed + 1
 
     def getattr_rb(self, name: str) -> Any:
-        """Returns an attribute of the replay buffer."""
+        """Returns an attribute of the replay buffer, while the collector can go on.
+
+        Raises:
+            CollectionError: if an error ended the collector, so that trainers that wait
+                for the buffer do not wait for ever.
+        """
+        self.check()
         return getattr(self.replay_buffer, name)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Returns what brings the run back: prompts that are not done, and versions.
 
-        Save it after training on a batch. Prompts whose groups were not taken by then
-        are generated again after :meth:`load_state_dict`; those of batches that were
-        taken, or written to the buffer, are not.
+        Save it after training on a batch, in one step with the weights that were sent
+        last, the optimizer and the replay buffer; after :meth:`start`, within
+        ``with collector.pause():``. Prompts whose groups were not taken by then are
+        generated again after :meth:`load_state_dict`; those of batches that were taken,
+        or written to the buffer, are not.
         """
         with self._collection.changed:
             state = self._collection.pool.state_dict()
+            prompts = self._prompts.state_dict()
         return OrderedDict(
-            pool=state, frames=self._batches.frames, batches=self._batches.batches
+            pool=state,
+            prompts=prompts,
+            frames=self._batches.frames,
+            batches=self._batches.batches,
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where a state was saved, before the first batch.
 
-        The prompts must be those of that run. Send the trained weights to the servers
-        afterwards, with :meth:`update_policy_weights_`.
+        The prompts must be those of that run, in the same order; the seed is the
+        state's. Send the weights that were saved with it to the servers before: they
+        have the state's policy version then.
 
         Raises:
             CollectionError: if the collector has started.
+            ConfigurationError: if the prompts are others.
         """
         if self._collection.alive:
             raise CollectionError("A state is loaded before the collector is started.")
+        order = state_dict["pool"]["prompts"]
+        self._prompts.resume(state_dict["prompts"], int(order["next"]), order["open"])
         pool = self._collection.pool
         pool.load_state_dict(state_dict["pool"])
-        prompts = state_dict["pool"]["prompts"]
-        self._prompts.resume(int(prompts["next"]), prompts["open"])
         self._batches.frames = int(state_dict["frames"])
         self._batches.batches = int(state_dict["batches"])
         self._versions.restart(pool.version)
@@ -505,16 +540,17 @@ class AsyncLLMCollector(BaseCollector):
 
 
 class Pause:
-    """Resumes a paused collection at the end of a ``with`` block."""
+    """Resumes a paused collector at the end of a ``with`` block."""
 
-    def __init__(self, collection: Collection) -> None:
-        self._collection = collection
+    def __init__(self, resume: Callable[[], None] | None) -> None:
+        self._resume = resume
 
     def __enter__(self) -> None:
-        """Does nothing: the collection is paused already."""
+        """Does nothing: the collector is paused already."""
 
     def __exit__(self, *exception: object) -> None:
-        self._collection.resume()
+        if self._resume is not None:
+            self._resume()
 
 
 def _make_groups(

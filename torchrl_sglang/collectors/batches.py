@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.collectors.collection import Collection
+from torchrl_sglang.collectors.consumer_version import ConsumerVersion
 from torchrl_sglang.errors import CollectionError
 
 __all__ = ["Batches"]
@@ -23,6 +24,7 @@ class Batches:
 
     Args:
         collection: of the groups.
+        consumer_version: of the buffer.
         mask_stale: exclude tokens that are too old from the loss.
         postproc: applied to each batch.
         replay_buffer: to write them to.
@@ -31,6 +33,7 @@ class Batches:
     def __init__(
         self,
         collection: Collection,
+        consumer_version: ConsumerVersion,
         *,
         mask_stale: bool,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None,
@@ -39,6 +42,7 @@ class Batches:
         self.frames = 0
         self.batches = 0
         self._collection = collection
+        self._consumer_version = consumer_version
         self._mask_stale = mask_stale
         self._postproc = postproc
         self._replay_buffer = replay_buffer
@@ -68,7 +72,9 @@ class Batches:
         if self._postproc is not None:
             batch = self._postproc(batch)
         if self._replay_buffer is not None:
+            self._consumer_version.set(pool.version)
             self._replay_buffer.extend(batch)
+        self._collection.close(taken)
         self.frames += len(rows)
         self.batches += 1
         return batch

@@ -43,8 +43,8 @@ PROMPT_TIMEOUT_SECONDS = 600.0
 LAYOUT_TIMEOUT_SECONDS = 600.0
 """Timeout of building the layout of a group."""
 
-ENGINE_TIMEOUT_SECONDS = 600.0
-"""An engine that fails for so long without completing a group has failed for good."""
+WRITE_TIMEOUT_SECONDS = 600.0
+"""Timeout of writing a group to a replay buffer, when the collection is paused."""
 
 BACKOFF_SECONDS = 1.0
 """Wait before groups start after the engine failed."""
@@ -89,6 +89,18 @@ class Groups(Protocol):
         """Frees what groups are made with."""
 
 
+@dataclass(slots=True)
+class _Failures:
+    """Failures of a group that is not given up."""
+
+    since: float
+    """Time of the first one, on the monotonic clock."""
+    engines: int = 0
+    """Errors of the engine."""
+    own: int = 0
+    """Errors of its functions or environments."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Complete:
     """A complete group."""
@@ -110,6 +122,7 @@ class Collection:
         groups: makes them.
         max_in_flight: most conversations that run at once; ``None`` for no limit.
         max_retries: how often a group whose functions failed starts again.
+        engine_seconds: how long groups that the engine failed start again.
     """
 
     def __init__(
@@ -120,6 +133,7 @@ class Collection:
         *,
         max_in_flight: int | None,
         max_retries: int,
+        engine_seconds: float,
     ) -> None:
         self.pool = pool
         self.groups = groups
@@ -137,13 +151,16 @@ class Collection:
         self._layout = BlockingCalls("torchrl_sglang-layout", 1)
         self._max_in_flight = max_in_flight
         self._max_retries = max_retries
-        self._attempts: dict[int, int] = {}
+        self._engine_seconds = engine_seconds
+        self._failures: dict[int, _Failures] = {}
         self._unfinished: dict[int, int] = {}
         self._failures_in_a_row = 0
-        self._last_success = time.monotonic()
+        # Groups that the engine failed since one was complete.
+        self._engine_failed: set[int] = set()
         self._not_before = 0.0
         self._wanted = 0
         self._in_background = False
+        self._writing = False
         self._paused = False
         self._stopped = False
         self._error: BaseException | None = None
@@ -166,7 +183,6 @@ class Collection:
             self._thread = threading.Thread(
                 target=self._run, name="torchrl_sglang-collector", daemon=True
             )
-            self._last_success = time.monotonic()
             for meter in (self.running, self.trainer_waits, self.held_back):
                 meter.restart()
             self.groups.generating.restart()
@@ -196,12 +212,27 @@ class Collection:
         return not thread.is_alive()
 
     def pause(self) -> None:
-        """Starts no more groups."""
-        self._paused = True
+        """Starts no more groups, and has none written to a buffer in the background.
+
+        Raises:
+            CollectionTimeoutError: if the buffer does not take the group that is being
+                written.
+        """
+        with self.changed:
+            self._paused = True
+            if not self.changed.wait_for(
+                lambda: not self._writing or self._stopped, WRITE_TIMEOUT_SECONDS
+            ):
+                raise CollectionTimeoutError(
+                    f"The replay buffer has not taken a group within "
+                    f"{WRITE_TIMEOUT_SECONDS:g} s."
+                )
 
     def resume(self) -> None:
         """Starts groups again."""
-        self._paused = False
+        with self.changed:
+            self._paused = False
+            self.changed.notify_all()
         self._notify_loop()
 
     def check(self) -> None:
@@ -223,10 +254,13 @@ class Collection:
     ) -> list[ReadyGroup[Complete]]:
         """Returns the groups of a batch; none at the end.
 
+        Their prompts are not done before :meth:`close`.
+
         Args:
             size: number of groups.
             timeout: in seconds.
-            demand: start groups for it beyond the pool's bound, if it needs them.
+            demand: start groups for it beyond the pool's bound, if it needs them;
+                otherwise it is taken in the background, and not during a pause.
 
         Raises:
             CollectionTimeoutError: if they are not complete in time.
@@ -237,9 +271,11 @@ class Collection:
             self._in_background = not demand
             while True:
                 self.check()
-                groups = self.pool.take(size)
+                held = self._paused and not demand
+                groups = None if held else self.pool.take(size)
                 if groups is not None:
                     self._count(groups)
+                    self._writing = not demand
                     break
                 if self.pool.ended or self._stopped:
                     return []
@@ -247,12 +283,20 @@ class Collection:
                 if left <= 0:
                     raise CollectionTimeoutError(
                         f"No batch of {size} groups was complete within {timeout:g} s: "
-                        f"{self.pool.ready} are complete and {self.pool.running} run."
+                        f"{self.pool.ready} are complete, {self.pool.running} run and "
+                        f"{self.pool.stale} were too old."
                         f"{self._last_error()}"
                     )
                 self.changed.wait(left)
         self._notify_loop()
         return groups
+
+    def close(self, groups: Sequence[ReadyGroup[Complete]]) -> None:
+        """Ends the prompts of groups that the consumer has."""
+        with self.changed:
+            self.pool.close(group.position for group in groups)
+            self._writing = False
+            self.changed.notify_all()
 
     def stats(self) -> dict[str, Any]:
         """Returns what the groups did; see :meth:`.AsyncLLMCollector.stats`."""
@@ -420,9 +464,9 @@ class Collection:
 
     def _complete(self, position: int, complete: Complete) -> None:
         with self.changed:
-            self._attempts.pop(position, None)
+            self._failures.pop(position, None)
             self._failures_in_a_row = 0
-            self._last_success = time.monotonic()
+            self._engine_failed.clear()
             group = complete.group
             self.tokens += sum(count for _, count in self.groups.spans(group))
             self.pool.complete(
@@ -435,31 +479,42 @@ class Collection:
     def _fail(self, position: int, error: BaseException) -> None:
         """Retries a group, gives it up, or ends the collection."""
         message = f"{type(error).__name__}: {error}"
+        now = time.monotonic()
         with self.changed:
             self.errors.append(message)
-            if _is_engines(error):
-                now = time.monotonic()
+            failures = self._failures.setdefault(position, _Failures(now))
+            engines = _is_engines(error)
+            if engines:
+                failures.engines += 1
+                self._engine_failed.add(position)
+                self._not_before = now + BACKOFF_SECONDS
+            else:
+                failures.own += 1
+            retry = self._may_retry(failures, now)
+            if engines and not retry and len(self._engine_failed) > 1:
+                # It is not this group: no other one is complete meanwhile.
+                self.end(error)
+                retry = True
+            if retry:
                 self.pool.give_up(position, retry=True)
                 self.retried += 1
-                self._not_before = now + BACKOFF_SECONDS
-                if now - self._last_success > ENGINE_TIMEOUT_SECONDS:
-                    self.end(error)
                 return
-            attempts = self._attempts[position] = self._attempts.get(position, 0) + 1
-            retry = attempts <= self._max_retries
-            self.pool.give_up(position, retry=retry)
-            if retry:
-                self.retried += 1
-                return
-            del self._attempts[position]
+            self.pool.give_up(position, retry=False)
+            del self._failures[position]
             self.failed += 1
             self._failures_in_a_row += 1
             if self._failures_in_a_row == MOST_FAILURES:
                 self.end(error)
         torchrl_logger.warning(
-            f"The group of prompt {position} was given up after {attempts} attempts: "
-            f"{message}"
+            f"The group of prompt {position} was given up after "
+            f"{failures.own + failures.engines} attempts: {message}"
         )
+
+    def _may_retry(self, failures: _Failures, now: float) -> bool:
+        if failures.own > self._max_retries:
+            return False
+        lasting = now - failures.since > self._engine_seconds
+        return failures.engines <= self._max_retries or not lasting
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -65,7 +65,7 @@ class _Environments:
 
     def get(self) -> EnvBase:
         """Returns an environment that nobody uses."""
-        return self.idle.pop() if self.idle else _check(self.make())
+        return self.idle.pop() if self.idle else self.make()
 
 
 class EnvironmentGroups:
@@ -78,6 +78,9 @@ class EnvironmentGroups:
         size: conversations of a group.
         timeouts: of responses, resets and steps.
         blocking: threads that environments run in.
+
+    Attributes:
+        policy (SGLangWrapper): responds in them; TorchRL's ``RetrieveKL`` reads it.
 
     Raises:
         ConfigurationError: if ``make_env`` makes something else.
@@ -105,12 +108,19 @@ class EnvironmentGroups:
             )
         self.size = size
         self.generating = Meter()
-        self._environments = _Environments(make_env, [_check(make_env())])
-        self._policy = policy
+        self.policy = policy
+        self._make_env = make_env
+        self._environments = _Environments(self._make, [self._make()])
         self._versions = versions
         self._mask = StaleMask(versions, policy)
         self._timeouts = timeouts
         self._blocking = blocking
+
+    def _make(self) -> EnvBase:
+        env = _check(self._make_env())
+        # RetrieveKL takes the policy of what it finds there.
+        env.register_collector(self)
+        return env
 
     async def run(
         self,
@@ -153,9 +163,9 @@ class EnvironmentGroups:
         self.generating.add(1)
         try:
             (completion,) = await ask_async(
-                self._policy.model,
+                self.policy.model,
                 prompt.requests,
-                tokenizer=self._policy.tokenizer,
+                tokenizer=self.policy.tokenizer,
                 timeout=self._timeouts.turn,
             )
         finally:
@@ -168,14 +178,14 @@ class EnvironmentGroups:
         return self._read(env.reset(td.copy()), td)
 
     def _read(self, td: TensorDictBase, task: TensorDictBase) -> _Prompt:
-        prompts, requests = self._policy.begin(td)
+        prompts, requests = self.policy.begin(td)
         return _Prompt(td=td, task=task, prompts=prompts, requests=requests)
 
     def _step(
         self, env: EnvBase, prompt: _Prompt, completion: Completion
     ) -> tuple[TensorDictBase, _Prompt | None]:
         """Returns the step, and what follows unless it was the last one."""
-        row = env.step(self._policy.finish(prompt.td, prompt.prompts, [completion]))
+        row = env.step(self.policy.finish(prompt.td, prompt.prompts, [completion]))
         following = row["next"]
         # A DataLoadingPrimer would put the task there.
         following.update(prompt.task.exclude(*following.keys()))

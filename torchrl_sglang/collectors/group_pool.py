@@ -5,11 +5,17 @@ Every decision about them is made here, without threads and without I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import insort
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from torchrl_sglang.collectors.admission import Limits, choose_groups, free_groups
+from torchrl_sglang.collectors.admission import (
+    Limits,
+    choose_groups,
+    free_groups,
+    must_wait,
+)
 from torchrl_sglang.collectors.prompt_order import PromptOrder
 
 __all__ = ["GroupPool", "OnStale", "ReadyGroup"]
@@ -72,6 +78,8 @@ class GroupPool(Generic[T]):
         self._on_stale = on_stale
         self.total = total
         self._running: dict[int, int] = {}
+        # Groups consumed when a prompt that is not done was first started.
+        self._first_started: dict[int, int] = {}
         self._ready: list[ReadyGroup[T]] = []
         self._consumed_in_version = 0
 
@@ -120,6 +128,7 @@ class GroupPool(Generic[T]):
         """Starts a group and returns the position of its prompt."""
         position = self.order.take()
         self._running[position] = self.version
+        self._first_started.setdefault(position, self.consumed)
         return position
 
     def complete(
@@ -134,7 +143,7 @@ class GroupPool(Generic[T]):
             seconds=seconds,
             version=self.version,
         )
-        self._ready.append(group)
+        insort(self._ready, group, key=lambda each: each.position)
 
     def give_up(self, position: int, *, retry: bool) -> None:
         """Ends a running group without a result; ``retry``: its prompt starts again."""
@@ -142,23 +151,32 @@ class GroupPool(Generic[T]):
         if retry:
             self.order.put_back(position)
         else:
-            self.order.close(position)
+            self.close([position])
 
     def end_of_prompts(self, position: int) -> None:
         """There is no prompt at this position, nor behind it."""
         del self._running[position]
-        self.order.close(position)
+        self.close([position])
+        self.order.end(position)
         self.exhausted = True
 
     def take(self, size: int) -> list[ReadyGroup[T]] | None:
         """Returns the groups of a batch, in the order of prompts.
 
-        ``None`` if the batch has to wait. At the end it may be smaller.
+        ``None`` if the batch has to wait. At the end it may be smaller. Their prompts
+        are not done before :meth:`close`.
         """
         self._drop_stale()
         size = size if self.left is None else min(size, self.left)
         if self.exhausted:
             size = min(size, self._outstanding)
+        if must_wait(
+            self.limits,
+            consumed=self.consumed,
+            size=size,
+            started=self._awaited(),
+        ):
+            return None
         places = choose_groups(
             self.limits,
             version=self.version,
@@ -172,11 +190,15 @@ class GroupPool(Generic[T]):
         chosen = [self._ready[place] for place in places]
         taken = {group.position for group in chosen}
         self._ready = [group for group in self._ready if group.position not in taken]
-        for position in taken:
-            self.order.close(position)
         self.consumed += len(taken)
         self._consumed_in_version += len(taken)
-        return sorted(chosen, key=lambda group: group.position)
+        return chosen
+
+    def close(self, positions: Iterable[int]) -> None:
+        """Ends prompts: they are done."""
+        for position in positions:
+            del self._first_started[position]
+            self.order.close(position)
 
     def set_version(self, version: int) -> None:
         """Begins a new policy version."""
@@ -184,20 +206,32 @@ class GroupPool(Generic[T]):
         held = self._consumed_in_version - self.limits.groups_per_update
         self._consumed_in_version = max(held, 0) if self.buffered else 0
 
+    @property
+    def _bound(self) -> int:
+        """Oldest version that is not stale."""
+        return self.version - self.limits.max_staleness
+
+    def _awaited(self) -> list[int]:
+        """Returns when running groups first started that are worth waiting for."""
+        return [
+            self._first_started[position]
+            for position, oldest in self._running.items()
+            if oldest >= self._bound or self._on_stale == "mask"
+        ]
+
     def _drop_stale(self) -> None:
         if self._on_stale == "mask":
             return
-        bound = self.version - self.limits.max_staleness
         fresh = []
         for group in self._ready:
-            if group.oldest >= bound:
+            if group.oldest >= self._bound:
                 fresh.append(group)
                 continue
             self.stale += 1
             if self._on_stale == "retry":
                 self.order.put_back(group.position)
             else:
-                self.order.close(group.position)
+                self.close([group.position])
         self._ready = fresh
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,6 +239,7 @@ class GroupPool(Generic[T]):
         return {
             "prompts": self.order.state_dict(),
             "consumed": self.consumed,
+            "consumed_in_version": self._consumed_in_version,
             "version": self.version,
         }
 
@@ -212,4 +247,5 @@ class GroupPool(Generic[T]):
         """Goes on where a state was saved; nothing may be running."""
         self.order.load_state_dict(state["prompts"])
         self.consumed = int(state["consumed"])
+        self._consumed_in_version = int(state["consumed_in_version"])
         self.version = int(state["version"])

@@ -61,9 +61,20 @@ class PromptOrder:
         if self._on_close is not None:
             self._on_close(position)
 
+    def end(self, position: int) -> None:
+        """There is no position from this one on."""
+        self._next = min(self._next, position)
+
     def state_dict(self) -> dict[str, Any]:
-        """Returns the next fresh position and those that are not done."""
-        return {"next": self._next, "open": sorted([*self._open, *self._waiting])}
+        """Returns the next fresh position and those before it that are not done."""
+        return {
+            "next": self._next,
+            "open": sorted(
+                position
+                for position in (*self._open, *self._waiting)
+                if position < self._next
+            ),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where a state was saved."""

@@ -6,8 +6,10 @@ from its beginning, again and again, and a run that goes on skips what is done.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
@@ -32,8 +34,17 @@ class Prompts(Protocol):
     def done(self, position: int) -> None:
         """Nobody will ask for this position again."""
 
-    def resume(self, position: int, still_open: Sequence[int]) -> None:
-        """Goes on at a position; of those before it, some may still be asked for."""
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what identifies the order of the tasks."""
+
+    def resume(
+        self, state: Mapping[str, Any], position: int, still_open: Sequence[int]
+    ) -> None:
+        """Goes on at a position; of those before it, some may still be asked for.
+
+        Raises:
+            ConfigurationError: if the state is of other tasks, or of another order.
+        """
 
 
 def make_prompts(given: Any, *, query_key: str, shuffle: bool, seed: int) -> Prompts:
@@ -89,8 +100,25 @@ class _DatasetPrompts:
     def done(self, position: int) -> None:
         """Does nothing: the dataset keeps its tasks."""
 
-    def resume(self, position: int, still_open: Sequence[int]) -> None:
-        """Does nothing: any task can be read."""
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "length": len(self._dataset),
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
+
+    def resume(
+        self, state: Mapping[str, Any], position: int, still_open: Sequence[int]
+    ) -> None:
+        """Takes the seed of the state; any task can be read."""
+        for name, own in (("length", len(self._dataset)), ("shuffle", self._shuffle)):
+            if state.get(name) != own:
+                raise ConfigurationError(
+                    f"The saved state is of prompts with {name}={state.get(name)}, and "
+                    f"these have {name}={own}; give the prompts that it was saved with."
+                )
+        self._seed = int(state["seed"])
+        self._orders = {}
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:
@@ -118,14 +146,15 @@ class _IteratedPrompts:
         self._tasks = self._iterate()
         self._next = 0
         self._open: dict[int, Task] = {}
+        # Position and text of the last task that was read.
+        self._last: tuple[int, str | None] = (-1, None)
 
     def fetch(self, position: int) -> Task | None:
         while self._next <= position:
-            task = next(self._tasks, None)
+            task = self._read()
             if task is None:
                 return None
-            self._open[self._next] = task
-            self._next += 1
+            self._open[self._next - 1] = task
         return self._open[position]
 
     def set_seed(self, seed: int) -> None:
@@ -134,18 +163,43 @@ class _IteratedPrompts:
     def done(self, position: int) -> None:
         self._open.pop(position, None)
 
-    def resume(self, position: int, still_open: Sequence[int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        position, text = self._last
+        return {"position": position, "text": text}
+
+    def resume(
+        self, state: Mapping[str, Any], position: int, still_open: Sequence[int]
+    ) -> None:
         wanted = set(still_open)
+        known = (state.get("position"), state.get("text"))
         while self._next < position:
-            task = next(self._tasks, None)
+            task = self._read()
             if task is None:
                 raise ConfigurationError(
                     f"The prompts end at {self._next}, and the saved state goes on at "
                     f"{position}; give the prompts that it was saved with."
                 )
-            if self._next in wanted:
-                self._open[self._next] = task
+            if self._last[0] == known[0] and self._last != known:
+                raise ConfigurationError(
+                    f"Prompt {known[0]} was {known[1]!r} when the state was saved, and "
+                    f"is {self._last[1]!r} now; give the same prompts in the same "
+                    f"order, to a shuffled DataLoader with a seeded generator."
+                )
+            if self._last[0] in wanted:
+                self._open[self._last[0]] = task
+
+    def _read(self) -> Task | None:
+        """Reads the next task; an iterable that failed fails from then on."""
+        try:
+            task = next(self._tasks, None)
+        except Exception as error:
+            # Otherwise it would look as if it had ended.
+            self._tasks = iter(partial(_raise, error), None)
+            raise
+        if task is not None:
+            self._last = (self._next, _text(task.get(self._query_key)))
             self._next += 1
+        return task
 
     def _iterate(self) -> Iterator[Task]:
         while True:
@@ -188,6 +242,18 @@ def _to_task(element: Any, query_key: str) -> Task:
     raise ConfigurationError(
         f"A task must be a text, a mapping or a TensorDict, got {element!r}."
     )
+
+
+def _text(prompt: Any) -> str | None:
+    """Returns a prompt as a text; ``None`` if it has no unique one."""
+    try:
+        return json.dumps(prompt)
+    except (TypeError, ValueError):
+        return None
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _leaf(td: TensorDictBase, name: str) -> Any:

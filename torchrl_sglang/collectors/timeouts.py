@@ -27,6 +27,9 @@ class CollectorTimeouts:
     """Of each call of ``step``, of a tool, and of an environment's reset and step."""
     reward: float = 60.0
     """Of each call of a reward function."""
+    engine: float = 600.0
+    """Of retrying a group after errors of the engine. It is given up then; if others
+    fail, too, and none is complete meanwhile, the collector ends."""
     batch: float = 3600.0
     """Of waiting for a batch."""
     shutdown: float = 10.0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import threading
 import weakref
 
 import pytest
 import torch
 from helpers.collecting import length_reward, own_threads, tasks, wait_until
+from torch.utils.data import Dataset
 from torchrl.data import (
     LazyStackStorage,
     ReplayBuffer,
@@ -19,6 +21,7 @@ from torchrl.data import (
 from torchrl.objectives.llm import MCAdvantage
 
 from torchrl_sglang import AsyncLLMCollector, CollectorTimeouts, SGLangWrapper
+from torchrl_sglang.collectors.prompts import make_prompts
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
@@ -278,9 +281,38 @@ def test_servers_that_fail_for_a_while(make, fake):
     assert collector.stats()["groups_failed"] == 0
 
 
+def test_a_group_that_only_the_engine_fails(make, fake, policy):
+    """It is given up in time, and others are complete meanwhile."""
+    (marked,) = policy.tokenizer("~")["input_ids"]
+
+    def when(content):
+        return marked in content["input_ids"]
+
+    collector = make(
+        prompts=[{"query": "~", "answer": "0"}, *tasks(8)[1:]],
+        max_retries=0,
+        timeouts=CollectorTimeouts(engine=0.2),
+        total_groups=6,
+    )
+    with fake.misbehaving("abort", when=when):
+        taken = [position for batch in collector for position in positions(batch)]
+    assert 0 not in taken
+    assert len(taken) == 6
+    assert collector.stats()["groups_failed"] == 1
+
+
+def test_an_engine_that_is_gone(make, fake):
+    """The collector ends, and no prompt is lost."""
+    collector = make(max_retries=0, timeouts=CollectorTimeouts(engine=0.2))
+    with fake.misbehaving("abort"), pytest.raises(CollectionError, match="has ended"):
+        next(iter(collector))
+    assert collector.state_dict()["pool"]["prompts"]["open"] == [0, 1, 2, 3]
+    assert collector.stats()["groups_failed"] == 0
+
+
 def test_no_batch_in_time(make):
     collector = make(step=Gate(), timeouts=CollectorTimeouts(batch=0.2))
-    with pytest.raises(CollectionTimeoutError, match=r"No batch of 2 .* and 4 run"):
+    with pytest.raises(CollectionTimeoutError, match=r"No batch of 2 .* 4 run and"):
         next(iter(collector))
 
 
@@ -354,6 +386,44 @@ def test_a_seed_is_an_order(make):
     assert orders[0] == orders[1] != orders[2]
 
 
+class Recorded(Dataset):
+    """Tasks that tell the order in which they were read."""
+
+    def __init__(self, count: int) -> None:
+        self._tasks = tasks(count)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self._tasks[index]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_a_seed_is_an_order_at_any_speed(make, update, max_staleness):
+    """Groups start in the same order, however long each of them takes."""
+    rng = random.Random(max_staleness)
+
+    async def step(conversation, task):
+        await asyncio.sleep(rng.choice([0.0, 0.001, 0.03]))
+
+    recorded = Recorded(12)
+    collector = make(
+        prompts=recorded, shuffle=True, seed=5, step=step, total_groups=24,
+        max_staleness=max_staleness,
+    )  # fmt: skip
+    seen = []
+    for batch in collector:
+        seen += positions(batch)
+        update(collector)
+    assert sorted(seen) == sorted([*range(12), *range(12)])
+    expected = make_prompts(tasks(12), query_key="query", shuffle=True, seed=5)
+    order = [int(expected.fetch(position)["answer"]) for position in range(24)]
+    assert recorded.read == order
+
+
 def make_buffer(**kwargs) -> ReplayBuffer:
     options = {
         "storage": LazyStackStorage(64),
@@ -390,8 +460,30 @@ def test_writing_in_the_background(make, update):
     update(collector)
     wait_until(lambda: len(buffer) == 16)
     assert int(buffer.sample()["policy_version"].min()) == 1
+    # Emptying the buffer sets it to zero.
+    buffer.empty()
+    update(collector)
+    wait_until(lambda: len(buffer) == 4)
+    assert buffer._sampler.consumer_version == 3
     collector.async_shutdown()
     assert not collector.is_running()
+
+
+def test_nothing_is_written_during_a_pause(make):
+    """What is saved meanwhile of the collector and of the buffer belongs together."""
+    gate, buffer = Gate(), make_buffer(transform=None)
+    gate.open(0, 1)
+    collector = make(replay_buffer=buffer, step=gate)
+    collector.start()
+    wait_until(lambda: len(buffer) == 2)
+    with collector.pause(resume=False):
+        gate.open_all()
+        wait_until(lambda: collector._collection.pool.ready == 2)
+        assert sorted(positions(buffer[:])) == [0, 1]
+        state = collector.state_dict()["pool"]
+    assert (state["consumed"], state["prompts"]["open"]) == (2, [2, 3])
+    collector.resume()
+    wait_until(lambda: len(buffer) == 4)
 
 
 def test_a_buffer_that_fails_ends_the_collector(make):

@@ -88,7 +88,7 @@ def test_environments_that_hang(make_with_env, gate):
         num_threads=2,
         timeouts=CollectorTimeouts(step=1.0),
     )
-    assert answers(next(iter(collector))) == [1, 2]
+    assert 0 not in answers(next(iter(collector)))
 
 
 def test_tokens_that_are_masked(make_with_env, update):

@@ -41,9 +41,12 @@ def test_every_prompt_is_done_once(on_stale, seed):
             given_up += [] if retry else [position]
         elif action == "take":
             batch = pool.take(rng.choice([1, 3])) or []
-            taken += [group.position for group in batch]
             positions = [group.position for group in batch]
             assert positions == sorted(positions)
+            # They are done when the consumer has them.
+            assert not set(positions) & set(done)
+            pool.close(positions)
+            taken += positions
             if on_stale != "mask":
                 assert all(pool.version - group.oldest <= 1 for group in batch)
         elif action == "update":
@@ -81,8 +84,9 @@ def test_a_total_and_a_smaller_last_batch():
 def test_the_end_of_prompts():
     pool = make_pool()
     positions = [pool.start() for _ in range(pool.free())]
-    for position in positions[2:]:
+    for position in reversed(positions[2:]):
         pool.end_of_prompts(position)
+    assert pool.state_dict()["prompts"] == {"next": 2, "open": [0, 1]}
     pool.give_up(0, retry=True)
     pool.complete(1, None, oldest=0, seconds=0.0)
     assert pool.take(3) is None
@@ -91,6 +95,84 @@ def test_the_end_of_prompts():
     pool.complete(pool.start(), None, oldest=0, seconds=0.0)
     assert [group.position for group in pool.take(3)] == [0, 1]
     assert pool.ended
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "retry", "mask"])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_group_is_overtaken_for_ever(on_stale, seed):
+    """Whatever the speeds, the failures, and how often the trainer updates."""
+    rng = random.Random(seed)
+    update_share = rng.choice([0.0, 0.05, 0.3])
+    pool = make_pool(on_stale)
+    left: dict[int, int] = {}
+    started: list[int] = []
+    taken: list[int] = []
+    waited = 0
+    for _ in range(600):
+        for _ in range(pool.free(wanted=3)):
+            position = pool.start()
+            # One in ten is slow, also when it starts again.
+            left[position] = rng.choice([40, *range(1, 10)])
+            if position not in started:
+                started.append(position)
+        for position in list(left):
+            left[position] -= 1
+            if left[position]:
+                continue
+            del left[position]
+            if rng.random() < 0.1:
+                pool.give_up(position, retry=True)
+            else:
+                oldest = pool._running[position]
+                pool.complete(position, None, oldest=oldest, seconds=0.0)
+        batch = pool.take(3)
+        if batch is None:
+            waited += 1
+            continue
+        before = len(taken)
+        taken += [group.position for group in batch]
+        pool.close(group.position for group in batch)
+        for position in taken[before:]:
+            overtook = [each for each in taken[:before] if each > position]
+            assert len(overtook) <= pool.limits.capacity
+        if rng.random() < update_share:
+            pool.set_version(pool.version + 1)
+    # The order of prompts is that of their first starts, whatever happened.
+    assert started == list(range(len(started)))
+    assert len(taken) > 50
+    assert waited > 0
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("on_stale", ["drop", "retry", "mask"])
+def test_a_trainer_that_does_not_update_waits_for_a_slow_group(on_stale, stale):
+    """Not for one that is too old already, unless it is taken all the same."""
+    pool = make_pool(on_stale)
+    pool.start()
+    if stale:
+        pool.set_version(2)
+    overtook = 0
+    for _ in range(4):
+        for _ in range(3):
+            pool.complete(pool.start(), None, oldest=pool.version, seconds=0.0)
+        overtook += len(pool.take(3) or ())
+    waits = not stale or on_stale == "mask"
+    assert overtook == (pool.limits.capacity if waits else 12)
+
+
+def test_a_state_goes_on_within_its_version():
+    pool = make_pool()
+    pool.buffered = True
+    for position in [pool.start() for _ in range(pool.free())]:
+        pool.complete(position, None, oldest=0, seconds=0.0)
+        assert pool.take(1) is not None
+    assert pool.free() == 0
+    again = make_pool()
+    again.buffered = True
+    again.load_state_dict(json.loads(json.dumps(pool.state_dict())))
+    assert again.free() == 0
+    again.set_version(1)
+    assert again.free() == 3
 
 
 def test_groups_in_a_buffer_count_until_they_are_trained_on():

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from helpers import killed_runs
 from helpers.collecting import length_reward, tasks
 from helpers.log_probs import TOLERANCE, score
 from tensordict import TensorDict
@@ -214,3 +219,22 @@ def test_batches_train(engine, hf_model, tokenizer):
         for name, parameter in hf_model.named_parameters()
         if "layers" in name
     )
+
+
+def test_runs_that_are_killed(engine, tmp_path):
+    """Every prompt is trained on once in each epoch, whenever the program is killed."""
+    program = killed_runs.__file__
+    done = subprocess.run(
+        [sys.executable, program, engine.server_url, tmp_path, engine.model_path],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == killed_runs.RUNS.keys()
+    times = killed_runs.EPOCHS * killed_runs.GROUP_SIZE
+    for run in found.values():
+        assert run["kills"] > 0
+        assert sorted(run["trained"]) == sorted([*range(killed_runs.PROMPTS)] * times)

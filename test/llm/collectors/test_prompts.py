@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -81,10 +82,20 @@ def test_an_iterable_is_iterated_again_and_an_iterator_ends():
     assert prompts.fetch(6) is None
 
 
+def saved(prompts) -> dict:
+    return json.loads(json.dumps(prompts.state_dict()))
+
+
 @pytest.mark.parametrize("given", [TASKS, "iterator"])
 def test_a_run_goes_on(given):
-    prompts = make(iter(TASKS) if given == "iterator" else given)
-    prompts.resume(4, [1, 3])
+    def again():
+        return make(iter(TASKS) if given == "iterator" else given)
+
+    prompts = again()
+    prompts.fetch(3)
+    state = saved(prompts)
+    prompts = again()
+    prompts.resume(state, 4, [1, 3])
     assert queries(prompts, [1, 3, 4]) == ["q1", "q3", "q4"]
     # Until it is done, a task can be asked for again.
     assert queries(prompts, [3]) == ["q3"]
@@ -93,7 +104,47 @@ def test_a_run_goes_on(given):
     if given == "iterator":
         assert not prompts._open
         with pytest.raises(ConfigurationError, match="The prompts end at 5"):
-            prompts.resume(9, [])
+            prompts.resume(state, 9, [])
+
+
+def test_a_dataset_keeps_the_seed_of_its_state():
+    prompts = make(TASKS, True, 1)
+    state = saved(prompts)
+    again = make(TASKS, True, 2)
+    assert queries(again, range(10)) != queries(prompts, range(10))
+    again.resume(state, 3, [])
+    assert queries(again, range(10)) == queries(prompts, range(10))
+    for other in (make(TASKS, False, 1), make(TASKS[:4], True, 1)):
+        with pytest.raises(ConfigurationError, match="give the prompts that"):
+            other.resume(state, 3, [])
+
+
+def test_an_iterable_in_another_order_is_refused():
+    def loader(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(TASKS, batch_size=2, shuffle=True, generator=generator)
+
+    prompts = make(loader(0))
+    order = queries(prompts, range(8))
+    again = make(loader(0))
+    again.resume(saved(prompts), 8, [6])
+    assert queries(again, [6]) == order[6:7]
+    orders = {seed: queries(make(loader(seed)), [7]) for seed in range(5)}
+    other = next(seed for seed, last in orders.items() if last != order[7:])
+    with pytest.raises(ConfigurationError, match=f'was .*{order[7]}.* and is .*"q'):
+        make(loader(other)).resume(saved(prompts), 8, [])
+
+
+def test_an_iterable_that_fails_does_not_end():
+    def fails():
+        yield TASKS[0]
+        raise OSError("the disk is gone")
+
+    prompts = make(fails())
+    assert prompts.fetch(0) is TASKS[0]
+    for _ in range(3):
+        with pytest.raises(OSError, match="the disk"):
+            prompts.fetch(1)
 
 
 @pytest.mark.parametrize(
