@@ -49,8 +49,8 @@ async def step(conversation: Any, task: Any) -> str | None:
 
 
 def add_transforms(env: Any, turns: int) -> Any:
-    env.append_transform(StepCounter(max_steps=turns))
-    return env.append_transform(Reward())
+    # The first call makes another environment of a bare one.
+    return env.append_transform(StepCounter(max_steps=turns)).append_transform(Reward())
 
 
 def measure(batches: Iterator[Any], repeats: int) -> float:

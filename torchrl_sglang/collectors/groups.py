@@ -63,11 +63,7 @@ class GroupWriter:
         turns = conversation.turns
         containers = self._codec.containers(
             [
-                (
-                    turn.prompt,
-                    turn.response,
-                    to_history(messages[: turn.num_messages]),
-                )
+                (turn.prompt, turn.response, messages[: turn.num_messages + 1])
                 for turn in turns
             ]
         )
@@ -90,16 +86,7 @@ class GroupWriter:
             [(turn.response.completion, turn.policy_version)]
         )
         task = {name: _to_value(value) for name, value in conversation.task.items()}
-        row = unchecked(
-            {
-                **task,
-                **_ends(terminated=False, truncated=False),
-                "step_count": torch.tensor([number]),
-                "policy_version": torch.tensor(oldest),
-            }
-        )
-        for key, value in containers.items():
-            row.set(key, value)
+        version = torch.full((), oldest)
         rewards = {"reward": turn.reward, **(conversation.rewards if last else {})}
         following = {
             "history": to_prompt(to_history(messages)),
@@ -108,18 +95,30 @@ class GroupWriter:
                 truncated=last and conversation.truncated,
             ),
             **task,
-            "step_count": torch.tensor([number + 1]),
-            **{name: torch.tensor([[value]]) for name, value in rewards.items()},
-            "policy_version": torch.tensor(oldest),
+            "step_count": torch.full((1,), number + 1),
+            **{name: torch.full((1, 1), value) for name, value in rewards.items()},
+            "policy_version": version,
         }
-        return row.set("next", unchecked(following))
+        root = {
+            **task,
+            **_ends(terminated=False, truncated=False),
+            "step_count": torch.full((1,), number),
+            "policy_version": version,
+            **{key: each for key, each in containers.items() if isinstance(key, str)},
+            "next": unchecked(following),
+        }
+        row = unchecked(root)
+        for key, each in containers.items():
+            if not isinstance(key, str):
+                row.set(key, each)
+        return row
 
 
 def _ends(*, terminated: bool, truncated: bool) -> dict[str, torch.Tensor]:
     return {
-        "done": torch.tensor([terminated or truncated]),
-        "terminated": torch.tensor([terminated]),
-        "truncated": torch.tensor([truncated]),
+        "done": torch.full((1,), terminated or truncated),
+        "terminated": torch.full((1,), terminated),
+        "truncated": torch.full((1,), truncated),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
@@ -255,9 +256,27 @@ def decode(
     tokenizer: Any, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
 ) -> list[str]:
     """Returns the text of each row of token ids, exactly as the tokens spell it."""
+    kind: Any = type(tokenizer)
+    if _decodes_plainly(kind):
+        # Without checks of every token in Python, which take longer than decoding.
+        backend = tokenizer.backend_tokenizer
+        return [
+            backend.decode(row, skip_special_tokens=skip_special_tokens) for row in rows
+        ]
     texts: list[str] = tokenizer.batch_decode(
         rows,
         skip_special_tokens=skip_special_tokens,
         clean_up_tokenization_spaces=False,
     )
     return texts
+
+
+@cache
+def _decodes_plainly(cls: type) -> bool:
+    """Returns whether a class of tokenizers decodes with its Rust tokenizer alone."""
+    from transformers import PreTrainedTokenizerFast
+
+    return issubclass(cls, PreTrainedTokenizerFast) and all(
+        getattr(cls, name) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("batch_decode", "decode", "_decode", "backend_tokenizer")
+    )

@@ -71,6 +71,8 @@ _CONTAINERS = {
     "generation_info": GenerationInfo,
 }
 
+_NO_SHAPE = torch.Size([])
+_NOTHING: Mapping[str, Any] = {}
 _NO_TOOLS = {"tool_calls": None, "tool_responses": None}
 """Unset fields of a generated :class:`~torchrl.data.llm.History`."""
 
@@ -90,11 +92,12 @@ def _generated(
     prompt: Sequence[int], completion: Completion, log_probs: bool
 ) -> Sample:
     length, total = len(prompt), len(prompt) + len(completion.token_ids)
+    before, tokens = _row(prompt, np.int64), _row(completion.token_ids, np.int64)
     sample: Sample = {
         "tokens": {
-            "prompt": _row(prompt, np.int64),
-            "response": _row(completion.token_ids, np.int64),
-            "full": _row([*prompt, *completion.token_ids], np.int64),
+            "prompt": before,
+            "response": tokens,
+            "full": torch.cat([before, tokens]),
         },
         "masks": {
             "all_attention_mask": torch.ones(total, dtype=torch.bool),
@@ -102,13 +105,15 @@ def _generated(
         },
     }
     if log_probs:
-        response, known = completion.log_probs or [], completion.prompt_log_probs
+        response = _row(completion.log_probs or (), np.float32)
+        known = completion.prompt_log_probs
         # NaN means not computed; 0.0 would mean certain.
-        before = [math.nan] * length if known is None else known
-        rows = {
-            "response": _row(response, np.float32),
-            "full": _row([*before, *response], np.float32),
-        }
+        before = (
+            torch.full((length,), math.nan)
+            if known is None
+            else _row(known, np.float32)
+        )
+        rows = {"response": response, "full": torch.cat([before, response])}
         if known is not None:
             rows["full"][0] = 0.0
             rows["prompt"] = rows["full"][:length].clone()
@@ -169,10 +174,10 @@ def add_info(
         truncated = completion.finish_reason == "length" and not end
         rows: Rows = {
             "finish_reason": non_tensor("stop" if end else completion.finish_reason),
-            "truncated": torch.tensor(truncated),
-            "cached_tokens": torch.tensor(completion.cached_tokens),
+            "truncated": torch.full((), truncated),
+            "cached_tokens": torch.full((), completion.cached_tokens),
             "weight_version": _row(versions, np.int64),
-            "mixed_state": torch.tensor(completion.mixed_state),
+            "mixed_state": torch.full((), completion.mixed_state),
             "logprobs_mode": non_tensor(completion.logprobs_mode or ""),
         }
         if completion.top_token_ids is not None:
@@ -290,7 +295,7 @@ def assemble(
     """
     if pad_output:
         pad_samples(samples, padding_value)
-    padded = MetaData(pad_output, device=device)
+    padded = _constant(MetaData, pad_output, device)
     containers = {}
     for name in samples[0]:
         common = {"padded": padded} if name in ("tokens", "masks", "log_probs") else {}
@@ -341,19 +346,24 @@ def unchecked(
 ) -> TensorDict:
     """Returns a scalar TensorDict whose values are known to be valid."""
     return TensorDict._new_unsafe(
-        dict(content), batch_size=torch.Size([]), device=device
+        content, batch_size=_NO_SHAPE, device=device, nested=False
     )
 
 
 def non_tensor(value: Any, device: torch.device | None = None) -> NonTensorData:
     """Returns a non-tensor value as TensorDicts of a device hold it."""
+    return _constant(NonTensorData, value, device)
+
+
+def _constant(cls: Any, value: Any, device: torch.device | None) -> Any:
     content = {"data": value, "_is_non_tensor": True, "_metadata": None}
-    return wrap(NonTensorData, unchecked({}, device), content)
+    return wrap(cls, unchecked(_NOTHING, device), content)
 
 
 def wrap(cls: Any, content: TensorDictBase, others: Mapping[str, Any]) -> Any:
     """Returns ``cls._from_tensordict(content, others)`` without its checks."""
     wrapped = cls.__new__(cls)
-    wrapped.__dict__["_tensordict"] = content
-    wrapped.__dict__["_non_tensordict"] = dict(others)
+    # Through __dict__, each would have one more object for the garbage collector.
+    object.__setattr__(wrapped, "_tensordict", content)
+    object.__setattr__(wrapped, "_non_tensordict", dict(others))
     return wrapped

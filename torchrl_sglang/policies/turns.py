@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tensordict import NestedKey
-from torchrl.data.llm import History
+from tensordict import NestedKey, TensorDict
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
@@ -164,18 +163,17 @@ class TurnCodec:
 
     def containers(
         self,
-        turns: Sequence[tuple[EncodedPrompt, Response, History]],
+        turns: Sequence[tuple[EncodedPrompt, Response, Sequence[TensorDict]]],
     ) -> list[dict[NestedKey, Any]]:
         """Returns TorchRL's containers of each turn, under the wrapper's keys.
 
         Args:
-            turns: prompt, response, and the conversation of the prompt.
+            turns: prompt, response, and the conversation up to the response.
         """
         completions = [response.completion for _, response, _ in turns]
         prompts = Prompts(
             token_ids=[prompt.token_ids for prompt, _, _ in turns],
             texts=[prompt.text for prompt, _, _ in turns],
-            histories=[history for _, _, history in turns],
         )
         policy = self._policy
         samples = outputs.generated(
@@ -186,6 +184,12 @@ class TurnCodec:
             outputs.add_info(samples, completions, ended, self._params.top_logprobs)
         texts = [(response.text, response.message) for _, response, _ in turns]
         outputs.add_text(samples, prompts, texts)
+        for sample, (_, _, messages) in zip(samples, turns, strict=True):
+            sample["history"] = {
+                "prompt": outputs.to_history(messages[:-1]),
+                "response": outputs.to_history(messages[-1:]),
+                "full": outputs.to_history(messages),
+            }
         return [
             {
                 self._keys[name]: value

@@ -7,10 +7,12 @@ import copy
 import pytest
 from torchrl.data.llm import History
 from torchrl.data.llm.history import _CHAT_TEMPLATES
+from transformers import PreTrainedTokenizerFast
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.chat import (
     continue_tokens,
+    decode,
     encode_full,
     find_template,
     render,
@@ -174,3 +176,21 @@ def test_known_tokens_of_something_else_are_not_used():
     known = [tokenizer.encode("abx"), tokenizer.encode("ab")]
     found = continue_tokens(["abc", "abc"], known, tokenizer)
     assert found == [tokenizer.encode("abc")] * 2
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_text_is_that_of_the_tokenizer(tokenizer, skip):
+    rows = [[*tokenizer.encode("a , b"), tokenizer.eos_token_id], [], [5]]
+    texts = tokenizer.batch_decode(
+        rows, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+    )
+    assert decode(tokenizer, rows, skip_special_tokens=skip) == texts
+
+
+def test_text_of_a_tokenizer_with_a_decoder_of_its_own():
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *arguments, **options):
+            return super()._decode(*arguments, **options).upper()
+
+    shouting = Shouting(tokenizer_object=make_tiny_tokenizer().backend_tokenizer)
+    assert decode(shouting, [shouting.encode("abc")]) == ["ABC"]
