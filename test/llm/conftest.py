@@ -6,6 +6,7 @@ compared with what ``transformers`` computes from the same files in float32.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,8 @@ def ray_here(request: pytest.FixtureRequest) -> Iterator[Any]:
         _node_ip_address="127.0.0.1",
     )
     yield ray
+    # A finalizer that calls Ray afterwards would start it again.
+    gc.collect()
     ray.shutdown()
     cloudpickle.unregister_pickle_by_value(request.module)
 
