@@ -31,6 +31,7 @@ __all__ = [
     "has_private_keys",
     "next_input",
     "plain",
+    "step",
 ]
 
 Tree = Mapping[str, Any]
@@ -93,6 +94,14 @@ class Fresh(LazyStackedTensorDict):
 
 
 _STACKS = (LazyStackedTensorDict, FastCopied, Fresh)
+
+
+def step(env: Any, batch: TensorDictBase) -> TensorDictBase:
+    """Returns ``env.step(batch)``; transforms work on a clone of what they get."""
+    if type(batch) is LazyStackedTensorDict and batch.device == env.device:
+        batch = FastCopied(*batch.tensordicts, stack_dim=batch.stack_dim)
+    output: TensorDictBase = env.step(batch)
+    return plain(output) if type(output) is FastCopied else output
 
 
 def plain(batch: LazyStackedTensorDict) -> LazyStackedTensorDict:

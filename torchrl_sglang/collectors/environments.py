@@ -14,11 +14,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack, list_to_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    lazy_stack,
+    list_to_stack,
+)
 from torchrl.envs import EnvBase
 
 from torchrl_sglang.collectors.blocking import BlockingCalls
 from torchrl_sglang.collectors.collection import TokenSpan
+from torchrl_sglang.collectors.copies import step
 from torchrl_sglang.collectors.stale_mask import StaleMask
 from torchrl_sglang.collectors.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
@@ -49,6 +56,7 @@ class _Prompt:
 
     td: TensorDictBase
     task: TensorDictBase
+    """Without a batch size."""
     prompts: Prompts
     requests: list[SampleRequest]
 
@@ -143,9 +151,10 @@ class EnvironmentGroups:
         self, task: Mapping[str, Any], policy_version: Callable[[], int]
     ) -> Episode:
         """Runs one conversation; its environment is not used again if it fails."""
-        env = await self._call(self._environments.get)
+        env: EnvBase
+        prompt: _Prompt | None
+        env, prompt = await self._call(partial(self._reset, task))
         episode: Episode = []
-        prompt: _Prompt | None = await self._call(partial(self._reset, env, task))
         while prompt is not None:
             version = policy_version()
             completion = await self._respond(prompt)
@@ -173,22 +182,34 @@ class EnvironmentGroups:
         assert isinstance(completion, Completion)
         return completion
 
-    def _reset(self, env: EnvBase, task: Mapping[str, Any]) -> _Prompt:
-        td = lazy_stack([TensorDict(dict(task))])
-        return self._read(env.reset(td.copy()), td)
+    def _reset(self, task: Mapping[str, Any]) -> tuple[EnvBase, _Prompt]:
+        """Returns an environment and what it wants a response to first."""
+        env = self._environments.get()
+        td = TensorDict(dict(task))
+        return env, self._read(env.reset(lazy_stack([td.copy()])), td)
 
     def _read(self, td: TensorDictBase, task: TensorDictBase) -> _Prompt:
-        prompts, requests = self.policy.begin(td)
+        prompts, requests = self.policy.begin(self._element(td))
         return _Prompt(td=td, task=task, prompts=prompts, requests=requests)
+
+    def _element(self, td: TensorDictBase) -> TensorDictBase:
+        """Returns the only element of a stack, which is read and written directly."""
+        if type(td) is LazyStackedTensorDict and self.policy.inplace is True:
+            element: TensorDictBase = td.tensordicts[0]
+            return element
+        return td
 
     def _step(
         self, env: EnvBase, prompt: _Prompt, completion: Completion
     ) -> tuple[TensorDictBase, _Prompt | None]:
         """Returns the step, and what follows unless it was the last one."""
-        row = env.step(self.policy.finish(prompt.td, prompt.prompts, [completion]))
+        td = prompt.td
+        written = self.policy.finish(self._element(td), prompt.prompts, [completion])
+        row = step(env, td if written.ndim == 0 else written)
         following = row["next"]
         # A DataLoadingPrimer would put the task there.
-        following.update(prompt.task.exclude(*following.keys()))
+        missing = prompt.task.exclude(*following.keys())
+        following.update(lazy_stack([missing]))
         if following["done"].any():
             return row, None
         return row, self._read(env.step_mdp(row), prompt.task)

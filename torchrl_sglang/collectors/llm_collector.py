@@ -18,7 +18,7 @@ from torchrl_sglang.collectors.copies import (
     copy_tree,
     has_private_keys,
     next_input,
-    plain,
+    step,
 )
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync, check_schemes
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -137,10 +137,7 @@ class SGLangLLMCollector(LLMCollector):
             stepped: tuple[TensorDictBase, TensorDictBase]
             stepped = env.step_and_maybe_reset(batch)
             return stepped
-        # Transforms work on a clone of what they get.
-        output = env.step(FastCopied(*batch.tensordicts, stack_dim=batch.stack_dim))
-        if type(output) is FastCopied:
-            output = plain(output)
+        output = step(env, batch)
         if type(output) is LazyStackedTensorDict:
             following = next_input(env._step_mdp, output, self._unused())
         else:

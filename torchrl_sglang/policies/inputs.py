@@ -58,7 +58,7 @@ def read_history(
     history = _get(td, key, "history")
     if not isinstance(history, History):
         raise TypeError(f"Expected History object for '{key}', got {type(history)}")
-    histories = list(history.unbind(0))
+    histories = list(history.unbind(0)) if td.ndim else [history]
     chats = [to_messages(one) for one in histories]
     if generate:
         texts = render(

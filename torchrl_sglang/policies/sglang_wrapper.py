@@ -461,7 +461,7 @@ class SGLangWrapper(LLMWrapperBase):
         return params
 
     def _read(self, td: TensorDictBase) -> Prompts:
-        if td.ndim == 0:
+        if td.ndim == 0 and (self.input_mode != "history" or self.prefer_tokens):
             td = lazy_stack([td])
         elif td.ndim > 1:
             td = td.reshape(-1)
