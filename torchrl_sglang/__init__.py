@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.launch.local import make_sglang_server
     from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
     from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
+    from torchrl_sglang.collectors.ray_collector import RayAsyncLLMCollector
     from torchrl_sglang.collectors.timeouts import CollectorTimeouts
     from torchrl_sglang.collectors.weight_sync import attach, attach_weight_sync
     from torchrl_sglang.objectives.config import RolloutCorrectionConfig
@@ -39,6 +40,7 @@ _HOME = {
     "GenerationInfo": "policies.info",
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.base",
+    "RayAsyncLLMCollector": "collectors.ray_collector",
     "RolloutCorrectionConfig": "objectives.config",
     "SGLangLLMCollector": "collectors.llm_collector",
     "SGLangWeightReceiver": "weight_update.scheme",
@@ -61,6 +63,7 @@ __all__ = [
     "GenerationInfo",
     "OffPolicyCorrection",
     "RLSGLangEngine",
+    "RayAsyncLLMCollector",
     "RolloutCorrectionConfig",
     "SGLangLLMCollector",
     "SGLangWeightReceiver",

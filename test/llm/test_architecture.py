@@ -54,6 +54,7 @@ PUBLIC = {
     "GenerationInfo": "policies.info",
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.base",
+    "RayAsyncLLMCollector": "collectors.ray_collector",
     "RolloutCorrectionConfig": "objectives.config",
     "SGLangLLMCollector": "collectors.llm_collector",
     "SGLangWeightReceiver": "weight_update.scheme",

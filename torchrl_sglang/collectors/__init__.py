@@ -9,7 +9,8 @@ for which ``copies.py`` copies nested TensorDicts.
     prompts.py --> conversations.py (plain functions) --> groups.py --> batches.py
     prompts.py --> environments.py (TorchRL's) -----------------------> batches.py
 
-``collection.py`` runs them on an event loop of its own. All decisions are pure:
-``admission.py`` (when a group starts, which groups make up a batch), ``group_pool.py``
-and ``prompt_order.py`` (what runs, what is done), ``versions.py``, ``stats.py``.
+``collection.py`` runs them on an event loop of its own, and ``ray_collector.py`` runs
+all of it in a Ray actor. All decisions are pure: ``admission.py`` (when a group
+starts, which groups make up a batch), ``group_pool.py`` and ``prompt_order.py`` (what
+runs, what is done), ``versions.py``, ``stats.py``.
 """

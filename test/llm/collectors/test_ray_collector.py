@@ -1,0 +1,179 @@
+"""RayAsyncLLMCollector: the collector in a Ray actor, the weights sent from here."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+from helpers.collecting import tasks, wait_until
+from helpers.log_probs import TOLERANCE, difference, score
+from torchrl.data import LazyStackStorage, ReplayBuffer, StalenessAwareSampler
+from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+
+from torchrl_sglang import (
+    CollectorTimeouts,
+    RayAsyncLLMCollector,
+    SGLangWeightSyncScheme,
+    SGLangWrapper,
+)
+from torchrl_sglang.errors import (
+    CollectionError,
+    ConfigurationError,
+    WeightSyncStateError,
+)
+from torchrl_sglang.testing.tiny_model import make_tiny_model
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    # Ray's own, about futures and processes.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture
+def scheme(restored_engine):
+    scheme = SGLangWeightSyncScheme(restored_engine)
+    yield scheme
+    scheme.shutdown()
+
+
+def make(engine, **kwargs) -> RayAsyncLLMCollector:
+    policy = SGLangWrapper(
+        engine,
+        generate_kwargs={"max_new_tokens": 16, "ignore_eos": True},
+        return_generation_info=True,
+    )
+    options = {
+        "policy": policy,
+        "prompts": tasks(50),
+        "rewards": lambda conversation, task: float(conversation.sample),
+        "group_size": 2,
+        "groups_per_batch": 2,
+        **kwargs,
+    }
+    return RayAsyncLLMCollector(**options)
+
+
+def test_a_collector_in_an_actor(
+    restored_engine, hf_model, scheme, tokenizer, ray_here
+):
+    """Updates count there, tokens are of the version that they name, and it may die."""
+    models = [hf_model, make_tiny_model(tokenizer, seed=11)]
+    lock = threading.Lock()
+
+    def waits(conversation, task):
+        with lock:
+            return
+
+    with pytest.raises(ConfigurationError, match="cannot be sent to an actor"):
+        make(restored_engine, step=waits)
+    with pytest.raises(ConfigurationError, match="cannot be sent to an actor"):
+        make(restored_engine, prompts=(task for task in tasks(3)))
+    with pytest.raises(ConfigurationError, match="ReplayBuffer of this process"):
+        make(restored_engine, replay_buffer=ReplayBuffer())
+    collector = make(
+        restored_engine,
+        max_staleness=1,
+        weight_sync_schemes={"policy": scheme},
+        timeouts=CollectorTimeouts(batch=60.0, shutdown=5.0),
+    )
+    first = restored_engine.weight_version
+    counts = {int(first) if first.isdigit() else -1: 0}
+    with pytest.raises(ConfigurationError, match="seed must be"):
+        collector.set_seed(-1)
+    seen = []
+    for batch in itertools.islice(collector, 4):
+        version = collector.policy_version
+        seen += [int(answer) for answer in batch["answer"]]
+        for tokens, log_probs, served, oldest in zip(
+            batch.get(("tokens", "full"), as_list=True),
+            batch.get(("log_probs", "response"), as_list=True),
+            batch.get(("generation_info", "weight_version"), as_list=True),
+            batch["policy_version"].tolist(),
+            strict=True,
+        ):
+            known = [counts[each] for each in served.tolist()]
+            assert min(known) == oldest >= version - 1
+            for own in set(known):
+                reference = score(models[own % 2], tokens)[-len(log_probs) :]
+                error = (log_probs - reference)[torch.tensor(known) == own]
+                assert float(error.abs().max()) < TOLERANCE
+        report = collector.update_policy_weights_(models[(version + 1) % 2])
+        counts[int(report.version)] = collector.policy_version
+        assert collector.policy_version == version + 1
+        assert collector.last_sync_report is report
+    assert sorted(seen) == [n for n in range(8) for _ in range(2)]
+    assert collector.stats()["age"].keys() <= {0, 1}
+    # Another one goes on from its state.
+    state = collector.state_dict()
+    assert state["pool"]["consumed"] == 8
+    with pytest.raises(CollectionError, match="before the collector is started"):
+        collector.load_state_dict(state)
+    with collector.pause():
+        assert collector.is_running()
+    ray_here.kill(collector._actor)
+    for call in (collector.stats, partial(next, iter(collector)), collector.resume):
+        with pytest.raises(CollectionError, match="actor has ended .* load the state"):
+            call()
+    with pytest.raises(WeightSyncStateError, match="does not tell its policy version"):
+        collector.update_policy_weights_(models[0])
+    collector.shutdown()
+    collector.shutdown()
+    with pytest.raises(CollectionError, match="was shut down"):
+        collector.stats()
+    wait_until(lambda: restored_engine.get_num_unfinished_requests(0) == 0)
+
+
+@pytest.mark.slow
+def test_a_buffer_on_ray(restored_engine, hf_model, scheme, tokenizer, ray_here):
+    """Two rounds of GRPO with collector and buffer in actors, and faults of both."""
+    buffer = RayReplayBuffer(
+        storage=partial(LazyStackStorage, 64),
+        sampler=partial(StalenessAwareSampler, max_staleness=1),
+        transform_factory=partial(MCAdvantage, grpo_size=2),
+        batch_size=4,
+        remote_config={"num_cpus": 1},
+    )
+    collector = make(
+        restored_engine,
+        replay_buffer=buffer,
+        weight_sync_schemes={"policy": scheme},
+        timeouts=CollectorTimeouts(batch=60.0, shutdown=5.0),
+    )
+    actor = TransformersWrapper(
+        hf_model, tokenizer=tokenizer, input_mode="tokens", generate=False
+    )
+    optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+    loss = GRPOLoss(actor, entropy_bonus=False)
+    for number, nothing in enumerate(itertools.islice(collector, 2), start=1):
+        assert nothing is None
+        data = buffer.sample()
+        assert collector.policy_version - int(data["policy_version"].min()) <= 1
+        loss(data).loss_objective.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        collector.update_policy_weights_(hf_model)
+        sampler = ray_here.get(buffer._rb._getattr.remote("_sampler"))
+        assert sampler.consumer_version == number
+    collector.start()
+    wait_until(lambda: collector.getattr_rb("write_count") > 8)
+    assert difference(restored_engine, hf_model) < TOLERANCE
+    with collector.pause():
+        rows = len(buffer)
+        consumed = collector.state_dict()["pool"]["consumed"]
+        assert rows == 2 * consumed
+    # What is written to is gone.
+    buffer.close()
+    with suppress(WeightSyncStateError):
+        # It may know already.
+        collector.update_policy_weights_(hf_model)
+    wait_until(lambda: not collector.is_running())
+    with pytest.raises(CollectionError, match="has ended"):
+        collector.getattr_rb("write_count")
+    collector.shutdown()

@@ -1,0 +1,354 @@
+"""RayAsyncLLMCollector: an AsyncLLMCollector in a Ray actor."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Self
+
+from tensordict import TensorDictBase, list_to_stack, set_list_to_stack
+from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
+
+from torchrl_sglang.backends.support.checks import check_flag
+from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector, Pause
+from torchrl_sglang.collectors.timeouts import CollectorTimeouts
+from torchrl_sglang.collectors.weight_sync import attach_weight_sync, check_schemes
+from torchrl_sglang.errors import (
+    CollectionError,
+    CollectionTimeoutError,
+    ConfigurationError,
+)
+from torchrl_sglang.types import SyncReport
+from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+
+__all__ = ["RayAsyncLLMCollector"]
+
+START_TIMEOUT_SECONDS = 300.0
+"""Timeout of starting the actor and making its collector."""
+
+CALL_TIMEOUT_SECONDS = 60.0
+"""Timeout of a call that does not wait for a batch."""
+
+MAX_CONCURRENCY = 8
+"""Calls that the actor runs at once: one waits for a batch, others do not wait."""
+
+
+class RayAsyncLLMCollector(BaseCollector):
+    """An :class:`.AsyncLLMCollector` in a Ray actor, a process of its own.
+
+    Its functions and its layout do not take the trainer's processor time. The trainer
+    sends the weights; each update counts in the actor. Batches are sent to the trainer,
+    or written to a ``RayReplayBuffer``. It has the methods of
+    :class:`.AsyncLLMCollector`, and each of them has a timeout.
+
+    Args:
+        env (callable, optional): see :class:`.AsyncLLMCollector`.
+
+    Keyword Args:
+        replay_buffer (RayReplayBuffer, optional): to write to, or its ``client()``.
+        weight_sync_schemes (dict, optional): ``{"policy": scheme}``, which stays in
+            this process.
+        timeouts (CollectorTimeouts, optional): how long to wait for what.
+        remote_config (dict, optional): of the actor, as for ``ray.remote``. Defaults to
+            ``{"num_cpus": 1}``.
+        ray_init_config (dict, optional): for ``ray.init``, if Ray is not running.
+        **kwargs: the other arguments of :class:`.AsyncLLMCollector`. They are pickled:
+            give prompts as a dataset or a ``DataLoader``, not as an iterator.
+
+    Raises:
+        ConfigurationError: if an argument is wrong, or cannot be pickled.
+        CollectionTimeoutError: if the actor does not start within five minutes.
+        CollectionError: if it ended; by every method, also later.
+
+    Examples:
+        >>> collector = RayAsyncLLMCollector(  # doctest: +SKIP
+        ...     policy=SGLangWrapper(engine),
+        ...     prompts=["1+1=", "2+2="],
+        ...     rewards=lambda conversation, task: float("2" in conversation.response),
+        ...     group_size=8,
+        ...     groups_per_batch=2,
+        ...     weight_sync_schemes={"policy": scheme},
+        ...     remote_config={"num_cpus": 2},
+        ... )
+        >>> for batch in collector:  # doctest: +SKIP
+        ...     train(batch)
+        ...     collector.update_policy_weights_()
+    """
+
+    last_sync_report: SyncReport | None = None
+    """Report of the last weight update; ``None`` before the first."""
+
+    init_random_frames = 0
+    """For TorchRL's trainers: no frame is random."""
+
+    def __init__(
+        self,
+        env: Callable[[], EnvBase] | None = None,
+        *,
+        replay_buffer: Any = None,
+        weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
+        timeouts: CollectorTimeouts | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        schemes = check_schemes(weight_sync_schemes)
+        client = _to_client(replay_buffer)
+        self.replay_buffer = replay_buffer
+        self.timeouts = timeouts or CollectorTimeouts()
+        _start_ray(ray_init_config)
+        arguments = _send(
+            {
+                "env": env,
+                "replay_buffer": client,
+                "timeouts": self.timeouts,
+                **kwargs,
+            }
+        )
+        self._actor = _start_actor(remote_config)
+        self._finalizer = weakref.finalize(self, _kill, self._actor)
+        try:
+            self._call(
+                "make", list_to_stack(), arguments, seconds=START_TIMEOUT_SECONDS
+            )
+        except BaseException:
+            self._finalizer()
+            raise
+        for scheme in schemes.values():
+            attach_weight_sync(self, scheme)
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        return self.iterator()
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yields batches, or ``None`` for each one that was written to the buffer.
+
+        Raises:
+            CollectionTimeoutError: if no batch is complete in time.
+            CollectionError: if functions, the engine or the actor failed for good.
+        """
+        seconds = self.timeouts.batch + CALL_TIMEOUT_SECONDS
+        while True:
+            ended, batch = self._call("next", seconds=seconds)
+            if ended:
+                return
+            yield batch
+
+    def start(self) -> None:
+        """Collects in the background; see :meth:`.AsyncLLMCollector.start`."""
+        self._call("call", "start")
+
+    def is_running(self) -> bool:
+        """Whether conversations are collected in the background."""
+        running: bool = self._call("call", "is_running")
+        return running
+
+    def pause(self, resume: bool = True) -> Pause:
+        """Starts no more groups; see :meth:`.AsyncLLMCollector.pause`."""
+        check_flag("resume", resume)
+        self._call("pause", seconds=self.timeouts.batch)
+        return Pause(self.resume if resume else None)
+
+    def resume(self) -> None:
+        """Starts groups again."""
+        self._call("call", "resume")
+
+    def shutdown(
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
+    ) -> None:
+        """Ends all conversations, and the actor. Safe to call twice.
+
+        Args:
+            timeout: for the conversations to end before the actor is killed, in
+                seconds. Defaults to ``timeouts.shutdown``.
+            close_env: must be True: environments end with their conversations.
+            raise_on_error: without effect: nothing is left in any case.
+        """
+        if not check_flag("close_env", close_env):
+            raise ConfigurationError("close_env=False is not supported; leave it out.")
+        check_flag("raise_on_error", raise_on_error)
+        seconds = self.timeouts.shutdown if timeout is None else timeout
+        if self._finalizer.alive:
+            with suppress(CollectionError):
+                self._call("call", "shutdown", seconds=seconds)
+            self._finalizer()
+
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> SyncReport:
+        """Sends weights to the servers; see :func:`.attach_weight_sync`.
+
+        Raises:
+            ConfigurationError: if no scheme is attached.
+        """
+        raise ConfigurationError(
+            "No scheme is attached that could send weights; give weight_sync_schemes="
+            "{'policy': scheme}, or call attach_weight_sync(collector, scheme)."
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """Number of weight updates so far."""
+        version: int = self._call("call", "get_policy_version")
+        return version
+
+    def get_policy_version(self) -> int:
+        """Returns :attr:`policy_version`."""
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """Counts a weight update; the scheme's sender calls it."""
+        self._call("increment_version", self.last_sync_report)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Sets the seed of prompts; see :meth:`.AsyncLLMCollector.set_seed`."""
+        following: int = self._call("call", "set_seed", seed, static_seed)
+        return following
+
+    def getattr_rb(self, name: str) -> Any:
+        """Returns an attribute of the replay buffer, while the collector can go on."""
+        self._call("call", "check")
+        return getattr(self.replay_buffer, name)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Returns what brings the run back; see :meth:`.AsyncLLMCollector.state_dict`.
+
+        Save it while the actor lives: it is what a new one goes on from.
+        """
+        state: OrderedDict[str, Any] = self._call("call", "state_dict")
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a state; see :meth:`.AsyncLLMCollector.load_state_dict`."""
+        self._call("call", "load_state_dict", state_dict, seconds=self.timeouts.batch)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what the collector did; see :meth:`.AsyncLLMCollector.stats`."""
+        stats: dict[str, Any] = self._call("call", "stats")
+        return stats
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        state = "running" if self._finalizer.alive else "shut down"
+        return f"{type(self).__name__}({state})"
+
+    def _call(
+        self, method: str, *args: Any, seconds: float = CALL_TIMEOUT_SECONDS
+    ) -> Any:
+        """Returns what a method of the actor returns, or raises its error."""
+        import ray
+
+        if not self._finalizer.alive:
+            raise CollectionError("The collector was shut down; make a new one.")
+        answer = getattr(self._actor, method).remote(*args)
+        try:
+            return ray.get(answer, timeout=seconds)
+        except ray.exceptions.GetTimeoutError as error:
+            raise CollectionTimeoutError(
+                f"The collector's actor did not answer within {seconds:g} s. If it has "
+                f"not started, the cluster lacks what remote_config asks for."
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            reason = str(error).partition("\n")[0]
+            raise CollectionError(
+                f"The collector's actor has ended ({type(error).__name__}: {reason}); "
+                f"make a new collector and load the state that was saved last."
+            ) from error
+
+
+class _Host:
+    """The actor."""
+
+    _collector: AsyncLLMCollector
+
+    def make(self, to_stack: bool, arguments: Mapping[str, Any]) -> None:
+        """Makes the collector; not at the actor's start, which would hide errors."""
+        set_list_to_stack(to_stack).set()
+        self._collector = AsyncLLMCollector(**arguments)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Calls a method of the collector."""
+        return getattr(self._collector, method)(*args)
+
+    def next(self) -> tuple[bool, TensorDictBase | None]:
+        """Returns whether the batches have ended, and the next one."""
+        for batch in self._collector:
+            return False, batch
+        return True, None
+
+    def pause(self) -> None:
+        """Pauses, until it is told to resume."""
+        self._collector.pause(resume=False)
+
+    def increment_version(self, report: SyncReport | None) -> None:
+        """Counts a weight update of the trainer's process."""
+        self._collector.last_sync_report = report
+        self._collector.increment_version()
+
+
+def _start_ray(config: Mapping[str, Any] | None) -> None:
+    import ray
+
+    if not ray.is_initialized():
+        from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
+
+        ray.init(**(config or DEFAULT_RAY_INIT_CONFIG))
+
+
+def _send(arguments: Mapping[str, Any]) -> Any:
+    """Returns a reference to pickled arguments."""
+    import ray
+
+    try:
+        return ray.put(arguments)
+    except TypeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            f"The arguments cannot be sent to an actor: {reason} Give prompts as a "
+            f"dataset or a DataLoader, and functions without locks, open files and "
+            f"connections."
+        ) from error
+
+
+def _start_actor(remote_config: Mapping[str, Any] | None) -> Any:
+    import ray
+
+    options = {
+        "num_cpus": 1,
+        "max_concurrency": MAX_CONCURRENCY,
+        **(remote_config or {}),
+    }
+    return ray.remote(**options)(_Host).remote()
+
+
+def _kill(actor: Any) -> None:
+    """Ends an actor; if Ray has ended, it is gone."""
+    import ray
+
+    if ray.is_initialized():
+        with suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(actor)
+
+
+def _to_client(buffer: Any) -> Any:
+    """Returns what another process can write to a buffer with."""
+    client = buffer.client() if hasattr(buffer, "client") else buffer
+    if isinstance(client, ReplayBuffer):
+        raise ConfigurationError(
+            f"replay_buffer is a {type(buffer).__name__} of this process, which a Ray "
+            f"actor cannot write to; give a RayReplayBuffer."
+        )
+    return client
