@@ -7,6 +7,7 @@ wait. A forked child starts its own loop.
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import contextvars
 import os
@@ -30,17 +31,12 @@ T = TypeVar("T")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
-_calls: weakref.WeakKeyDictionary[
-    asyncio.AbstractEventLoop, list[Callable[[], object]]
-] = weakref.WeakKeyDictionary()
-"""What other threads want a loop to call."""
 
 
 def _after_fork_in_child() -> None:
     # The parent may have held the lock, and its loop's thread does not exist here.
     global _lock, _loop
     _lock, _loop = threading.Lock(), None
-    _calls.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -49,6 +45,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def get_loop() -> asyncio.AbstractEventLoop:
     """Returns the background loop of this process; starts it at the first call."""
     global _loop  # noqa: PLW0603 - There is one for each process.
+    if _loop is not None:
+        return _loop
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
@@ -143,29 +141,49 @@ class _Call(Generic[T]):
             self.result.set_result(self._task.result())
 
 
-def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    """Calls a function on a loop; waking it once serves all calls until it wakes."""
-    with _lock:
-        if loop in _calls:
-            _calls[loop].append(call)
+class _Calls:
+    """What other threads want a loop to call; waking it once serves all until then.
+
+    Has no lock: the garbage collector can run anywhere, and what it frees calls, too.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = collections.deque[Callable[[], object]]()
+        self._woken = False
+
+    def add(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+        self._waiting.append(call)
+        # Two threads may both wake the loop, which then finds nothing the second time.
+        if self._woken:
             return
+        self._woken = True
+        try:
+            loop.call_soon_threadsafe(self._run)
+        except RuntimeError:
+            # The loop is closed: nobody waits, and the calls refer to it.
+            self._waiting.clear()
+
+    def _run(self) -> None:
+        # First: a call that is added from here on wakes the loop again.
+        self._woken = False
+        for _ in range(len(self._waiting)):
+            self._waiting.popleft()()
+
+
+_calls = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Calls]()
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Calls a function on a loop, after all that were posted to it before."""
+    calls = _calls.get(loop)
+    if calls is None:
         # Calls refer to their loop; one that was closed before they ran keeps them.
-        for closed in [each for each in _calls if each.is_closed()]:
-            del _calls[closed]
-        _calls[loop] = [call]
-    try:
-        loop.call_soon_threadsafe(_run_calls, loop)
-    except RuntimeError:
-        # The loop is closed: nobody waits, and its calls refer to it.
-        with _lock:
-            _calls.pop(loop, None)
-
-
-def _run_calls(loop: asyncio.AbstractEventLoop) -> None:
-    with _lock:
-        calls = _calls.pop(loop)
-    for call in calls:
-        call()
+        for each in _calls.keyrefs():
+            other = each()
+            if other is not None and other.is_closed():
+                _calls.pop(other, None)
+        calls = _calls.setdefault(loop, _Calls())
+    calls.add(loop, call)
 
 
 async def iterate(stream: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:

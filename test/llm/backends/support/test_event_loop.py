@@ -12,7 +12,6 @@ import weakref
 
 import pytest
 
-from torchrl_sglang.backends.support import event_loop
 from torchrl_sglang.backends.support.event_loop import (
     get_loop,
     run_async,
@@ -124,17 +123,54 @@ def test_a_coroutine_whose_caller_has_gone_still_ends():
             await asyncio.sleep(0.1)
             ended.set()
 
-    async def outer() -> None:
+    async def outer() -> weakref.ref[asyncio.AbstractEventLoop]:
         task = asyncio.ensure_future(run_async(slow()))
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.wait([task])
+        return weakref.ref(asyncio.get_running_loop())
 
-    asyncio.run(outer())
+    closed = asyncio.run(outer())
     assert ended.wait(60)
     assert asyncio.run(run_async(add(1, 2))) == 3
     # What was posted to the closed loop, or could not be, does not keep it.
-    assert not any(loop.is_closed() for loop in list(event_loop._calls))
+    gc.collect()
+    assert closed() is None
+
+
+COLLECTION = """
+import asyncio, faulthandler, gc, weakref
+from torchrl_sglang.backends.support.event_loop import run_async, submit
+
+faulthandler.dump_traceback_later(60, exit=True)
+
+class Client:
+    pass
+
+async def nothing():
+    pass
+
+async def main():
+    for number in range(300):
+        client = Client()
+        client.itself = client
+        weakref.finalize(client, lambda: submit(nothing()))
+        del client
+        gc.set_threshold(1 + number % 13, 1, 1)
+        await run_async(nothing())
+        gc.set_threshold(700, 10, 10)
+
+asyncio.run(main())
+print("ended")
+"""
+
+
+def test_what_the_garbage_collector_frees_may_use_the_loop():
+    """A client that is collected in the middle of a call closes its connections."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTION], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "ended\n", done.stderr
 
 
 def test_an_error_is_freed_without_the_garbage_collector():
