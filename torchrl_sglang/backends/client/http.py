@@ -195,15 +195,18 @@ class HttpClient:
             if not 200 <= status < 300:
                 body = await response.read()
                 Response(url=url, status=status, body=body).raise_for_status()
-            rest = bytearray()
+            rest, searched = bytearray(), 0
             async for chunk in response.content.iter_any():
                 rest += chunk
-                *whole, rest = rest.split(EVENT_END)
-                for event in whole:
-                    content = bytes(event).removeprefix(b"data:").strip()
+                # An event can be as long as thousands of chunks.
+                while (end := rest.find(EVENT_END, searched)) >= 0:
+                    content = bytes(rest[:end]).removeprefix(b"data:").strip()
                     if content == LAST_EVENT:
                         return
                     on_event(Response(url=url, status=status, body=content))
+                    del rest[: end + len(EVENT_END)]
+                    searched = 0
+                searched = max(len(rest) - len(EVENT_END) + 1, 0)
             raise ServerUnavailableError(
                 f"{url} stopped in the middle of its answer: {bytes(rest[:200])!r}.",
                 transient=True,

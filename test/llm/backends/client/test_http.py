@@ -415,3 +415,47 @@ def test_a_large_body_arrives_whole_and_typed(client):
         "length": len(msgspec.json.encode(payload)),
         "same": True,
     }
+
+
+def read_events(client: HttpClient, url: str, timeout: float) -> list[bytes]:
+    found: list[bytes] = []
+    keep = client.stream(
+        url, {}, lambda event: found.append(event.body), timeout=timeout
+    )
+    run_sync(keep)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_events_arrive_in_pieces(client, size):
+    body = b'data: {"a":1}\n\ndata: {"b":2}\n\ndata: [DONE]\n\n'
+
+    async def write(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for start in range(0, len(body), size):
+            await response.write(body[start : start + size])
+            await asyncio.sleep(0.001)
+        return response
+
+    async def start() -> TestServer:
+        app = web.Application()
+        app.router.add_post("/", write)
+        server = TestServer(app)
+        await server.start_server()
+        return server
+
+    server = run_sync(start())
+    try:
+        events = read_events(client, str(server.make_url("/")), timeout=60)
+    finally:
+        run_sync(server.close())
+    assert events == [b'{"a":1}', b'{"b":2}']
+
+
+def test_an_event_of_any_length_is_read_in_linear_time(client):
+    """The log-probs of 20 tokens at each of 32,000 positions are 20 MB."""
+    body = b"data: " + b"x" * 32_000_000 + b"\n\ndata: [DONE]\n\n"
+    with listener(http_reply(body)) as url:
+        (event,) = read_events(client, url, timeout=5)
+    assert len(event) == 32_000_000
