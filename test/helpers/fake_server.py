@@ -40,6 +40,8 @@ Fault: TypeAlias = Literal[
     "other_tokens",  # send the log-probabilities of other tokens
     "abort",  # end each response as a pause with mode "abort" does
     "abort_400",  # end each response as a late refusal does
+    "abort_503",  # refuse each request as a server with a full queue does
+    "hang_up_at_end",  # end a streamed response, and hang up before the stream's end
 ]
 """Faults that the server can be told to show."""
 
@@ -625,12 +627,18 @@ class _Events(web.StreamResponse):
     """The events of a batch: the begin and the end of each response."""
 
     def __init__(
-        self, replies: list[dict[str, Any]], begun: int, *, whole: bool = True
+        self,
+        replies: list[dict[str, Any]],
+        begun: int,
+        *,
+        whole: bool = True,
+        marked: bool = True,
     ) -> None:
         super().__init__(headers={"Content-Type": "text/event-stream"})
         self._replies = replies
         self._begun = begun
         self._whole = whole
+        self._marked = marked
 
     async def send(self, request: web.Request) -> None:
         """Sends the events; closes the connection if some are left out."""
@@ -643,6 +651,7 @@ class _Events(web.StreamResponse):
         if self._whole:
             for reply in self._replies:
                 await self._write(reply)
+        if self._whole and self._marked:
             await self.write(b"data: [DONE]\n\n")
             await self.write_eof()
         elif request.transport is not None:
@@ -666,7 +675,14 @@ def _respond(
             reply["index"] = index
         if poisoned:
             return _Events([], 0, whole=False)
-        return _Events(replies, begun, whole=fault != "hang_up_mid_stream")
+        return _Events(
+            replies,
+            begun,
+            whole=fault != "hang_up_mid_stream",
+            marked=fault != "hang_up_at_end",
+        )
+    if fault == "abort_503":
+        return _json({"detail": "The request queue is full."}, 503)
     if poisoned:
         return web.Response(text="Internal Server Error", status=500)
     return _json(replies if batched else replies[0])
@@ -783,7 +799,9 @@ def _cut_off(reply: dict[str, Any], tokens: int) -> None:
         span["end"] = min(span["end"], tokens)
 
 
-def _spoil(reply: dict[str, Any], fault: Fault | None, tokens: int) -> None:
+def _spoil(  # noqa: C901 - One branch for each fault.
+    reply: dict[str, Any], fault: Fault | None, tokens: int
+) -> None:
     """Breaks one item of a reply according to a fault."""
     meta = reply["meta_info"]
     entries = meta.get("output_token_logprobs")
@@ -797,6 +815,16 @@ def _spoil(reply: dict[str, Any], fault: Fault | None, tokens: int) -> None:
             "message": "It cannot be served.",
             "status_code": 400,
         }
+    elif fault == "abort_503":
+        _cut_off(reply, 0)
+        meta["finish_reason"] = {
+            "type": "abort",
+            "message": "The request queue is full.",
+            "status_code": 503,
+        }
+    elif fault == "hang_up_at_end":
+        _cut_off(reply, tokens)
+        meta["finish_reason"] = {"type": "stop", "matched": "the end"}
     elif fault == "short_tokens":
         reply["output_ids"] = reply["output_ids"][:-1]
     elif fault == "no_log_probs":

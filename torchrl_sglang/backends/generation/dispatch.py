@@ -243,13 +243,17 @@ class Dispatcher:
         except ServerUnavailableError as error:
             if latest is None or not error.transient:
                 raise
+            reply = decode_reply(latest)
+            if reply.meta_info.finish_reason is not None:
+                # Only the mark of the end was lost.
+                return reply, False
             ticket.losses += 1
             if ticket.losses >= self._max_attempts:
                 raise error.replace(transient=False) from None
             self.in_flight.abandon(ticket)
             self.fleet.failed(url.removesuffix("/generate"))
             self.counters.retries += 1
-            return cut_short(decode_reply(latest), error), True
+            return cut_short(reply, error), True
         if latest is None:
             raise ServerUnavailableError(f"{url} sent a stream without any event.")
         return decode_reply(latest), False

@@ -316,6 +316,11 @@ def _abort_error(reason: FinishReason, length: int, server: str) -> Exception:
             f"{server} refused the request (HTTP {status}): {message}",
             status=status,
         )
+    if status is not None and status >= 500:
+        # What is not streamed has it as the status of the answer.
+        return ServerUnavailableError(
+            f"{server} failed (HTTP {status}): {message}", transient=True, status=status
+        )
     return GenerationAbortedError(
         f"{server} aborted a response after {length} tokens ({message}); it is not "
         f"finished. Was generation paused with mode 'abort', or the request aborted? "

@@ -428,6 +428,25 @@ def test_a_request_that_ends_every_server_is_not_sent_for_ever(older):
     assert sent(older, "max_new_tokens") == [(300,), (297,), (294,)]
 
 
+def test_a_response_that_has_ended_needs_its_server_no_more(older, engine):
+    """A server hangs up between the end of a response and that of its stream."""
+    with older.misbehaving("hang_up_at_end"):
+        (answer,) = engine.generate(input_ids=[5], sampling_params=LONG)
+    assert len(older.payloads()) == 1
+    assert (answer.finish_reason, answer.matched_stop) == ("stop", "the end")
+    assert len(answer.token_ids) == KEPT
+
+
+@pytest.mark.parametrize("length", [128, 129])
+def test_a_full_server_is_asked_again(older, engine, length):
+    """Streamed or not."""
+    params = {"max_new_tokens": length}
+    with older.misbehaving("abort_503", when=lambda _: len(older.payloads()) == 1):
+        (answer,) = engine.generate(input_ids=[5], sampling_params=params)
+    assert len(answer.token_ids) == length
+    assert len(older.payloads()) == 2
+
+
 def test_short_responses_are_not_streamed(older, engine):
     engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 128})
     engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 129})

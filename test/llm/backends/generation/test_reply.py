@@ -432,8 +432,8 @@ def test_malformed_replies(reply, words):
         ),
         (
             {"type": "abort", "message": "Broken", "status_code": 503},
-            GenerationAbortedError,
-            "Broken",
+            ServerUnavailableError,
+            "HTTP 503.*Broken",
         ),
         (
             {"type": "abort", "message": "Too long", "status_code": 400},
