@@ -111,8 +111,9 @@ def cut_short(reply: Reply, error: Exception) -> Reply:
     if meta.completion_tokens is None:
         raise error from None
     # Lists can have grown since the event was made.
-    lists = filter(None, (meta.output_token_logprobs, meta.output_top_logprobs))
-    length = min(meta.completion_tokens, len(ids), *map(len, lists))
+    lists = (meta.output_token_logprobs, meta.output_top_logprobs)
+    sizes = [len(values) for values in lists if values]
+    length = min(meta.completion_tokens, len(ids), *sizes)
     meta = msgspec.structs.replace(
         meta,
         finish_reason=FinishReason(type="abort", message=str(error)),
