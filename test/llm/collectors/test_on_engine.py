@@ -5,24 +5,28 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from helpers import killed_runs
-from helpers.collecting import length_reward, tasks
+from helpers.collecting import length_reward, tasks, wait_until
 from helpers.log_probs import TOLERANCE, score
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.envs import StepCounter
+from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
 from torchrl_sglang import (
     AsyncLLMCollector,
+    AsyncSGLang,
+    CollectorTimeouts,
     SGLangWeightSyncScheme,
     SGLangWrapper,
     attach_weight_sync,
@@ -238,3 +242,69 @@ def test_runs_that_are_killed(engine, tmp_path):
     for run in found.values():
         assert run["kills"] > 0
         assert sorted(run["trained"]) == sorted([*range(killed_runs.PROMPTS)] * times)
+
+
+def answers(batch) -> list[int]:
+    return [int(row["answer"]) for row in batch.unbind(0)]
+
+
+def test_functions_that_hang_and_environments_that_raise(engine, tokenizer):
+    """Their groups are given up or start again, and all others are complete."""
+    policy = SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 4})
+    gate, raised = threading.Event(), []
+    options = {"policy": policy, "prompts": tasks(6), "groups_per_batch": 2}
+
+    def hangs(conversation, task):
+        return float(task["answer"] != "1" or gate.wait())
+
+    class RaisesOnce(Transform):
+        def _step(self, tensordict, next_tensordict):
+            if tensordict["answer"] == ["1"] and not raised:
+                raised.append(True)
+                raise ValueError("no step")
+            return next_tensordict
+
+    def make_env():
+        env = ChatEnv(batch_size=(1,), tokenizer=tokenizer)
+        env = env.append_transform(StepCounter(max_steps=1))
+        return env.append_transform(RaisesOnce())
+
+    with AsyncLLMCollector(
+        **options,
+        rewards=hangs,
+        max_retries=0,
+        total_groups=5,
+        timeouts=CollectorTimeouts(reward=1.0),
+    ) as collector:
+        found = [answer for batch in collector for answer in answers(batch)]
+        assert sorted(found) == [0, 2, 3, 4, 5]
+        assert "'hangs' did not" in collector.stats()["errors"][0].replace(
+            "function hangs", "function 'hangs'"
+        )
+    gate.set()
+    with AsyncLLMCollector(make_env, **options, total_groups=6) as collector:
+        found = [answer for batch in collector for answer in answers(batch)]
+        assert sorted(found) == list(range(6))
+        assert collector.stats()["groups_retried"] == len(raised) == 1
+
+
+def test_a_server_that_dies_in_the_middle(tiny_model_path):
+    """What it was generating goes on when it is there again."""
+    with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as engine:
+        policy = SGLangWrapper(
+            engine, generate_kwargs={"max_new_tokens": 150, "ignore_eos": True}
+        )
+        with AsyncLLMCollector(
+            policy=policy,
+            prompts=tasks(6),
+            group_size=2,
+            groups_per_batch=2,
+            total_groups=6,
+        ) as collector:
+            collector._collection.start()
+            wait_until(lambda: collector.stats()["conversations_in_flight"])
+            os.kill(engine.servers[0].pid, signal.SIGKILL)
+            found = [answer for batch in collector for answer in answers(batch)]
+            assert sorted(found) == [n for n in range(6) for _ in range(2)]
+            assert collector.stats()["groups_failed"] == 0
+        assert engine.stats().restarts > 0
