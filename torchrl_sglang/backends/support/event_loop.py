@@ -37,6 +37,8 @@ def _after_fork_in_child() -> None:
     # The parent may have held the lock, and its loop's thread does not exist here.
     global _lock, _loop
     _lock, _loop = threading.Lock(), None
+    # A thread of the parent may have been about to wake a loop.
+    _calls.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -162,6 +164,7 @@ class _Calls:
         except RuntimeError:
             # The loop is closed: nobody waits, and the calls refer to it.
             self._waiting.clear()
+            self._woken = False
 
     def _run(self) -> None:
         # First: a call that is added from here on wakes the loop again.

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 
+from torchrl_sglang.backends.support import event_loop
 from torchrl_sglang.backends.support.event_loop import (
     get_loop,
     run_async,
@@ -136,6 +137,20 @@ def test_a_coroutine_whose_caller_has_gone_still_ends():
     # What was posted to the closed loop, or could not be, does not keep it.
     gc.collect()
     assert closed() is None
+
+
+def test_a_closed_loop_keeps_nothing_that_is_posted_to_it():
+    class Mark:
+        pass
+
+    loop = asyncio.new_event_loop()
+    loop.close()
+    for _ in range(2):
+        mark = Mark()
+        event_loop._post(loop, lambda mark=mark: mark)
+        posted = weakref.ref(mark)
+        del mark
+        assert posted() is None
 
 
 COLLECTION = """
