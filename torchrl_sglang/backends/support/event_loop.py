@@ -209,7 +209,10 @@ def iterate_sync(stream: AsyncGenerator[T, None]) -> Iterator[T]:
         while (item := run_sync(steps.next())) is not None:
             yield item
     finally:
-        if not sys.is_finalizing():
+        if on_background_loop():
+            # The garbage collector runs there, too.
+            submit(steps.close())
+        elif not sys.is_finalizing():
             run_sync(steps.close())
 
 

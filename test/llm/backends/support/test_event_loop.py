@@ -15,6 +15,7 @@ import pytest
 from torchrl_sglang.backends.support import event_loop
 from torchrl_sglang.backends.support.event_loop import (
     get_loop,
+    iterate_sync,
     run_async,
     run_sync,
     submit,
@@ -208,6 +209,37 @@ def test_an_error_is_freed_without_the_garbage_collector():
             run_sync(add(1, 2))
     finally:
         gc.enable()
+
+
+def test_an_iterator_that_is_collected_on_the_loop_is_closed(monkeypatch):
+    closed, problems = threading.Event(), []
+
+    async def count():
+        try:
+            yield 1
+            yield 2
+        finally:
+            await asyncio.sleep(0)
+            closed.set()
+
+    async def collect() -> None:
+        gc.collect()
+
+    class Holder:
+        pass
+
+    monkeypatch.setattr(sys, "unraisablehook", problems.append)
+    gc.disable()
+    try:
+        holder = Holder()
+        holder.itself, holder.steps = holder, iterate_sync(count())
+        assert next(holder.steps) == 1
+        del holder
+        run_sync(collect())
+    finally:
+        gc.enable()
+    assert closed.wait(60)
+    assert not problems
 
 
 def test_run_sync_on_its_own_loop_is_refused():
