@@ -3,13 +3,16 @@
 Everything between a task and a batch in TorchRL's layout: templates, tokenization,
 event loop, rewards, containers. ``functions`` are plain functions, ``environments`` a
 ``ChatEnv`` with a reward; ``LLMCollector`` is TorchRL's, with the same environment.
+Full garbage collections visit every object of the process: they are shown as they are,
+and after ``gc.freeze()``, which exempts the objects of the program's start.
 
-    python benchmarks/collector_overhead.py [--groups 32] [--repeats 5]
+    python benchmarks/collector_overhead.py [--groups 32] [--repeats 9]
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -53,15 +56,44 @@ def add_transforms(env: Any, turns: int) -> Any:
     return env.append_transform(StepCounter(max_steps=turns)).append_transform(Reward())
 
 
-def measure(batches: Iterator[Any], repeats: int) -> float:
-    """Returns milliseconds of processor time for each turn."""
+class Garbage:
+    """Counts the time of garbage collections, and the full ones."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.full = 0
+        self._start = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        """Is called by the interpreter."""
+        if phase == "start":
+            self._start = time.thread_time()
+            return
+        self.seconds += time.thread_time() - self._start
+        self.full += info["generation"] == 2
+
+
+def measure(batches: Iterator[Any], repeats: int) -> tuple[float, ...]:
+    """Returns milliseconds of processor time for each turn, and full collections.
+
+    These are the median and the mean of all batches, the mean of garbage collections,
+    and the number of full ones in a thousand turns.
+    """
     next(batches)
-    times = []
+    garbage, turns, times = Garbage(), 0, []
+    gc.callbacks.append(garbage)
     for _ in range(repeats):
         start = time.process_time()
-        turns = next(batches).numel()
-        times.append((time.process_time() - start) / turns)
-    return 1e3 * statistics.median(times)
+        size = next(batches).numel()
+        times.append(1e3 * (time.process_time() - start) / size)
+        turns += size
+    gc.callbacks.remove(garbage)
+    return (
+        statistics.median(times),
+        statistics.mean(times),
+        1e3 * garbage.seconds / turns,
+        1e3 * garbage.full / turns,
+    )
 
 
 def collectors(
@@ -107,7 +139,7 @@ def collectors(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--groups", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     set_list_to_stack(True).set()
     torch.set_num_threads(1)
@@ -118,14 +150,21 @@ def main() -> None:
         InstantEngine(path, tokenizer, RESPONSE_TOKENS), tokenizer=tokenizer
     )
     print("milliseconds of processor time for each turn")
-    print(f"{'collector':14} {'1 turn':>8} {'3 turns':>8}")
+    names = ("turns", "gc", "median", "mean", "of it gc", "full/1000")
+    print(f"{'collector':14}", *(f"{name:>10}" for name in names))
     for kind in collectors(policy, 1, 1):
-        row = []
-        for turns in (1, 3):
+        for turns, frozen in ((1, False), (1, True), (3, False)):
+            if frozen:
+                gc.collect()
+                gc.freeze()
             collector = collectors(policy, turns, arguments.groups)[kind]()
-            row.append(measure(iter(collector), arguments.repeats))
+            row = measure(iter(collector), arguments.repeats)
             collector.shutdown()
-        print(f"{kind:14}", *(f"{value:8.3f}" for value in row), flush=True)
+            gc.unfreeze()
+            about = f"{turns:>10} {'frozen' if frozen else 'usual':>10}"
+            print(
+                f"{kind:14} {about}", *(f"{value:10.3f}" for value in row), flush=True
+            )
 
 
 if __name__ == "__main__":
