@@ -260,7 +260,8 @@ class RayAsyncLLMCollector(BaseCollector):
                 f"not started, the cluster lacks what remote_config asks for."
             ) from error
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+            # Its text has the actor's traceback.
+            raise error.cause from error
         except ray.exceptions.RayError as error:
             reason = str(error).partition("\n")[0]
             raise CollectionError(

@@ -7,7 +7,12 @@ import random
 
 import pytest
 
-from torchrl_sglang.collectors.admission import Limits, choose_groups, free_groups
+from torchrl_sglang.collectors.admission import (
+    Limits,
+    choose_groups,
+    free_groups,
+    must_wait,
+)
 from torchrl_sglang.collectors.group_pool import GroupPool
 
 
@@ -117,6 +122,9 @@ def test_a_trainer_in_step_gets_nothing_stale(seed, max_staleness, batches_per_u
             while True:
                 running += [pool.start() for _ in range(pool.free(wanted=size))]
                 assert pool.running + pool.ready <= limits.capacity
+                assert not must_wait(
+                    limits, consumed=pool.consumed, size=size, started=pool._awaited()
+                )
                 batch = pool.take(size)
                 if batch is not None:
                     break

@@ -6,6 +6,7 @@ import itertools
 import threading
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
 from torchrl_sglang import (
+    AsyncLLMCollector,
     CollectorTimeouts,
     RayAsyncLLMCollector,
     SGLangWeightSyncScheme,
@@ -43,7 +45,7 @@ def scheme(restored_engine):
     scheme.shutdown()
 
 
-def make(engine, **kwargs) -> RayAsyncLLMCollector:
+def make(engine, kind=RayAsyncLLMCollector, **kwargs) -> Any:
     policy = SGLangWrapper(
         engine,
         generate_kwargs={"max_new_tokens": 16, "ignore_eos": True},
@@ -57,7 +59,7 @@ def make(engine, **kwargs) -> RayAsyncLLMCollector:
         "groups_per_batch": 2,
         **kwargs,
     }
-    return RayAsyncLLMCollector(**options)
+    return kind(**options)
 
 
 def test_a_collector_in_an_actor(
@@ -127,6 +129,10 @@ def test_a_collector_in_an_actor(
     collector.shutdown()
     with pytest.raises(CollectionError, match="was shut down"):
         collector.stats()
+    with make(restored_engine, AsyncLLMCollector) as again:
+        again.load_state_dict(state)
+        batch = next(iter(again))
+        assert [int(answer) for answer in batch["answer"]] == [8, 8, 9, 9]
     wait_until(lambda: restored_engine.get_num_unfinished_requests(0) == 0)
 
 
