@@ -35,7 +35,7 @@ from torchrl_sglang.errors import (
     SGLangError,
 )
 
-__all__ = ["HttpClient", "Response", "get"]
+__all__ = ["NOT_JSON", "HttpClient", "Response", "get"]
 
 KEEPALIVE_SECONDS = 3.0
 """Idle connections close after this; SGLang's uvicorn closes them after 5 s."""
@@ -52,6 +52,9 @@ STREAMED_BODY_BYTES = 1 << 20
 
 EVENT_END = b"\n\n"
 LAST_EVENT = b"[DONE]"
+NOT_JSON = (ValueError, RecursionError)
+"""What decoding raises."""
+
 ERROR_BODY_CHARACTERS = 2000
 """How much of an error's body a message quotes."""
 
@@ -82,7 +85,7 @@ class Response:
         """Returns the decoded body."""
         try:
             return msgspec.json.decode(self.body)
-        except ValueError:
+        except NOT_JSON:
             raise ServerUnavailableError(
                 f"{self.url} answered {self.status} with a body that is not JSON: "
                 f"{self.body[:200]!r}. Is it an SGLang server?",
@@ -94,7 +97,7 @@ class Response:
         text = self.body.decode("utf-8", "replace").strip()
         try:
             content = msgspec.json.decode(self.body)
-        except ValueError:
+        except NOT_JSON:
             content = text
         inner = content.get("error", content) if isinstance(content, dict) else text
         if isinstance(inner, dict):

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from torchrl_sglang.backends.client.http import Response
+from torchrl_sglang.backends.client.http import NOT_JSON, Response
 from torchrl_sglang.backends.generation.request import GenerateRequest
 from torchrl_sglang.errors import (
     GenerationAbortedError,
@@ -90,7 +90,7 @@ def decode_reply(answer: Response) -> Reply:
     """Returns the reply in a body; raises the error that a stream's event holds."""
     try:
         return _DECODER.decode(answer.body)
-    except ValueError as problem:
+    except NOT_JSON as problem:
         content = answer.json()
         error = content.get("error") if isinstance(content, dict) else None
         if isinstance(error, dict):

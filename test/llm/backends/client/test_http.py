@@ -125,6 +125,7 @@ def test_addresses_of_another_type(url):
         (b'{"other": 1}', '{"other": 1}'),
         (b"[1]", "[1]"),
         (b"\xff", "�"),
+        (b"[" * 3000, "[" * 2000),
         (b"", ""),
     ],
 )
@@ -167,9 +168,12 @@ def test_statuses(status, error):
         assert caught.value.status == status
 
 
-def test_a_body_that_is_not_json():
-    with pytest.raises(ServerUnavailableError, match="not JSON: b'<html>'.*SGLang"):
-        Response(url="http://one:1", status=200, body=b"<html>").json()
+@pytest.mark.parametrize(
+    ("body", "shown"), [(b"<html>", "'<html>'"), (b"[" * 10_000, "'\\[{200}'")]
+)
+def test_a_body_that_is_not_json(body, shown):
+    with pytest.raises(ServerUnavailableError, match=f"not JSON: b{shown}.*SGLang"):
+        Response(url="http://one:1", status=200, body=body).json()
 
 
 @pytest.mark.parametrize(

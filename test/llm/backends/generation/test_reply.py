@@ -416,6 +416,12 @@ def test_malformed_replies(reply, words):
     assert "http://one:1" in str(caught.value)
 
 
+@pytest.mark.parametrize("body", [b"[" * 10_000, b'{"x": ' + b"[" * 10_000, b"\xff"])
+def test_replies_that_are_not_json(body):
+    with pytest.raises(ServerUnavailableError, match="http://one:1 .*not JSON"):
+        decode_reply(Response(url="http://one:1", status=200, body=body))
+
+
 @pytest.mark.parametrize(
     ("reason", "error", "words"),
     [
