@@ -15,6 +15,7 @@ import os
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -49,6 +50,9 @@ EXIT_SECONDS = 2.0
 
 STREAMED_BODY_BYTES = 1 << 20
 """A larger body is written in pieces, so that other requests are sent meanwhile."""
+
+END_SECONDS = 1.0
+"""How long the end of a stream may take after its last event."""
 
 EVENT_END = b"\n\n"
 LAST_EVENT = b"[DONE]"
@@ -205,6 +209,10 @@ class HttpClient:
                 while (end := rest.find(EVENT_END, searched)) >= 0:
                     content = bytes(rest[:end]).removeprefix(b"data:").strip()
                     if content == LAST_EVENT:
+                        # The connection can be used again once the body has ended.
+                        with suppress(aiohttp.ClientError, TimeoutError):
+                            async with asyncio.timeout(END_SECONDS):
+                                await response.read()
                         return
                     on_event(Response(url=url, status=status, body=content))
                     del rest[: end + len(EVENT_END)]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -311,6 +312,13 @@ def test_connections_are_kept(client, fake):
     assert fake.num_connections == 8
 
 
+def test_streams_keep_their_connection(client, fake):
+    payload = {"input_ids": [5, 6], "stream": True}
+    for _ in range(20):
+        assert read_events(client, f"{fake.url}/generate", 60, payload)
+    assert fake.num_connections == 1
+
+
 def test_closing_lets_go_and_the_next_request_opens_again(client, fake):
     get(client, f"{fake.url}/health")
     run_sync(client.close())
@@ -421,10 +429,12 @@ def test_a_large_body_arrives_whole_and_typed(client):
     }
 
 
-def read_events(client: HttpClient, url: str, timeout: float) -> list[bytes]:
+def read_events(
+    client: HttpClient, url: str, timeout: float, payload: Any = None
+) -> list[bytes]:
     found: list[bytes] = []
     keep = client.stream(
-        url, {}, lambda event: found.append(event.body), timeout=timeout
+        url, payload or {}, lambda event: found.append(event.body), timeout=timeout
     )
     run_sync(keep)
     return found
