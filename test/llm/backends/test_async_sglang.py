@@ -412,7 +412,7 @@ def test_an_item_that_only_the_server_refuses(engine, score):
 
 def test_a_budget_that_is_used_up_leaves_the_engine_well(engine):
     start = time.monotonic()
-    with pytest.raises(ServerTimeoutError, match="0.5 s"):
+    with pytest.raises(ServerTimeoutError, match=r"0\.\d s"):
         engine.generate(input_ids=[[5]] * 4, sampling_params=LONG, timeout=0.5)
     assert time.monotonic() - start < 60
     wait_until_idle(engine)

@@ -79,6 +79,9 @@ def engine_environment(
         # Threads that spin while they wait take the cores from those they wait for:
         # beside one other busy process, a batch took 50 times as long.
         "OMP_WAIT_POLICY": "passive",
+        # A build of torch for CUDA brings NCCL, which several ranks would make a group
+        # of GPUs with.
+        "SGLANG_NCCL_SO_PATH": os.devnull,
         # Never the trainer's: its packages are built against another torchvision.
         "PYTHONPATH": "" if overlay is None else str(overlay),
     }
