@@ -16,8 +16,8 @@ SEED ?= 0
 OUTPUT ?= runs/grpo_tiny
 PYTEST_ARGS ?=
 
-# Two files at a time: much of a test is waiting for a server.
-PYTEST := .venv/bin/python -m pytest --numprocesses=2 --dist=loadfile
+# Three files at a time, on two cores: much of a test is waiting for a server.
+PYTEST := .venv/bin/python -m pytest --numprocesses=3 --dist=loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin

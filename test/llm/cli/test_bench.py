@@ -79,6 +79,7 @@ def test_tokens_that_arrive_through_collectors(engine, capsys):
         assert all(row["processor_ms"] > 0 for row in rows.values())
 
 
+@pytest.mark.slow
 def test_tokens_that_arrive_while_weights_are_updated(restored_engine, capsys):
     words = ["collectors", "--url", restored_engine.server_url, "--replace-weights"]
     words += ["--update-every=0.01", "--prompts=8", "--new-tokens=64", "--repeats=1"]

@@ -188,6 +188,7 @@ def watchdog_of(process: subprocess.Popen[str]) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_a_measurement_that_is_interrupted_leaves_nothing(tmp_path):
     words = ("throughput", "tiny", "--device=cpu", "--prompts=999", "--new-tokens=999")
     process = subprocess.Popen(

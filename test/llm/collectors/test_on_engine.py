@@ -288,6 +288,7 @@ def test_functions_that_hang_and_environments_that_raise(engine, tokenizer):
         assert collector.stats()["groups_retried"] == len(raised) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_the_middle(tiny_model_path):
     """What it was generating goes on when it is there again."""
     with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as engine:

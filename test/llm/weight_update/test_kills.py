@@ -38,7 +38,7 @@ STEPS = [
         (PAUSE, 1, pytest.mark.slow),
         (SEND, 1, pytest.mark.slow),
         (SEND, 4, ()),
-        (END, 1, ()),
+        (END, 1, pytest.mark.slow),
         (RESUME, 1, pytest.mark.slow),
     )
 ]

@@ -160,7 +160,7 @@ def kill_a_trainer(url: str, place: str) -> None:
     ("any_engine", "way", "place"),
     [
         ("sessions", "update", "in a broadcast"),
-        ("no sessions", "recover", "between buckets"),
+        pytest.param("no sessions", "recover", "between buckets", marks=SLOW),
         pytest.param("sessions", "update", "between buckets", marks=SLOW),
         pytest.param("sessions", "recover", "in a broadcast", marks=SLOW),
         pytest.param("sessions", "recover", "between buckets", marks=SLOW),

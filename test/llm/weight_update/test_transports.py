@@ -54,6 +54,13 @@ def name(request):
     return request.param
 
 
+others_are_slow = pytest.mark.parametrize(
+    "name",
+    [NAMES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in NAMES[1:])],
+    indirect=True,
+)
+
+
 @pytest.fixture
 def arguments(name, tmp_path):
     """What a scheme of this transport needs."""
@@ -264,6 +271,7 @@ def test_a_server_that_refuses_in_the_middle(
     assert difference(engine, new_model, tokenizer) < TOLERANCE
 
 
+@others_are_slow
 def test_a_server_that_does_not_answer(
     restored_engine, arguments, new_model, tokenizer
 ):
@@ -316,6 +324,7 @@ def test_a_server_that_dies(tiny_model_path, new_model, tmp_path):
             transport.close()
 
 
+@others_are_slow
 def test_nothing_is_left_behind(restored_engine, new_model, arguments, name, tmp_path):
     def cycle():
         transport = transport_of(restored_engine, bucket_bytes=SMALL, **arguments)
