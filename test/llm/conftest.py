@@ -107,6 +107,8 @@ def ray_here(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     # An actor cannot import the test's module.
     cloudpickle.register_pickle_by_value(request.module)
+    # A finalizer that called Ray after its end has started it again.
+    ray.shutdown()
     ray.init(
         num_cpus=8,
         include_dashboard=False,
