@@ -349,7 +349,7 @@ def prepare(
     """
     # From TorchRL, about its own use of PyTorch and about its next version.
     warnings.filterwarnings("ignore", "size_average and reduce args", UserWarning)
-    warnings.filterwarnings("ignore", "The env passed to LLMCollector", FutureWarning)
+    warnings.filterwarnings("ignore", "The env passed to SGLangLLMCollector", FutureWarning)
     disable_progress_bar()
     # The progress bar tells what the log would tell of each update, on one line.
     torchrl_logger.setLevel("WARNING")
