@@ -349,7 +349,8 @@ def prepare(
     """
     # From TorchRL, about its own use of PyTorch and about its next version.
     warnings.filterwarnings("ignore", "size_average and reduce args", UserWarning)
-    warnings.filterwarnings("ignore", "The env passed to SGLangLLMCollector", FutureWarning)
+    missing = "The env passed to SGLangLLMCollector is missing"
+    warnings.filterwarnings("ignore", missing, FutureWarning)
     disable_progress_bar()
     # The progress bar tells what the log would tell of each update, on one line.
     torchrl_logger.setLevel("WARNING")
