@@ -3,8 +3,7 @@
 No reply that lacks requested log-probs passes :func:`parse_completion`: a log-prob is
 never invented.
 
-Source: ``BatchStrOutput`` and ``_handle_batch_output`` in
-``sglang/srt/managers/tokenizer_manager.py``.
+Source: ``_handle_batch_output`` in ``sglang/srt/managers/tokenizer_manager.py``.
 """
 
 from __future__ import annotations
