@@ -80,7 +80,8 @@ class Gateway:
             lives. Defaults to 10.
         max_sessions: most sessions at once. Defaults to 10,000.
         max_turns: most turns of a session. Defaults to 1,000.
-        max_tokens: most generated tokens of a session. Defaults to None, no limit.
+        max_tokens: most generated tokens of a session; each of several requests at a
+            time may generate what is left. Defaults to None, no limit.
         session_seconds: how long a session takes turns. Defaults to None, no limit.
         path: an SQLite file that sessions are kept in, and read back from, which one
             gateway has at a time. A client's turn is in it before the client is
@@ -349,17 +350,22 @@ class Gateway:
 
     async def respond(self, session: Session, request: Request) -> list[Turn]:
         """Generates and keeps the responses to a request. For the HTTP routes."""
-        self._check_limits(session)
+        number = request.sampling.number
+        self._check_limits(session, number)
         prompt = self._prompt(session, request)
         self._policy.check_fits(prompt)
         params = {**self._default, **request.sampling.params, **self._forced}
         if self._max_tokens is not None:
-            left = (self._max_tokens - session.num_tokens) // request.sampling.number
+            left = (self._max_tokens - session.num_tokens) // number
             asked = params.get("max_new_tokens", left)
             if isinstance(asked, int):
                 params["max_new_tokens"] = min(asked, max(left, 1))
         sampling = replace(request.sampling, params=params)
-        replies = await self._policy.respond(prompt, sampling, session=session.name)
+        session.generating += number
+        try:
+            replies = await self._policy.respond(prompt, sampling, session=session.name)
+        finally:
+            session.generating -= number
         turns = []
         for reply in replies:
             turn = Turn(
@@ -402,9 +408,10 @@ class Gateway:
             return session.text_prompt(request.text, self._template)
         return session.prompt(request.messages, request.setting, self._template)
 
-    def _check_limits(self, session: Session) -> None:
+    def _check_limits(self, session: Session, number: int) -> None:
+        turns = len(session.turns) + session.generating + number
         reached = {
-            f"max_turns={self._max_turns}": len(session.turns) >= self._max_turns,
+            f"max_turns={self._max_turns}": turns > self._max_turns,
             f"max_tokens={self._max_tokens}": self._max_tokens is not None
             and session.num_tokens >= self._max_tokens,
             f"session_seconds={self._seconds}": self._seconds is not None

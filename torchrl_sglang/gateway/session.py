@@ -111,6 +111,7 @@ class Session:
     Attributes:
         reward (float | None): of the session as a whole.
         url (str): base URL for Anthropic's clients; empty while no gateway listens.
+        generating (int): turns that are generated now.
     """
 
     def __init__(self, name: str, *, key: str = "", group: str | None = None) -> None:
@@ -121,6 +122,7 @@ class Session:
         self.reward: float | None = None
         self.created = time.time()
         self.turns: list[Turn] = []
+        self.generating = 0
         self._ends: dict[bytes, list[Turn]] = {}
 
     def __repr__(self) -> str:

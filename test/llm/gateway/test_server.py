@@ -179,6 +179,16 @@ def test_limits_of_sessions(fake_engine):
         assert post(session).status_code == 429
 
 
+def test_requests_at_a_time_share_the_limit_of_turns(fake_engine):
+    with Gateway(fake_engine, max_turns=3) as gateway:
+        session = gateway.session()
+        assert post(session, n=4).status_code == 429
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: post(session), range(8)))
+        assert sorted(a.status_code for a in answers) == [200] * 3 + [429] * 5
+        assert len(session.turns) == 3
+
+
 def test_limits_of_tokens_and_time(fake_engine):
     with Gateway(fake_engine, max_tokens=6) as gateway:
         session = gateway.session()
