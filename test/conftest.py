@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,8 +17,10 @@ from torchrl_sglang.errors import ConfigurationError
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        # A worker inherits TORCHRL_SGLANG_PYTHON.
+        # A worker inherits TORCHRL_SGLANG_PYTHON and the token.
         return
+    # Without one, Ray writes one into the user's home.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
         cpu.engine_python()
     except ConfigurationError:
