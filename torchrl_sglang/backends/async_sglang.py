@@ -47,9 +47,10 @@ from torchrl_sglang.backends.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from torchrl_sglang.backends.generation.openai import post_openai
 from torchrl_sglang.backends.generation.request import Batch, GenerateRequest, to_batch
 from torchrl_sglang.backends.launch.launcher import launch
-from torchrl_sglang.backends.launch.local import LocalLauncher, replica_specs
+from torchrl_sglang.backends.launch.make import make_launcher
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
+from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
 from torchrl_sglang.backends.launch.router import router_arguments
 from torchrl_sglang.backends.lora.payload import prepare_adapter
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
@@ -209,6 +210,7 @@ class AsyncSGLang(TorchRLCalls):
         dp_size: int | None = None,
         *,
         num_replicas: int = 1,
+        launcher: Literal["local", "ray"] | RayLauncher = "local",
         device: str | None = None,
         cuda_devices: Sequence[Any] | None = None,
         python: str | os.PathLike[str] | None = None,
@@ -236,6 +238,8 @@ class AsyncSGLang(TorchRLCalls):
             dp_size: number of copies of the model in each server. Defaults to 1;
                 weights are broadcast to servers with one only.
             num_replicas: number of servers.
+            launcher: where they run: ``"local"`` on this machine, ``"ray"`` on the
+                nodes of a Ray cluster, or a :class:`.RayLauncher`, which says on which.
             device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` where there is one.
             cuda_devices: GPUs for the servers, as this process counts them: a list for
                 all of them, or one for each. By default the last of the visible ones,
@@ -293,22 +297,24 @@ class AsyncSGLang(TorchRLCalls):
             router_args=router_args or {},
         )
         spec = {"model": model, "api_key": api_key, "device": device, "python": python}
-        launcher = LocalLauncher(
-            replica_specs(
-                num_replicas, {**spec, **server_args}, cuda_devices=cuda_devices
-            ),
+        servers = make_launcher(
+            launcher,
+            num_replicas,
+            {**spec, **server_args},
+            cuda_devices=cuda_devices,
             start_timeout=start_timeout,
             parallel=parallel_start,
         )
-        launched = launch(launcher, router=router)
+        launched = launch(servers, router=router)
         try:
             return cls._connected(
                 Fleet(
                     launched.replicas,
                     router=launched.router,
                     start_router=launched.start_router,
+                    stop_servers=launched.stop_servers,
                 ),
-                HttpClient(api_key),
+                HttpClient(servers.api_key),
                 settings,
             )
         except BaseException:

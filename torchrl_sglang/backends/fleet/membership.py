@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,12 +54,14 @@ class Fleet:
         *,
         router: RouterHandle | None = None,
         start_router: Callable[[Sequence[str]], RouterHandle] | None = None,
+        stop_servers: Callable[[Iterable[ServerHandle]], None] = stop_all,
     ) -> None:
         self.replicas = replicas
         self.weights_state = WeightsState(weight_version)
         self.router = router
         self.start_router = start_router
         """Begins to start the router again for these servers."""
+        self._stop_servers = stop_servers
         self.asleep: frozenset[str] = frozenset()
         """Kinds of memory that are released: no requests, and no server starts."""
         self.draining = False
@@ -471,7 +480,8 @@ class Fleet:
             if self.router is not None:
                 self.router.stop()
         finally:
-            stop_all(replica.handle for replica in self.replicas)
+            handles = (replica.handle for replica in self.replicas)
+            self._stop_servers([handle for handle in handles if handle is not None])
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process owns no server: it knows addresses.

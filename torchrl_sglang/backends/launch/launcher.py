@@ -52,14 +52,25 @@ class Launcher(Protocol):
     def at_once(self) -> int:
         """Number of servers that start at the same time."""
 
+    @property
+    def api_key(self) -> str | None:
+        """Key that all servers ask for; ``None``: they ask for none."""
+
+    @property
+    def router_host(self) -> str:
+        """Address on which a router is reached by all who reach the servers."""
+
     def start(self, rank: int) -> ServerHandle:
         """Begins to start a server; does not wait until it is ready."""
 
     def restart(self, rank: int) -> ServerHandle:
-        """Begins to start a server that has ended again, at the same address."""
+        """Begins to start a server that has ended again.
+
+        Its address may be another one, which is known when it is ready.
+        """
 
     def stop(self, servers: Iterable[ServerHandle]) -> None:
-        """Stops servers, and releases what is reserved for those not started."""
+        """Stops servers, and releases what is reserved for any; none starts again."""
 
     def where(self, rank: int) -> Location:
         """Returns where a server runs."""
@@ -117,12 +128,15 @@ class Launched:
     """The router, if there are several servers."""
     start_router: Callable[[Sequence[str]], RouterHandle] | None = None
     """Begins to start the router again for servers with these addresses."""
+    stop_servers: Callable[[Iterable[ServerHandle]], None] = stop_all
+    """Stops servers for good, and releases what is reserved for them."""
 
     def stop(self) -> None:
         """Stops the router and the servers."""
         if self.router is not None:
             self.router.stop()
-        stop_all(replica.handle for replica in self.replicas)
+        handles = (replica.handle for replica in self.replicas)
+        self.stop_servers([handle for handle in handles if handle is not None])
 
 
 def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
@@ -138,12 +152,22 @@ def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
         ]
         running = start_router = None
         if router is not None:
+            router = {
+                "host": launcher.router_host,
+                **router,
+                "api_key": launcher.api_key,
+            }
             running = make_sglang_router([server.url for server in servers], **router)
             # The same port, so that everyone who has its address finds it again.
             again = {**router, "port": URL(running.url).port}
             start_router = functools.partial(RouterProcess, **again)
         undo.pop_all()
-    return Launched(replicas=replicas, router=running, start_router=start_router)
+    return Launched(
+        replicas=replicas,
+        router=running,
+        start_router=start_router,
+        stop_servers=launcher.stop,
+    )
 
 
 def _make_replica(launcher: Launcher, rank: int, server: ServerHandle) -> Replica:

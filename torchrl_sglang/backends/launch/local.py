@@ -27,6 +27,7 @@ from torchrl_sglang.backends.launch.process import (
 from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.backends.launch.vllm_arguments import translate_vllm_names
 from torchrl_sglang.backends.support.checks import check_count, check_seconds
+from torchrl_sglang.backends.support.urls import LOOPBACK
 from torchrl_sglang.errors import ConfigurationError
 
 CORES_PER_START = 2
@@ -136,6 +137,8 @@ class LocalLauncher:
             cores=len(os.sched_getaffinity(0)),
             on_cpu=not all(_is_on_gpu(spec) for spec in specs),
         )
+        self.api_key = next((spec.get("api_key") for spec in specs), None)
+        self.router_host = LOOPBACK
         self._specs: list[dict[str, Any]] = []
         self._commands: dict[int, Command] = {}
         for rank, spec in enumerate(specs):
@@ -200,18 +203,15 @@ def replica_specs(
 
     ``available`` are the visible GPUs; default: those of this process.
     """
-    known = _known_arguments(spec)
-    specs = [dict(spec) for _ in range(check_count("num_replicas", num_replicas))]
+    known = known_arguments(spec)
+    specs = counted_specs(num_replicas, spec)
     if num_replicas > 1:
         _check_replicable(known)
         # Servers that each use all cores of one CPU wait for one another.
         threads = max(len(os.sched_getaffinity(0)) // num_replicas, 1)
         limit = {"OMP_NUM_THREADS": str(threads)}
-        for index, own in enumerate(specs):
+        for own in specs:
             own["environment"] = {**limit, **(spec.get("environment") or {})}
-            for name in COUNTED:
-                if own.get(name) is not None:
-                    own[name] = int(own[name]) + index
     if _is_on_gpu(spec) and known.get("base_gpu_id") is None:
         groups = assign_devices(
             num_replicas,
@@ -229,13 +229,23 @@ def replica_specs(
     return specs
 
 
+def counted_specs(num_replicas: int, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the arguments of each of several servers, with their own seeds."""
+    specs = [dict(spec) for _ in range(check_count("num_replicas", num_replicas))]
+    for index, own in enumerate(specs):
+        for name in COUNTED:
+            if own.get(name) is not None and num_replicas > 1:
+                own[name] = int(own[name]) + index
+    return specs
+
+
 def find_gpus(
     spec: Mapping[str, Any], *, available: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
     """Returns the GPUs of a server's ranks, and those that it sees; None: unknown."""
     if not _is_on_gpu(spec):
         return (), ()
-    known = _known_arguments(spec)
+    known = known_arguments(spec)
     if VISIBLE_DEVICES in (known.get("environment") or {}):
         return None, None
     visible = tuple(known.get("cuda_devices") or available or visible_devices())
@@ -247,7 +257,8 @@ def find_gpus(
     return tuple(visible[place] for place in places), visible
 
 
-def _known_arguments(spec: Mapping[str, Any]) -> dict[str, Any]:
+def known_arguments(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a server's arguments under SGLang's names."""
     return translate_vllm_names({n: v for n, v in spec.items() if n != "model"})
 
 

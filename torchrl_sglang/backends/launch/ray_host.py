@@ -1,0 +1,138 @@
+"""ServerHost: the Ray actor that runs a server on its node.
+
+What it does is what a launcher on one machine does: it checks the arguments, leases the
+ports, starts the process tree with its watchdog and reads its log. The tree ends with
+the actor, which ends with the driver that created it, and with its node.
+
+Modules that take seconds to import are imported by the methods that need them, because
+an actor that only reserves a GPU needs none of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrl_sglang.backends.launch.ports import PortLease
+    from torchrl_sglang.backends.launch.process import Command, ServerProcess
+
+END_POLL_SECONDS = 0.1
+"""How often the process is looked at."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostInfo:
+    """Where Ray placed an actor."""
+
+    node_id: str
+    """Ray's name of the node."""
+    address: str
+    """Address at which the other nodes reach it."""
+    gpus: tuple[str, ...]
+    """GPUs that Ray assigned, under the names of ``CUDA_VISIBLE_DEVICES``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A server that is ready to be started."""
+
+    url: str
+    """Where it will answer."""
+    gpus: tuple[str, ...] | None
+    """GPUs of its ranks on this node; ``None``: unknown."""
+    visible_gpus: tuple[str, ...] | None
+    """GPUs that its processes see."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A server whose process runs."""
+
+    pid: int
+    """Process id of the root of its tree, on its node."""
+    log_path: str
+    """File that it logs to, on its node."""
+
+
+class ServerHost:
+    """Runs one server on its node, or a node's part of one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._command: Command | None = None
+        self._server: ServerProcess | None = None
+        self._meeting: PortLease | None = None
+        self._stopped = False
+
+    def describe(self) -> HostInfo:
+        """Returns where the actor is."""
+        import ray
+
+        context = ray.get_runtime_context()
+        return HostInfo(
+            node_id=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
+        )
+
+    def lease_meeting(self, address: str) -> str:
+        """Leases the port at which the nodes of one server meet; returns HOST:PORT."""
+        from torchrl_sglang.backends.launch.ports import lease_port
+
+        self._meeting = lease_port(address, name="dist_init_addr")
+        return f"{address}:{self._meeting.port}"
+
+    def prepare(self, spec: Mapping[str, Any]) -> Prepared:
+        """Checks a server's arguments on this node and leases its ports."""
+        from torchrl_sglang.backends.launch.local import find_gpus
+        from torchrl_sglang.backends.launch.server_command import make_server_command
+
+        self._command = make_server_command(**spec)
+        gpus, visible = find_gpus(spec)
+        return Prepared(url=self._command.url, gpus=gpus, visible_gpus=visible)
+
+    def start(self, name: str, start_timeout: float) -> Started:
+        """Begins to start the server."""
+        from torchrl_sglang.backends.launch.process import ServerProcess
+
+        with self._lock:
+            if self._command is None or self._stopped:
+                raise RuntimeError(f"The {name} was stopped before it was started.")
+            self._server = ServerProcess(
+                self._command, name=name, start_timeout=start_timeout
+            )
+        return Started(pid=self._server.pid, log_path=str(self._server.log_path))
+
+    def wait_ready(self) -> None:
+        """Waits until the server answers; raises ServerStartError otherwise."""
+        if self._server is not None:
+            self._server.wait_ready()
+
+    def wait_end(self) -> str:
+        """Waits until the server has ended or was stopped; returns its last lines."""
+        wait = threading.Event().wait
+        while not (self._stopped or self._has_ended()):
+            wait(END_POLL_SECONDS)
+        return self.log_tail()
+
+    def _has_ended(self) -> bool:
+        return self._server is not None and self._server.state in ("dead", "stopped")
+
+    def log_tail(self, lines: int = 30) -> str:
+        """Returns the last lines of the server's log."""
+        return "" if self._server is None else self._server.log_tail(lines)
+
+    def stop(self) -> None:
+        """Stops the server, and releases what it did not use."""
+        with self._lock:
+            self._stopped = True
+        if self._server is not None:
+            self._server.stop()
+        for reserved in (self._command, self._meeting):
+            if reserved is not None:
+                with suppress(OSError):
+                    reserved.release()

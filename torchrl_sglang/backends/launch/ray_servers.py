@@ -1,0 +1,438 @@
+"""RayServers: the launcher of servers on the nodes of a Ray cluster.
+
+Each server is run by an actor on its node (:class:`.ServerHost`), and one that spans
+several nodes by an actor on each. The actors' places are bundles of a placement group,
+so Ray reserves and assigns what a server needs. If a node dies, Ray moves its bundles
+to another one, and a restarted server follows them.
+
+A handle never blocks for long: it reads the outcomes of calls that are in progress.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.backends.client.http import get
+from torchrl_sglang.backends.fleet.replica import ServerHandle, stop_all
+from torchrl_sglang.backends.launch.launcher import PROGRESS_SECONDS, Location
+from torchrl_sglang.backends.launch.process import (
+    HEALTH_TIMEOUT_SECONDS,
+    READY_POLL_SECONDS,
+    STOP_TIMEOUT_SECONDS,
+)
+from torchrl_sglang.backends.launch.ray_host import HostInfo, Prepared, ServerHost
+from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
+
+LOG_SECONDS = 5.0
+"""Timeout for the end of a log to come from its node."""
+
+REACH_SECONDS = 10.0
+"""Timeout for a server that answers on its node to answer here, too."""
+
+MAX_CONCURRENCY = 8
+"""Calls that an actor runs at once; two of them last as long as its server."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """A share of a bundle that one actor takes."""
+
+    bundle: int
+    """Index of the bundle in the placement group."""
+    gpus: float
+    """GPUs that the actor takes of it."""
+    resources: Mapping[str, float]
+    """What else it takes; ``"CPU"`` is one of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the actors of one placement group run."""
+
+    group: Any
+    """The placement group."""
+    runtime_env: Mapping[str, Any] | None
+    """Ray's runtime environment of the actors."""
+    timeout: float
+    """For Ray to place the actors of a server, in seconds."""
+
+    def create(self, seat: Seat) -> Any:
+        """Begins to create an actor."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        resources = dict(seat.resources)
+        options = {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": seat.gpus,
+            "resources": resources,
+            "max_concurrency": MAX_CONCURRENCY,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=seat.bundle
+            ),
+        }
+        if self.runtime_env is not None:
+            options["runtime_env"] = dict(self.runtime_env)
+        return ray.remote(**options)(ServerHost).remote()
+
+
+class RayServers:
+    """Starts servers on the nodes of a Ray cluster; see :class:`.Launcher`.
+
+    ``specs`` has the arguments of each server, and ``seats`` those of its actors: for
+    each node of a server, a list.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Mapping[str, Any]],
+        seats: Sequence[Sequence[Sequence[Seat]]],
+        place: Place,
+        *,
+        start_timeout: float,
+        at_once: int,
+        api_key: str | None,
+        release: Callable[[], object],
+    ) -> None:
+        self.num_servers = len(specs)
+        self.at_once = at_once
+        self.api_key = api_key
+        self._specs = [dict(spec) for spec in specs]
+        self._seats = seats
+        self._place = place
+        self._start_timeout = start_timeout
+        # Also without a call of stop(): what is reserved is released.
+        self._release = weakref.finalize(self, release)
+        self._servers = [self._make(rank) for rank in range(self.num_servers)]
+        try:
+            self._prepare()
+        except BaseException:
+            self.stop(self._servers)
+            raise
+
+    @property
+    def router_host(self) -> str:
+        """Address of this node, at which the other nodes reach a router."""
+        import ray
+
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+    def _make(self, rank: int) -> RayServer:
+        number = f" {rank + 1} of {self.num_servers}" if self.num_servers > 1 else ""
+        return RayServer(
+            f"SGLang server{number}",
+            self._specs[rank],
+            self._seats[rank],
+            self._place,
+            start_timeout=self._start_timeout,
+        )
+
+    def _prepare(self) -> None:
+        """Waits until Ray has placed every server and its arguments are checked."""
+        waiting = list(enumerate(self._servers))
+        last_log = time.monotonic()
+        while waiting:
+            for rank, server in list(waiting):
+                try:
+                    if server.check_prepared():
+                        waiting.remove((rank, server))
+                except ConfigurationError as error:
+                    if self.num_servers > 1:
+                        error.add_note(
+                            f"It is server {rank + 1} of {len(self._specs)}."
+                        )
+                    raise
+            if waiting and time.monotonic() - last_log > PROGRESS_SECONDS:
+                last_log = time.monotonic()
+                names = ", ".join(server.name for _, server in waiting)
+                torchrl_logger.info(f"Ray has not placed {names} yet.")
+            if waiting:
+                time.sleep(READY_POLL_SECONDS)
+
+    def start(self, rank: int) -> RayServer:
+        """Begins to start a server; does not wait until it is ready."""
+        server = self._servers[rank]
+        server.begin()
+        return server
+
+    def restart(self, rank: int) -> RayServer:
+        """Begins to start a server that has ended again, perhaps on another node."""
+        server = self._make(rank)
+        server.begin()
+        self._servers[rank] = server
+        return server
+
+    def stop(self, servers: Iterable[ServerHandle]) -> None:
+        """Stops servers, and releases what is reserved for all of them."""
+        try:
+            stop_all({*servers, *self._servers})
+        finally:
+            self._release()
+
+    def where(self, rank: int) -> Location:
+        """Returns where a server runs."""
+        return self._servers[rank].location
+
+
+class RayServer:
+    """A server on one or several nodes of a Ray cluster."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: Mapping[str, Any],
+        seats: Sequence[Sequence[Seat]],
+        place: Place,
+        *,
+        start_timeout: float,
+    ) -> None:
+        self.name = name
+        self.url = ""
+        self.host = ""
+        self.pid = 0
+        self.log_path = Path()
+        self.location = Location(host="", gpus=None, visible_gpus=None)
+        self._spec = spec
+        self._place = place
+        self._start_timeout = start_timeout
+        self._begun: float | None = None
+        self._prepared = self._ready = self._stopped = False
+        self._stopping: list[Future[Any]] = []
+        self._seats = seats
+        actors = [[place.create(seat) for seat in node] for node in seats]
+        self._actors = [actor for node in actors for actor in node]
+        self._hosts = [node[0] for node in actors]
+        self._ended = [_call(host, "wait_end") for host in self._hosts]
+        self._kill = weakref.finalize(self, _kill, self._actors)
+        self._steps = self._start(actors)
+
+    @property
+    def state(self) -> str:
+        """``"starting"``, ``"ready"``, ``"dead"`` (it ended) or ``"stopped"``."""
+        if self._stopped:
+            return "stopped"
+        if any(end.done() for end in self._ended) or not _is_connected():
+            return "dead"
+        return "ready" if self._ready else "starting"
+
+    @property
+    def age(self) -> float:
+        """Seconds since the start."""
+        return 0.0 if self._begun is None else time.monotonic() - self._begun
+
+    def begin(self) -> None:
+        """Lets the server start when it is prepared."""
+        self._begun = time.monotonic()
+        self._advance()
+
+    def check_prepared(self) -> bool:
+        """Returns whether it is placed and checked; raises what was found wrong."""
+        if not self._prepared:
+            self._advance()
+        return self._prepared
+
+    def check_ready(self) -> bool:
+        """Returns whether it serves; raises ServerStartError if it never will."""
+        if not self._ready:
+            self._advance()
+        return self._ready
+
+    def wait_ready(self) -> None:
+        """Waits until it serves; stops it and raises ServerStartError otherwise."""
+        try:
+            while not self.check_ready():
+                time.sleep(READY_POLL_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _advance(self) -> None:
+        """Goes on with the start as far as possible."""
+        if self._stopped:
+            raise ServerStartError(f"The {self.name} was stopped before it was ready.")
+        next(self._steps, None)
+
+    def _start(self, actors: list[list[Any]]) -> Generator[None]:
+        """Places, prepares and starts the server; yields while it waits."""
+        infos = yield from self._describe(actors)
+        prepared = yield from self._prepare(infos)
+        self.host = infos[0][0].address
+        self.name += f" (node {self.host})"
+        self.url = prepared[0].url
+        self.location = Location(
+            host=self.host,
+            gpus=_join(each.gpus for each in prepared),
+            visible_gpus=_join(each.visible_gpus for each in prepared),
+        )
+        self._prepared = True
+        while self._begun is None:
+            yield
+        arguments = (self.name, self._start_timeout)
+        started = yield from _results(
+            [_call(host, "start", *arguments) for host in self._hosts]
+        )
+        self.pid, self.log_path = started[0].pid, Path(started[0].log_path)
+        ready = [_call(host, "wait_ready") for host in self._hosts]
+        yield from _results(ready)
+        yield from self._reach()
+        self._ready = True
+
+    def _describe(
+        self, actors: Sequence[Sequence[Any]]
+    ) -> Generator[None, None, list[list[HostInfo]]]:
+        """Waits until Ray has placed the actors of each node; returns where."""
+        calls = [[_call(actor, "describe") for actor in node] for node in actors]
+        placed = _results([call for node in calls for call in node])
+        deadline = time.monotonic() + self._place.timeout
+        for _ in placed:
+            if time.monotonic() > deadline:
+                raise ServerStartError(
+                    f"Ray has not placed the {self.name} within "
+                    f"{self._place.timeout:g} s."
+                )
+            yield
+        return [[call.result() for call in node] for node in calls]
+
+    def _prepare(
+        self, infos: Sequence[Sequence[HostInfo]]
+    ) -> Generator[None, None, list[Prepared]]:
+        """Has each node check its arguments; returns what they found."""
+        spec, addresses = {**self._spec}, [node[0].address for node in infos]
+        if len(self._hosts) > 1:
+            (spec["dist_init_addr"],) = yield from _results(
+                [_call(self._hosts[0], "lease_meeting", addresses[0])]
+            )
+        calls = []
+        for rank, host in enumerate(self._hosts):
+            own = {**spec, "host": addresses[rank]}
+            if len(self._hosts) > 1:
+                own["node_rank"] = rank
+            if any(info.gpus for info in infos[rank]):
+                own["cuda_devices"] = [gpu for info in infos[rank] for gpu in info.gpus]
+            calls.append(_call(host, "prepare", own))
+        try:
+            found: list[Prepared] = yield from _results(calls)
+        except SGLangError as error:
+            error.add_note(f"Found on node {', '.join(addresses)}.")
+            raise
+        return found
+
+    def _reach(self) -> Generator[None]:
+        """Waits until the server answers here, too."""
+        deadline = time.monotonic() + REACH_SECONDS
+        while True:
+            try:
+                if get(f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS).ok:
+                    return
+                reason = "it answers with an error"
+            except SGLangError as error:
+                reason = str(error)
+            if time.monotonic() > deadline:
+                raise ServerStartError(
+                    f"The {self.name} answers on its own node, and not here at "
+                    f"{self.url}: {reason}"
+                )
+            yield
+
+    def log_tail(self, lines: int = 30) -> str:
+        """Returns the last lines of its log, from its node."""
+        for end in self._ended:
+            if end.done():
+                try:
+                    return "\n".join(end.result().splitlines()[-lines:])
+                except Exception as error:  # noqa: BLE001 - Ray's, of many kinds.
+                    reason = str(error).strip().splitlines()[0]
+                    return f"(the log ended with its node or its actor: {reason})"
+        if not _is_connected():
+            return "(the log is gone: this process has left the Ray cluster)"
+        try:
+            text: str = _call(self._hosts[0], "log_tail", lines).result(LOG_SECONDS)
+        except Exception as error:  # noqa: BLE001 - Ray's, of many kinds.
+            return f"(the log cannot be read: {error})"
+        return text
+
+    def request_stop(self) -> None:
+        """Begins to stop it; does not wait."""
+        if self._stopping or self._stopped or not _is_connected():
+            return
+        self._stopping = [_call(host, "stop") for host in self._hosts]
+
+    def stop(self) -> None:
+        """Stops it and waits until it has ended; its GPUs are free then."""
+        if self._stopped:
+            return
+        self.request_stop()
+        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+        for call in self._stopping:
+            with suppress(Exception):
+                call.result(max(0.0, deadline - time.monotonic()))
+        self._stopped = True
+        self._kill()
+
+    def __repr__(self) -> str:
+        return f"RayServer({self.url!r}, state={self.state!r})"
+
+
+def _is_connected() -> bool:
+    """Returns whether this process is connected; a call would start a new cluster."""
+    import ray
+
+    return bool(ray.is_initialized())
+
+
+def _call(actor: Any, method: str, *args: Any) -> Future[Any]:
+    """Begins a call of an actor's method."""
+    future: Future[Any] = getattr(actor, method).remote(*args).future()
+    return future
+
+
+def _results(calls: Sequence[Future[Any]]) -> Generator[None, None, list[Any]]:
+    """Yields until all calls have returned; raises the first error."""
+    while not all(call.done() for call in calls):
+        for call in calls:
+            if call.done():
+                _result(call)
+        yield
+    return [_result(call) for call in calls]
+
+
+def _result(call: Future[Any]) -> Any:
+    """Returns what an actor's method returned, or raises its error, not Ray's."""
+    error = call.exception()
+    if error is None:
+        return call.result()
+    cause = getattr(error, "cause", None)
+    raise cause if isinstance(cause, SGLangError) else ServerStartError(_why(error))
+
+
+def _why(error: BaseException) -> str:
+    """Returns the first and the last line of one of Ray's errors."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or repr(error)
+
+
+def _kill(actors: list[Any]) -> None:
+    import ray
+
+    for actor in actors if _is_connected() else ():
+        with suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(actor)
+
+
+def _join(parts: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
+    found: list[str] = []
+    for part in parts:
+        if part is None:
+            return None
+        found += part
+    return tuple(found)
