@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 import torch
@@ -50,7 +50,12 @@ class SchemeOptions(TransportOptions):
                 f"pause_mode={self.pause_mode!r} is not one of "
                 f"{', '.join(map(repr, get_args(PauseMode)))}."
             )
-        given = check_options(self.transport, self.transport_options, **self._shared)
+        given = check_options(
+            self.transport,
+            self.transport_options,
+            others=[each.name for each in fields(self)],
+            **self._shared,
+        )
         self._set("transport_options", given)
         seconds = check_seconds("control_timeout", self.control_timeout)
         self._set("control_timeout", seconds)

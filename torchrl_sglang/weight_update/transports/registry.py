@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -47,11 +47,16 @@ _OPTIONS: Mapping[str, tuple[str, Any]] = {
 
 
 def check_options(
-    transport: str, given: Mapping[str, Any], **shared: Any
+    transport: str,
+    given: Mapping[str, Any],
+    *,
+    others: Iterable[str] = (),
+    **shared: Any,
 ) -> dict[str, Any]:
     """Validates a scheme's options, and returns ``given`` without default values.
 
-    ``given`` has the options of single transports, ``shared`` those that all have.
+    ``given`` has the options of single transports, ``shared`` those that all have, and
+    ``others`` are the scheme's own, which may be meant by an option that nobody has.
     """
     known = [AUTO, *sorted(TRANSPORTS)]
     if transport not in known:
@@ -60,7 +65,7 @@ def check_options(
         )
     for option in given:
         if option not in _OPTIONS:
-            near = nearest(option, _OPTIONS)
+            near = nearest(option, (*_OPTIONS, *others))
             hint = f"did you mean {near!r}?" if near else "leave it out."
             raise ConfigurationError(
                 f"SGLangWeightSyncScheme has no argument {option!r}; {hint}"

@@ -21,13 +21,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.fake_server import FakeServer
+from helpers.memory_saver import write_saver_python
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.client.capabilities import sleep_obstacles
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.sleep import check_can_sleep
-from torchrl_sglang.backends.launch.cpu import engine_python
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -45,53 +45,11 @@ SHORT = {"max_new_tokens": 8, "ignore_eos": True}
 LONG = {"max_new_tokens": 1500, "ignore_eos": True}
 BOTH = frozenset({"weights", "kv_cache"})
 
-MEMORY_SAVER = """
-import gc, os
-from contextlib import contextmanager
-
-import torch
-
-
-class Saver:
-    enabled, hook_mode, paused = True, None, set()
-
-    @contextmanager
-    def region(self, tag="default", enable_cpu_backup=False):
-        yield
-
-    cuda_graph = disable = region
-
-    def pause(self, tag=None):
-        if tag in self.paused:
-            os._exit(1)
-        self.paused.add(tag)
-        if tag == "weights":
-            for found in gc.get_objects():
-                if isinstance(found, torch.nn.Parameter):
-                    found.data.fill_(float("nan"))
-
-    def resume(self, tag=None):
-        if tag not in self.paused:
-            os._exit(1)
-        self.paused.remove(tag)
-
-
-torch_memory_saver = Saver()
-configure_subprocess = torch_memory_saver.region
-"""
-
 
 @pytest.fixture(scope="module")
 def saver_python(tmp_path_factory) -> Path:
     """An interpreter that has SGLang and the stand-in."""
-    folder = tmp_path_factory.mktemp("saver")
-    (folder / "torch_memory_saver.py").write_text(MEMORY_SAVER)
-    python = folder / "python"
-    python.write_text(
-        f'#!/bin/sh\nPYTHONPATH="{folder}:$PYTHONPATH" exec {engine_python()} "$@"\n'
-    )
-    python.chmod(0o755)
-    return python
+    return write_saver_python(tmp_path_factory.mktemp("saver"))
 
 
 def start(tiny_model_path, python, **arguments) -> AsyncSGLang:

@@ -1,0 +1,127 @@
+"""Checkpoints: one file each, complete or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from torchrl_sglang.errors import ConfigurationError
+
+SAME = ("env", "model", "train_model.lora", "optimizer.name", "train.seed")
+"""What a run that goes on must have in common with the one that was saved."""
+
+
+class Checkpoints:
+    """The newest checkpoints of a run.
+
+    Args:
+        folder: to write to; created if missing.
+        keep: number of checkpoints to keep.
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def paths(self) -> list[Path]:
+        """Returns all complete checkpoints, the newest last."""
+        return sorted(self._folder.glob("step_*.pt"))
+
+    def load(self, cfg: DictConfig) -> dict[str, Any] | None:
+        """Returns the newest checkpoint, if the run is to go on and there is one.
+
+        Raises:
+            ConfigurationError: if the folder has checkpoints and the run is to begin,
+                or if they are of another run.
+        """
+        paths = self.paths()
+        if not paths:
+            return None
+        if not cfg.train.resume:
+            raise ConfigurationError(
+                f"{self._folder} has checkpoints; give train.resume=true to go on, or "
+                f"another logging.experiment_name."
+            )
+        state: dict[str, Any] = torch.load(
+            paths[-1], map_location="cpu", weights_only=False
+        )
+        saved = OmegaConf.create(state["config"])
+        for name in SAME:
+            before, now = OmegaConf.select(saved, name), OmegaConf.select(cfg, name)
+            if before != now:
+                raise ConfigurationError(
+                    f"{paths[-1]} was saved with {name}={before}, and this run has "
+                    f"{name}={now}; give the same, or another logging.experiment_name."
+                )
+        return state
+
+    def save(self, step: int, state: dict[str, Any]) -> Path:
+        """Writes a checkpoint, so that a kill at any time leaves the older or it."""
+        path = self._folder / f"step_{step:08}.pt"
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        for old in self.paths()[: -self._keep]:
+            old.unlink()
+        return path
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of the random numbers of the trainer."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Goes on with random numbers where a state was saved."""
+    torch.set_rng_state(state["cpu"])
+    # With another number of GPUs, theirs cannot be continued.
+    if len(state.get("cuda", ())) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state.get("cuda", []))
+
+
+def keep_rows(path: Path, keep: Callable[[str], bool]) -> None:
+    """Rewrites a file of lines with those to keep."""
+    lines = [line for line in path.read_text().splitlines() if keep(line)]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(f"{line}\n" for line in lines))
+    partial.replace(path)
+
+
+def forget_later_steps(rollouts: Path, scalars: Iterable[Path], step: int) -> None:
+    """Removes what a killed run has written after its last checkpoint.
+
+    Args:
+        rollouts: file of the rollouts.
+        scalars: files of TorchRL's ``CSVLogger``.
+        step: of the checkpoint.
+    """
+
+    def is_earlier(line: str) -> bool:
+        try:
+            return bool(json.loads(line)["step"] <= step)
+        except ValueError:
+            # The last line of a killed run.
+            return False
+
+    def is_earlier_scalar(line: str) -> bool:
+        number = re.match(r"(\d+),", line)
+        return number is not None and int(number[1]) <= step
+
+    if rollouts.exists():
+        keep_rows(rollouts, is_earlier)
+    for path in scalars:
+        keep_rows(path, is_earlier_scalar)

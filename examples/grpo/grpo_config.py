@@ -1,0 +1,254 @@
+"""Checks of the recipe's configuration, before anything is started.
+
+The files in ``config/`` say which parameters there are and of which type. Parameters of
+the engine, the weight-sync scheme and Ray are checked by these.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from torchrl_sglang.errors import ConfigurationError
+
+FOLDER = Path(__file__).parent
+
+OPEN = (
+    "inference_model.server_args",
+    "inference_model.generate_kwargs",
+    "weight_sync",
+    "ray.init_config",
+    "ray.launcher",
+    "train.correction",
+)
+"""Sections whose names belong to somebody else, who checks them."""
+
+CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "env.answer": ("tags", "last_number"),
+    "train.on_stale": ("drop", "retry", "mask"),
+    "train_model.device": ("cuda", "cpu"),
+    "inference_model.device": ("cuda", "cpu"),
+    "inference_model.launcher": (None, "local", "ray"),
+    "logging.backend": (None, "csv", "tensorboard", "wandb"),
+}
+
+
+def add_mode(arguments: Sequence[str], mode: str) -> list[str]:
+    """Returns a command line with a script's own mode, if it names none."""
+    named = any(each.startswith("mode=") for each in arguments)
+    return [*arguments] if named else [*arguments, f"mode={mode}"]
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Refuses parameters on the command line that the recipe does not have.
+
+    Hydra refuses a wrong ``name=value``, too, but advises ``+name=value``, which would
+    be ignored.
+
+    Raises:
+        ConfigurationError: with the nearest name.
+
+    Examples:
+        >>> check_overrides(["train.epochs=2", "+debug=cpu"])
+        >>> check_overrides(["+train.epoch=2"])
+        Traceback (most recent call last):
+        ...
+        torchrl_sglang.errors.ConfigurationError: There is no parameter 'train.epoch'; \
+did you mean 'train.epochs'?
+    """
+    known = dict(_leaves(_defaults()))
+    sections = {name.rsplit(".", 1)[0] for name in known if "." in name}
+    for argument in arguments:
+        name = argument.partition("=")[0].lstrip("+~").partition("@")[0]
+        if argument.startswith("-") or name.startswith("hydra") or _is_open(name):
+            continue
+        if name in ("mode", "debug") or name in known or name in sections:
+            continue
+        raise ConfigurationError(_unknown(name, known))
+
+
+def check_config(cfg: DictConfig, *, sync: bool) -> None:
+    """Checks names, types and what has to fit together.
+
+    Args:
+        cfg: the composed configuration.
+        sync: whether the synchronous script runs it.
+
+    Raises:
+        ConfigurationError: naming the parameter, and what to write instead.
+    """
+    known = dict(_leaves(_defaults()))
+    given = dict(_leaves(OmegaConf.to_container(cfg, resolve=True)))
+    for name, value in given.items():
+        if _is_open(name):
+            continue
+        if name not in known:
+            raise ConfigurationError(_unknown(name, known))
+        _check_type(name, value, known[name])
+    for name, choices in CHOICES.items():
+        if given[name] not in choices:
+            raise ConfigurationError(
+                f"{name}={given[name]!r} is not one of {', '.join(map(repr, choices))}."
+            )
+    if cfg.train.sync is not sync:
+        own, other = ("sync", "async") if sync else ("async", "sync")
+        raise ConfigurationError(
+            f"grpo-{own}.py runs mode={own}; run grpo-{other}.py for mode={other}."
+        )
+    _check_sizes(cfg)
+    _check_placement(cfg)
+
+
+def flatten(cfg: DictConfig) -> dict[str, bool | int | float | str]:
+    """Returns dotted names and values that every logger takes."""
+    return {
+        name: value if isinstance(value, (bool, int, float)) else str(value)
+        for name, value in _leaves(OmegaConf.to_container(cfg, resolve=True))
+    }
+
+
+def _check_sizes(cfg: DictConfig) -> None:
+    """Checks that groups, batches and steps divide each other."""
+    train = cfg.train
+    for name in (
+        "train.total_dialog_turns",
+        "train.dialog_turns_per_batch",
+        "train.weight_update_frequency",
+        "train.epochs",
+        "train.optim_batch_size",
+        "train.gradient_accumulation_steps",
+        "env.repeats",
+        "train_model.num_devices",
+        "inference_model.num_devices",
+        "inference_model.num_replicas",
+        "inference_model.max_tokens",
+    ):
+        if OmegaConf.select(cfg, name) < 1:
+            raise ConfigurationError(f"{name} must be at least 1.")
+    for name, part, size in (
+        ("train.dialog_turns_per_batch", "env.repeats", cfg.env.repeats),
+        ("train.total_dialog_turns", "env.repeats", cfg.env.repeats),
+        (
+            "train.optim_batch_size",
+            "train.gradient_accumulation_steps",
+            train.gradient_accumulation_steps,
+        ),
+        (
+            "train.dialog_turns_per_batch",
+            "train.optim_batch_size",
+            train.optim_batch_size,
+        ),
+    ):
+        value = OmegaConf.select(cfg, name)
+        if value % size:
+            raise ConfigurationError(
+                f"{name}={value} must be a multiple of {part}={size}."
+            )
+    if train.sync and train.max_staleness != 0:
+        raise ConfigurationError(
+            f"mode=sync trains on the newest weights only; train.max_staleness="
+            f"{train.max_staleness} is for mode=async."
+        )
+
+
+def _check_placement(cfg: DictConfig) -> None:
+    """Checks where trainer and servers are to run."""
+    inference = cfg.inference_model
+    if inference.colocated and not cfg.train.sync:
+        raise ConfigurationError(
+            "inference_model.colocated=true lets the servers sleep while the trainer "
+            "trains, so that mode=async would wait for them; run mode=sync, or give "
+            "the servers GPUs of their own."
+        )
+    if inference.colocated and inference.url is not None:
+        raise ConfigurationError(
+            "inference_model.colocated=true needs servers that are started here; leave "
+            "inference_model.url out."
+        )
+    if inference.colocated and inference.launcher == "ray":
+        raise ConfigurationError(
+            "inference_model.colocated=true is for servers on this machine; leave "
+            "inference_model.launcher out."
+        )
+
+
+def _defaults() -> dict[str, Any]:
+    """Returns the parameters that there are, with their default values."""
+    base = OmegaConf.load(FOLDER / "config" / "grpo_gsm8k.yaml")
+    mode = OmegaConf.load(FOLDER / "config" / "mode" / "async.yaml")
+    merged = OmegaConf.to_container(OmegaConf.merge(base, mode))
+    return {
+        name: section
+        for name, section in merged.items()
+        if name not in ("defaults", "hydra")
+    }
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields dotted names and values; a section without any is a value."""
+    for key, value in section.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and not _is_open(name):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _is_open(name: str) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in OPEN)
+
+
+def _check_type(name: str, value: Any, default: Any) -> None:
+    """Refuses a value of another type than the default, where there is one."""
+    if value is None or default is None or isinstance(value, type(default)):
+        return
+    if isinstance(default, float) and isinstance(value, int) and value is not True:
+        return
+    raise ConfigurationError(
+        f"{name}={value!r} must be of the type {type(default).__name__}, as its "
+        f"default, {default!r}."
+    )
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    """Says that there is no such parameter, and which one was probably meant."""
+    names = list(known)
+    last = name.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75) or [
+        each for each in names if each.rsplit(".", 1)[-1] == last
+    ]
+    hint = f"did you mean {near[0]!r}?" if near else "config/grpo_gsm8k.yaml has all."
+    return f"There is no parameter {name!r}; {hint}"
+
+
+def start(mode: str, run: Callable[[DictConfig], None]) -> None:
+    """Runs a script: reads the command line, checks it, and calls a function.
+
+    Args:
+        mode: of the script, "sync" or "async".
+        run: gets the configuration.
+    """
+
+    def main(cfg: DictConfig) -> None:
+        check_config(cfg, sync=mode == "sync")
+        run(cfg)
+
+    sys.argv[1:] = add_mode(sys.argv[1:], mode)
+    # Later versions have no other behaviour, and warn of the argument.
+    old = hydra.__version__.startswith("1.3.")
+    version = {"version_base": "1.3"} if old else {}
+    folder = str(FOLDER / "config")
+    try:
+        check_overrides(sys.argv[1:])
+        # Otherwise hydra prints what an error is, and hides where it comes from.
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+        hydra.main(config_path=folder, config_name="grpo_gsm8k", **version)(main)()
+    except ConfigurationError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
