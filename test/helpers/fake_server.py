@@ -31,6 +31,7 @@ Fault: TypeAlias = Literal[
     "hang_up",  # close the connection without an answer
     "hang_up_mid_body",  # close it after the first bytes of the answer
     "hang_up_mid_stream",  # close it after the first tokens of a long response
+    "hang_mid_stream",  # send nothing more after the first tokens of one
     "malformed_json",  # answer 200 and something that is not JSON
     "error_500",  # answer "Internal Server Error"
     "short_tokens",  # leave out the last token of each response
@@ -160,6 +161,7 @@ class FakeServer:
         self._enable_memory_saver = enable_memory_saver
         self._released: set[str] = set()
         self._dead = False
+        self._vanished = False
         self.paused = False
         self.silent_while_paused = False
         self._starts = 1
@@ -207,6 +209,10 @@ class FakeServer:
     def die(self) -> None:
         """Breaks every connection from now on, like a dead server."""
         self._dead = True
+
+    def vanish(self) -> None:
+        """Answers nothing any more and closes no connection, like a lost machine."""
+        self._vanished = True
 
     def restart(self) -> None:
         """Restarts with the checkpoint's weights and without adapters."""
@@ -305,6 +311,8 @@ class FakeServer:
         key = request.headers.get("Authorization")
         if self._api_key and key != f"Bearer {self._api_key}":
             return _json({"error": "Unauthorized"}, 401)
+        if self._vanished:
+            await self._done.wait()
         fault = self._fault(request.path, content)
         if fault == "hang" and await self._hang(content):
             return self._generate(content, "abort")
@@ -340,6 +348,8 @@ class FakeServer:
             answer = self.routes[request.path](content)
             if isinstance(answer, _Events):
                 await answer.send(request)
+                if answer.hangs:
+                    await self._done.wait()
             return answer
         except _RefusedError as refused:
             return _json({"error": {"message": str(refused)}}, 400)
@@ -669,12 +679,14 @@ class _Events(web.StreamResponse):
         *,
         whole: bool = True,
         marked: bool = True,
+        hangs: bool = False,
     ) -> None:
         super().__init__(headers={"Content-Type": "text/event-stream"})
         self._replies = replies
         self._begun = begun
         self._whole = whole
         self._marked = marked
+        self.hangs = hangs
 
     async def send(self, request: web.Request) -> None:
         """Sends the events; closes the connection if some are left out."""
@@ -690,7 +702,7 @@ class _Events(web.StreamResponse):
         if self._whole and self._marked:
             await self.write(b"data: [DONE]\n\n")
             await self.write_eof()
-        elif request.transport is not None:
+        elif request.transport is not None and not self.hangs:
             # What was written reaches the client, and the end of the answer does not.
             request.transport.close()
 
@@ -714,7 +726,8 @@ def _respond(
         return _Events(
             replies,
             begun,
-            whole=fault != "hang_up_mid_stream",
+            whole=fault not in ("hang_up_mid_stream", "hang_mid_stream"),
+            hangs=fault == "hang_mid_stream",
             marked=fault != "hang_up_at_end",
         )
     if fault == "abort_503":

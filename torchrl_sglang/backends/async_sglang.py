@@ -46,7 +46,7 @@ from torchrl_sglang.backends.generation.batch import Generation
 from torchrl_sglang.backends.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from torchrl_sglang.backends.generation.openai import post_openai
 from torchrl_sglang.backends.generation.request import Batch, GenerateRequest, to_batch
-from torchrl_sglang.backends.launch.launcher import launch
+from torchrl_sglang.backends.launch.launcher import Launcher, launch
 from torchrl_sglang.backends.launch.make import make_launcher
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
@@ -65,6 +65,7 @@ from torchrl_sglang.backends.support.event_loop import (
     iterate_sync,
     run_async,
     run_sync,
+    weakly,
 )
 from torchrl_sglang.backends.support.urls import address_facing, is_this_machine
 from torchrl_sglang.backends.torchrl_calls import TorchRLCalls
@@ -187,6 +188,7 @@ class AsyncSGLang(TorchRLCalls):
             # What the supervisor holds must not hold the fleet: with its last
             # reference, its servers end.
             progress=lambda: (counters.in_flight, counters.completed),
+            recall=weakly(in_flight.recall),
             poller=ServerPoller(
                 self._http,
                 self.capabilities,
@@ -305,18 +307,27 @@ class AsyncSGLang(TorchRLCalls):
             start_timeout=start_timeout,
             parallel=parallel_start,
         )
-        launched = launch(servers, router=router)
+        return cls._launched(servers, settings, router=router)
+
+    @classmethod
+    def _launched(
+        cls,
+        launcher: Launcher,
+        settings: Settings,
+        *,
+        router: Mapping[str, Any] | None,
+    ) -> Self:
+        """Starts a launcher's servers, and owns them."""
+        launched = launch(launcher, router=router)
         try:
-            return cls._connected(
-                Fleet(
-                    launched.replicas,
-                    router=launched.router,
-                    start_router=launched.start_router,
-                    stop_servers=launched.stop_servers,
-                ),
-                HttpClient(servers.api_key),
-                settings,
+            fleet = Fleet(
+                launched.replicas,
+                router=launched.router,
+                start_router=launched.start_router,
+                stop_servers=launched.stop_servers,
+                directory=launched.directory,
             )
+            return cls._connected(fleet, HttpClient(launcher.api_key), settings)
         except BaseException:
             launched.stop()
             raise
@@ -430,8 +441,8 @@ class AsyncSGLang(TorchRLCalls):
                 url=url,
                 local=nodes == 1 and is_this_machine(url),
                 device=device if isinstance(device, str) else None,
-                gpus=replicas[url].gpus,
-                visible_gpus=replicas[url].visible_gpus,
+                gpus=None if (at := replicas[url].location) is None else at.gpus,
+                visible_gpus=None if at is None else at.visible_gpus,
             )
             for url in self.control.urls
         )
@@ -714,7 +725,7 @@ class AsyncSGLang(TorchRLCalls):
             raise ServerUnavailableError(
                 f"The engine at {self.server_url} was shut down; make a new one."
             )
-        if self._fleet.to_poll:
+        if self._fleet.to_poll or self._fleet.directory is not None:
             self._supervisor.begin()
 
     def _check_usable(self) -> None:

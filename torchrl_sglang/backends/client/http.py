@@ -12,6 +12,7 @@ import collections
 import concurrent.futures
 import errno
 import io
+import math
 import os
 import resource
 import time
@@ -145,9 +146,12 @@ class HttpClient:
         self._credentials = dict(credentials or {})
         self._session: aiohttp.ClientSession | None = None
         self._session_pid: int | None = None
+        # Of each request in flight: its address, and when it began.
+        self._in_flight: dict[asyncio.Timeout, tuple[str, float]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None, "_session_pid": None}
+        own: dict[str, Any] = {"_session": None, "_session_pid": None, "_in_flight": {}}
+        return {**self.__dict__, **own}
 
     def _get_session(self) -> aiohttp.ClientSession:
         # A forked child must not touch its parent's sockets, so it opens its own.
@@ -163,6 +167,7 @@ class HttpClient:
                 headers=headers,
             )
             self._session_pid = os.getpid()
+            self._in_flight = {} if not own else self._in_flight
             # The finalizer keeps the session alive until it is closed, also when the
             # client is collected together with it or the interpreter exits.
             weakref.finalize(self, _close_session, self._session, os.getpid())
@@ -251,12 +256,15 @@ class HttpClient:
             # aiohttp writes bytes in one go, and a buffer in pieces.
             large = data is not None and len(data) > STREAMED_BODY_BYTES
             body = io.BytesIO(data) if data is not None and large else data
+            session, given_up = self._get_session(), asyncio.timeout(None)
             try:
-                async with self._get_session().request(
-                    method, url, data=body, timeout=limits, headers=headers
-                ) as response:
-                    status = response.status
-                    return await read(response)
+                async with given_up:
+                    self._in_flight[given_up] = url, time.monotonic()
+                    async with session.request(
+                        method, url, data=body, timeout=limits, headers=headers
+                    ) as response:
+                        status = response.status
+                        return await read(response)
             except SGLangError:
                 # Some of them are built-in errors of the kinds below, too.
                 raise
@@ -268,6 +276,11 @@ class HttpClient:
                     transient=True,
                 ) from None
             except TimeoutError:
+                if given_up.expired():
+                    raise ServerUnavailableError(
+                        f"{method} {url} failed: the server is gone.",
+                        transient=True,
+                    ) from None
                 raise ServerTimeoutError(
                     f"{method} {url} had no answer within "
                     f"{round(timeout, 1) or timeout:g} s."
@@ -283,6 +296,8 @@ class HttpClient:
                         transient=True,
                         status=status,
                     ) from None
+            finally:
+                self._in_flight.pop(given_up, None)
             if time.monotonic() + NO_FILE_SECONDS > deadline:
                 raise ServerTimeoutError(
                     f"{method} {url} was not sent within {timeout:.3g} s: this process "
@@ -298,6 +313,18 @@ class HttpClient:
             if url == server or url.startswith(f"{server}/"):
                 return {"Authorization": header}
         return {}
+
+    def give_up(self, server: str, *, before: float = math.inf) -> None:
+        """Fails the requests to a server that began ``before``, as if it hung up.
+
+        A machine that is gone closes no connection. To be called on the background
+        loop.
+        """
+        now = asyncio.get_running_loop().time()
+        for request, (url, begun) in self._in_flight.items():
+            mine = begun < before and url.startswith(f"{server}/")
+            if mine and not request.expired():
+                request.reschedule(now)
 
     async def close(self) -> None:
         """Closes the pool; the next request opens a new one."""

@@ -7,6 +7,7 @@ that. Servers join from other threads, so every replica is changed here, under t
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import (
     Awaitable,
@@ -22,6 +23,7 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.fleet.replica import (
+    Directory,
     RemoteRouter,
     Replica,
     ReplicaState,
@@ -55,6 +57,7 @@ class Fleet:
         router: RouterHandle | None = None,
         start_router: Callable[[Sequence[str]], RouterHandle] | None = None,
         stop_servers: Callable[[Iterable[ServerHandle]], None] = stop_all,
+        directory: Directory | None = None,
     ) -> None:
         self.replicas = replicas
         self.weights_state = WeightsState(weight_version)
@@ -62,6 +65,8 @@ class Fleet:
         self.start_router = start_router
         """Begins to start the router again for these servers."""
         self._stop_servers = stop_servers
+        self.directory = directory
+        """Where copies of this engine find servers that have another address."""
         self.asleep: frozenset[str] = frozenset()
         """Kinds of memory that are released: no requests, and no server starts."""
         self.draining = False
@@ -73,6 +78,9 @@ class Fleet:
         """LoRA adapters that requests may name, under the servers' names."""
         self.on_change: Callable[[], object] = lambda: None
         """Called when the supervisor should act."""
+        self.on_end: Callable[[str, bool], object] = lambda url, elsewhere: None
+        """Called when a server at an address has ended, here or ``elsewhere``: nobody
+        may have closed its connections."""
         self.poll: Callable[[], Awaitable[None]] | None = None
         """Polls the servers of :attr:`to_poll` now."""
         self._pid = os.getpid()
@@ -110,6 +118,11 @@ class Fleet:
     def serving(self) -> list[str]:
         """Servers that get requests."""
         return [r.url for r in self.replicas if r.state == "serving"]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Address of each server, by rank; empty for those that do not run."""
+        return tuple(each.url if each.runs else "" for each in self.replicas)
 
     @property
     def generates(self) -> bool:
@@ -223,21 +236,26 @@ class Fleet:
         serving, router = self.serving, self.router
         if not serving:
             raise self.no_server_error()
-        # A remote router would also choose the servers that are out of rotation here.
-        all_serve = len(serving) == len(self.replicas)
         if (
             router is not None
             and router.usable
             and not direct
             and router.url not in avoid
             and (session is None or router.keyed)
-            and (all_serve or not isinstance(router, RemoteRouter))
+            and self._router_chooses_well(router, serving)
         ):
             return router.url
         candidates = [url for url in serving if url not in avoid] or serving
         if prefer in candidates:
             return prefer
         return self._routing.choose(candidates, session)
+
+    def _router_chooses_well(self, router: RouterHandle, serving: list[str]) -> bool:
+        """Returns whether a router chooses no server that is out of rotation here."""
+        if len(serving) == len(self.replicas):
+            return True
+        # Nothing here changes the list of a remote one.
+        return not isinstance(router, RemoteRouter) and self._in_router <= {*serving}
 
     def failed(self, url: str) -> None:
         """Records that a request to this address failed."""
@@ -334,12 +352,20 @@ class Fleet:
             handle = replica.handle
             if handle is not None and handle.state == "dead":
                 ended = f"The server at {replica.url} has ended. The end of its log:"
-                self.mark_down(replica, f"{ended}\n{handle.log_tail()}")
+                reason = f"{ended}\n{handle.log_tail()}"
+                self.mark_down(replica, reason, ended=True)
 
-    def mark_down(self, replica: Replica, reason: str) -> None:
-        """Takes a server out of rotation until it is started again or answers."""
+    def mark_down(self, replica: Replica, reason: str, *, ended: bool = False) -> None:
+        """Takes a server out of rotation until it is started again or answers.
+
+        The requests of one that has ``ended`` fail now.
+        """
         with self._lock:
             self._move(replica, "down", reason)
+            if ended:
+                handle = replica.handle
+                elsewhere = handle is None or handle.host != socket.gethostname()
+                self.on_end(replica.url, elsewhere)
 
     def begin_restart(self, replica: Replica, max_restarts: int) -> bool:
         """Counts a restart; returns False if there were too many: it is lost."""
@@ -355,10 +381,33 @@ class Fleet:
         with self._lock:
             if not (self.closed or self.asleep):
                 replica.handle, replica.released = handle, frozenset()
+                if replica.locate is not None:
+                    replica.location = replica.locate()
+                self._take_address(replica, handle.url)
                 reason = f"The server at {replica.url} was started again."
                 self._return(replica, "", reason)
                 return
         handle.stop()
+
+    def follow(self, urls: Sequence[str]) -> None:
+        """Takes over where a directory says that servers of another owner run."""
+        with self._lock:
+            for replica, url in zip(self.replicas, urls, strict=False):
+                if self.owns(replica) or url == replica.url:
+                    continue
+                if replica.runs:
+                    reason = f"Its owner says that the server at {replica.url} ended."
+                    self.mark_down(replica, reason, ended=True)
+                if url:
+                    self._take_address(replica, url)
+                    reason = f"The server at {url} was started again."
+                    self._return(replica, "", reason)
+
+    def _take_address(self, replica: Replica, url: str) -> None:
+        if url != replica.url:
+            torchrl_logger.info(f"The server at {replica.url} is now at {url}.")
+            self._routing.forget(replica.url)
+            replica.url = url
 
     def is_back(self, replica: Replica, start_id: str) -> None:
         """Takes a server that another process owns and that answers again."""
@@ -490,6 +539,7 @@ class Fleet:
             "replicas": [replica.without_handle() for replica in self.replicas],
             "weights_state": self.weights_state,
             "router": None if router is None else RemoteRouter(url=router.url),
+            "directory": self.directory,
             "asleep": self.asleep,
             "closed": self.closed,
             "_routing": Routing(dict(self._routing.sessions)),

@@ -114,10 +114,12 @@ class ServerPoller:
 
     async def _poll(self, fleet: Fleet, replica: Replica) -> None:
         fleet.change(replica, suspected=False)
-        adapters = self._adapters()
+        adapters, asked = self._adapters(), replica.url
         try:
             if replica.state == "down":
-                found = await self._find(replica.url)
+                found = await self._find(asked)
+                if replica.url != asked:
+                    return
                 known = fleet.replicas[0].url
                 check_same(self._capabilities, known, found, replica.url)
                 fleet.is_back(replica, found.start_id)
@@ -131,7 +133,11 @@ class ServerPoller:
                 serving = [each for each in fleet.replicas if each.state == "serving"]
                 await asyncio.gather(*(self._poll(fleet, each) for each in serving))
         except SGLangError as error:
-            self._no_answer(fleet, replica, error)
+            if replica.url == asked:
+                self._no_answer(fleet, replica, error)
+            return
+        if replica.url != asked:
+            # It was started again elsewhere, and is polled there.
             return
         fleet.report_version(replica, version)
         if adapters is not None and fleet.misses_adapters(replica):

@@ -76,20 +76,32 @@ def stop_all(handles: Iterable[ServerHandle | None]) -> None:
         handle.stop()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Location:
+    """Where one server runs."""
+
+    host: str
+    """Name of the machine."""
+    gpus: tuple[str, ...] | None
+    """GPUs of its ranks, in order; none on CPU; ``None``: unknown."""
+    visible_gpus: tuple[str, ...] | None
+    """GPUs that its processes see."""
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class Replica:
     """One server. :class:`.Fleet` changes its state."""
 
     url: str
-    """Its address, which stays the same when it is started again."""
+    """Its address; it can be another one when the server was started again."""
     handle: ServerHandle | None = None
     """Set where this engine started it."""
     restart: Callable[[], ServerHandle] | None = None
-    """Begins to start it again at its address."""
-    gpus: tuple[str, ...] | None = None
-    """The GPUs of its ranks, where this engine started it."""
-    visible_gpus: tuple[str, ...] | None = None
-    """The GPUs that its processes see."""
+    """Begins to start it again, on this machine or on another."""
+    locate: Callable[[], Location] | None = None
+    """Says where it runs."""
+    location: Location | None = None
+    """Where it runs, if this engine, or the one that it is a copy of, started it."""
     state: ReplicaState = "serving"
     reason: str = ""
     """Why it does not serve: usually the end of its log."""
@@ -125,6 +137,7 @@ class Replica:
             self,
             handle=None,
             restart=None,
+            locate=None,
             # One that is down now may be back when the copy polls it.
             state="serving" if self.state == "serving" else "stale",
             reason="",
@@ -193,6 +206,20 @@ class RemoteRouter:
         """Does nothing."""
 
 
+class Directory(Protocol):
+    """Says where the servers of an engine run.
+
+    The engine that started them publishes it; copies of the engine in other processes
+    ask. It pickles with the copies.
+    """
+
+    def publish(self, urls: Sequence[str]) -> None:
+        """Records each server's address, by rank; empty: it is down. Does not wait."""
+
+    async def urls(self) -> Sequence[str]:
+        """Returns what was published last; raises an SGLangError if it cannot."""
+
+
 class Routing:
     """Chooses servers in turn, one server per session, failed servers last."""
 
@@ -205,6 +232,12 @@ class Routing:
     def failed(self, url: str) -> None:
         """Records that a request to a server failed."""
         self._failed_at[url] = time.monotonic()
+
+    def forget(self, url: str) -> None:
+        """Forgets a server that is at this address no longer."""
+        self._failed_at.pop(url, None)
+        for session in [each for each, at in self.sessions.items() if at == url]:
+            del self.sessions[session]
 
     def choose(self, urls: Sequence[str], session: str | None) -> str:
         """Returns one of the servers; a new session gets the one with the fewest."""

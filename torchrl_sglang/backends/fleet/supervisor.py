@@ -36,6 +36,9 @@ from torchrl_sglang.types import ServerCapabilities
 
 H = TypeVar("H", ServerHandle, RouterHandle)
 
+Started = Replica | str
+"""What is started again: a server, or the router, under its address."""
+
 CHECK_SECONDS = 0.5
 """Interval between checks of the processes."""
 
@@ -51,6 +54,12 @@ FIRST_RESTART_SECONDS = 0.5
 """Wait before a restart; it doubles with each start that fails."""
 
 LONGEST_RESTART_SECONDS = 60.0
+
+FOLLOW_SECONDS = 2.0
+"""Interval between looks at where servers of another owner run, in its directory."""
+
+DIRECTORY_SECONDS = 10.0
+"""Timeout of such a look."""
 
 STOP_SECONDS = 10.0
 """Timeout for pending starts to be cancelled."""
@@ -80,19 +89,19 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
     """
     deadline = time.monotonic() + timeout
     fleet.notice_deaths()
-    asked = {replica.url: replica.handle for replica in fleet.replicas}
+    asked = {each: (each.url, each.handle) for each in fleet.replicas}
     outcomes = await control.schedulers_answer(timeout=ANSWER_SECONDS)
-    for replica in fleet.replicas:
-        error, handle = outcomes.get(replica.url), replica.handle
+    for replica, (url, handle) in asked.items():
+        error, same = outcomes.get(url), (url, handle) == (replica.url, replica.handle)
         # The supervisor may have started it again meanwhile.
-        if error is None or not replica.runs or handle is not asked[replica.url]:
+        if error is None or not replica.runs or not same:
             continue
         if handle is None:
             raise type(error)(
                 f"{error} This engine does not own the server at {replica.url}, so it "
                 f"cannot start it again; its owner has to."
             ) from error
-        fleet.mark_down(replica, str(error))
+        fleet.mark_down(replica, str(error), ended=True)
         await asyncio.to_thread(handle.stop)
     # The supervisor starts owned servers again; others wait for their owner.
     while down := [r for r in fleet.replicas if r.state == "down" and fleet.owns(r)]:
@@ -110,7 +119,8 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
 class Supervisor:
     """Watches one fleet, which it holds weakly: its servers end with it.
 
-    ``progress`` returns how many requests are in flight and how many have completed.
+    ``progress`` returns how many requests are in flight and how many have completed;
+    ``recall`` takes back those that a router was sent.
     """
 
     def __init__(
@@ -120,6 +130,7 @@ class Supervisor:
         capabilities: ServerCapabilities,
         *,
         progress: Callable[[], tuple[int, int]],
+        recall: Callable[[str], Coroutine[Any, Any, None]],
         poller: ServerPoller,
         max_restarts: int,
         progress_seconds: float = PROGRESS_SECONDS,
@@ -128,23 +139,28 @@ class Supervisor:
         self._http = http
         self._capabilities = capabilities
         self._progress = progress
+        self._recall = recall
         self._poller = poller
         self._max_restarts = max_restarts
         self._progress_seconds = progress_seconds
         self._stopped = threading.Event()
         self._begin_in_this_process()
         fleet.on_change, fleet.poll = lambda: self.begin(at_once=True), self.poll_now
+        fleet.on_end = self._ended
         if fleet.owns_any:
             self.begin()
 
     def _begin_in_this_process(self) -> None:
         self._pid = os.getpid()
         self._wake = asyncio.Event()
-        # Address -> handle of a server or router that starts; None before its start.
-        self._starting: dict[str, ServerHandle | RouterHandle | None] = {}
-        # Address -> starts that failed in a row.
-        self._failures: Counter[str] = Counter()
+        # The handle of each server, or router, that starts; None before its start.
+        self._starting: dict[Started, ServerHandle | RouterHandle | None] = {}
+        # Starts that failed in a row.
+        self._failures: Counter[Started] = Counter()
         self._last_progress = (time.monotonic(), 0)
+        self._published: tuple[str, ...] = ()
+        # Whether a router may have requests for a machine that is gone.
+        self._lost_behind_router = False
         # The watch, and what it does not wait for: a server or a router can take long.
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -171,6 +187,12 @@ class Supervisor:
         if not self._runs(name):
             self._tasks[name] = asyncio.ensure_future(work(*args))
 
+    def _ended(self, url: str, elsewhere: bool) -> None:
+        """Fails the requests to a server that ended; its machine may be gone."""
+        if not sys.is_finalizing():
+            self._lost_behind_router |= elsewhere
+            get_loop().call_soon_threadsafe(self._http.give_up, url)
+
     async def poll_now(self) -> None:
         """Polls the servers that are out of rotation or suspected."""
         if (fleet := self._fleet()) is not None and fleet.generates:
@@ -186,12 +208,12 @@ class Supervisor:
         deadline = time.monotonic() + STOP_SECONDS
         # A server can be found a moment after its start began.
         while self._starting and time.monotonic() < deadline:
-            for url in list(self._starting):
-                self._cancel_start(url)
+            for started in list(self._starting):
+                self._cancel_start(started)
             time.sleep(0.02)
 
-    def _cancel_start(self, url: str) -> None:
-        if (starting := self._starting.get(url)) is not None:
+    def _cancel_start(self, started: Started) -> None:
+        if (starting := self._starting.get(started)) is not None:
             starting.stop()
 
     async def _watch(self) -> None:
@@ -217,17 +239,21 @@ class Supervisor:
         """Returns the seconds to the next check; None if there is nothing to watch."""
         if self._runs("poll") or fleet.to_poll or fleet.owns_any:
             return CHECK_SECONDS
+        if fleet.directory is not None:
+            return FOLLOW_SECONDS
         return None if self._poller.adapters is None else ADAPTER_CHECK_SECONDS
 
     async def _check(self, fleet: Fleet) -> None:
         if fleet.to_poll and fleet.generates:
             self._do("poll", self._poller.poll, fleet)
         if not fleet.owns_any:
+            self._do("follow", self._follow, fleet)
             adapters = self._poller.adapters
             if adapters is not None and not fleet.to_poll:
                 await adapters.discover()
             return
         fleet.notice_deaths()
+        self._publish(fleet)
         if self._is_stuck() and fleet.generates:
             serving = [each for each in fleet.replicas if each.state == "serving"]
             probes = (self._probe(fleet, replica) for replica in serving)
@@ -237,10 +263,35 @@ class Supervisor:
                 continue
             if fleet.asleep:
                 # A trainer uses the memory that it would take.
-                await asyncio.to_thread(self._cancel_start, replica.url)
-            elif replica.url not in self._starting:
+                await asyncio.to_thread(self._cancel_start, replica)
+            elif replica not in self._starting:
                 self._restart(fleet, replica)
         self._check_router(fleet)
+
+    def _publish(self, fleet: Fleet) -> None:
+        """Tells copies of the engine where its servers run."""
+        if fleet.directory is not None and fleet.addresses != self._published:
+            self._published = fleet.addresses
+            fleet.directory.publish(self._published)
+
+    async def _follow(self, fleet: Fleet) -> None:
+        """Takes over from the directory where servers of another owner run."""
+        if fleet.directory is not None:
+            try:
+                async with asyncio.timeout(DIRECTORY_SECONDS):
+                    urls = await fleet.directory.urls()
+            except (SGLangError, TimeoutError) as error:
+                torchrl_logger.debug(f"The directory of servers says nothing: {error}")
+            else:
+                fleet.follow(urls)
+        # The copy sends nothing more through the router until all servers serve.
+        await self._recall_lost(fleet)
+
+    async def _recall_lost(self, fleet: Fleet) -> None:
+        if self._lost_behind_router:
+            self._lost_behind_router = False
+            if fleet.router is not None:
+                await self._recall(fleet.router.url)
 
     def _is_stuck(self) -> bool:
         """Returns whether requests are in flight and none has completed for long."""
@@ -259,10 +310,11 @@ class Supervisor:
         if hanging and fleet.generates and replica.state == "serving":
             handle = replica.handle
             fleet.mark_down(
-                replica, f"The server at {replica.url} answered and did not generate."
+                replica,
+                f"The server at {replica.url} answered and did not generate.",
+                ended=True,
             )
             if handle is not None:
-                # Its requests fail now, and are sent to the others.
                 await asyncio.to_thread(handle.stop)
 
     async def _probe_router(self, fleet: Fleet) -> None:
@@ -283,7 +335,7 @@ class Supervisor:
         if router is None:
             return
         if router.usable:
-            self._do("router", fleet.update_router)
+            self._do("router", self._update_router, fleet)
         elif start is not None and known and router.url not in self._starting:
             torchrl_logger.warning(f"{router!r} has ended and is started again.")
             # Meanwhile requests go to servers directly.
@@ -296,6 +348,10 @@ class Supervisor:
                     f"The router did not start: {error}"
                 ),
             )
+
+    async def _update_router(self, fleet: Fleet) -> None:
+        await fleet.update_router()
+        await self._recall_lost(fleet)
 
     def _restart(self, fleet: Fleet, replica: Replica) -> None:
         if replica.restart is None:
@@ -313,7 +369,7 @@ class Supervisor:
         )
         self._start(
             replica.handle,
-            replica.url,
+            replica,
             replica.restart,
             lambda fleet, handle: fleet.joined(replica, handle),
             lambda fleet, error: fleet.change(
@@ -324,13 +380,13 @@ class Supervisor:
     def _start(
         self,
         old: H | None,
-        url: str,
+        what: Started,
         start: Callable[[], H],
         done: Callable[[Fleet, H], None],
         failed: Callable[[Fleet, BaseException], None],
     ) -> None:
         """Starts a server in a thread that the interpreter's exit does not wait for."""
-        self._starting[url] = None
+        self._starting[what] = None
 
         def work() -> None:
             try:
@@ -338,25 +394,25 @@ class Supervisor:
                     # Removes its log and what is left of its process tree.
                     old.stop()
                 # A killed process needs a moment to release its port.
-                delay = FIRST_RESTART_SECONDS * 2.0 ** self._failures[url]
+                delay = FIRST_RESTART_SECONDS * 2.0 ** self._failures[what]
                 if self._stopped.wait(min(delay, LONGEST_RESTART_SECONDS)):
                     return
                 found = start()
-                self._starting[url] = found
+                self._starting[what] = found
                 found.wait_ready()
                 fleet = self._fleet()
                 if fleet is None or self._stopped.is_set():
                     found.stop()
                 else:
-                    self._failures[url] = 0
+                    self._failures[what] = 0
                     done(fleet, found)
             except BaseException as error:  # noqa: BLE001 - A thread has no caller.
-                self._failures[url] += 1
+                self._failures[what] += 1
                 if (fleet := self._fleet()) is not None:
                     failed(fleet, error)
             finally:
                 # Last: until then it is not started a second time.
-                del self._starting[url]
+                del self._starting[what]
             self.begin(at_once=True)
 
         threading.Thread(target=work, name="torchrl_sglang-start", daemon=True).start()

@@ -33,7 +33,7 @@ class Weights:
     inconsistent: str | None = None
     """Why the servers may hold a mix of weights; ``None`` while they are consistent."""
     abort_epoch: int = 0
-    """Number of updates that aborted the in-flight requests, to be sent again."""
+    """How often the in-flight requests were aborted, to be sent again."""
     membership_epoch: int = 0
     """Grows when a server joins or leaves; a process group is valid for one epoch."""
     in_place_versions: frozenset[str] = frozenset()
@@ -92,6 +92,10 @@ class WeightsState:
     def mark_inconsistent(self, reason: str | None) -> None:
         """Sets why the servers may hold a mix of weights, or ``None``."""
         self._change(lambda now: replace(now, inconsistent=reason))
+
+    def aborts_requests(self) -> None:
+        """In-flight requests are about to be aborted: they go on, or are sent again."""
+        self._change(lambda now: replace(now, abort_epoch=now.abort_epoch + 1))
 
     def hold_requests(self) -> None:
         """Lets no request be sent from now on, until an update has ended."""
@@ -182,7 +186,7 @@ class WeightUpdate:
 
     def aborts_requests(self) -> None:
         """In-flight requests are about to be aborted: they go on, or are sent again."""
-        self._state._change(lambda now: replace(now, abort_epoch=now.abort_epoch + 1))
+        self._state.aborts_requests()
 
     def holds_requests(self) -> None:
         """No request may be sent until they are released, or the update has ended."""

@@ -182,7 +182,7 @@ class Dispatcher:
                 )
             url = self.fleet.pick(session_id, failed, direct=direct, prefer=prefer)
             try:
-                with self.in_flight.attempt(ticket):
+                with self.in_flight.attempt(ticket, url):
                     return await attempt(url)
             except RequestRefusedError as error:
                 if adapters_checked or not await self.adapters.missed(error):

@@ -33,6 +33,9 @@ REPEATS = 5
 """How often an abort is sent again while its request runs."""
 
 REPEAT_SECONDS = 0.5
+RECALL_SECONDS = 2.0
+"""Timeout for servers to return the requests that a router sent them."""
+
 INTERRUPT_SECONDS = 10.0
 """Longest time in which requests are interrupted for a weight update."""
 
@@ -58,8 +61,12 @@ class Ticket:
     """The caller's name for it; several requests can share one."""
     sent_as: str = ""
     """Its id on a server while it is sent; otherwise empty."""
+    sent_to: str = ""
+    """Server or router that it is sent to."""
     aborted: bool = False
     """Whether the caller has aborted it."""
+    returns_partial: bool = True
+    """Whether an abort returns what was generated before it."""
     resumable: bool = True
     """Whether its response can go on in another request."""
     survives_retraction: bool = True
@@ -189,11 +196,11 @@ class InFlight:
             self._turns.release()
 
     @contextmanager
-    def attempt(self, ticket: Ticket) -> Iterator[None]:
+    def attempt(self, ticket: Ticket, url: str) -> Iterator[None]:
         """Gives a request an id for one attempt; aborts it if it gets no answer."""
         # Each attempt has a new id: the previous one may be aborted meanwhile. A server
         # aborts all whose ids begin with the given one, so they have one length.
-        ticket.sent_as = os.urandom(16).hex()
+        ticket.sent_as, ticket.sent_to = os.urandom(16).hex(), url
         self._counters.in_flight += 1
         try:
             yield
@@ -274,6 +281,31 @@ class InFlight:
                 await self._abort([ticket.sent_as for ticket in waiting])
             # An abort that arrives before its request is lost.
             await self._until(lambda: not sent(), REPEAT_SECONDS)
+
+    async def recall(self, router: str) -> None:
+        """Takes back what a router was sent, after a server behind it has vanished.
+
+        Nobody knows which server has which request, and the connection to one that
+        vanished may never close. The others return the tokens that they have computed,
+        and what nobody returns was lost with its server.
+        """
+        begun = time.monotonic()
+        sent = {
+            each: each.sent_as
+            for each in self._running
+            if each.sent_as and each.sent_to == router and each.returns_partial
+        }
+
+        def waiting() -> list[str]:
+            return [rid for each, rid in sent.items() if each.sent_as == rid]
+
+        # As in a weight update: what is aborted is not at its end.
+        self._fleet.weights_state.aborts_requests()
+        while waiting() and time.monotonic() < begun + RECALL_SECONDS:
+            await self._abort(waiting())
+            # An abort that arrives before its request is lost.
+            await self._until(lambda: not waiting(), REPEAT_SECONDS)
+        self._http.give_up(router, before=begun)
 
     async def _until(self, holds: Callable[[], bool], timeout: float) -> None:
         """Waits until something holds of what is sent, at most for the timeout."""

@@ -34,7 +34,7 @@ async def post_openai(
     name = content.pop("lora_path", None)
     await dispatcher.adapters.refresh([name])
     seconds = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
-    ticket = Ticket(deadline=time.monotonic() + seconds)
+    ticket = Ticket(deadline=time.monotonic() + seconds, returns_partial=False)
 
     async def attempt(url: str) -> dict[str, Any]:
         with dispatcher.adapters.used(name) as adapter:

@@ -17,6 +17,8 @@ from torchrl._utils import logger as torchrl_logger
 from yarl import URL
 
 from torchrl_sglang.backends.fleet.replica import (
+    Directory,
+    Location,
     Replica,
     RouterHandle,
     ServerHandle,
@@ -27,18 +29,6 @@ from torchrl_sglang.backends.launch.router import RouterProcess, make_sglang_rou
 
 PROGRESS_SECONDS = 30.0
 """How often a long start is logged."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Location:
-    """Where one server runs."""
-
-    host: str
-    """Name of the machine."""
-    gpus: tuple[str, ...] | None
-    """GPUs of its ranks, in order; none on CPU; ``None``: unknown."""
-    visible_gpus: tuple[str, ...] | None
-    """GPUs that its processes see."""
 
 
 class Launcher(Protocol):
@@ -60,6 +50,10 @@ class Launcher(Protocol):
     def router_host(self) -> str:
         """Address on which a router is reached by all who reach the servers."""
 
+    @property
+    def directory(self) -> Directory | None:
+        """Where copies of the engine find servers; ``None`` if none ever moves."""
+
     def start(self, rank: int) -> ServerHandle:
         """Begins to start a server; does not wait until it is ready."""
 
@@ -73,7 +67,7 @@ class Launcher(Protocol):
         """Stops servers, and releases what is reserved for any; none starts again."""
 
     def where(self, rank: int) -> Location:
-        """Returns where a server runs."""
+        """Returns where a server runs, or ran last."""
 
 
 def start_servers(
@@ -130,6 +124,8 @@ class Launched:
     """Begins to start the router again for servers with these addresses."""
     stop_servers: Callable[[Iterable[ServerHandle]], None] = stop_all
     """Stops servers for good, and releases what is reserved for them."""
+    directory: Directory | None = None
+    """Where copies of the engine find the servers."""
 
     def stop(self) -> None:
         """Stops the router and the servers."""
@@ -167,15 +163,15 @@ def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
         router=running,
         start_router=start_router,
         stop_servers=launcher.stop,
+        directory=launcher.directory,
     )
 
 
 def _make_replica(launcher: Launcher, rank: int, server: ServerHandle) -> Replica:
-    location = launcher.where(rank)
     return Replica(
         url=server.url,
         handle=server,
         restart=functools.partial(launcher.restart, rank),
-        gpus=location.gpus,
-        visible_gpus=location.visible_gpus,
+        locate=functools.partial(launcher.where, rank),
+        location=launcher.where(rank),
     )

@@ -9,7 +9,12 @@ from typing import Any, Literal
 
 from yarl import URL
 
-from torchrl_sglang.backends.fleet.replica import ServerHandle, stop_all
+from torchrl_sglang.backends.fleet.replica import (
+    Directory,
+    Location,
+    ServerHandle,
+    stop_all,
+)
 from torchrl_sglang.backends.launch.gpus import (
     VISIBLE_DEVICES,
     assign_devices,
@@ -17,7 +22,6 @@ from torchrl_sglang.backends.launch.gpus import (
     devices_per_server,
     visible_devices,
 )
-from torchrl_sglang.backends.launch.launcher import Location
 from torchrl_sglang.backends.launch.process import (
     START_TIMEOUT_SECONDS,
     Command,
@@ -115,6 +119,9 @@ class LocalLauncher:
     as there are cores for (``"staggered"``); by default all at once on GPUs, and
     staggered on CPU.
     """
+
+    directory: Directory | None = None
+    """A server that is started again keeps its address."""
 
     def __init__(
         self,

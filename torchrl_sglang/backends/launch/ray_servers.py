@@ -22,13 +22,14 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.http import get
-from torchrl_sglang.backends.fleet.replica import ServerHandle, stop_all
-from torchrl_sglang.backends.launch.launcher import PROGRESS_SECONDS, Location
+from torchrl_sglang.backends.fleet.replica import Location, ServerHandle, stop_all
+from torchrl_sglang.backends.launch.launcher import PROGRESS_SECONDS
 from torchrl_sglang.backends.launch.process import (
     HEALTH_TIMEOUT_SECONDS,
     READY_POLL_SECONDS,
     STOP_TIMEOUT_SECONDS,
 )
+from torchrl_sglang.backends.launch.ray_directory import RayDirectory
 from torchrl_sglang.backends.launch.ray_host import HostInfo, Prepared, ServerHost
 from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
 
@@ -112,6 +113,7 @@ class RayServers:
         self._start_timeout = start_timeout
         # Also without a call of stop(): what is reserved is released.
         self._release = weakref.finalize(self, release)
+        self.directory = RayDirectory()
         self._servers = [self._make(rank) for rank in range(self.num_servers)]
         try:
             self._prepare()
@@ -177,6 +179,7 @@ class RayServers:
         try:
             stop_all({*servers, *self._servers})
         finally:
+            self.directory.end()
             self._release()
 
     def where(self, rank: int) -> Location:

@@ -538,6 +538,8 @@ class AdapterRegistry:
         fleet.notice_deaths()
         for url, error in outcomes.items():
             replica, handle = sent[url]
+            if replica.url != url:
+                continue
             if error is None:
                 fleet.adapter_loaded(replica, handle, adapter.served_as)
             elif replica.handle is handle and replica.runs:

@@ -61,6 +61,19 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     return asyncio.run_coroutine_threadsafe(coroutine, get_loop())
 
 
+def weakly(
+    method: Callable[[T], Coroutine[Any, Any, None]],
+) -> Callable[[T], Coroutine[Any, Any, None]]:
+    """Returns a coroutine function that does nothing once the object is collected."""
+    held = weakref.WeakMethod(method)
+
+    async def call(argument: T) -> None:
+        if (living := held()) is not None:
+            await living(argument)
+
+    return call
+
+
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine on the background loop and waits; Ctrl-C cancels it."""
     if on_background_loop():

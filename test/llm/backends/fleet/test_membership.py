@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import socket
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ class Process:
 
     state: str = "ready"
     pid: int = 0
+    url: str = URLS[0]
+    host: str = field(default_factory=socket.gethostname)
     log_path: Path = Path("log")
 
     def log_tail(self, lines: int = 30) -> str:
@@ -51,7 +54,9 @@ class Router:
 
 
 def make_fleet(count=3, router=None, owned=True) -> Fleet:
-    replicas = [Replica(url=url, handle=Process() if owned else None) for url in URLS]
+    replicas = [
+        Replica(url=url, handle=Process(url=url) if owned else None) for url in URLS
+    ]
     return Fleet(replicas=replicas[:count], weight_version="default", router=router)
 
 

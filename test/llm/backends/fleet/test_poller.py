@@ -22,7 +22,7 @@ from torchrl_sglang.backends.fleet.poller import ServerPoller
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.supervisor import Supervisor, hangs
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.support.event_loop import run_sync, weakly
 from torchrl_sglang.errors import ServerUnavailableError, WeightSyncStateError
 
 SHORT = {"max_new_tokens": 4}
@@ -379,6 +379,7 @@ def test_an_owner_does_not_restart_a_server_that_another_engine_paused(three):
                 capabilities,
                 # One request is in flight, and none completes.
                 progress=lambda: (1, 0),
+                recall=weakly(engine._dispatcher.in_flight.recall),
                 poller=ServerPoller(
                     http, capabilities, adapters, partial(find_out, http)
                 ),

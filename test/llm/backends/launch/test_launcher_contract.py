@@ -193,7 +193,7 @@ def test_replicas_have_handles_and_restarts(make_launcher):
     assert launched.router is None
     for replica in launched.replicas:
         assert replica.handle.state == "ready"
-        assert replica.gpus == replica.visible_gpus == ()
+        assert replica.location.gpus == replica.location.visible_gpus == ()
     first = launched.replicas[0]
     first.handle.stop()
     first.handle = first.restart()

@@ -1,0 +1,253 @@
+"""Servers that vanish with their machine and come back at another address."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.fake_launcher import FakeDirectory, FakeLauncher, make_engine
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.support.event_loop import run_sync
+
+SECONDS = 30.0
+"""For what takes a second at most; no test waits for a timeout of a request."""
+
+LONG = {"max_new_tokens": 140}
+"""A response that is streamed."""
+
+
+@pytest.fixture
+def launcher(tiny_model_path: str) -> Iterator[FakeLauncher]:
+    launcher = FakeLauncher(tiny_model_path, directory=FakeDirectory())
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def engine(launcher: FakeLauncher) -> Iterator[AsyncSGLang]:
+    with make_engine(launcher) as engine:
+        yield engine
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def states(engine: AsyncSGLang) -> list[str]:
+    return [replica.state for replica in engine._fleet.replicas]
+
+
+def urls(engine: AsyncSGLang) -> list[str]:
+    return [replica.url for replica in engine._fleet.replicas]
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[5 + index % 90, 7] for index in range(count)]
+
+
+def whole(prompt: list[int]) -> list[int]:
+    return (prompt * 70)[:140]
+
+
+def test_a_server_that_is_started_again_elsewhere(engine, launcher):
+    first, second = launcher.handles
+    epoch = engine._fleet.membership_epoch
+    engine.generate(
+        input_ids=prompts(4), sampling_params=LONG, session_ids=["a", "b", "c", "d"]
+    )
+    first.vanish()
+    until(lambda: len(launcher.handles) == 3 and states(engine) == ["serving"] * 2)
+    third = launcher.handles[2]
+    assert urls(engine) == [third.url, second.url]
+    assert engine._fleet.membership_epoch > epoch
+    assert [server.url for server in engine.servers] == urls(engine)
+    assert [place.url for place in engine.placements] == urls(engine)
+    assert engine._fleet.replicas[0].location.host == third.host
+    assert [server.url for server in engine.stats().servers] == urls(engine)
+    assert engine.server_url == third.url
+    before = len(first.server.requests)
+    sessions = ["a", "b", "c", "d"]
+    for _ in range(2):
+        engine.generate(
+            input_ids=prompts(4), sampling_params=LONG, session_ids=sessions
+        )
+    assert [len(each.server.payloads()) for each in (third, second)] == [4, 4 + 2]
+    assert len(first.server.requests) == before
+    assert engine.control.urls == (third.url, second.url)
+
+
+def test_requests_to_a_machine_that_vanished_go_on_with_their_tokens(engine, launcher):
+    """Nobody closes their connections: the handle knows."""
+    first, second = launcher.handles
+    first.server.tokens_until_abort = 10
+    batch = prompts(6)
+    with ThreadPoolExecutor(1) as pool, first.server.misbehaving("hang_mid_stream"):
+        call = pool.submit(engine.generate, input_ids=batch, sampling_params=LONG)
+        first.server.wait_for("/generate", 3)
+        until(lambda: len(second.server.payloads()) == 3)
+        time.sleep(0.2)
+        first.vanish()
+        answers = call.result(SECONDS)
+    assert [answer.token_ids for answer in answers] == [whole(each) for each in batch]
+    assert engine.stats().retries == 3
+    sent = [p for each in launcher.handles for p in each.server.payloads()]
+    resumed = [p for p in sent if len(p["input_ids"][0]) > 2]
+    assert sorted(len(p["input_ids"][0]) for p in resumed) == [12] * 3
+
+
+def test_a_control_call_to_a_machine_that_vanished_fails_at_once(engine, launcher):
+    first, _ = launcher.handles
+    with ThreadPoolExecutor(1) as pool, first.server.misbehaving("hang", "/model_info"):
+        call = pool.submit(run_sync, engine.control.weight_versions(timeout=300))
+        first.server.wait_for("/model_info", 2)
+        first.vanish()
+        with pytest.raises(ConnectionError, match="the server is gone"):
+            call.result(SECONDS)
+
+
+def test_weights_come_before_requests(engine, launcher):
+    with engine._fleet.weight_update() as update:
+        for handle in launcher.handles:
+            handle.server.weight_version = "3"
+        update.commit("3")
+    first, second = launcher.handles
+    first.vanish()
+    until(lambda: states(engine) == ["stale", "serving"])
+    third = launcher.handles[2]
+    engine.generate(input_ids=prompts(6), sampling_params=LONG)
+    assert third.server.payloads() == []
+    # An update sends it the weights, too.
+    with engine._fleet.weight_update() as update:
+        assert engine.control.urls == (third.url, second.url)
+        for handle in (second, third):
+            handle.server.weight_version = "4"
+        update.commit("4")
+    engine.generate(input_ids=prompts(6), sampling_params=LONG)
+    assert len(third.server.payloads()) == 3
+
+
+def test_a_machine_that_vanishes_in_an_update(engine, launcher):
+    """What comes back elsewhere has not taken part."""
+    first, second = launcher.handles
+    with engine._fleet.weight_update() as update:
+        first.vanish()
+        until(lambda: len(launcher.handles) == 3 and "down" not in states(engine))
+        # The update goes on to fail at the address where the server was.
+        assert engine.control.urls == (first.url, second.url)
+        second.server.weight_version = "1"
+        update.commit("1")
+    assert states(engine) == ["stale", "serving"]
+    assert engine.control.urls == (launcher.handles[2].url, second.url)
+
+
+def test_a_copy_follows_its_engine(engine, launcher):
+    copy = pickle.loads(pickle.dumps(engine))
+    first, second = launcher.handles
+    first.server.tokens_until_abort = 10
+    batch = prompts(6)
+    with ThreadPoolExecutor(1) as pool, first.server.misbehaving("hang_mid_stream"):
+        call = pool.submit(copy.generate, input_ids=batch, sampling_params=LONG)
+        first.server.wait_for("/generate", 3)
+        time.sleep(0.2)
+        first.vanish()
+        # Only its engine knows that the machine is gone.
+        answers = call.result(SECONDS)
+    assert [answer.token_ids for answer in answers] == [whole(each) for each in batch]
+    until(lambda: states(engine) == ["serving"] * 2)
+    until(lambda: urls(copy) == urls(engine) and states(copy) == ["serving"] * 2)
+    third = launcher.handles[2]
+    before = len(third.server.payloads())
+    copy.generate(input_ids=batch, sampling_params=LONG)
+    assert len(third.server.payloads()) == before + 3
+    assert copy.servers == ()
+    copy.shutdown()
+    assert [handle.state for handle in (second, third)] == ["ready", "ready"]
+
+
+def test_a_copy_gives_a_moved_server_no_requests_before_it_has_the_weights(
+    engine, launcher
+):
+    with engine._fleet.weight_update() as update:
+        for handle in launcher.handles:
+            handle.server.weight_version = "3"
+        update.commit("3")
+    copy = pickle.loads(pickle.dumps(engine))
+    copy.generate(input_ids=prompts(2), sampling_params=LONG)
+    launcher.handles[0].vanish()
+    until(lambda: states(engine) == ["stale", "serving"])
+    until(lambda: urls(copy) == urls(engine))
+    copy.generate(input_ids=prompts(6), sampling_params=LONG)
+    third = launcher.handles[2].server
+    assert third.payloads() == []
+    third.weight_version = "3"
+    until(lambda: states(copy) == ["serving"] * 2)
+    copy.generate(input_ids=prompts(6), sampling_params=LONG)
+    assert third.payloads()
+
+
+def test_a_copy_whose_directory_has_ended_goes_on(engine, launcher):
+    copy = pickle.loads(pickle.dumps(engine))
+    launcher.directory.end()
+    answers = copy.generate(input_ids=prompts(6), sampling_params=LONG)
+    assert [answer.token_ids for answer in answers] == list(map(whole, prompts(6)))
+    copy.shutdown()
+
+
+@pytest.fixture
+def routed(launcher: FakeLauncher) -> Iterator[AsyncSGLang]:
+    with make_engine(launcher, router_policy="round_robin") as engine:
+        yield engine
+
+
+def test_requests_behind_a_router_whose_server_vanished(routed, launcher):
+    """The router waits for the machine; nobody else does."""
+    first, second = launcher.handles
+    batch = prompts(6)
+    second.server.tokens_until_abort = 2
+    with ThreadPoolExecutor(1) as pool, second.server.misbehaving("hang"):
+        first.server.vanish()
+        call = pool.submit(routed.generate, input_ids=batch, sampling_params=LONG)
+        first.server.wait_for("/generate", 3)
+        second.server.wait_for("/generate", 3)
+        first.vanish()
+        # What the other server had begun is taken back, too, and goes on there.
+        until(lambda: len(second.server.payloads("/abort_request")) >= 3)
+        second.server._faults.clear()
+        answers = call.result(SECONDS)
+    assert [answer.token_ids for answer in answers] == [whole(each) for each in batch]
+    until(lambda: states(routed) == ["serving"] * 2)
+    third = launcher.handles[2]
+    until(lambda: routed._fleet._in_router == {second.url, third.url})
+    workers = dict(run_sync(routed._fleet.router.workers()))
+    assert workers == {second.url: True, third.url: True}
+    routed.generate(input_ids=batch, sampling_params=LONG)
+    assert third.server.payloads()
+
+
+def test_a_chat_behind_a_router_whose_server_vanished(routed, launcher):
+    first, second = launcher.handles
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    for each in (first, second):
+        each.server.routes["/v1/chat/completions"] = each.server.routes["/model_info"]
+    first.server.vanish()
+    answers: list[object] = []
+
+    def ask() -> None:
+        answers.append(routed.chat_completion(chat))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    first.server.wait_for("/v1/chat/completions", 1)
+    first.vanish()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert len(answers) == 2

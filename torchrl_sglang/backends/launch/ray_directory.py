@@ -1,0 +1,94 @@
+"""RayDirectory: the addresses of an engine's servers, in a Ray actor without a CPU.
+
+The driver that started the servers publishes them; copies of the engine, in whatever
+process of the cluster, ask. The actor ends with the engine, or with its driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torchrl_sglang.errors import ServerUnavailableError
+
+
+class RayDirectory:
+    """Where the servers of one engine run; see :class:`.Directory`."""
+
+    def __init__(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        context = ray.get_runtime_context()
+        self._name = f"torchrl_sglang_directory_{secrets.token_hex(8)}"
+        self._namespace = context.namespace
+        self._actor: Any = ray.remote(
+            num_cpus=0,
+            name=self._name,
+            # It ends with this process in any case, and must not end before.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                context.get_node_id(), soft=True
+            ),
+        )(_Addresses).remote()
+
+    def publish(self, urls: Sequence[str]) -> None:
+        """Records each server's address, by rank; empty: it is down. Does not wait."""
+        if self._actor is not None and _is_connected():
+            self._actor.put.remote(tuple(urls))
+
+    async def urls(self) -> Sequence[str]:
+        """Returns what was published last; raises an SGLangError if it cannot."""
+        if not _is_connected():
+            raise ServerUnavailableError(
+                "This process is not connected to the Ray cluster of the servers."
+            )
+        import ray
+
+        try:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(
+                    ray.get_actor, self._name, self._namespace
+                )
+            answer = self._actor.get.remote().future()
+            urls: tuple[str, ...] = await asyncio.wrap_future(answer)
+        except (ray.exceptions.RayError, ValueError) as error:
+            raise ServerUnavailableError(
+                f"The directory of the servers has ended: {error}"
+            ) from error
+        return urls
+
+    def end(self) -> None:
+        """Ends the actor."""
+        if self._actor is not None and _is_connected():
+            import ray
+
+            with suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(self._actor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A handle could not be unpickled where Ray is not connected.
+        return {"_name": self._name, "_namespace": self._namespace, "_actor": None}
+
+
+class _Addresses:
+    """The actor."""
+
+    def __init__(self) -> None:
+        self._urls: tuple[str, ...] = ()
+
+    def put(self, urls: tuple[str, ...]) -> None:
+        """Takes the addresses."""
+        self._urls = urls
+
+    def get(self) -> tuple[str, ...]:
+        """Returns the addresses."""
+        return self._urls
+
+
+def _is_connected() -> bool:
+    import ray
+
+    return bool(ray.is_initialized())
