@@ -170,7 +170,9 @@ class FakeServer:
         self._hanging: dict[asyncio.Event, set[str]] = {}
         self._changed = threading.Condition()
         self._ready = threading.Event()
-        self._loop = asyncio.new_event_loop()
+        self._done = asyncio.Event()
+        self._running = asyncio.Event()
+        self._running.set()
         self._thread = threading.Thread(
             target=self._run, name="fake-sglang", daemon=True
         )
@@ -257,6 +259,7 @@ class FakeServer:
         return [_as_batch(content) for content in found]
 
     def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
         self._thread.start()
         self._ready.wait()
         return self
@@ -275,9 +278,6 @@ class FakeServer:
         self._loop.close()
 
     async def _serve(self) -> None:
-        self._done = asyncio.Event()
-        self._running = asyncio.Event()
-        self._running.set()
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._handle)
         # What hangs is cancelled at the end, at once.
@@ -291,15 +291,20 @@ class FakeServer:
         await self._done.wait()
         await self._runner.cleanup()
 
-    async def _handle(  # noqa: C901, PLR0911, PLR0912 - One branch for each way to go wrong.
-        self, request: web.Request
-    ) -> web.StreamResponse:
-        transport = request.transport
-        assert transport is not None
-        self._peers.add(transport.get_extra_info("peername"))
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self._peers.add(request.transport.get_extra_info("peername"))
         server = self._runner.server
         assert server is not None
         self._most_open = max(self._most_open, len(server.connections))
+        return await self.answer(request)
+
+    async def answer(  # noqa: C901, PLR0911, PLR0912 - One branch for each way to go wrong.
+        self, request: web.Request
+    ) -> web.StreamResponse:
+        """Answers a request; for programs that listen themselves."""
+        transport = request.transport
+        assert transport is not None
         body = await request.read()
         try:
             content = msgspec.json.decode(body) if body else None
@@ -412,6 +417,7 @@ class FakeServer:
             "/end_weight_update": self._end,
             "/update_weights_from_distributed": self._update,
             "/update_weights_from_tensor": self._update_from_tensor,
+            "/update_weights_from_disk": self._update_from_disk,
             "/load_lora_adapter": self._load_adapter,
             _LORA_TENSORS: self._load_adapter,
             "/unload_lora_adapter": self._unload_adapter,
@@ -575,6 +581,14 @@ class FakeServer:
         # A server without sessions takes weights at any time.
         if not self._in_session and "/begin_weight_update" in self.routes:
             return _outcome(_NO_SESSION.replace("distributed", "tensor"))
+        self.weight_version = content.get("weight_version") or self.weight_version
+        return _outcome()
+
+    def _update_from_disk(self, content: Any) -> web.Response:
+        path = Path(content["model_path"])
+        if not path.is_dir():
+            return _outcome(f"Failed to get model loader: no {path}.")
+        self.model_path = str(path)
         self.weight_version = content.get("weight_version") or self.weight_version
         return _outcome()
 

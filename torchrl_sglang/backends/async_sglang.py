@@ -21,7 +21,7 @@ from torchrl_sglang.backends.base import WeightUpdate
 from torchrl_sglang.backends.client.capabilities import find_out
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient, limit_in_flight
-from torchrl_sglang.backends.client.model_info import ServedModel
+from torchrl_sglang.backends.client.model_info import ModelReader, ServedModel
 from torchrl_sglang.backends.client.router import find_servers
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.poller import ServerPoller, ask_stats, discover
@@ -409,7 +409,13 @@ class AsyncSGLang(TorchRLCalls):
         model: str | None = None,
     ) -> Self:
         trusted = settings.trust_remote_code
-        find = partial(find_out, http, model=model, trust_remote_code=trusted)
+        find = partial(
+            find_out,
+            http,
+            model=model,
+            trust_remote_code=trusted,
+            reader=ModelReader(),
+        )
         try:
             capabilities = run_sync(discover(fleet, find))
         finally:
@@ -725,7 +731,7 @@ class AsyncSGLang(TorchRLCalls):
             raise ServerUnavailableError(
                 f"The engine at {self.server_url} was shut down; make a new one."
             )
-        if self._fleet.to_poll or self._fleet.directory is not None:
+        if self._fleet.needs_poll or self._fleet.directory is not None:
             self._supervisor.begin()
 
     def _check_usable(self) -> None:

@@ -375,19 +375,15 @@ class _Session:
 
     def _close_sessions(self) -> bool:
         """Closes this update's sessions; returns whether an unclear one was open."""
-        found = False
-        for url in sorted(self.opened | self.unclear):
-            closing = self.control.end_weight_update(
-                timeout=CLEANUP_SECONDS, urls=[url]
+        outcomes = run_sync(
+            self.control.end_weight_update_on_each(
+                sorted(self.opened | self.unclear), timeout=CLEANUP_SECONDS
             )
-            was_open = True
-            try:
-                run_sync(closing)
-            except SGLangError as error:
-                torchrl_logger.debug(f"After a failed weight update: {error}")
-                was_open = not isinstance(error, RequestRefusedError)
-            found |= was_open and url in self.unclear
-        return found
+        )
+        for error in filter(None, outcomes.values()):
+            torchrl_logger.debug(f"After a failed weight update: {error}")
+        refused = {u for u, e in outcomes.items() if isinstance(e, RequestRefusedError)}
+        return not self.unclear <= refused
 
     def _others_update(self) -> bool:
         """Tries to open sessions; returns whether another sender has one open."""

@@ -6,7 +6,6 @@ numbers, so a new release needs no change as long as it keeps the routes.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import fields
 from typing import Any
@@ -15,7 +14,7 @@ import msgspec
 import torch
 
 from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.client.model_info import original_model, read_model
+from torchrl_sglang.backends.client.model_info import ModelReader
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -84,11 +83,13 @@ async def find_out(
     url: str,
     model: str | None = None,
     trust_remote_code: bool = False,
+    reader: ModelReader | None = None,
 ) -> ServerCapabilities:
     """Asks the server at ``url`` what it can do.
 
     ``model`` is a folder or hub name with the served model's ``config.json``, where the
-    path that the server reports cannot be read here.
+    path that the server reports cannot be read here. ``reader`` is shared by servers
+    that are asked at the same time.
     """
 
     async def ask(path: str) -> dict[str, Any]:
@@ -119,13 +120,12 @@ async def find_out(
     model_info = await ask(_first(routes, _MODEL_ROUTES, url))
     models = await ask("/v1/models")
     try:
-        # The folder of a disk update may be gone; its mark names the original model.
-        served = original_model(str(model_info["model_path"]))
-        started = str(server_info.get("model_path") or served)
-        revision = server_info.get("revision")
-        # In a thread: a model's files can be on slow storage.
-        served, vocab_size, eos_token_ids = await asyncio.to_thread(
-            read_model, model, served, started, trust_remote_code, revision
+        served, vocab_size, eos_token_ids = await (reader or ModelReader()).read(
+            model,
+            str(model_info["model_path"]),
+            str(server_info.get("model_path") or ""),
+            trust_remote_code,
+            server_info.get("revision"),
         )
         return interpret(
             url=url,

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torchrl_sglang.backends.client.capabilities import adapters_in, start_id
-from torchrl_sglang.backends.client.http import HttpClient, Method
+from torchrl_sglang.backends.client.fan_out import AT_ONCE, fan_out
+from torchrl_sglang.backends.client.http import HttpClient, Method, encode
 from torchrl_sglang.errors import (
     RequestRefusedError,
     ServerUnavailableError,
@@ -86,11 +87,13 @@ class ControlPlane:
         timeout: float,
         urls: Urls = None,
         method: Method = "POST",
+        at_once: int | None = AT_ONCE,
     ) -> dict[str, Any | SGLangError]:
         """Returns the content of each server's response, or its error."""
+        body = None if payload is None else encode(payload)
 
         async def one(url: str) -> Any | SGLangError:
-            call = self._http.request(method, url + path, payload, timeout=timeout)
+            call = self._http.request(method, url + path, body, timeout=timeout)
             try:
                 response = (await call).raise_for_status()
                 # Some answer with a plain text.
@@ -105,7 +108,7 @@ class ControlPlane:
             return content
 
         targets = self.urls if urls is None else urls
-        outcomes = await asyncio.gather(*map(one, targets))
+        outcomes = await fan_out(one, targets, at_once=at_once)
         return dict(zip(targets, outcomes, strict=True))
 
     async def _all(
@@ -115,9 +118,10 @@ class ControlPlane:
         timeout: float,
         urls: Urls = None,
         method: Method = "POST",
+        at_once: int | None = AT_ONCE,
     ) -> list[Any]:
         """Returns the servers' responses; raises the worst error if one failed."""
-        outcomes = await self._each(path, payload, timeout, urls, method)
+        outcomes = await self._each(path, payload, timeout, urls, method, at_once)
         if not outcomes:
             raise ServerUnavailableError(
                 f"No server of the engine runs, so {path} was not sent."
@@ -357,6 +361,14 @@ class ControlPlane:
         if self.capabilities.needs_update_session:
             await self._all("/end_weight_update", {}, timeout, urls)
 
+    async def end_weight_update_on_each(
+        self, urls: Sequence[str], *, timeout: float
+    ) -> Errors:
+        """Closes update sessions; returns each server's error."""
+        if not self.capabilities.needs_update_session:
+            return {}
+        return await self._errors("/end_weight_update", {}, timeout, urls)
+
     async def update_weights_from(
         self,
         source: Literal["distributed", "disk", "tensor"],
@@ -382,7 +394,9 @@ class ControlPlane:
             "abort_all_requests": False,
             "weight_version": weight_version,
         }
-        await self._all(f"/update_weights_from_{source}", payload, timeout, urls)
+        path = f"/update_weights_from_{source}"
+        # Servers wait for each other in a collective, and loading takes long.
+        await self._all(path, payload, timeout, urls, at_once=None)
 
     # LoRA adapters.
 

@@ -131,6 +131,16 @@ class Response:
         )
 
 
+def encode(payload: Any) -> bytes:
+    """Returns a payload as JSON, which several requests can share."""
+    try:
+        return msgspec.json.encode(payload)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"A request cannot be encoded as JSON: {error}."
+        ) from None
+
+
 class HttpClient:
     """A connection pool for the background loop; pickles to its settings.
 
@@ -182,7 +192,10 @@ class HttpClient:
         timeout: float,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """Sends a request with a JSON body and reads the response, of any status."""
+        """Sends a request with a JSON body and reads the response, of any status.
+
+        Bytes are sent as they are; see :func:`encode`.
+        """
 
         async def read(response: aiohttp.ClientResponse) -> Response:
             return Response(url=url, status=response.status, body=await response.read())
@@ -239,12 +252,10 @@ class HttpClient:
     ) -> T:
         """Sends a request and reads its response; maps aiohttp's errors to our own."""
         check_seconds("timeout", timeout)
-        try:
-            data = None if payload is None else msgspec.json.encode(payload)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigurationError(
-                f"The request to {url} cannot be encoded as JSON: {error}."
-            ) from None
+        if payload is None or isinstance(payload, bytes):
+            data = payload
+        else:
+            data = encode(payload)
         deadline = time.monotonic() + timeout
         headers = {**self._login(url), **headers}
         status = None
@@ -309,9 +320,12 @@ class HttpClient:
             await asyncio.sleep(NO_FILE_SECONDS)
 
     def _login(self, url: str) -> dict[str, str]:
-        for server, header in self._credentials.items():
-            if url == server or url.startswith(f"{server}/"):
-                return {"Authorization": header}
+        place = url if self._credentials else ""
+        while place:
+            if place in self._credentials:
+                return {"Authorization": self._credentials[place]}
+            # An address may have a path, and a request's begins with that.
+            place = place.rpartition("/")[0]
         return {}
 
     def give_up(self, server: str, *, before: float = math.inf) -> None:

@@ -12,6 +12,7 @@ that the server was started with.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -207,12 +208,15 @@ def original_model(path: str) -> str:
 
 def read_model(
     model: str | None,
-    served: str,
+    reported: str,
     started: str,
     trust_remote_code: bool,
     revision: str | None,
 ) -> tuple[str, int, tuple[int, ...]]:
     """Returns the readable model path, its vocabulary size and its end tokens."""
+    # The folder of a disk update may be gone; its mark names the original model.
+    served = original_model(reported)
+    started = started or served
     # A revision belongs to the name that the server was started with.
     revision = None if model else revision
     try:
@@ -224,6 +228,23 @@ def read_model(
         config = load_model_config(started, trust_remote_code, revision)
     vocab_size = int(config.get_text_config().vocab_size)
     return served, vocab_size, find_eos_token_ids(config, model or served, revision)
+
+
+class ModelReader:
+    """Reads models, each once for all servers that are asked at the same time."""
+
+    def __init__(self) -> None:
+        self._reading: dict[tuple[object, ...], asyncio.Task[Any]] = {}
+
+    async def read(self, *place: Any) -> tuple[str, int, tuple[int, ...]]:
+        """Returns what :func:`read_model` returns."""
+        if place not in self._reading:
+            # In a thread: a model's files can be on slow storage.
+            work = asyncio.to_thread(read_model, *place)
+            self._reading[place] = asyncio.ensure_future(work)
+        found: tuple[str, int, tuple[int, ...]]
+        found = await asyncio.shield(self._reading[place])
+        return found
 
 
 def load_model_config(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import (
     Awaitable,
     Callable,
@@ -44,6 +45,15 @@ from torchrl_sglang.errors import (
     SGLangError,
     WeightSyncStateError,
 )
+
+MOST_REASONS = 4
+"""Most servers whose reasons are in a message."""
+
+FEW_SERVERS = 16
+"""Up to so many servers are looked at for every request."""
+
+DEATH_CHECK_SHARE = 0.05
+"""How much of the time is spent on looking at more, at most."""
 
 
 class Fleet:
@@ -88,6 +98,7 @@ class Fleet:
         self._updating: dict[str, ServerHandle | None] | None = None
         self._in_router = {replica.url for replica in replicas}
         self._routing = Routing()
+        self._check_deaths_at = 0.0
         self._lock = threading.RLock()
 
     # Reading.
@@ -146,6 +157,11 @@ class Fleet:
         ]
 
     @property
+    def needs_poll(self) -> bool:
+        """Whether there are replicas to poll, or to start again."""
+        return any(r.state != "serving" or r.suspected for r in self.replicas)
+
+    @property
     def owns_any(self) -> bool:
         """Whether this process started a server."""
         return any(map(self.owns, self.replicas))
@@ -198,7 +214,7 @@ class Fleet:
         """Returns the error that says why no server gets requests."""
         stale = [replica for replica in self.replicas if replica.state == "stale"]
         reasons = filter(None, (replica.reason for replica in stale or self.replicas))
-        told = (" " if stale else "\n").join(reasons)
+        told = (" " if stale else "\n").join(_first(reasons))
         current = (each for each in stale if each.version == self.weights.version)
         if any(map(self.misses_adapters, current)):
             return ServerUnavailableError(
@@ -232,30 +248,36 @@ class Fleet:
             raise ServerUnavailableError("The engine was shut down; make a new one.")
         if self.asleep:
             self.check_awake()
-        self.notice_deaths()
-        serving, router = self.serving, self.router
-        if not serving:
-            raise self.no_server_error()
+        self._notice_deaths_in_time()
+        router = self.router
         if (
             router is not None
             and router.usable
             and not direct
             and router.url not in avoid
             and (session is None or router.keyed)
-            and self._router_chooses_well(router, serving)
+            and self._router_chooses_well(router)
         ):
             return router.url
-        candidates = [url for url in serving if url not in avoid] or serving
-        if prefer in candidates:
+        if prefer is not None and prefer not in avoid and prefer in self.serving:
             return prefer
-        return self._routing.choose(candidates, session)
+        chosen = self._routing.choose(self.replicas, session, avoid)
+        if chosen is None:
+            raise self.no_server_error()
+        return chosen.url
 
-    def _router_chooses_well(self, router: RouterHandle, serving: list[str]) -> bool:
+    def is_router(self, url: str) -> bool:
+        """Returns whether a request to this address went through the router."""
+        return self.router is not None and url == self.router.url
+
+    def _router_chooses_well(self, router: RouterHandle) -> bool:
         """Returns whether a router chooses no server that is out of rotation here."""
-        if len(serving) == len(self.replicas):
+        if all(replica.state == "serving" for replica in self.replicas):
             return True
+        serving = {*self.serving}
         # Nothing here changes the list of a remote one.
-        return not isinstance(router, RemoteRouter) and self._in_router <= {*serving}
+        alike = not isinstance(router, RemoteRouter) and self._in_router <= serving
+        return alike and bool(serving)
 
     def failed(self, url: str) -> None:
         """Records that a request to this address failed."""
@@ -346,11 +368,21 @@ class Fleet:
         with self._lock:
             vars(replica).update(fields)
 
+    def _notice_deaths_in_time(self) -> None:
+        """Notices deaths for a request: of many servers, now and then."""
+        now = time.monotonic()
+        if now < self._check_deaths_at:
+            return
+        self.notice_deaths()
+        if len(self.replicas) > FEW_SERVERS:
+            spent = time.monotonic() - now
+            self._check_deaths_at = now + spent / DEATH_CHECK_SHARE
+
     def notice_deaths(self) -> None:
         """Marks servers whose process has ended as down."""
-        for replica in self.running:
+        for replica in self.replicas:
             handle = replica.handle
-            if handle is not None and handle.state == "dead":
+            if handle is not None and replica.runs and handle.state == "dead":
                 ended = f"The server at {replica.url} has ended. The end of its log:"
                 reason = f"{ended}\n{handle.log_tail()}"
                 self.mark_down(replica, reason, ended=True)
@@ -551,3 +583,10 @@ class Fleet:
 
     def __repr__(self) -> str:
         return f"Fleet({self.replicas}, {self.weights_state})"
+
+
+def _first(reasons: Iterable[str]) -> list[str]:
+    """Returns some of the reasons, and how many more there are."""
+    told = list(reasons)
+    more = len(told) - MOST_REASONS
+    return [*told[:MOST_REASONS], f"(And {more} more.)"] if more > 0 else told

@@ -9,14 +9,18 @@ rotation or where a request failed. Servers that work are not polled.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.capabilities import check_same
 from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
@@ -38,14 +42,13 @@ Find = Callable[[str], Awaitable[ServerCapabilities]]
 
 async def discover(fleet: Fleet, find: Find) -> ServerCapabilities:
     """Finds out what servers can do and hold; ours, and at least one, must answer."""
-    asked = (find(replica.url) for replica in fleet.replicas)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    answers = await _ask_all(fleet.replicas, find)
     found: dict[Replica, ServerCapabilities] = {}
     away: dict[Replica, ServerError] = {}
     for replica, answer in zip(fleet.replicas, answers, strict=True):
         if isinstance(answer, ServerError) and replica.handle is None:
             away[replica] = answer
-        elif isinstance(answer, BaseException):
+        elif isinstance(answer, Exception):
             raise answer
         else:
             found[replica] = answer
@@ -63,6 +66,28 @@ async def discover(fleet: Fleet, find: Find) -> ServerCapabilities:
         fleet.change(replica, start_id=capabilities.start_id, held_adapters=held)
         fleet.report_version(replica, capabilities.weight_version)
     return known
+
+
+async def _ask_all(
+    replicas: Sequence[Replica], find: Find
+) -> list[ServerCapabilities | Exception]:
+    """Returns what each server can do, or its error."""
+    fewest = len(replicas)
+
+    async def ask(pair: tuple[int, Replica]) -> ServerCapabilities | Exception:
+        nonlocal fewest
+        index, replica = pair
+        try:
+            answer = await find(replica.url)
+        except Exception as error:  # noqa: BLE001 - Raised below, unless one is enough.
+            return error
+        if index > fewest:
+            # Only those of the first one are needed, and they are large.
+            return replace(answer, server_args={})
+        fewest = index
+        return answer
+
+    return await fan_out(ask, enumerate(replicas))
 
 
 def _lose(fleet: Fleet, replica: Replica, error: SGLangError) -> None:
@@ -110,9 +135,10 @@ class ServerPoller:
 
     async def poll(self, fleet: Fleet) -> None:
         """Polls the servers that are out of rotation or suspected."""
-        await asyncio.gather(*(self._poll(fleet, each) for each in fleet.to_poll))
+        look = _Look(lambda replica: self._poll(fleet, replica, look))
+        await fan_out(lambda each: self._poll(fleet, each, look), fleet.to_poll)
 
-    async def _poll(self, fleet: Fleet, replica: Replica) -> None:
+    async def _poll(self, fleet: Fleet, replica: Replica, look: _Look) -> None:
         fleet.change(replica, suspected=False)
         adapters, asked = self._adapters(), replica.url
         try:
@@ -130,8 +156,7 @@ class ServerPoller:
             waits = replica.state == "stale" and not fleet.misses_adapters(replica)
             if waits and version == fleet.weights.version:
                 # Another engine object may have sent the others newer weights.
-                serving = [each for each in fleet.replicas if each.state == "serving"]
-                await asyncio.gather(*(self._poll(fleet, each) for each in serving))
+                await look.at_serving(fleet)
         except SGLangError as error:
             if replica.url == asked:
                 self._no_answer(fleet, replica, error)
@@ -171,6 +196,25 @@ class ServerPoller:
             fleet.change(replica, reason=str(error))
 
 
+class _Look:
+    """Polls the servers that serve, once for all of a round that need it."""
+
+    def __init__(self, poll: Callable[[Replica], Awaitable[None]]) -> None:
+        self._poll = poll
+        self._lock = asyncio.Lock()
+        self._began_at = -math.inf
+
+    async def at_serving(self, fleet: Fleet) -> None:
+        """Returns when all have been polled since this call."""
+        since = time.monotonic()
+        async with self._lock:
+            if self._began_at >= since:
+                return
+            self._began_at = time.monotonic()
+            serving = [each for each in fleet.replicas if each.state == "serving"]
+            await fan_out(self._poll, serving)
+
+
 async def ask_stats(fleet: Fleet, control: ControlPlane) -> tuple[ServerStats, ...]:
     """Asks each server what it does."""
 
@@ -193,4 +237,4 @@ async def ask_stats(fleet: Fleet, control: ControlPlane) -> tuple[ServerStats, .
             reason=replica.reason,
         )
 
-    return tuple(await asyncio.gather(*map(one, fleet.replicas)))
+    return tuple(await fan_out(one, fleet.replicas))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -15,6 +15,9 @@ adapters; ``down``: ended or does not answer; ``lost``: was restarted too often.
 
 MAX_SESSIONS = 4096
 """Sessions whose server is remembered; a prefix cache holds fewer."""
+
+MOST_COMPARED = 32
+"""Servers whose sessions are compared for a new one."""
 
 FAILURE_SECONDS = 1.0
 """A server that failed is chosen last for this long."""
@@ -221,11 +224,16 @@ class Directory(Protocol):
 
 
 class Routing:
-    """Chooses servers in turn, one server per session, failed servers last."""
+    """Chooses servers in turn, one server per session, failed servers last.
 
-    def __init__(self, sessions: dict[str, str] | None = None) -> None:
+    A choice looks at a few servers, however many there are. Sessions name a server by
+    its place in the list, which stays the same.
+    """
+
+    def __init__(self, sessions: dict[str, int] | None = None) -> None:
         self.sessions = sessions or {}
         """Session -> server that has its prefix."""
+        self._counts = Counter(self.sessions.values())
         self._failed_at: dict[str, float] = {}
         self._turn = 0
 
@@ -236,22 +244,57 @@ class Routing:
     def forget(self, url: str) -> None:
         """Forgets a server that is at this address no longer."""
         self._failed_at.pop(url, None)
-        for session in [each for each, at in self.sessions.items() if at == url]:
-            del self.sessions[session]
 
-    def choose(self, urls: Sequence[str], session: str | None) -> str:
-        """Returns one of the servers; a new session gets the one with the fewest."""
-        since = time.monotonic() - FAILURE_SECONDS
-        urls = [url for url in urls if self._failed_at.get(url, since) <= since] or urls
+    def choose(
+        self, replicas: Sequence[Replica], session: str | None, avoid: Collection[str]
+    ) -> Replica | None:
+        """Returns a serving server, if possible none to ``avoid``.
+
+        A new session gets the one with the fewest among those whose turn is next.
+        """
         if session is None:
-            self._turn += 1
-            return urls[self._turn % len(urls)]
-        url = self.sessions.pop(session, "")
-        if url not in urls:
-            counts = Counter(self.sessions.values())
-            url = min(urls, key=lambda each: counts[each])
+            found = self._next(replicas, avoid, 1)
+            if found:
+                self._turn = found[0] + 1
+            return replicas[found[0]] if found else None
         # Most recently used last: the oldest are forgotten first.
-        self.sessions[session] = url
+        home = self.sessions.pop(session, None)
+        if home is None or self._rank(replicas[home], avoid) > 0:
+            found = self._next(replicas, avoid, MOST_COMPARED)
+            if home is not None:
+                self._counts[home] -= 1
+            if not found:
+                return None
+            if home not in found:
+                home = min(found, key=self._counts.__getitem__)
+                self._turn = home + 1
+            self._counts[home] += 1
+        self.sessions[session] = home
         while len(self.sessions) > MAX_SESSIONS:
-            del self.sessions[next(iter(self.sessions))]
-        return url
+            self._counts[self.sessions.pop(next(iter(self.sessions)))] -= 1
+        return replicas[home]
+
+    def _next(
+        self, replicas: Sequence[Replica], avoid: Collection[str], most: int
+    ) -> list[int]:
+        """Returns the best servers, from the one whose turn it is."""
+        found: dict[int, list[int]] = {}
+        for step in range(len(replicas)):
+            index = (self._turn + step) % len(replicas)
+            rank = self._rank(replicas[index], avoid)
+            if rank < _NEVER:
+                found.setdefault(rank, []).append(index)
+            if len(found.get(0, ())) == most:
+                break
+        return found[min(found)] if found else []
+
+    def _rank(self, replica: Replica, avoid: Collection[str]) -> int:
+        """Returns 0 for the best choice."""
+        if replica.state != "serving":
+            return _NEVER
+        failed_at = self._failed_at.get(replica.url)
+        soon = failed_at is not None and time.monotonic() < failed_at + FAILURE_SECONDS
+        return 2 * (replica.url in avoid) + soon
+
+
+_NEVER = 4

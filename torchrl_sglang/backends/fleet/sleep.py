@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from torchrl_sglang.backends.client.capabilities import sleep_obstacles
 from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica, format_tags
 from torchrl_sglang.errors import (
@@ -204,7 +205,7 @@ class SleepControl:
             self._fleet.change(replica, released=replica.released ^ missing)
             return failure
 
-        outcomes = await asyncio.gather(*map(one, replicas))
+        outcomes = await fan_out(one, replicas)
         return [failure for failure in outcomes if failure is not None]
 
     def _failure(

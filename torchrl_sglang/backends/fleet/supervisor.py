@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.poller import ServerPoller
@@ -256,8 +257,8 @@ class Supervisor:
         self._publish(fleet)
         if self._is_stuck() and fleet.generates:
             serving = [each for each in fleet.replicas if each.state == "serving"]
-            probes = (self._probe(fleet, replica) for replica in serving)
-            await asyncio.gather(self._probe_router(fleet), *probes)
+            probes = fan_out(lambda each: self._probe(fleet, each), serving)
+            await asyncio.gather(self._probe_router(fleet), probes)
         for replica in fleet.replicas:
             if replica.state != "down":
                 continue

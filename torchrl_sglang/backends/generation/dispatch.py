@@ -124,8 +124,9 @@ class Dispatcher:
                     rid=ticket.sent_as,
                     adapter=None if adapter is None else adapter.served_as,
                     # A router drops the interval, and deltas would have to be joined.
-                    stream=url in self.fleet.urls
-                    and not self.capabilities.streams_deltas,
+                    stream=not (
+                        self.fleet.is_router(url) or self.capabilities.streams_deltas
+                    ),
                 )
                 path, session, lost = f"{url}/generate", request.session_id, False
                 if "stream" in payload:

@@ -13,6 +13,7 @@ from collections.abc import (
     Collection,
     Coroutine,
     Iterator,
+    Mapping,
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -21,13 +22,14 @@ from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.errors import RequestRefusedError, ServerTimeoutError, SGLangError
 
 ABORT_TIMEOUT_SECONDS = 5.0
 ABORTS_AT_ONCE = 64
-"""Most abort calls to one server at once."""
+"""Most calls at once that abort requests by their ids."""
 
 REPEATS = 5
 """How often an abort is sent again while its request runs."""
@@ -217,7 +219,7 @@ class InFlight:
 
     def abandon(self, ticket: Ticket) -> None:
         """Aborts a request whose response nobody waits for, without waiting."""
-        self._start(self._abort([ticket.sent_as]))
+        self._start(self._abort([ticket]))
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
         """Aborts requests by name, or all of all users; returns how many ran here."""
@@ -231,9 +233,9 @@ class InFlight:
         for ticket in tickets:
             ticket.aborted = True
         if request_ids is None:
-            await self._post({"abort_all": True})
+            await self._abort_all()
         else:
-            await self._abort([ticket.sent_as for ticket in tickets])
+            await self._abort(tickets)
         self._start(self._repeat(tickets))
         return len(tickets)
 
@@ -276,9 +278,9 @@ class InFlight:
             await asyncio.sleep(POLL_SECONDS)
         while (waiting := sent()) and time.monotonic() < end:
             if all_of_them:
-                await self._post({"abort_all": True})
+                await self._abort_all()
             else:
-                await self._abort([ticket.sent_as for ticket in waiting])
+                await self._abort(waiting)
             # An abort that arrives before its request is lost.
             await self._until(lambda: not sent(), REPEAT_SECONDS)
 
@@ -296,8 +298,8 @@ class InFlight:
             if each.sent_as and each.sent_to == router and each.returns_partial
         }
 
-        def waiting() -> list[str]:
-            return [rid for each, rid in sent.items() if each.sent_as == rid]
+        def waiting() -> list[Ticket]:
+            return [each for each, rid in sent.items() if each.sent_as == rid]
 
         # As in a weight update: what is aborted is not at its end.
         self._fleet.weights_state.aborts_requests()
@@ -329,26 +331,36 @@ class InFlight:
             await asyncio.sleep(REPEAT_SECONDS)
             if self._running.isdisjoint(tickets):
                 return
-            await self._abort([ticket.sent_as for ticket in tickets])
+            await self._abort(tickets)
 
-    async def _abort(self, rids: Sequence[str]) -> None:
-        rids = list(filter(None, rids))
-        for start in range(0, len(rids), ABORTS_AT_ONCE):
-            part = rids[start : start + ABORTS_AT_ONCE]
-            await asyncio.gather(*(self._post({"rid": rid}) for rid in part))
+    def _abort(self, tickets: Collection[Ticket]) -> Coroutine[Any, Any, None]:
+        """Aborts attempts, as they are now, on the servers that may have them."""
+        sent = [(each.sent_as, each.sent_to) for each in tickets if each.sent_as]
+        return self._abort_sent(sent)
 
-    async def _post(self, payload: dict[str, object]) -> None:
-        async def to_one(url: str) -> None:
-            path = f"{url}/abort_request"
-            try:
-                await self._http.request(
-                    "POST", path, payload, timeout=ABORT_TIMEOUT_SECONDS
-                )
-            except SGLangError as error:
-                # A server that has ended has nothing left to abort.
-                torchrl_logger.debug(f"An abort did not arrive: {error}")
+    async def _abort_sent(self, sent: Sequence[tuple[str, str]]) -> None:
+        fleet = self._fleet
+        calls: list[tuple[Mapping[str, object], str]] = [
+            ({"rid": rid}, each)
+            for rid, url in sent
+            # A router does not tell which server has it.
+            for each in (fleet.urls if fleet.is_router(url) else [url])
+        ]
+        await fan_out(self._post, calls, at_once=ABORTS_AT_ONCE)
 
-        await asyncio.gather(*map(to_one, self._fleet.urls))
+    async def _abort_all(self) -> None:
+        everything: Mapping[str, object] = {"abort_all": True}
+        await fan_out(self._post, [(everything, url) for url in self._fleet.urls])
+
+    async def _post(self, call: tuple[Mapping[str, object], str]) -> None:
+        payload, url = call
+        try:
+            await self._http.request(
+                "POST", f"{url}/abort_request", payload, timeout=ABORT_TIMEOUT_SECONDS
+            )
+        except SGLangError as error:
+            # A server that has ended has nothing left to abort.
+            torchrl_logger.debug(f"An abort did not arrive: {error}")
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -27,6 +27,7 @@ from typing import TypeVar
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.weights_state import version_order
@@ -273,7 +274,7 @@ class AdapterRegistry:
                 found[replica] = frozenset(held)
 
         serving = [each for each in self._fleet.replicas if each.state == "serving"]
-        await asyncio.gather(*map(ask, serving))
+        await fan_out(ask, serving)
         return found
 
     async def _is_restarted(self, replica: Replica) -> bool:

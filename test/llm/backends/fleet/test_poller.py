@@ -350,7 +350,7 @@ def test_a_server_that_is_paused_does_not_hang(three, tells):
 class Process:
     """A server's process, as its owner holds it."""
 
-    pid, log_path, state = 0, Path("log"), "ready"
+    pid, host, log_path, state = 0, "here", Path("log"), "ready"
 
     def log_tail(self, lines: int = 30) -> str:
         return ""

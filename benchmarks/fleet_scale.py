@@ -1,0 +1,356 @@
+"""What an engine costs its own process, against the number of its servers.
+
+One engine, connected to 1 to 1,024 simulated servers, which are coroutines of other
+processes (``fleet_servers.py``). All that is measured is the package's own: the time of
+a call, the processor time of this process, the HTTP requests, and the most connections
+that the servers had at once.
+
+    python benchmarks/fleet_scale.py [--servers 1 16 1024] [--hard-limit 1024]
+        [--only control generate abort restart update failures] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import pickle
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fleet_servers import address
+
+SERVERS = (1, 4, 16, 64, 256, 1024)
+PER_PROCESS = 512
+"""Most servers of one process."""
+
+PROMPT_TOKENS = 64
+NEW_TOKENS = 64
+REQUESTS = 4096
+CONCURRENT = 512
+REPEATS = 5
+CANCELLED = 32
+"""Requests that are cancelled in the middle."""
+
+RESTARTED = 8
+"""Servers that are started again at once."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--servers", type=int, nargs="+", default=SERVERS)
+    parser.add_argument("--hard-limit", type=int, help="open files, as ulimit -Hn")
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--only", nargs="+", help="names of measurements")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(Measuring(arguments, **json.loads(arguments.measure)).run()))
+        return
+    results = {}
+    for count in arguments.servers:
+        with simulated(count) as place:
+            results[count] = in_own_process(place)
+        if not arguments.json:
+            show(count, results[count])
+    if arguments.json:
+        print(json.dumps(results, indent=1))
+
+
+@contextlib.contextmanager
+def simulated(count: int) -> Iterator[dict[str, Any]]:
+    """Starts simulated servers; yields where they and their figures are."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        save = "from torchrl_sglang.testing.tiny_model import save_tiny_model as save"
+        make = f"import sys; {save}; save(sys.argv[1])"
+        subprocess.run([sys.executable, "-c", make, folder], check=True)
+        port, admins = free_port(), []
+        for first in range(0, count, PER_PROCESS):
+            last = min(first + PER_PROCESS, count)
+            admins.append(free_port())
+            program = Path(__file__).with_name("fleet_servers.py")
+            command = [program, folder, first, last, port, admins[-1]]
+            process = subprocess.Popen(
+                [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True
+            )
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        yield {"folder": folder, "count": count, "port": port, "admins": admins}
+
+
+def in_own_process(place: dict[str, Any]) -> dict[str, Any]:
+    """Measures in a process of its own, so that memory and files are those of one N."""
+    run = subprocess.run(
+        [sys.executable, *sys.argv, "--measure", json.dumps(place)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def show(count: int, results: dict[str, Any]) -> None:
+    """Prints the results for one number of servers."""
+    print(f"\n{count} servers")
+    for name, figures in results.items():
+        shown = "  ".join(f"{key} {value:.6g}" for key, value in figures.items())
+        print(f"  {name:<24} {shown}", flush=True)
+
+
+class Measuring:
+    """The measurements for one number of servers."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        folder: str,
+        count: int,
+        port: int,
+        admins: list[int],
+    ) -> None:
+        self._folder = folder
+        self._count = count
+        self._admins = admins
+        self._requests = arguments.requests
+        self._only = arguments.only
+        self._urls = [f"http://{address(index)}:{port}" for index in range(count)]
+        self._results: dict[str, dict[str, float]] = {}
+        if arguments.hard_limit:
+            limits = (arguments.hard_limit, arguments.hard_limit)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        else:
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+
+    def run(self) -> dict[str, dict[str, float]]:
+        """Returns name -> figures."""
+        from torchrl_sglang import AsyncSGLang
+
+        # What the first use of transformers costs has nothing to do with servers.
+        AsyncSGLang.connect(self._urls[0]).shutdown()
+        gc.collect()
+        before = memory()
+        with self._measured("connect"):
+            engine = AsyncSGLang.connect(urls=self._urls)
+        gc.collect()
+        self._results["connect"]["megabytes"] = memory() - before
+        copied = len(pickle.dumps(engine))
+        self._results["a pickled copy"] = {"kilobytes": copied / 1e3}
+        measures: dict[str, Callable[[Any], None]] = {
+            "control": self._control,
+            "generate": self._generate,
+            "abort": self._abort,
+            "restart": self._restart,
+            "update": self._update,
+            "failures": self._failures,
+        }
+        for name, measure in measures.items():
+            if not self._only or name in self._only:
+                print(name, file=sys.stderr, flush=True)
+                measure(engine)
+        self._results["process"] = {"megabytes": memory()}
+        with self._measured("shutdown"):
+            engine.shutdown()
+        return self._results
+
+    def _figures(self, **change: list[int]) -> tuple[int, int]:
+        """Returns the requests since the last call and the most open connections."""
+        requests = most = 0
+        for admin in self._admins:
+            url = f"http://127.0.0.1:{admin}/figures"
+            body = json.dumps(change).encode()
+            with urllib.request.urlopen(url, data=body) as answer:
+                content = json.load(answer)
+            requests += sum(content["requests"].values())
+            most += content["open"]
+        return requests, most
+
+    @contextlib.contextmanager
+    def _measured(self, name: str, divisor: int = 1) -> Iterator[dict[str, float]]:
+        """Measures a block."""
+        self._figures()
+        start, cpu = time.perf_counter(), time.process_time()
+        results: dict[str, float] = {}
+        yield results
+        seconds = time.perf_counter() - start
+        processor = time.process_time() - cpu
+        requests, most = self._figures()
+        results["ms"] = 1e3 * seconds / divisor
+        results["processor ms"] = 1e3 * processor / divisor
+        results["requests"] = requests / divisor
+        results["connections"] = most
+        self._results[name] = results
+
+    def _repeated(self, name: str, call: Callable[[], object]) -> None:
+        """Measures a call several times, and keeps the median of each figure."""
+        rounds = []
+        for _ in range(REPEATS):
+            with self._measured(name) as results:
+                call()
+            rounds.append(results)
+        self._results[name] = {
+            key: statistics.median(each[key] for each in rounds) for key in rounds[0]
+        }
+
+    def _control(self, engine: Any) -> None:
+        from torchrl_sglang.backends.support.event_loop import run_sync
+
+        control = engine.control
+        for name, call in {
+            "pause": lambda: run_sync(control.pause("retract")),
+            "flush": engine.flush_cache,
+            "resume": lambda: run_sync(control.resume()),
+            "health": engine.health,
+            "stats": engine.stats,
+            "look at servers": engine.look_at_servers,
+        }.items():
+            self._repeated(name, call)
+
+    def _generate(self, engine: Any) -> None:
+        prompts = [
+            [5 + index % 50, *range(5, 4 + PROMPT_TOKENS)]
+            for index in range(self._requests)
+        ]
+        for name, sessions in {"generate": False, "generate, sessions": True}.items():
+            generate(engine, prompts[:CONCURRENT], sessions)
+            with self._measured(name, len(prompts)):
+                generate(engine, prompts, sessions)
+
+    def _update(self, engine: Any) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from torchrl_sglang import SGLangWeightSyncScheme
+
+        model = AutoModelForCausalLM.from_pretrained(self._folder)
+        with tempfile.TemporaryDirectory() as folder:
+            scheme = SGLangWeightSyncScheme(engine, transport="disk", directory=folder)
+            sender = scheme.create_sender()
+            sender.register_model(model)
+            sender.update_weights()
+            self._repeated("weight update", sender.update_weights)
+            for phase, seconds in sender.last_report.phase_seconds.items():
+                self._results["weight update"][f"{phase} ms"] = 1e3 * seconds
+            sender.shutdown()
+
+    def _abort(self, engine: Any) -> None:
+        """Cancels callers, as a collector does that has enough responses."""
+        from torchrl_sglang.backends.support.event_loop import run_async
+
+        seconds: list[float] = []
+
+        async def any_aborts() -> bool:
+            # Requests that were cancelled before this call begin their aborts first.
+            await asyncio.sleep(0.05)
+            return bool(engine._dispatcher.in_flight._aborting)
+
+        async def work() -> None:
+            tasks = [
+                asyncio.ensure_future(
+                    engine.agenerate(
+                        input_ids=[list(range(5, 5 + PROMPT_TOKENS))],
+                        sampling_params={"max_new_tokens": 1500},
+                    )
+                )
+                for _ in range(CANCELLED)
+            ]
+            await asyncio.sleep(2)
+            start = time.perf_counter()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            while await run_async(any_aborts()):
+                pass
+            seconds.append(time.perf_counter() - start)
+
+        with self._measured(f"{CANCELLED} cancelled") as results:
+            asyncio.run(work())
+        results["ms"] = 1e3 * seconds[0]
+
+    def _restart(self, engine: Any) -> None:
+        """Some servers end, and are started again by their owner."""
+        if self._count <= RESTARTED:
+            return
+        indices = list(range(1, 1 + RESTARTED))
+        self._figures(die=indices)
+        engine.look_at_servers()
+        with self._measured(f"{RESTARTED} are down, 3 s"):
+            time.sleep(3)
+        self._figures(restart=indices)
+        with self._measured(f"{RESTARTED} started again"):
+            while len(engine._fleet.serving) < self._count:
+                time.sleep(0.01)
+
+    def _failures(self, engine: Any) -> None:
+        """A quarter of the servers dies, and an update fails."""
+        from transformers import AutoModelForCausalLM
+
+        from torchrl_sglang import SGLangWeightSyncScheme
+        from torchrl_sglang.errors import SGLangError
+
+        if self._count <= RESTARTED:
+            return
+        model = AutoModelForCausalLM.from_pretrained(self._folder)
+        self._figures(die=list(range(self._count // 2, self._count * 3 // 4)))
+        with tempfile.TemporaryDirectory() as folder:
+            scheme = SGLangWeightSyncScheme(engine, transport="disk", directory=folder)
+            sender = scheme.create_sender()
+            broken = contextlib.suppress(SGLangError)
+            with self._measured("update, 1/4 dead"), broken:
+                sender.update_weights(model)
+            with self._measured("stats, 1/4 dead"):
+                engine.stats()
+            with self._measured("while 1/4 are dead, 3 s"):
+                time.sleep(3)
+            sender.shutdown()
+
+
+def generate(engine: Any, prompts: list[list[int]], sessions: bool) -> None:
+    """Generates for each prompt in a call of its own, some at a time."""
+    turns = asyncio.Semaphore(CONCURRENT)
+
+    async def one(index: int, prompt: list[int]) -> None:
+        async with turns:
+            await engine.agenerate(
+                input_ids=[prompt],
+                sampling_params={"max_new_tokens": NEW_TOKENS},
+                return_logprobs=True,
+                session_ids=[f"session {index}"] if sessions else None,
+            )
+
+    async def work() -> None:
+        await asyncio.gather(*(one(*each) for each in enumerate(prompts)))
+
+    asyncio.run(work())
+
+
+def memory() -> float:
+    """Returns this process's resident memory in MB."""
+    text = Path("/proc/self/statm").read_text()
+    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def free_port() -> int:
+    """Returns a port that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
