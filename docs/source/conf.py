@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
+from pathlib import Path
+from typing import Any
 
+from sphinx.application import Sphinx
+from sphinx.util.inspect import signature as read_signature
+from sphinx.util.inspect import stringify_signature
 from transformers.utils.logging import disable_progress_bar
 
 import torchrl_sglang
+
+sys.path.insert(0, str(Path(__file__).parent))  # For tutorial_order.
 
 # The tutorials run in this process, and their output becomes part of the pages.
 disable_progress_bar()
@@ -54,5 +63,30 @@ sphinx_gallery_conf = {
     "reset_modules": (),
     "run_stale_examples": True,
     "show_signature": False,
+    "within_subsection_order": "tutorial_order.position",
     "write_computation_times": False,
 }
+
+
+def show_own_signature(
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str, str | None] | None:
+    """Shows a class's own arguments, not those of TorchRL's metaclasses."""
+    if what != "class" or signature != "(*args, **kwargs)":
+        return None
+    own = read_signature(obj.__init__, bound_method=True)
+    if any(
+        p.kind is not inspect.Parameter.VAR_POSITIONAL for p in own.parameters.values()
+    ):
+        return stringify_signature(own, show_annotation=False), returns
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-signature", show_own_signature)

@@ -32,6 +32,9 @@ FIXTURES = {
 NOT_IMPORTED_HERE = {"torchrl_sglang.backends.launch.cpu.launch"}
 """What SGLang's Python runs, which has other packages than this one."""
 
+MADE_BY_SPHINX = {"generated", "tutorials"}
+"""Folders of pages that the build writes."""
+
 PUBLIC_NAMES = sorted(set(torchrl_sglang.__all__) - {"__version__"})
 
 
@@ -46,7 +49,9 @@ def find_docstring_examples() -> Iterator[doctest.DocTest]:
 def find_page_examples() -> Iterator[doctest.DocTest]:
     parser = doctest.DocTestParser()
     source = ROOT / "docs" / "source"
-    for page in sorted([*source.glob("*.rst"), *source.glob("reference/*.rst")]):
+    for page in sorted(source.rglob("*.rst")):
+        if MADE_BY_SPHINX & set(page.relative_to(source).parts):
+            continue
         name = str(page.relative_to(ROOT))
         test = parser.get_doctest(page.read_text(), {}, name, str(page), 0)
         if test.examples:

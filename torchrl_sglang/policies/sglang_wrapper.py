@@ -110,8 +110,14 @@ class SGLangWrapper(LLMWrapperBase):
         chat_template (str, optional): a chat template; overrides the name.
         return_log_probs (bool, optional): defaults to True; must not be False when
             scoring.
-        history_key, text_key, tokens_key, masks_key, log_probs_key (NestedKey): where
-            to write each container.
+        history_key (NestedKey): where to write the conversations. Defaults to
+            ``"history"``.
+        text_key (NestedKey): where to write the texts. Defaults to ``"text"``.
+        tokens_key (NestedKey): where to write the token ids. Defaults to ``"tokens"``.
+        masks_key (NestedKey): where to write the attention and assistant masks.
+            Defaults to ``"masks"``.
+        log_probs_key (NestedKey): where to write the log-probs. Defaults to
+            ``"log_probs"``.
         batching (bool, optional): batch the calls of several threads, although SGLang
             runs concurrent calls together anyway. Also enabled by either size.
         min_batch_size (int, optional): number of prompts to wait for. Defaults to 1.

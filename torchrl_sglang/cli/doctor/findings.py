@@ -29,7 +29,7 @@ NCCL_VARIABLES = {
 }
 INSTALL = {
     "cpu": "run `python -m torchrl_sglang.backends.launch.cpu.install`",
-    "cuda": 'run `pip install "torchrl-sglang[sglang]"`',
+    "cuda": 'install it there, `pip install "sglang[all]>=0.5.15,<0.6"`',
 }
 
 

@@ -1,0 +1,158 @@
+"""Names on the pages of the documentation exist, and what they must name is there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import runpy
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import torchrl_sglang
+from torchrl_sglang import errors
+from torchrl_sglang.backends.generation.sampling import (
+    SAMPLING_ALIASES,
+    SAMPLING_PARAMETERS,
+)
+from torchrl_sglang.backends.launch.cpu import engine_python
+from torchrl_sglang.backends.launch.server_command import find_flags
+from torchrl_sglang.backends.launch.vllm_arguments import RENAMED
+from torchrl_sglang.policies import sampling
+from torchrl_sglang.weight_update.transports.registry import TRANSPORTS
+
+SOURCE = Path(__file__).parents[2] / "docs" / "source"
+CONFIGURATION = (SOURCE / "configuration.rst").read_text()
+TROUBLESHOOTING = SOURCE / "guides" / "troubleshooting.rst"
+
+ROW = re.compile(r"^   \* - (.*?)(?=^   \* - |^\S)", re.MULTILINE | re.DOTALL)
+LITERAL = re.compile(r"``(.+?)``", re.DOTALL)
+
+OBJECTS = {
+    "engine": torchrl_sglang.AsyncSGLang,
+    "sender": torchrl_sglang.SGLangWeightSender,
+}
+CALLS = {
+    "from_pretrained": torchrl_sglang.AsyncSGLang.from_pretrained,
+    "connect": torchrl_sglang.AsyncSGLang.connect,
+}
+STARTS_SERVERS = {"from_pretrained", "make_sglang_server"}
+GENERATE_ARGUMENTS = {*SAMPLING_PARAMETERS, *SAMPLING_ALIASES, *sampling._KNOWN}
+
+
+def table_rows() -> list[tuple[str, str]]:
+    """Returns the setting and the cell beside it, of each row of the page's tables."""
+    rows = []
+    for row in ROW.findall(CONFIGURATION + "\n.\n"):
+        setting, here, *_ = re.split(r"^     - ?", row, flags=re.MULTILINE)
+        if setting.strip() != "setting":
+            rows.append((" ".join(setting.split()), " ".join(here.split())))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def server_arguments() -> set[str]:
+    flags = find_flags(str(engine_python()), os.environ)
+    return {*flags, *RENAMED}
+
+
+def keywords(call: str, arguments: set[str]) -> set[str]:
+    """Returns the names that a call of the page may use."""
+    function = CALLS.get(call) or getattr(torchrl_sglang, call)
+    names = set(inspect.signature(function).parameters)
+    if inspect.isclass(function):
+        names |= set(inspect.signature(function.__init__).parameters)
+    if call in STARTS_SERVERS:
+        names |= arguments
+        names |= set(inspect.signature(torchrl_sglang.make_sglang_server).parameters)
+    if call == "SGLangWeightSyncScheme":
+        names |= {
+            option.name
+            for kind in TRANSPORTS.values()
+            for option in fields(kind.options_type)
+        }
+    return names
+
+
+def test_the_tables_are_found():
+    assert len(table_rows()) > 70
+
+
+@pytest.mark.parametrize(("setting", "here"), table_rows())
+def test_every_setting_has_a_name_or_a_reason(setting, here, server_arguments):
+    if here.startswith("none: "):
+        return
+    found = LITERAL.findall(here)
+    assert found, f"{setting} is mapped to nothing."
+    for literal in found:
+        node = ast.parse(literal.replace("[...]", "[]")).body[0]
+        if isinstance(node, ast.Assign):
+            assert node.targets[0].id == "generate_kwargs"
+            names = {key.value for key in node.value.keys}
+            assert names <= GENERATE_ARGUMENTS
+            continue
+        call = node.value
+        function = call.func if isinstance(call, ast.Call) else call
+        given = {each.arg for each in getattr(call, "keywords", ())}
+        if isinstance(function, ast.Attribute):
+            owner = OBJECTS[function.value.id]
+            method = getattr(owner, function.attr)
+            known = set(inspect.signature(method).parameters) if given else set()
+        else:
+            known = keywords(function.id, server_arguments)
+        assert given <= known, f"{literal}: {sorted(given - known)} do not exist."
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_has_an_entry(name):
+    """Under a heading of its own, so that a search for it ends there."""
+    text = TROUBLESHOOTING.read_text()
+    assert re.search(rf"^{name}\n[~\-]+$", text, re.MULTILINE)
+
+
+MEASURED = (SOURCE / "measured.rst").read_text()
+RESULTS = (SOURCE.parents[1] / "benchmarks" / "RESULTS.md").read_text()
+FIGURES = re.findall(
+    r"^   \* - (.*?)\n     - (.*?)\n     - (.*?)\n     - (?:2 H200|H200|CPU)\n"
+    r"     - (\d{4}-\d{2}-\d{2})\n",
+    MEASURED,
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def test_the_figures_are_found():
+    assert len(FIGURES) > 25
+    assert len(FIGURES) == MEASURED.count("     - 2026-")
+
+
+@pytest.mark.parametrize(("what", "figure", "command", "date"), FIGURES)
+def test_every_figure_is_a_recorded_one(what, figure, command, date):
+    """What the page says, ``benchmarks/RESULTS.md`` says as well."""
+    numbers = re.findall(r"\d[\d,]*\d(?:\.\d+)?|\d+\.\d+", figure)
+    assert [n for n in numbers if n not in RESULTS] == []
+
+
+PAGES = sorted(
+    page
+    for page in SOURCE.rglob("*.rst")
+    if not {"generated", "tutorials"} & set(page.relative_to(SOURCE).parts)
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(SOURCE)))
+def test_scripts_and_folders_exist(page):
+    """Paths of the repository that a page names."""
+    paths = re.findall(
+        r"``((?:examples|benchmarks|tutorials|test)/[\w/.]+)", page.read_text()
+    )
+    for path in paths:
+        assert (SOURCE.parents[1] / path).exists(), path
+
+
+def test_every_tutorial_has_its_place():
+    order = runpy.run_path(str(SOURCE / "tutorial_order.py"))["ORDER"]
+    found = {path.stem for path in (SOURCE.parents[1] / "tutorials").glob("*.py")}
+    assert sorted(found) == sorted(f"plot_{name}" for name in order)
