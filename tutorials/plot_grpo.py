@@ -36,7 +36,7 @@ policy = SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 12})
 
 import torch
 from torchrl.data import Unbounded
-from torchrl.envs import StepCounter, Transform
+from torchrl.envs import InitTracker, StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 
 GROUP_SIZE, GROUPS, STEPS = 8, 8, 15
@@ -69,6 +69,7 @@ env = ChatEnv.from_dataloader(
     batch_size=(GROUPS * GROUP_SIZE,),
     tokenizer=tokenizer,
 )
+env.append_transform(InitTracker())
 env.append_transform(StepCounter(max_steps=1))
 env.append_transform(Digits())
 

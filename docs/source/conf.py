@@ -37,6 +37,8 @@ templates_path = ["_templates"]
 exclude_patterns = ["**/*.ipynb", "**/*.py", "**/*.zip"]
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_title = f"torchrl_sglang {release}"
 
 autosummary_generate = True
