@@ -1,9 +1,9 @@
 """A strict stand-in for SGLang's server program, for tests of starts.
 
-It takes the command line that this package writes for a server on CPU, and exits with
-an error for any other flag, for one that is missing, and for a model without
-``config.json``. It is ready in a tenth of a second and answers a prompt with itself.
-Started with ``-c``, like an interpreter that is asked for its packages, it has none.
+It takes the command line that this package writes for a server, and exits with an error
+for any other flag, for one that is missing, and for a model without ``config.json``. It
+is ready in a tenth of a second and answers a prompt with itself. Started with ``-c``,
+like an interpreter that is asked for its packages, it has none.
 
 With ``ECHO_GATE`` in its environment, it serves when that named pipe has been opened
 for writing. ``POST /end`` makes it exit with status 7.
@@ -19,8 +19,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-REQUIRED = ("--model-path", "--host", "--port", "--device", "--nccl-port")
+REQUIRED = ("--model-path", "--host", "--port", "--device")
+MEETINGS = ("--nccl-port", "--dist-init-addr")
+"""One of these is required."""
 VALUES = (
+    *MEETINGS,
+    *("--tp-size", "--nnodes", "--node-rank", "--attention-backend"),
     *("--dtype", "--mem-fraction-static", "--max-total-tokens", "--grammar-backend"),
     *("--log-level-http", "--random-seed", "--config", "--lora-backend"),
 )
@@ -46,6 +50,7 @@ def reply(ids: list[int], length: int) -> dict[str, Any]:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     model: str
+    arguments: dict[str, Any]
 
     def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
@@ -64,6 +69,7 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/loads": {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]},
             "/abort_request": {},
             "/environment": dict(os.environ),
+            "/arguments": self.arguments,
         }
         answers["/openapi.json"] = {"paths": {p: {} for p in ["/generate", *answers]}}
         if path == "/generate":
@@ -94,6 +100,8 @@ class Handler(BaseHTTPRequestHandler):
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["-c"]:
         return
+    if arguments[:1] == ["-m"]:
+        arguments = arguments[1:]
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("program")
     for flag in REQUIRED:
@@ -103,6 +111,9 @@ def main(arguments: list[str]) -> None:
     for flag in SWITCHES:
         parser.add_argument(flag, action="store_true")
     given = parser.parse_args(arguments)
+    if not (given.nccl_port or given.dist_init_addr):
+        parser.error(f"one of {' and '.join(MEETINGS)} is required")
+    Handler.arguments = vars(given)
     if not (Path(given.model_path) / "config.json").is_file():
         sys.exit(f"There is no config.json in {given.model_path}.")
     if "ECHO_GATE" in os.environ:

@@ -92,6 +92,14 @@ def find_free_port(host: str = "127.0.0.1", *, among: Sequence[int] = PORTS) -> 
     return lease.port
 
 
+def is_free_port(host: str, port: int) -> bool:
+    """Returns whether a port is neither in use nor leased; it is not reserved."""
+    lease = _try_to_lease(port, [host])
+    if lease is not None:
+        lease.release()
+    return lease is not None
+
+
 def _is_free(host: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:

@@ -86,11 +86,17 @@ class ServerHost:
         self._meeting = lease_port(address, name="dist_init_addr")
         return f"{address}:{self._meeting.port}"
 
-    def prepare(self, spec: Mapping[str, Any]) -> Prepared:
-        """Checks a server's arguments on this node and leases its ports."""
+    def prepare(self, spec: Mapping[str, Any], port: int | None) -> Prepared:
+        """Checks a server's arguments on this node and leases its ports.
+
+        ``port`` is the one that it had before; it gets another one if that is taken.
+        """
         from torchrl_sglang.backends.launch.local import find_gpus
+        from torchrl_sglang.backends.launch.ports import is_free_port
         from torchrl_sglang.backends.launch.server_command import make_server_command
 
+        if port is not None and is_free_port(spec["host"], port):
+            spec = {**spec, "port": port}
         self._command = make_server_command(**spec)
         gpus, visible = find_gpus(spec)
         return Prepared(url=self._command.url, gpus=gpus, visible_gpus=visible)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
+from yarl import URL
 
 from torchrl_sglang.backends.client.http import get
 from torchrl_sglang.backends.fleet.replica import Location, ServerHandle, stop_all
@@ -31,6 +32,7 @@ from torchrl_sglang.backends.launch.process import (
 )
 from torchrl_sglang.backends.launch.ray_directory import RayDirectory
 from torchrl_sglang.backends.launch.ray_host import HostInfo, Prepared, ServerHost
+from torchrl_sglang.backends.launch.ray_placement import Demand, Seat, Seats
 from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
 
 LOG_SECONDS = 5.0
@@ -39,20 +41,13 @@ LOG_SECONDS = 5.0
 REACH_SECONDS = 10.0
 """Timeout for a server that answers on its node to answer here, too."""
 
+ACTOR_VARIABLES = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Otherwise an actor that ends kills the watchdog, and what is below it stays."""
+
+_LEFT = "this process has left the Ray cluster"
+
 MAX_CONCURRENCY = 8
 """Calls that an actor runs at once; two of them last as long as its server."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
-    """A share of a bundle that one actor takes."""
-
-    bundle: int
-    """Index of the bundle in the placement group."""
-    gpus: float
-    """GPUs that the actor takes of it."""
-    resources: Mapping[str, float]
-    """What else it takes; ``"CPU"`` is one of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +60,8 @@ class Place:
     """Ray's runtime environment of the actors."""
     timeout: float
     """For Ray to place the actors of a server, in seconds."""
+    demand: Demand
+    """What each server takes."""
 
     def create(self, seat: Seat) -> Any:
         """Begins to create an actor."""
@@ -81,8 +78,9 @@ class Place:
                 placement_group=self.group, placement_group_bundle_index=seat.bundle
             ),
         }
-        if self.runtime_env is not None:
-            options["runtime_env"] = dict(self.runtime_env)
+        environment = dict(self.runtime_env or {})
+        variables = {**ACTOR_VARIABLES, **(environment.get("env_vars") or {})}
+        options["runtime_env"] = {**environment, "env_vars": variables}
         return ray.remote(**options)(ServerHost).remote()
 
 
@@ -96,7 +94,7 @@ class RayServers:
     def __init__(
         self,
         specs: Sequence[Mapping[str, Any]],
-        seats: Sequence[Sequence[Sequence[Seat]]],
+        seats: Sequence[Seats],
         place: Place,
         *,
         start_timeout: float,
@@ -129,7 +127,7 @@ class RayServers:
         address: str = ray.util.get_node_ip_address()
         return address
 
-    def _make(self, rank: int) -> RayServer:
+    def _make(self, rank: int, before: str = "") -> RayServer:
         number = f" {rank + 1} of {self.num_servers}" if self.num_servers > 1 else ""
         return RayServer(
             f"SGLang server{number}",
@@ -137,6 +135,7 @@ class RayServers:
             self._seats[rank],
             self._place,
             start_timeout=self._start_timeout,
+            before=before,
         )
 
     def _prepare(self) -> None:
@@ -169,9 +168,9 @@ class RayServers:
 
     def restart(self, rank: int) -> RayServer:
         """Begins to start a server that has ended again, perhaps on another node."""
-        server = self._make(rank)
-        server.begin()
+        server = self._make(rank, self._servers[rank].url)
         self._servers[rank] = server
+        server.begin()
         return server
 
     def stop(self, servers: Iterable[ServerHandle]) -> None:
@@ -188,19 +187,23 @@ class RayServers:
 
 
 class RayServer:
-    """A server on one or several nodes of a Ray cluster."""
+    """A server on one or several nodes of a Ray cluster.
+
+    ``before`` is its address in an earlier life; it keeps it where it can.
+    """
 
     def __init__(
         self,
         name: str,
         spec: Mapping[str, Any],
-        seats: Sequence[Sequence[Seat]],
+        seats: Seats,
         place: Place,
         *,
         start_timeout: float,
+        before: str = "",
     ) -> None:
         self.name = name
-        self.url = ""
+        self.url = before
         self.host = ""
         self.pid = 0
         self.log_path = Path()
@@ -209,7 +212,8 @@ class RayServer:
         self._place = place
         self._start_timeout = start_timeout
         self._begun: float | None = None
-        self._prepared = self._ready = self._stopped = False
+        self._placed = self._prepared = self._ready = self._stopped = False
+        self._error: SGLangError | None = None
         self._stopping: list[Future[Any]] = []
         self._seats = seats
         actors = [[place.create(seat) for seat in node] for node in seats]
@@ -263,7 +267,15 @@ class RayServer:
         """Goes on with the start as far as possible."""
         if self._stopped:
             raise ServerStartError(f"The {self.name} was stopped before it was ready.")
-        next(self._steps, None)
+        if not _is_connected():
+            raise ServerStartError(f"The {self.name} ended: {_LEFT}.")
+        if self._error is not None:
+            raise self._error
+        try:
+            next(self._steps, None)
+        except SGLangError as error:
+            self._error = error
+            raise
 
     def _start(self, actors: list[list[Any]]) -> Generator[None]:
         """Places, prepares and starts the server; yields while it waits."""
@@ -272,10 +284,11 @@ class RayServer:
         self.host = infos[0][0].address
         self.name += f" (node {self.host})"
         self.url = prepared[0].url
+        single = prepared[0] if len(prepared) == 1 else None
         self.location = Location(
             host=self.host,
-            gpus=_join(each.gpus for each in prepared),
-            visible_gpus=_join(each.visible_gpus for each in prepared),
+            gpus=single and single.gpus,
+            visible_gpus=single and single.visible_gpus,
         )
         self._prepared = True
         while self._begun is None:
@@ -301,28 +314,43 @@ class RayServer:
             if time.monotonic() > deadline:
                 raise ServerStartError(
                     f"Ray has not placed the {self.name} within "
-                    f"{self._place.timeout:g} s."
+                    f"{self._place.timeout:g} s; it takes {self._place.demand.text}. "
+                    f"`ray status` shows what is free. Give more time with "
+                    f"RayLauncher(placement_timeout=...)."
                 )
             yield
-        return [[call.result() for call in node] for node in calls]
+        infos = [[call.result() for call in node] for node in calls]
+        for node in infos:
+            if len({info.node_id for info in node}) > 1:
+                addresses = ", ".join(info.address for info in node)
+                raise ServerStartError(
+                    f"The GPUs of the {self.name} are in bundles on several nodes "
+                    f"({addresses}); a server with several nodes has nnodes=..."
+                )
+        self._placed = True
+        return infos
 
     def _prepare(
         self, infos: Sequence[Sequence[HostInfo]]
     ) -> Generator[None, None, list[Prepared]]:
         """Has each node check its arguments; returns what they found."""
-        spec, addresses = {**self._spec}, [node[0].address for node in infos]
-        if len(self._hosts) > 1:
-            (spec["dist_init_addr"],) = yield from _results(
-                [_call(self._hosts[0], "lease_meeting", addresses[0])]
-            )
-        calls = []
-        for rank, host in enumerate(self._hosts):
-            own = {**spec, "host": addresses[rank]}
-            if len(self._hosts) > 1:
-                own["node_rank"] = rank
-            if any(info.gpus for info in infos[rank]):
-                own["cuda_devices"] = [gpu for info in infos[rank] for gpu in info.gpus]
-            calls.append(_call(host, "prepare", own))
+        addresses = [node[0].address for node in infos]
+        specs = [{**self._spec, "host": address} for address in addresses]
+        if len(specs) > 1:
+            lease = _call(self._hosts[0], "lease_meeting", addresses[0])
+            (meeting,) = yield from _results([lease])
+            for rank, spec in enumerate(specs):
+                spec |= {"node_rank": rank, "dist_init_addr": meeting}
+        for spec, node in zip(specs, infos, strict=True):
+            gpus = [gpu for info in node for gpu in info.gpus]
+            if gpus:
+                spec["cuda_devices"] = sorted(gpus, key=lambda name: (len(name), name))
+        before = URL(self.url)
+        port = before.port if before.host == addresses[0] else None
+        calls = [
+            _call(host, "prepare", spec, None if rank else port)
+            for rank, (host, spec) in enumerate(zip(self._hosts, specs, strict=True))
+        ]
         try:
             found: list[Prepared] = yield from _results(calls)
         except SGLangError as error:
@@ -354,10 +382,9 @@ class RayServer:
                 try:
                     return "\n".join(end.result().splitlines()[-lines:])
                 except Exception as error:  # noqa: BLE001 - Ray's, of many kinds.
-                    reason = str(error).strip().splitlines()[0]
-                    return f"(the log ended with its node or its actor: {reason})"
+                    return f"(the log ended with its actor or its node: {_why(error)})"
         if not _is_connected():
-            return "(the log is gone: this process has left the Ray cluster)"
+            return f"(the log is gone: {_LEFT})"
         try:
             text: str = _call(self._hosts[0], "log_tail", lines).result(LOG_SECONDS)
         except Exception as error:  # noqa: BLE001 - Ray's, of many kinds.
@@ -366,7 +393,7 @@ class RayServer:
 
     def request_stop(self) -> None:
         """Begins to stop it; does not wait."""
-        if self._stopping or self._stopped or not _is_connected():
+        if self._stopping or not self._placed or not _is_connected():
             return
         self._stopping = [_call(host, "stop") for host in self._hosts]
 
@@ -430,12 +457,3 @@ def _kill(actors: list[Any]) -> None:
     for actor in actors if _is_connected() else ():
         with suppress(ray.exceptions.RayError, ValueError):
             ray.kill(actor)
-
-
-def _join(parts: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
-    found: list[str] = []
-    for part in parts:
-        if part is None:
-            return None
-        found += part
-    return tuple(found)

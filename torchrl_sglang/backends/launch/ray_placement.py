@@ -1,0 +1,228 @@
+"""The bundles of a placement group that each server gets: pure decisions.
+
+A server takes a *seat* or more on each of its nodes: a share of a bundle that one actor
+holds. In a placement group that the launcher makes there is a bundle for each node of
+each server. In one of the user's, bundles may hold a single GPU, and then a server
+takes several, all on one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchrl_sglang.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What a server needs on each of its nodes."""
+
+    nodes: int = 1
+    """Number of its nodes."""
+    gpus: int = 0
+    """GPUs on each of them; 0 on CPU."""
+    gpu_fraction: float = 1.0
+    """Share of each GPU that is reserved."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What else is reserved; ``"CPU"`` is one of them."""
+
+    @property
+    def reserved_gpus(self) -> float:
+        """GPUs that Ray counts, on each node."""
+        return self.gpus if self.gpu_fraction == 1 else self.gpus * self.gpu_fraction
+
+    @property
+    def text(self) -> str:
+        """What is reserved for each server, for a message."""
+        gpus = {"GPU": self.reserved_gpus} if self.gpus else {}
+        each = " on each of its nodes" if self.nodes > 1 else " on one node"
+        return _shown({**self.resources, **gpus}) + each
+
+    def as_bundle(self) -> dict[str, float]:
+        """Returns the bundle for one node of a server."""
+        if self.gpu_fraction < 1 and self.gpus > 1:
+            raise ConfigurationError(
+                f"gpu_fraction={self.gpu_fraction!r} is for servers with one GPU, and "
+                f"each of these takes {self.gpus}: Ray could put several shares on "
+                f"one GPU. Give a placement_group with bundles of one GPU."
+            )
+        gpus = {"GPU": self.reserved_gpus} if self.gpus else {}
+        return {**self.resources, **gpus}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """A bundle of a placement group, as Ray reports it."""
+
+    index: int
+    """Its index in the group."""
+    node: str
+    """Node that it is on."""
+    size: Mapping[str, float]
+    """Resources that it was made with."""
+    free: Mapping[str, float]
+    """Resources that no actor has taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """A share of a bundle that one actor takes."""
+
+    bundle: int
+    """Index of the bundle in the placement group."""
+    gpus: float
+    """GPUs that the actor takes of it."""
+    resources: Mapping[str, float]
+    """What else it takes; ``"CPU"`` is one of them."""
+
+
+Seats = Sequence[Sequence[Seat]]
+"""The seats of one server: for each of its nodes, those on it."""
+
+
+def own_seats(demand: Demand, count: int) -> list[Seats]:
+    """Returns the seats of servers in a group with a bundle for each of their nodes."""
+    return [
+        [
+            [
+                Seat(
+                    bundle=rank * demand.nodes + node,
+                    gpus=demand.reserved_gpus,
+                    resources=demand.resources,
+                )
+            ]
+            for node in range(demand.nodes)
+        ]
+        for rank in range(count)
+    ]
+
+
+def choose_seats(bundles: Sequence[Bundle], demand: Demand, count: int) -> list[Seats]:
+    """Returns the seats of servers in a user's placement group.
+
+    Bundles are taken in their order, node by node: the GPUs of a server are neighbours,
+    and all on one node.
+
+    Raises:
+        ConfigurationError: if there are too few.
+
+    Examples:
+        >>> bundles = [
+        ...     Bundle(index=i, node="a", size={"GPU": 1.0}, free={"GPU": 1.0})
+        ...     for i in range(4)
+        ... ]
+        >>> seats = choose_seats(bundles, Demand(gpus=2), 2)
+        >>> [[seat.bundle for seat in node] for server in seats for node in server]
+        [[0, 1], [2, 3]]
+    """
+    by_node: dict[str, list[Bundle]] = {}
+    for bundle in bundles:
+        by_node.setdefault(bundle.node, []).append(bundle)
+    parts = [part for some in by_node.values() for part in _parts(list(some), demand)]
+    if len(parts) < count * demand.nodes:
+        raise ConfigurationError(_too_few(by_node, demand, count, len(parts)))
+    return [
+        parts[start : start + demand.nodes]
+        for start in range(0, count * demand.nodes, demand.nodes)
+    ]
+
+
+def _parts(bundles: Sequence[Bundle], demand: Demand) -> Iterator[list[Seat]]:
+    """Yields the seats that one server would take on a node."""
+    if not demand.gpus:
+        for bundle in bundles:
+            for _ in range(_fits(bundle.free, demand.resources)):
+                yield [Seat(bundle=bundle.index, gpus=0.0, resources=demand.resources)]
+        return
+    part: list[Seat] = []
+    missing = demand.gpus
+    for bundle, gpus in _shares(bundles, demand):
+        # A server takes whole seats: one that is too large is left for others.
+        if gpus > missing:
+            continue
+        # The first actor runs the server, and the others hold GPUs.
+        resources = {} if part else demand.resources
+        if not _fits(bundle.free, resources):
+            continue
+        share = gpus * demand.gpu_fraction if demand.gpu_fraction < 1 else gpus
+        part.append(Seat(bundle=bundle.index, gpus=share, resources=resources))
+        missing -= gpus
+        if not missing:
+            yield part
+            part, missing = [], demand.gpus
+
+
+def _shares(bundles: Sequence[Bundle], demand: Demand) -> Iterator[tuple[Bundle, int]]:
+    """Yields each bundle once for each actor in it, with the actor's GPUs."""
+    for bundle in bundles:
+        size, free = bundle.size.get("GPU", 0.0), bundle.free.get("GPU", 0.0)
+        if demand.gpu_fraction < 1:
+            # In a larger bundle, Ray would choose the GPU that is shared.
+            if size <= 1 and free >= demand.gpu_fraction:
+                yield bundle, 1
+            continue
+        gpus = min(int(size), demand.gpus)
+        for _ in range(int(free) // gpus if gpus else 0):
+            yield bundle, gpus
+
+
+def _fits(free: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    """Returns how often resources fit; once, if there are none."""
+    wanted = {name: amount for name, amount in resources.items() if amount}
+    if not wanted:
+        return 1
+    # 0.3 of 0.9 fits three times.
+    return min(int(free.get(n, 0.0) / amount + 1e-9) for n, amount in wanted.items())
+
+
+def _too_few(
+    by_node: Mapping[str, Sequence[Bundle]], demand: Demand, count: int, found: int
+) -> str:
+    shown = "; ".join(
+        f"{node}: {', '.join(f'{b.index}: {_shown(b.free)}' for b in some)}"
+        for node, some in by_node.items()
+    )
+    return (
+        f"The placement_group has room for {found // demand.nodes} of {count} "
+        f"server{'s' * (count > 1)}, each of which takes {demand.text}. What "
+        f"is free in its bundles, by node and index: {shown or 'nothing'}. Give a "
+        f"larger group, or another share with gpu_fraction= and resources=."
+    )
+
+
+def shortage(
+    bundles: Sequence[Mapping[str, float]], nodes: Mapping[str, Mapping[str, float]]
+) -> str | None:
+    """Returns what a cluster lacks for bundles, in a sentence; ``None``: nothing.
+
+    ``nodes`` has the resources of each node, whether free or not.
+    """
+    total: dict[str, float] = {}
+    for resources in nodes.values():
+        for name, amount in resources.items():
+            total[name] = total.get(name, 0.0) + amount
+    for bundle in bundles:
+        if not any(_fits(resources, bundle) for resources in nodes.values()):
+            return f"No node has {_shown(bundle)}; the nodes have {_nodes(nodes)}."
+    needed: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            needed[name] = needed.get(name, 0.0) + amount
+    if not _fits(total, needed):
+        return f"All servers need {_shown(needed)}; the nodes have {_nodes(nodes)}."
+    return None
+
+
+def _nodes(nodes: Mapping[str, Mapping[str, float]]) -> str:
+    kinds = ("CPU", "GPU")
+    return "; ".join(
+        f"{node}: {_shown({kind: has[kind] for kind in kinds if kind in has})}"
+        for node, has in nodes.items()
+    )
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    """Returns resources for a message, such as ``2 GPU, 1 CPU``."""
+    shown = (f"{amount:g} {name}" for name, amount in sorted(resources.items())[::-1])
+    return ", ".join(shown) or "nothing"
