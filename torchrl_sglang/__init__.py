@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.backends.base import RLSGLangEngine
     from torchrl_sglang.backends.launch.local import make_sglang_server
+    from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
     from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
     from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
     from torchrl_sglang.collectors.ray_collector import RayAsyncLLMCollector
@@ -43,6 +44,7 @@ _HOME = {
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.base",
     "RayAsyncLLMCollector": "collectors.ray_collector",
+    "RayLauncher": "backends.launch.ray_launcher",
     "RolloutCorrectionConfig": "objectives.config",
     "SGLangLLMCollector": "collectors.llm_collector",
     "SGLangWeightReceiver": "weight_update.scheme",
@@ -67,6 +69,7 @@ __all__ = [
     "OffPolicyCorrection",
     "RLSGLangEngine",
     "RayAsyncLLMCollector",
+    "RayLauncher",
     "RolloutCorrectionConfig",
     "SGLangLLMCollector",
     "SGLangWeightReceiver",

@@ -25,7 +25,8 @@ def ray_cluster(*nodes: Mapping[str, Any]) -> Iterator[Any]:
     """Starts a cluster and connects to it; the driver runs on the first node.
 
     Args:
-        nodes: arguments of each node, such as ``num_cpus`` and ``num_gpus``.
+        nodes: arguments of each node, such as ``num_cpus`` and ``num_gpus``, and
+            ``node_ip_address`` in place of an own one on loopback.
 
     Yields:
         The :class:`ray.cluster_utils.Cluster`.
@@ -43,7 +44,7 @@ def ray_cluster(*nodes: Mapping[str, Any]) -> Iterator[Any]:
         ray.init(
             address=cluster.address,
             log_to_driver=False,
-            _node_ip_address=address(0),
+            _node_ip_address=cluster.head_node.node_ip_address,
         )
         yield cluster
     finally:
@@ -60,12 +61,8 @@ def address(index: int) -> str:
 
 def add_node(cluster: Any, index: int, **arguments: Any) -> Any:
     """Adds a node to a cluster."""
-    return cluster.add_node(
-        node_ip_address=address(index),
-        object_store_memory=80 * 2**20,
-        include_dashboard=False,
-        **arguments,
-    )
+    own = {"node_ip_address": address(index), "object_store_memory": 80 * 2**20}
+    return cluster.add_node(**{**own, "include_dashboard": False, **arguments})
 
 
 def processes(text: str) -> list[int]:

@@ -57,6 +57,7 @@ PUBLIC = {
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.base",
     "RayAsyncLLMCollector": "collectors.ray_collector",
+    "RayLauncher": "backends.launch.ray_launcher",
     "RolloutCorrectionConfig": "objectives.config",
     "SGLangLLMCollector": "collectors.llm_collector",
     "SGLangWeightReceiver": "weight_update.scheme",

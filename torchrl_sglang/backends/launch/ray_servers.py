@@ -284,11 +284,12 @@ class RayServer:
         self.host = infos[0][0].address
         self.name += f" (node {self.host})"
         self.url = prepared[0].url
-        single = prepared[0] if len(prepared) == 1 else None
+        # Names of GPUs say nothing where they are of several nodes.
+        single = len(prepared) == 1
         self.location = Location(
             host=self.host,
-            gpus=single and single.gpus,
-            visible_gpus=single and single.visible_gpus,
+            gpus=prepared[0].gpus if single else None,
+            visible_gpus=prepared[0].visible_gpus if single else None,
         )
         self._prepared = True
         while self._begun is None:

@@ -198,9 +198,7 @@ def test_what_is_wrong_on_a_node_is_told_before_anything_starts(cluster, spec):
 @pytest.mark.slow
 def test_servers_that_find_no_place(cluster, spec):
     launcher = RayLauncher(strategy="STRICT_PACK", placement_timeout=1.0)
-    with pytest.raises(
-        ServerStartError, match=r"has not placed .* within 1 s; .* 1 GPU"
-    ):
+    with pytest.raises(ServerStartError, match="has not placed .* 1 s; .* 1 GPU"):
         launcher.bind(3, spec)
 
 
