@@ -151,6 +151,13 @@ def _check_sizes(cfg: DictConfig) -> None:
             raise ConfigurationError(
                 f"{name}={value} must be a multiple of {part}={size}."
             )
+    every, updates = cfg.logging.checkpoint_frequency, train.weight_update_frequency
+    if every is not None and every % updates:
+        raise ConfigurationError(
+            f"logging.checkpoint_frequency={every} must be a multiple of "
+            f"train.weight_update_frequency={updates}, so that servers have what is "
+            f"saved."
+        )
     if train.sync and train.max_staleness != 0:
         raise ConfigurationError(
             f"mode=sync trains on the newest weights only; train.max_staleness="
@@ -166,6 +173,11 @@ def _check_placement(cfg: DictConfig) -> None:
             "inference_model.colocated=true lets the servers sleep while the trainer "
             "trains, so that mode=async would wait for them; run mode=sync, or give "
             "the servers GPUs of their own."
+        )
+    if inference.colocated and cfg.train.weight_update_frequency != 1:
+        raise ConfigurationError(
+            "inference_model.colocated=true has the servers forget their weights while "
+            "the trainer trains; leave train.weight_update_frequency=1."
         )
     if inference.colocated and inference.url is not None:
         raise ConfigurationError(

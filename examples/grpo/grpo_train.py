@@ -140,9 +140,10 @@ class Run:
         self.clock = Clock()
 
     def _make_logger(self, saved: dict[str, Any] | None) -> Any:
-        if saved is not None:
-            scalars = (self.folder / "logs").rglob("*.csv")
-            forget_later_steps(self.folder / "rollouts.jsonl", scalars, self.step)
+        # A run that was killed before its first checkpoint begins again.
+        scalars = (self.folder / "logs").rglob("*.csv")
+        last = -1 if saved is None else self.step
+        forget_later_steps(self.folder / "rollouts.jsonl", scalars, last)
         logger = make_logger(self.cfg, self.folder, (saved or {}).get("logger"))
         if saved is None and logger is not None:
             logger.log_hparams(flatten(self.cfg))
@@ -165,7 +166,7 @@ class Run:
             with memory_for_training(self.cfg, self.engine):
                 metrics |= self.learner.train(batch, self.collector.policy_version)
             self.clock.done("train")
-            if self.step % self.cfg.train.weight_update_frequency == 0:
+            if self._ends_an_update():
                 self.collector.update_policy_weights_()
                 self.engine.wake_up()
             self.clock.done("update")
@@ -177,7 +178,8 @@ class Run:
 
     def finish(self) -> None:
         """Saves what was learned, and says what bounded the run."""
-        if self.cfg.logging.checkpoint_frequency is not None:
+        every = self.cfg.logging.checkpoint_frequency
+        if every is not None and self.step % every:
             self._save()
         if self.cfg.logging.save_model:
             self.model.save_pretrained(self.folder / "model")
@@ -188,6 +190,10 @@ class Run:
             sync=self.cfg.train.sync,
         )
         print(f"{self.step} steps, written to {self.folder}. {line}", flush=True)
+
+    def _ends_an_update(self) -> bool:
+        last = self.step >= len(self.collector)
+        return last or self.step % self.cfg.train.weight_update_frequency == 0
 
     def _is_due(self, name: str) -> bool:
         frequency = self.cfg.logging[name]

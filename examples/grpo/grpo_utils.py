@@ -24,6 +24,7 @@ from torchrl_sglang import (
     SGLangWeightSyncScheme,
     SGLangWrapper,
 )
+from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
 from torchrl_sglang.errors import ConfigurationError
 
 TINY = "tiny"
@@ -172,18 +173,13 @@ def server_arguments(cfg: DictConfig) -> dict[str, Any]:
     return arguments | OmegaConf.to_container(inference.server_args)
 
 
-def _ray_launcher(cfg: DictConfig) -> Any:
+def _ray_launcher(cfg: DictConfig) -> RayLauncher:
     """Returns what starts servers on Ray, connected to its cluster."""
     import ray
 
     if not ray.is_initialized():
         ray.init(**OmegaConf.to_container(cfg.ray.init_config))
-    options = OmegaConf.to_container(cfg.ray.launcher)
-    if not options:
-        return "ray"
-    import torchrl_sglang
-
-    return torchrl_sglang.RayLauncher(**options)
+    return RayLauncher(**OmegaConf.to_container(cfg.ray.launcher))
 
 
 def make_weight_sync_scheme(

@@ -74,6 +74,7 @@ def test_what_the_command_line_may_say(config):
         (("env.repeats=7",), "must be a multiple of env.repeats=7"),
         (("train.optim_batch_size=63",), "must be a multiple of"),
         (("train.optim_batch_size=48",), "multiple of train.optim_batch_size=48"),
+        (("train.weight_update_frequency=3",), "servers have what"),
         (("train.max_staleness=1",), "is for mode=async"),
         (("inference_model.colocated=true", "inference_model.url=x"), "started here"),
     ],

@@ -95,11 +95,15 @@ def test_an_asynchronous_run(small, restored_engine, grpo_train, tmp_path, capsy
         "train.kl_to_ref_coeff=0.1",
         "train.entropy_coeff=0.01",
         "train.epochs=2",
+        "train.weight_update_frequency=2",
     )
     grpo_train.train(cfg)
     assert "bounds the run" in capsys.readouterr().out.splitlines()[-1]
     rows = read_rollouts(tmp_path / "run")
     assert len(rows) == 48
+    # Also what was trained after the last update that was due.
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert difference(restored_engine, trained) < TOLERANCE
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     # Below it is a folder of hyperparameters.
@@ -166,9 +170,16 @@ def wait_for_step(process, rollouts, step):
 
 
 @pytest.mark.parametrize(
-    "mode", ["async", pytest.param("sync", marks=pytest.mark.slow)]
+    ("mode", "kills"),
+    [
+        ("async", [3]),
+        pytest.param("async", [0, 7], marks=pytest.mark.slow),
+        pytest.param("sync", [3, 8], marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_that_is_killed(recipe, restored_engine, tiny_model_path, tmp_path, mode):
+def test_a_run_that_is_killed(
+    recipe, restored_engine, tiny_model_path, tmp_path, mode, kills
+):
     """No prompt is lost or repeated, in two epochs, whenever the run is killed."""
     url, rollouts = restored_engine.server_url, tmp_path / "rollouts.jsonl"
     command = [
@@ -183,7 +194,7 @@ def test_a_run_that_is_killed(recipe, restored_engine, tiny_model_path, tmp_path
         "train.total_dialog_turns=192",
         "train.resume=true",
     ]
-    for step in (3, 8, None):
+    for step in (*kills, None):
         with (tmp_path / "log.txt").open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path)
         if step is None:
@@ -195,7 +206,7 @@ def test_a_run_that_is_killed(recipe, restored_engine, tiny_model_path, tmp_path
             process.wait()
     printed = (tmp_path / "log.txt").read_text()
     (start,) = re.findall(r"goes on after step (\d+)", printed)
-    assert 8 <= int(start) <= 11
+    assert kills[-1] - 1 <= int(start) <= 11
     rows = read_rollouts(tmp_path)
     assert Counter(row["index"] for row in rows) == dict.fromkeys(range(48), 4)
     assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 13), 16)
@@ -250,4 +261,18 @@ def test_colocated(compose, saver_python, tiny_model_path, grpo_train, tmp_path,
         assert not run.engine.asleep
         if not lora:
             assert difference(run.engine, run.model) < TOLERANCE
+    assert len(read_rollouts(tmp_path / "run")) == 48
+
+
+@pytest.mark.slow
+def test_servers_on_ray(compose, ray_here, tiny_model_path, grpo_train, tmp_path):
+    cfg = compose(
+        "async",
+        *SMALL,
+        f"model.name={tiny_model_path}",
+        "inference_model.launcher=ray",
+        "inference_model.num_replicas=2",
+        "+ray.launcher.strategy=SPREAD",
+    )
+    grpo_train.train(cfg)
     assert len(read_rollouts(tmp_path / "run")) == 48
