@@ -83,11 +83,10 @@ def show_own_signature(
     if what != "class" or signature != "(*args, **kwargs)":
         return None
     own = read_signature(obj.__init__, bound_method=True)
-    if any(
-        p.kind is not inspect.Parameter.VAR_POSITIONAL for p in own.parameters.values()
-    ):
-        return stringify_signature(own, show_annotation=False), returns
-    return None
+    kinds = {parameter.kind for parameter in own.parameters.values()}
+    if kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return "", returns  # An interface, which nobody makes.
+    return stringify_signature(own, show_annotation=False), returns
 
 
 def setup(app: Sphinx) -> None:

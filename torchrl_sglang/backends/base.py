@@ -444,7 +444,7 @@ class RLSGLangEngine(Generates, TakesWeights, HoldsAdapters):
         """Has every server release GPU memory, for a trainer on the same GPU.
 
         The servers must have been started with ``enable_memory_saver=True``. From the
-        call on, new requests are refused with :class:`WeightSyncStateError`; running
+        call on, new requests are refused with :class:`.WeightSyncStateError`; running
         requests of all users are waited for. A later request of another user waits in
         the server until :meth:`wake_up`.
 

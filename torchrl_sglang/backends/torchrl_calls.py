@@ -159,7 +159,7 @@ class TorchRLCalls(RLSGLangEngine):
         return version
 
     def update_weights(self, weights: Any) -> NoReturn:
-        """Raises :class:`UnsupportedByServerError`: a sender sends weights."""
+        """Raises :class:`.UnsupportedByServerError`: a sender sends weights."""
         raise UnsupportedByServerError(
             "An engine does not send weights; write "
             "SGLangWeightSyncScheme(engine).create_sender().update_weights(weights)."

@@ -82,7 +82,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             tokens and go on with the new weights, which compute their prefix again.
             Where servers cannot do so, as older ones cannot, the engine that updates
             aborts its own and sends what remains; those of others raise
-            :class:`GenerationAbortedError`. ``"abort"`` ends them with that error.
+            :class:`.GenerationAbortedError`. ``"abort"`` ends them with that error.
             ``"in_place"`` continues them on the stale KV cache of the old weights,
             which ``mixed_state`` of :class:`~torchrl_sglang.GenerationInfo` marks.
             ``"none"`` pauses nothing, and the update is refused if a request runs.
@@ -361,7 +361,7 @@ class SGLangWeightReceiver:
         return False
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Raises :class:`UnsupportedByServerError`: only a sender sends weights."""
+        """Raises :class:`.UnsupportedByServerError`: only a sender sends weights."""
         raise UnsupportedByServerError(
             "Weights cannot be applied to an SGLang server from here; send them with "
             "SGLangWeightSender.update_weights(weights)."
