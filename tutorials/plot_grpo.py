@@ -39,7 +39,7 @@ from torchrl.data import Unbounded
 from torchrl.envs import InitTracker, StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 
-GROUP_SIZE, GROUPS, STEPS = 8, 8, 15
+GROUP_SIZE, GROUPS, STEPS = 8, 8, 12
 
 
 class Digits(Transform):
