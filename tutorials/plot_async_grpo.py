@@ -137,10 +137,10 @@ for age, tokens in sorted(stats["age"].items()):
     print(f"{tokens} tokens were {age} updates old")
 
 # %%
-# In the middle: how far apart the sampling policy and the trainer's are. It rises with
-# the age of the tokens, and is zero for fresh ones. On the right: the effective share
-# of the samples after weighting. Near 1 the correction changes little; if it falls far
-# below, lower ``max_staleness`` or the learning rate.
+# In the middle: how far apart the sampling policy and the trainer's are. It is zero for
+# fresh tokens, and grows with their age and with the size of the updates in between. On
+# the right: the effective share of the samples after weighting. Near 1 the correction
+# changes little; if it falls far below, lower ``max_staleness`` or the learning rate.
 
 import matplotlib.pyplot as plt
 

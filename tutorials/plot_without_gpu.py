@@ -40,6 +40,8 @@ print(f"LoRA: {able.has_lora}; grammar: {able.has_grammar}; sleep: {able.can_sle
 #
 # A parameter is mapped or refused, never dropped. The servers see none of these:
 
+import textwrap
+
 from torchrl_sglang.errors import SGLangError
 
 
@@ -48,7 +50,7 @@ def attempt(action, *args, **kwargs):
     try:
         action(*args, **kwargs)
     except SGLangError as error:
-        print(f"{type(error).__name__}: {error}\n")
+        print(textwrap.fill(f"{type(error).__name__}: {error}", 88), end="\n\n")
 
 
 attempt(engine.generate, ["Hi"], temprature=0.7)

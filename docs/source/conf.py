@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # For tutorial_order.
 disable_progress_bar()
 for name in ("httpx", "httpx2"):  # What OpenAI's client logs each request with.
     logging.getLogger(name).setLevel(logging.WARNING)
+
+warnings.filterwarnings("ignore", message="size_average and reduce args")
 
 project = "torchrl_sglang"
 author = "The torchrl_sglang authors"
@@ -58,6 +61,7 @@ napoleon_use_ivar = True
 sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "backreferences_dir": None,
+    "capture_repr": (),  # What a tutorial shows, it prints.
     "download_all_examples": False,
     "examples_dirs": ["../../tutorials"],
     "gallery_dirs": ["tutorials"],
