@@ -73,6 +73,20 @@ def lease_port(
     raise ConfigurationError(f"No port from {among} is free on {host!r}.")
 
 
+def lease_neighbours(host: str, count: int) -> tuple[PortLease, ...]:
+    """Leases free ports that follow each other."""
+    for _ in range(ATTEMPTS):
+        first = find_free_port(host)
+        ports = range(first, first + count)
+        leases = [_try_to_lease(port, [host, "0.0.0.0"]) for port in ports]
+        found = tuple(lease for lease in leases if lease is not None)
+        if len(found) == count:
+            return found
+        for lease in found:
+            lease.release()
+    raise ConfigurationError(f"No {count} ports in a row are free on {host!r}.")
+
+
 def _try_to_lease(port: object, hosts: Sequence[str]) -> PortLease | None:
     """Leases a port that must be free on all hosts; None: it is not."""
     try:

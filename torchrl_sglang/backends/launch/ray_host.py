@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.launch.ports import PortLease
     from torchrl_sglang.backends.launch.process import Command, ServerProcess
+
+MEETING_PORTS = 10
+"""Ports of ``dist_init_addr``: SGLang listens on those that follow it, too."""
 
 END_POLL_SECONDS = 0.1
 """How often the process is looked at."""
@@ -65,7 +67,7 @@ class ServerHost:
         self._lock = threading.Lock()
         self._command: Command | None = None
         self._server: ServerProcess | None = None
-        self._meeting: PortLease | None = None
+        self._meeting: tuple[PortLease, ...] = ()
         self._stopped = False
 
     def describe(self) -> HostInfo:
@@ -81,10 +83,10 @@ class ServerHost:
 
     def lease_meeting(self, address: str) -> str:
         """Leases the port at which the nodes of one server meet; returns HOST:PORT."""
-        from torchrl_sglang.backends.launch.ports import lease_port
+        from torchrl_sglang.backends.launch.ports import lease_neighbours
 
-        self._meeting = lease_port(address, name="dist_init_addr")
-        return f"{address}:{self._meeting.port}"
+        self._meeting = lease_neighbours(address, MEETING_PORTS)
+        return f"{address}:{self._meeting[0].port}"
 
     def prepare(self, spec: Mapping[str, Any], port: int | None) -> Prepared:
         """Checks a server's arguments on this node and leases its ports.
@@ -138,7 +140,7 @@ class ServerHost:
             self._stopped = True
         if self._server is not None:
             self._server.stop()
-        for reserved in (self._command, self._meeting):
-            if reserved is not None:
-                with suppress(OSError):
-                    reserved.release()
+        if self._command is not None:
+            self._command.release()
+        for lease in self._meeting:
+            lease.release()

@@ -250,7 +250,18 @@ class RayLauncher:
 
     def _take(self, ray: Any, demand: Demand, count: int) -> list[Seats]:
         """Returns seats in the user's placement group."""
+        from ray.util.placement_group import PlacementGroup
+
         group = self.placement_group
+        if not isinstance(group, PlacementGroup):
+            raise ConfigurationError(
+                f"placement_group={group!r} is not one of Ray's; make it with "
+                f"ray.util.placement_group(bundles)."
+            )
+        if ray.util.placement_group_table(group).get("state") == "REMOVED":
+            raise ConfigurationError(
+                f"The placement_group {group.id.hex()} was removed; make another one."
+            )
         if not group.wait(self.placement_timeout):
             raise ServerStartError(
                 f"Ray has not placed the placement_group within "

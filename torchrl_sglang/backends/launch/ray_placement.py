@@ -47,8 +47,14 @@ class Demand:
                 f"each of these takes {self.gpus}: Ray could put several shares on "
                 f"one GPU. Give a placement_group with bundles of one GPU."
             )
-        gpus = {"GPU": self.reserved_gpus} if self.gpus else {}
-        return {**self.resources, **gpus}
+        bundle = {**self.resources, "GPU": self.reserved_gpus}
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        if not bundle:
+            raise ConfigurationError(
+                f"resources={dict(self.resources)!r} reserves nothing for a server on "
+                f"CPU; give it CPUs."
+            )
+        return bundle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

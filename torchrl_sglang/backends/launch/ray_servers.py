@@ -127,7 +127,7 @@ class RayServers:
         address: str = ray.util.get_node_ip_address()
         return address
 
-    def _make(self, rank: int, before: str = "") -> RayServer:
+    def _make(self, rank: int, before: RayServer | None = None) -> RayServer:
         number = f" {rank + 1} of {self.num_servers}" if self.num_servers > 1 else ""
         return RayServer(
             f"SGLang server{number}",
@@ -155,8 +155,9 @@ class RayServers:
                     raise
             if waiting and time.monotonic() - last_log > PROGRESS_SECONDS:
                 last_log = time.monotonic()
-                names = ", ".join(server.name for _, server in waiting)
-                torchrl_logger.info(f"Ray has not placed {names} yet.")
+                for _, server in waiting:
+                    doing = "being prepared" if server.placed else "waiting for Ray"
+                    torchrl_logger.info(f"{server.name} is still {doing}.")
             if waiting:
                 time.sleep(READY_POLL_SECONDS)
 
@@ -168,8 +169,10 @@ class RayServers:
 
     def restart(self, rank: int) -> RayServer:
         """Begins to start a server that has ended again, perhaps on another node."""
-        server = self._make(rank, self._servers[rank].url)
-        self._servers[rank] = server
+        before = self._servers[rank]
+        # What it has reserved goes to the new one.
+        before.stop()
+        server = self._servers[rank] = self._make(rank, before)
         server.begin()
         return server
 
@@ -189,7 +192,7 @@ class RayServers:
 class RayServer:
     """A server on one or several nodes of a Ray cluster.
 
-    ``before`` is its address in an earlier life; it keeps it where it can.
+    ``before`` is the one that it replaces, whose address it takes where it can.
     """
 
     def __init__(
@@ -200,19 +203,22 @@ class RayServer:
         place: Place,
         *,
         start_timeout: float,
-        before: str = "",
+        before: RayServer | None = None,
     ) -> None:
         self.name = name
-        self.url = before
-        self.host = ""
+        self.url = "" if before is None else before.url
+        self.host = "" if before is None else before.host
+        self.placed = False
+        """Whether Ray has placed its actors."""
         self.pid = 0
         self.log_path = Path()
-        self.location = Location(host="", gpus=None, visible_gpus=None)
+        nowhere = Location(host="", gpus=None, visible_gpus=None)
+        self.location = nowhere if before is None else before.location
         self._spec = spec
         self._place = place
         self._start_timeout = start_timeout
         self._begun: float | None = None
-        self._placed = self._prepared = self._ready = self._stopped = False
+        self._prepared = self._ready = self._stopped = False
         self._error: SGLangError | None = None
         self._stopping: list[Future[Any]] = []
         self._seats = seats
@@ -328,7 +334,7 @@ class RayServer:
                     f"The GPUs of the {self.name} are in bundles on several nodes "
                     f"({addresses}); a server with several nodes has nnodes=..."
                 )
-        self._placed = True
+        self.placed = True
         return infos
 
     def _prepare(
@@ -394,7 +400,7 @@ class RayServer:
 
     def request_stop(self) -> None:
         """Begins to stop it; does not wait."""
-        if self._stopping or not self._placed or not _is_connected():
+        if self._stopping or not self.placed or not _is_connected():
             return
         self._stopping = [_call(host, "stop") for host in self._hosts]
 

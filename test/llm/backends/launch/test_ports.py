@@ -14,6 +14,8 @@ from torchrl_sglang.backends.launch.ports import (
     PORTS,
     PortLease,
     find_free_port,
+    is_free_port,
+    lease_neighbours,
     lease_port,
     ports_to_hold,
 )
@@ -138,3 +140,13 @@ def test_what_a_server_opens(arguments, environment, held):
 def test_what_data_parallel_attention_opens(arguments):
     held = ports_to_hold({"port": 24_000, "dist_init_addr": "h:5", **arguments}, {})
     assert {24_233, 24_240} <= set(held.values())
+
+
+def test_ports_in_a_row():
+    leases = lease_neighbours("127.0.0.1", 5)
+    ports = [lease.port for lease in leases]
+    assert ports == list(range(ports[0], ports[0] + 5))
+    assert not any(is_free_port("127.0.0.1", port) for port in ports)
+    for lease in leases:
+        lease.release()
+    assert is_free_port("127.0.0.1", ports[0])

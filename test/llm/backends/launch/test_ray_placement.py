@@ -94,6 +94,8 @@ def test_a_group_of_our_own_has_a_bundle_for_each_node():
     assert demand.as_bundle() == {"CPU": 4.0, "GPU": 8}
     assert chosen(own_seats(demand, 2)) == [[[0], [1]], [[2], [3]]]
     assert Demand(gpus=1, gpu_fraction=0.5).as_bundle() == {"GPU": 0.5}
+    with pytest.raises(ConfigurationError, match="reserves nothing"):
+        Demand(resources={"CPU": 0}).as_bundle()
     with pytest.raises(ConfigurationError, match="gpu_fraction=0.5 .* takes 2"):
         Demand(gpus=2, gpu_fraction=0.5).as_bundle()
 

@@ -142,16 +142,31 @@ def test_a_share_of_the_trainer_s_gpu(bind, spec):
     )
     host, gpu = ray.get(trainer.remote(), timeout=SECONDS)
     launcher = bind(
-        RayLauncher(placement_group=group, bundles=[1], gpu_fraction=0.2), 1, spec
+        RayLauncher(
+            placement_group=group,
+            bundles=[1],
+            gpu_fraction=0.2,
+            runtime_env={"env_vars": {"OF_THE_USER": "1"}},
+        ),
+        1,
+        spec,
     )
     (server,) = start_servers(launcher)
     assert server.host == host
     assert launcher.where(0).gpus == (gpu,)
-    assert ask(server, "environment")["CUDA_VISIBLE_DEVICES"] == gpu
+    environment = ask(server, "environment")
+    assert environment["CUDA_VISIBLE_DEVICES"] == gpu
+    assert environment["OF_THE_USER"] == "1"
+    # What Ray sets for its workers is not the server's.
+    assert not [name for name in environment if name.startswith("RAY_JOB")]
     # The trainer's share is free while the server runs.
     assert ray.get(trainer.remote(), timeout=SECONDS) == (host, gpu)
     launcher.stop([server])
     ray.util.remove_placement_group(group)
+    with pytest.raises(ConfigurationError, match="was removed"):
+        RayLauncher(placement_group=group).bind(1, spec)
+    with pytest.raises(ConfigurationError, match="is not one of Ray's"):
+        RayLauncher(placement_group="group").bind(1, spec)
 
 
 @pytest.mark.slow
