@@ -258,7 +258,8 @@ class AsyncSGLang(TorchRLCalls):
                 ``"consistent_hashing"`` or ``"random"``; ``None`` for no router, so
                 that this process chooses.
             router_args: further arguments of sglang-router, under its own names.
-            api_key: key that the servers shall ask for.
+            api_key: key that the servers shall ask for. On a Ray cluster of several
+                machines, one is made if none is given; see :attr:`api_key`.
             max_in_flight: most in-flight requests, less where this process may not have
                 so many files open (``ulimit -Hn``).
             max_attempts: how often a request is sent, where connections break or
@@ -426,6 +427,11 @@ class AsyncSGLang(TorchRLCalls):
     def server_url(self) -> str:
         router = self._fleet.router
         return self._fleet.replicas[0].url if router is None else router.url
+
+    @property
+    def api_key(self) -> str | None:
+        """Key that the servers ask for, to use them in another way; keep it secret."""
+        return self._http.api_key
 
     @property
     def servers(self) -> tuple[ServerHandle, ...]:

@@ -152,7 +152,7 @@ class HttpClient:
         api_key: str | None = None,
         credentials: Mapping[str, str] | None = None,
     ) -> None:
-        self._api_key = api_key
+        self.api_key = api_key
         self._credentials = dict(credentials or {})
         self._session: aiohttp.ClientSession | None = None
         self._session_pid: int | None = None
@@ -168,8 +168,8 @@ class HttpClient:
         own = self._session_pid == os.getpid()
         if self._session is None or self._session.closed or not own:
             headers = {"Content-Type": "application/json"}
-            if self._api_key is not None:
-                headers["Authorization"] = f"Bearer {self._api_key}"
+            if self.api_key is not None:
+                headers["Authorization"] = f"Bearer {self.api_key}"
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=0, keepalive_timeout=KEEPALIVE_SECONDS

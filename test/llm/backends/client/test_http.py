@@ -348,7 +348,7 @@ def test_a_client_pickles_to_its_settings(fake, clone):
     other = clone(client)
     assert get(other, f"{fake.url}/health").ok
     assert fake.num_connections == 2
-    assert other._api_key == "sesame"
+    assert other.api_key == "sesame"
     run_sync(client.close())
     run_sync(other.close())
 

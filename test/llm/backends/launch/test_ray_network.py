@@ -38,6 +38,10 @@ def test_a_key_is_made_and_asked_for(cluster, tiny_model_path):
         for url in (engine.server_url, *(server.url for server in engine.servers)):
             refused = requests.post(f"{url}/generate", json=payload, timeout=30)
             assert refused.status_code == 401
+        key = {"Authorization": f"Bearer {engine.api_key}"}
+        url = f"{engine.server_url}/generate"
+        taken = requests.post(url, json=payload, headers=key, timeout=30)
+        assert taken.status_code == 200
         assert not is_loopback(engine.server_url.split("/")[2].split(":")[0])
         answers = engine.generate(input_ids=[[5, 6]] * 4, sampling_params=GREEDY)
         assert [len(answer.token_ids) for answer in answers] == [8] * 4
