@@ -206,14 +206,14 @@ class RayServer:
         before: RayServer | None = None,
     ) -> None:
         self.name = name
-        self.url = "" if before is None else before.url
-        self.host = "" if before is None else before.host
+        self.url: str = "" if before is None else before.url
+        self.host: str = "" if before is None else before.host
         self.placed = False
         """Whether Ray has placed its actors."""
         self.pid = 0
         self.log_path = Path()
         nowhere = Location(host="", gpus=None, visible_gpus=None)
-        self.location = nowhere if before is None else before.location
+        self.location: Location = nowhere if before is None else before.location
         self._spec = spec
         self._place = place
         self._start_timeout = start_timeout
