@@ -150,7 +150,8 @@ class Learner:
         """Takes one optimizer step; yields metrics, some of them several times."""
         parts = minibatch.split(self._micro_batch)
         for part in parts:
-            rows = part.to(self.device)
+            # Texts are for the advantage alone.
+            rows = part.exclude("query").to(self.device)
             if self._correct is not None:
                 rows = self._correct(rows)
             with self._autocast():

@@ -21,10 +21,10 @@ from grpo_data import Problem, make_reward, system_prompt
 from torchrl_sglang import (
     AsyncLLMCollector,
     AsyncSGLang,
+    RayLauncher,
     SGLangWeightSyncScheme,
     SGLangWrapper,
 )
-from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
 from torchrl_sglang.errors import ConfigurationError
 
 TINY = "tiny"

@@ -1,0 +1,90 @@
+"""TorchRL's own recipe on this package's engine, with its imports changed.
+
+What else had to change is in ``helpers/torchrl_recipe.py``: nothing of it is this
+package's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+from helpers.recipe import SMALL
+from helpers.torchrl_recipe import WANDB, copy_recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_it_runs_from_beginning_to_end(tmp_path, tiny_model_path, mode):
+    folder = copy_recipe(tmp_path / "recipe", tiny_model_path)
+    done = subprocess.run(
+        [sys.executable, f"grpo-{mode}.py", f"mode={mode}"],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*sys.path, str(folder)]),
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(tmp_path / "hub"),
+            "WANDB_FILE": str(tmp_path / "metrics.jsonl"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Each update after the first one follows a step of the trainer.
+    assert "Weights of version 3 on 1 server(s)" in done.stdout + done.stderr
+    values = read_metrics(tmp_path / "metrics.jsonl")
+    assert {"loss_objective", "reward_mean", "grad_norm"} <= values.keys()
+    # Before the first step, trainer and engine are the same model.
+    assert abs(values["kl_approx"][0]) < 1e-3 or mode == "async"
+
+
+def read_metrics(path):
+    values = defaultdict(list)
+    for line in path.read_text().splitlines():
+        for name, value in json.loads(line).items():
+            values[name].append(value)
+    return values
+
+
+def test_wandb(recipe, engine, tiny_model_path, tmp_path):
+    """TorchRL's logger of our own recipe, which goes on with the same run."""
+    (tmp_path / "wandb.py").write_text(WANDB)
+    command = [
+        sys.executable,
+        str(recipe / "grpo-sync.py"),
+        "+debug=cpu",
+        *SMALL,
+        f"logging.dir={tmp_path / 'run'}",
+        "logging.backend=wandb",
+        f"model.name={tiny_model_path}",
+        f"inference_model.url={engine.server_url}",
+        "train.resume=true",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "WANDB_FILE": str(tmp_path / "metrics.jsonl"),
+    }
+    for turns in (32, 48):
+        done = subprocess.run(
+            [*command, f"train.total_dialog_turns={turns}"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+    values = read_metrics(tmp_path / "metrics.jsonl")
+    first, second = values["init"]
+    assert first["project"] == "torchrl-sglang-grpo"
+    assert second["id"] == "run"
+    assert second["resume"] == "must"
+    assert len(values["batch/reward"]) == 3
