@@ -66,8 +66,13 @@ NAMES = (
 TORCHRL = (
     # The buffer itself cannot be pickled.
     Replacement((SYNC, ASYNC), "replay_buffer=rb,", "replay_buffer=rb.client(),"),
+    Replacement((SYNC, ASYNC), f"{INDENT}rb,\n", f"{INDENT}rb.client(),\n"),
+    # The environment is reset when it is made, which takes a part of the first prompt's
+    # group. The trainer, which counts whole groups, would wait for it at the end.
     Replacement(
-        (SYNC, ASYNC), "                rb,\n", "                rb.client(),\n"
+        (SYNC,),
+        "total_frames=cfg.train.total_dialog_turns,",
+        "total_frames=cfg.train.total_dialog_turns - cfg.env.repeats,",
     ),
 )
 """What does not work with the installed versions of TorchRL and its packages, and has

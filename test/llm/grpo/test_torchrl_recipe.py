@@ -13,8 +13,10 @@ import sys
 from collections import defaultdict
 
 import pytest
-from helpers.recipe import SMALL
+from helpers.recipe import FOLDER, SMALL
 from helpers.torchrl_recipe import WANDB, copy_recipe
+
+ROOT = str(FOLDER.parents[1])
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,7 +29,7 @@ def test_it_runs_from_beginning_to_end(tmp_path, tiny_model_path, mode):
         cwd=folder,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([*sys.path, str(folder)]),
+            "PYTHONPATH": os.pathsep.join([ROOT, str(folder)]),
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(tmp_path / "hub"),
             "WANDB_FILE": str(tmp_path / "metrics.jsonl"),
@@ -70,7 +72,7 @@ def test_wandb(recipe, engine, tiny_model_path, tmp_path):
     ]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([ROOT, str(tmp_path)]),
         "WANDB_FILE": str(tmp_path / "metrics.jsonl"),
     }
     for turns in (32, 48):
