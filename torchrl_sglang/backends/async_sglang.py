@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -169,7 +170,9 @@ class AsyncSGLang(TorchRLCalls):
             self.capabilities,
             self._adapters,
             max_attempts=self._settings.max_attempts,
-            max_in_flight=limit_in_flight(self._settings.max_in_flight),
+            max_in_flight=limit_in_flight(
+                self._settings.max_in_flight, len(self._fleet.replicas)
+            ),
         )
         self._generation = Generation(
             self._dispatcher, self._served_model.get_tokenizer
@@ -870,7 +873,8 @@ class AsyncSGLang(TorchRLCalls):
         elif fleet.weights.inconsistent is not None:
             status = "weights inconsistent"
         else:
-            status = ", ".join(replica.state for replica in fleet.replicas)
+            states = Counter(replica.state for replica in fleet.replicas)
+            status = ", ".join(f"{n} {s}" if n > 1 else s for s, n in states.items())
         owned = any(replica.handle is not None for replica in fleet.replicas)
         return (
             f"AsyncSGLang({self.server_url!r}, "

@@ -378,9 +378,12 @@ def open_files_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def limit_in_flight(wanted: int) -> int:
-    """Returns how many requests can be in flight; raises the limit if necessary."""
-    others = _count_open_files() + OTHER_FILES
+def limit_in_flight(wanted: int, servers: int = 1) -> int:
+    """Returns how many requests can be in flight; raises the limit if necessary.
+
+    After a call to all servers, the connection to each is open for a while.
+    """
+    others = _count_open_files() + OTHER_FILES + servers
     needed = others + wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -23,6 +23,7 @@ from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.fleet.replica import (
     Directory,
     RemoteRouter,
@@ -39,6 +40,7 @@ from torchrl_sglang.backends.fleet.weights_state import (
     WeightsState,
     WeightUpdate,
 )
+from torchrl_sglang.backends.support.checks import some_of
 from torchrl_sglang.errors import (
     ServerDiedError,
     ServerUnavailableError,
@@ -46,8 +48,8 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 
-MOST_REASONS = 4
-"""Most servers whose reasons are in a message."""
+ROUTER_CALLS = 8
+"""Most servers at once that a router adds or removes."""
 
 FEW_SERVERS = 16
 """Up to so many servers are looked at for every request."""
@@ -214,7 +216,7 @@ class Fleet:
         """Returns the error that says why no server gets requests."""
         stale = [replica for replica in self.replicas if replica.state == "stale"]
         reasons = filter(None, (replica.reason for replica in stale or self.replicas))
-        told = (" " if stale else "\n").join(_first(reasons))
+        told = (" " if stale else "\n").join(some_of(reasons))
         current = (each for each in stale if each.version == self.weights.version)
         if any(map(self.misses_adapters, current)):
             return ServerUnavailableError(
@@ -536,17 +538,21 @@ class Fleet:
         if router is None or not router.usable:
             return
         serving = set(self.serving)
-        # Those to remove come first.
-        for url in sorted(self._in_router ^ serving, key=serving.__contains__):
-            change = router.add_worker if url in serving else router.remove_worker
+
+        async def change(url: str) -> None:
+            call = router.add_worker if url in serving else router.remove_worker
             try:
-                await change(url)
+                await call(url)
             except SGLangError as error:
                 torchrl_logger.warning(
                     f"The router at {router.url} does not take {url}: {error}"
                 )
             else:
                 self._in_router ^= {url}
+
+        # First: requests go there meanwhile. A removed server finishes its own.
+        await fan_out(change, sorted(self._in_router - serving), at_once=ROUTER_CALLS)
+        await fan_out(change, sorted(serving - self._in_router), at_once=ROUTER_CALLS)
 
     # The end.
 
@@ -583,10 +589,3 @@ class Fleet:
 
     def __repr__(self) -> str:
         return f"Fleet({self.replicas}, {self.weights_state})"
-
-
-def _first(reasons: Iterable[str]) -> list[str]:
-    """Returns some of the reasons, and how many more there are."""
-    told = list(reasons)
-    more = len(told) - MOST_REASONS
-    return [*told[:MOST_REASONS], f"(And {more} more.)"] if more > 0 else told

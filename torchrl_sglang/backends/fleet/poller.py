@@ -25,6 +25,7 @@ from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.weights_state import WeightsState, version_order
+from torchrl_sglang.backends.support.checks import some_of
 from torchrl_sglang.errors import (
     ServerError,
     ServerTimeoutError,
@@ -60,7 +61,9 @@ async def discover(fleet: Fleet, find: Find) -> ServerCapabilities:
     newest = max((c.weight_version for c in found.values()), key=version_order)
     fleet.weights_state = WeightsState(newest)
     for replica, error in away.items():
-        _lose(fleet, replica, error)
+        fleet.mark_down(replica, str(error))
+    for line in some_of(map(_out_of_rotation, away, away.values())):
+        torchrl_logger.warning(line)
     for replica, capabilities in found.items():
         held = set(capabilities.adapters)
         fleet.change(replica, start_id=capabilities.start_id, held_adapters=held)
@@ -90,10 +93,12 @@ async def _ask_all(
     return await fan_out(ask, enumerate(replicas))
 
 
+def _out_of_rotation(replica: Replica, error: SGLangError) -> str:
+    return f"The server at {replica.url} gets no requests until it answers: {error}"
+
+
 def _lose(fleet: Fleet, replica: Replica, error: SGLangError) -> None:
-    torchrl_logger.warning(
-        f"The server at {replica.url} gets no requests until it answers: {error}"
-    )
+    torchrl_logger.warning(_out_of_rotation(replica, error))
     fleet.mark_down(replica, str(error))
 
 
@@ -106,6 +111,9 @@ class AdapterReloader(Protocol):
 
     async def discover(self) -> None:
         """Finds the adapters that any engine object has loaded."""
+
+    async def discover_changes(self) -> None:
+        """Finds them where one of a few servers tells of a change."""
 
     def reload(self, replica: Replica) -> None:
         """Begins to load the wanted adapters that a server lacks."""
@@ -136,7 +144,11 @@ class ServerPoller:
     async def poll(self, fleet: Fleet) -> None:
         """Polls the servers that are out of rotation or suspected."""
         look = _Look(lambda replica: self._poll(fleet, replica, look))
-        await fan_out(lambda each: self._poll(fleet, each, look), fleet.to_poll)
+        replicas = fleet.to_poll
+        for replica in replicas:
+            # Those that wait for their turn are not polled by another round.
+            fleet.change(replica, suspected=False)
+        await fan_out(lambda each: self._poll(fleet, each, look), replicas)
 
     async def _poll(self, fleet: Fleet, replica: Replica, look: _Look) -> None:
         fleet.change(replica, suspected=False)

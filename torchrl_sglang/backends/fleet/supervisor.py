@@ -43,6 +43,9 @@ Started = Replica | str
 CHECK_SECONDS = 0.5
 """Interval between checks of the processes."""
 
+POLLS_PER_SECOND = 128
+"""Most servers that are polled per second, on average; a poll takes about 2 ms."""
+
 ADAPTER_CHECK_SECONDS = 2.0
 """Interval between checks that servers of another owner still hold the LoRA adapters
 that this engine loaded."""
@@ -159,6 +162,8 @@ class Supervisor:
         # Starts that failed in a row.
         self._failures: Counter[Started] = Counter()
         self._last_progress = (time.monotonic(), 0)
+        # When the next round of polls may begin.
+        self._poll_at = 0.0
         self._published: tuple[str, ...] = ()
         # Whether a router may have requests for a machine that is gone.
         self._lost_behind_router = False
@@ -245,13 +250,17 @@ class Supervisor:
         return None if self._poller.adapters is None else ADAPTER_CHECK_SECONDS
 
     async def _check(self, fleet: Fleet) -> None:
-        if fleet.to_poll and fleet.generates:
+        now, to_poll = time.monotonic(), fleet.to_poll
+        if to_poll and fleet.generates and now >= self._poll_at:
+            # Without a wait where the next check is late enough.
+            wait = len(to_poll) / POLLS_PER_SECOND - CHECK_SECONDS
+            self._poll_at = now + max(wait, 0.0)
             self._do("poll", self._poller.poll, fleet)
         if not fleet.owns_any:
             self._do("follow", self._follow, fleet)
             adapters = self._poller.adapters
             if adapters is not None and not fleet.to_poll:
-                await adapters.discover()
+                await adapters.discover_changes()
             return
         fleet.notice_deaths()
         self._publish(fleet)

@@ -61,6 +61,9 @@ LOAD_SECONDS = 120.0
 DISCOVERY_SECONDS = 1.0
 """Interval between looks for adapters that other engine objects loaded."""
 
+MOST_ASKED = 16
+"""Servers that are asked in each look; up to so many, all are."""
+
 WITHDRAW_SECONDS = 3.0
 """Longest wait for servers to drop published adapters."""
 
@@ -107,6 +110,10 @@ class AdapterRegistry:
         # Name -> number of its newest load that was ever found.
         self._latest: dict[str, int] = {}
         self._discovered_at = -DISCOVERY_SECONDS
+        # Server -> adapters that it held at the last discovery.
+        self._seen: dict[str, frozenset[str]] = {}
+        # Place of the server that is asked next.
+        self._asked = 0
         self._begin_in_this_process(set())
         self._adopt(newest_loads(capabilities.adapters, fleet.weights.version))
 
@@ -194,7 +201,7 @@ class AdapterRegistry:
                 raise no_lora_error()
             return
         if time.monotonic() - self._discovered_at >= DISCOVERY_SECONDS:
-            await self.discover()
+            await self.discover_changes()
         try:
             self.check(names)
         except ConfigurationError:
@@ -226,12 +233,34 @@ class AdapterRegistry:
 
     # Discovery.
 
+    async def discover_changes(self) -> None:
+        """Discovers adapters if one of a few servers, in turn, holds other ones.
+
+        Each engine object loads an adapter into all servers, and a request that a
+        server refuses for want of one leads to a discovery, too.
+        """
+        serving = self._serving
+        if len(serving) > MOST_ASKED:
+            self._begin_after_fork()
+            self._discovered_at = time.monotonic()
+            start = self._asked % len(serving)
+            self._asked = start + MOST_ASKED
+            held = await self._ask_held([*serving, *serving][start : self._asked])
+            if all(self._seen.get(each.url) == names for each, names in held.items()):
+                return
+        await self.discover()
+
+    @property
+    def _serving(self) -> list[Replica]:
+        return [each for each in self._fleet.replicas if each.state == "serving"]
+
     async def discover(self) -> None:
         """Finds the adapters that any engine object has loaded: the servers know."""
         self._begin_after_fork()
         self._discovered_at = time.monotonic()
         before, dropped = self._wanted, self._retirement.dropped
-        held = await self._ask_held()
+        held = await self._ask_held(self._serving)
+        self._seen = {replica.url: names for replica, names in held.items()}
         wanted = served_names(before) - dropped
         for replica in [each for each in held if wanted - held[each]]:
             if await self._is_restarted(replica):
@@ -263,8 +292,10 @@ class AdapterRegistry:
                     found[each.adapter.name] = each
         self._adopt(found)
 
-    async def _ask_held(self) -> dict[Replica, frozenset[str]]:
-        """Returns what each serving replica holds; those without an answer are out."""
+    async def _ask_held(
+        self, replicas: Sequence[Replica]
+    ) -> dict[Replica, frozenset[str]]:
+        """Returns what each replica holds; those without an answer are left out."""
         found: dict[Replica, frozenset[str]] = {}
 
         async def ask(replica: Replica) -> None:
@@ -273,8 +304,7 @@ class AdapterRegistry:
                 self._fleet.report_adapters(replica, held, before)
                 found[replica] = frozenset(held)
 
-        serving = [each for each in self._fleet.replicas if each.state == "serving"]
-        await fan_out(ask, serving)
+        await fan_out(ask, replicas)
         return found
 
     async def _is_restarted(self, replica: Replica) -> bool:

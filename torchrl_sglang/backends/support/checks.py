@@ -110,3 +110,10 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     found = [name for name in known if word and name.startswith(word)]
     found += difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return found[0] if found else None
+
+
+def some_of(texts: Iterable[str], most: int = 4) -> list[str]:
+    """Returns the first texts for a message, and how many more there are."""
+    told = list(texts)
+    more = len(told) - most
+    return [*told[:most], f"and {more} more"] if more > 0 else told

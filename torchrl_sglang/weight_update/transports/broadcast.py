@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.support.checks import check_port, check_seconds
+from torchrl_sglang.backends.support.checks import check_port, check_seconds, some_of
 from torchrl_sglang.backends.support.event_loop import submit
 from torchrl_sglang.errors import WeightTransferError
 from torchrl_sglang.weight_update.transports import process_group
@@ -298,7 +298,7 @@ class BroadcastTransport(WeightTransport):
 
     @property
     def _servers(self) -> str:
-        return ", ".join(self._engine.control.urls)
+        return ", ".join(some_of(self._engine.control.urls))
 
     def _fail(
         self, error: BaseException, problem: str, *, untouched: bool, advice: str = ""

@@ -1,0 +1,203 @@
+"""What an engine sends does not grow with its servers more than it has to."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from helpers.fake_server import FakeServer
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.client import model_info
+from torchrl_sglang.backends.client.http import HttpClient, encode
+from torchrl_sglang.backends.client.model_info import ModelReader
+from torchrl_sglang.backends.fleet.replica import MOST_COMPARED, Replica, Routing
+from torchrl_sglang.backends.lora.registry import MOST_ASKED
+from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.errors import GenerationAbortedError
+
+BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "fleet_scale.py"
+
+
+@pytest.fixture
+def servers(request, tiny_model_path):
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(FakeServer(tiny_model_path, enable_lora=True))
+            for _ in range(request.param)
+        ]
+
+
+@pytest.fixture
+def engine(servers):
+    with AsyncSGLang.connect(urls=[server.url for server in servers]) as engine:
+        yield engine
+
+
+def count(servers, path: str) -> list[int]:
+    return [sum(p == path for _, p, _ in server.requests) for server in servers]
+
+
+def wait_for(condition, seconds=20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("servers", [3], indirect=True)
+def test_a_request_is_aborted_where_it_is(engine, servers):
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server.misbehaving("hang"))
+        calls = []
+
+        def call() -> None:
+            with pytest.raises(GenerationAbortedError):
+                engine.generate(input_ids=[5], request_ids=["mine"])
+            calls.append(1)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        wait_for(lambda: sum(count(servers, "/generate")) == 1)
+        assert engine.abort(["mine"]) == 1
+        thread.join(20)
+    assert calls == [1]
+    there = count(servers, "/generate")
+    aborts = count(servers, "/abort_request")
+    assert [number > 0 for number in aborts] == [number > 0 for number in there]
+
+
+@pytest.mark.parametrize("servers", [6], indirect=True)
+def test_the_others_are_polled_once_for_all_that_come_back(engine, servers):
+    away, others = servers[:3], servers[3:]
+    for server in away:
+        server.die()
+    engine.look_at_servers()
+    assert [r.state for r in engine._fleet.replicas] == [
+        *["down"] * 3,
+        *["serving"] * 3,
+    ]
+    before = count(others, "/model_info")
+    for server in away:
+        server.restart()
+    wait_for(lambda: len(engine._fleet.serving) == 6)
+    # Not once for each. Those that answer later may need a second look, or a third.
+    looks = [
+        now - then
+        for now, then in zip(count(others, "/model_info"), before, strict=True)
+    ]
+    assert max(looks) <= 3
+
+
+@pytest.mark.parametrize("servers", [2], indirect=True)
+def test_sessions_of_an_update_are_closed_side_by_side(engine, servers):
+    """Servers that do not answer cost one timeout together."""
+    control, urls = engine.control, [server.url for server in servers]
+    run_sync(control.begin_weight_update())
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server.misbehaving("hang", "/end_weight_update"))
+        found = []
+
+        def close() -> None:
+            work = control.end_weight_update_on_each(urls, timeout=30)
+            found.append(run_sync(work))
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        for server in servers:
+            server.wait_for("/end_weight_update")
+        assert not found
+        for server in servers:
+            server.die()
+            server.recover()
+        thread.join(20)
+    assert [set(each) for each in found] == [set(urls)]
+
+
+@pytest.mark.parametrize("servers", [MOST_ASKED + 2], indirect=True)
+def test_a_few_servers_are_asked_for_new_adapters(engine, servers):
+    adapters = engine._adapters
+    run_sync(adapters.discover_changes())
+    before = Counter(dict(enumerate(count(servers, "/v1/models"))))
+    assert min(before.values()) >= 2
+    run_sync(adapters.discover_changes())
+    asked = Counter(dict(enumerate(count(servers, "/v1/models")))) - before
+    assert len(asked) == MOST_ASKED
+    with AsyncSGLang.connect(urls=[server.url for server in servers]) as other:
+        other.load_adapter("new", path="/nowhere")
+    run_sync(adapters.discover_changes())
+    assert "new" in engine.adapters
+
+
+@pytest.mark.parametrize("servers", [3], indirect=True)
+def test_a_message_counts_servers(engine, servers):
+    assert "status='3 serving'" in repr(engine)
+
+
+def test_a_model_is_read_once_for_servers_asked_together(tiny_model_path):
+    reads = []
+
+    async def work() -> None:
+        reader = ModelReader()
+        place = (None, tiny_model_path, "", False, None)
+        first, *others = await asyncio.gather(*(reader.read(*place) for _ in range(9)))
+        assert others == [first] * 8
+        reads.append(len(reader._reading))
+        assert model_info.read_model(*place) == first
+
+    asyncio.run(work())
+    assert reads == [1]
+
+
+def test_a_choice_among_many_servers_is_even():
+    replicas = [Replica(url=f"http://s{n}") for n in range(4 * MOST_COMPARED)]
+    replicas[7].state = "down"
+    routing = Routing()
+    for session in range(3 * len(replicas)):
+        routing.choose(replicas, f"s{session}", ())
+    counts = Counter(routing.sessions.values())
+    assert set(counts) == {*range(len(replicas))} - {7}
+    assert max(counts.values()) - min(counts.values()) <= 1
+    assert counts == +routing._counts
+
+
+def test_many_servers_with_passwords():
+    logins = {f"http://h{n}:80/base": f"Basic {n}" for n in range(3)}
+    http = HttpClient(None, logins)
+    assert http._login("http://h1:80/base/generate")["Authorization"] == "Basic 1"
+    assert http._login("http://h1:80/other/generate") == {}
+    assert http._login("http://h1:80/base") == {"Authorization": "Basic 1"}
+
+
+def test_a_payload_is_encoded_once(fake):
+    body = encode({"abort_all": True})
+    http = HttpClient()
+
+    async def work() -> None:
+        url = f"{fake.url}/abort_request"
+        assert (await http.request("POST", url, body, timeout=10)).ok
+        await http.close()
+
+    run_sync(work())
+    assert fake.requests[-1] == ("POST", "/abort_request", {"abort_all": True})
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs():
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), "--servers", "9", "--requests", "64"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "weight update" in done.stdout
