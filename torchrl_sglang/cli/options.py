@@ -22,8 +22,9 @@ KEY_VARIABLE = "TORCHRL_SGLANG_API_KEY"
 
 START_OPTIONS = (
     *("num_replicas", "device", "cuda_devices", "python"),
-    *("start_timeout", "router_policy"),
+    *("start_timeout", "router_policy", "launcher", "ray_strategy"),
 )
+RAY_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 TYPO_CUTOFF = 0.85
 """An unknown name this near to an own option is a typo; a test checks that no argument
 of SGLang's server is as near to one."""
@@ -87,6 +88,10 @@ def add_start_options(parser: Parser) -> None:
     add("--python", metavar="PATH", help=text)
     text = "how a router chooses, or none for no router (default: cache_aware)"
     add("--router-policy", metavar="NAME", help=text)
+    text = "start them here, or on the Ray cluster of RAY_ADDRESS (default: local)"
+    add("--launcher", choices=("local", "ray"), help=text)
+    text = "how Ray spreads them over its nodes (default: PACK)"
+    add("--ray-strategy", choices=RAY_STRATEGIES, help=text)
     text = "timeout of the start (default: 600)"
     add("--start-timeout", type=float, metavar="SECONDS", help=text)
     text = f"file with the servers' API key (default: the variable {KEY_VARIABLE})"
@@ -100,7 +105,21 @@ def start_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     found = {name: value for name, value in found.items() if value is not None}
     if found.get("router_policy") == "none":
         found["router_policy"] = None
+    strategy = found.pop("ray_strategy", None)
+    if strategy is not None:
+        found["launcher"] = _ray_launcher(found.get("launcher"), strategy)
     return {**found, **engine_arguments(arguments.engine_words, arguments.own_options)}
+
+
+def _ray_launcher(launcher: str | None, strategy: Any) -> Any:
+    if launcher != "ray":
+        raise ConfigurationError(
+            f"--ray-strategy {strategy} is for --launcher ray; add that, or leave it "
+            f"out."
+        )
+    from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
+
+    return RayLauncher(strategy=strategy)
 
 
 def check_nothing_starts(arguments: argparse.Namespace) -> None:

@@ -23,7 +23,10 @@ Starts SGLang servers for MODEL and keeps them until SIGINT (Ctrl-C) or SIGTERM.
 
 When they are ready, their addresses are printed on standard output, one per line, with
 the router's first if there are several. Connect to one server with
-AsyncSGLang.connect(URL), and to several with AsyncSGLang.connect(router_url=URL)."""
+AsyncSGLang.connect(URL), and to several with AsyncSGLang.connect(router_url=URL).
+
+On a Ray cluster (--launcher ray), servers ask for a key, unless all is on loopback. If
+you give none, one is made and printed as the last line."""
 
 EPILOG = """\
 Every other --name value is an argument of SGLang's server, under its own name or
@@ -33,7 +36,8 @@ way, like --max-restarts 0. MODEL stands before them.
 
 examples:
   %(prog)s Qwen/Qwen2.5-0.5B --context-length 4096
-  %(prog)s ./model --device cpu --port 30000 --json"""
+  %(prog)s ./model --device cpu --port 30000 --json
+  %(prog)s ./model --launcher ray --num-replicas 8 --ray-strategy SPREAD"""
 
 
 def add_command(commands: Any) -> Parser:
@@ -66,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     engine = AsyncSGLang.from_pretrained(arguments.model, **options)
     try:
-        announce(engine, as_json=arguments.json)
+        announce(engine, as_json=arguments.json, key_given="api_key" in options)
         print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
         wait(engine)
     except Interrupted:
@@ -77,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def announce(engine: AsyncSGLang, *, as_json: bool) -> None:
-    """Prints the addresses of the engine."""
+def announce(engine: AsyncSGLang, *, as_json: bool, key_given: bool = True) -> None:
+    """Prints the addresses of the engine, and its key if it has made one."""
     urls = list(engine.control.urls)
     router = None if engine.server_url in urls else engine.server_url
     about = {
@@ -90,7 +94,11 @@ def announce(engine: AsyncSGLang, *, as_json: bool) -> None:
         "weight_version": engine.weight_version,
         "pid": os.getpid(),
     }
-    lines = [json.dumps(about)] if as_json else [*filter(None, [router]), *urls]
+    lines = [*filter(None, [router]), *urls]
+    if not key_given and engine.api_key is not None:
+        about["api_key"] = engine.api_key
+        lines.append(engine.api_key)
+    lines = [json.dumps(about)] if as_json else lines
     print("\n".join(lines), flush=True)
 
 

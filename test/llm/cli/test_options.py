@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from torchrl_sglang.backends.launch import cpu
+from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
 from torchrl_sglang.backends.launch.server_command import find_flags
 from torchrl_sglang.backends.launch.vllm_arguments import ARGUMENTS
 from torchrl_sglang.backends.support.checks import nearest
@@ -128,6 +129,16 @@ def test_own_options_are_options_of_from_pretrained(monkeypatch, tmp_path):
         "tp_size": 2,
         "max_restarts": 0,
     }
+
+
+def test_a_strategy_is_for_ray():
+    words = ["serve", "m", "--ray-strategy", "SPREAD"]
+    found = start_arguments(parse([*words, "--launcher", "ray"]))
+    assert found["launcher"] == RayLauncher(strategy="SPREAD")
+    assert "ray_strategy" not in found
+    assert start_arguments(parse(["serve", "m", "--launcher=ray"]))["launcher"] == "ray"
+    with pytest.raises(ConfigurationError, match="--launcher ray"):
+        start_arguments(parse(words))
 
 
 def test_the_key_comes_from_the_file_or_else_from_the_environment(tmp_path):

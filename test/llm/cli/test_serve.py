@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.echo_engine import make_interpreter
 from helpers.forked_starts import forked_process, processes_below, trainer_python
+from helpers.ray_cluster import address, processes, ray_cluster
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch.watchdog import (
@@ -192,6 +194,34 @@ def test_a_server_that_is_lost_ends_the_command(tiny_model_path, tmp_path):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "No server runs any more" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_serving_on_a_ray_cluster(tiny_model_path, tmp_path, number):
+    """Its servers are on both nodes, and none is left of them."""
+    pytest.importorskip("ray")
+    python = make_interpreter(tmp_path)
+    options = ["--launcher=ray", "--ray-strategy=SPREAD", "--num-replicas=2"]
+    where = [f"--python={python}", "--device=cpu", "--json"]
+    node = {"num_cpus": 1}
+    with (
+        ray_cluster(node, node) as cluster,
+        serving(
+            tiny_model_path, *options, *where, RAY_ADDRESS=cluster.address
+        ) as process,
+    ):
+        about = json.loads(process.stdout.readline())
+        hosts = {url.rpartition(":")[0] for url in about["urls"]}
+        assert hosts == {f"http://{address(index)}" for index in range(2)}
+        # Everything is on loopback.
+        assert "api_key" not in about
+        with AsyncSGLang.connect(router_url=about["router_url"]) as engine:
+            assert engine.generate(input_ids=[[5, 6]])[0].token_ids
+        assert processes(python)
+        process.send_signal(number)
+        process.wait(60)
+        wait_until(lambda: not processes(python), 60)
 
 
 @pytest.mark.slow

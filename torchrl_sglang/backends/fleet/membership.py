@@ -102,6 +102,7 @@ class Fleet:
         self._routing = Routing()
         self._check_deaths_at = 0.0
         self._lock = threading.RLock()
+        self.publish()
 
     # Reading.
 
@@ -131,11 +132,6 @@ class Fleet:
     def serving(self) -> list[str]:
         """Servers that get requests."""
         return [r.url for r in self.replicas if r.state == "serving"]
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Address of each server, by rank; empty for those that do not run."""
-        return tuple(each.url if each.runs else "" for each in self.replicas)
 
     @property
     def generates(self) -> bool:
@@ -400,6 +396,13 @@ class Fleet:
                 handle = replica.handle
                 elsewhere = handle is None or handle.host != socket.gethostname()
                 self.on_end(replica.url, elsewhere)
+            self.publish()
+
+    def publish(self) -> None:
+        """Tells copies of the engine where its servers run."""
+        if self.directory is not None and self.owns_any:
+            urls = [each.url if each.runs else "" for each in self.replicas]
+            self.directory.publish(urls)
 
     def begin_restart(self, replica: Replica, max_restarts: int) -> bool:
         """Counts a restart; returns False if there were too many: it is lost."""
@@ -420,6 +423,7 @@ class Fleet:
                 self._take_address(replica, handle.url)
                 reason = f"The server at {replica.url} was started again."
                 self._return(replica, "", reason)
+                self.publish()
                 return
         handle.stop()
 

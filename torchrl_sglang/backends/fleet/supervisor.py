@@ -164,7 +164,7 @@ class Supervisor:
         self._last_progress = (time.monotonic(), 0)
         # When the next round of polls may begin.
         self._poll_at = 0.0
-        self._published: tuple[str, ...] = ()
+        self._publish_at = 0.0
         # Whether a router may have requests for a machine that is gone.
         self._lost_behind_router = False
         # The watch, and what it does not wait for: a server or a router can take long.
@@ -201,7 +201,11 @@ class Supervisor:
 
     async def poll_now(self) -> None:
         """Polls the servers that are out of rotation or suspected."""
-        if (fleet := self._fleet()) is not None and fleet.generates:
+        if (fleet := self._fleet()) is None:
+            return
+        if not fleet.owns_any:
+            await self._follow(fleet)
+        if fleet.generates:
             await self._poller.poll(fleet)
 
     def stop(self) -> None:
@@ -263,7 +267,10 @@ class Supervisor:
                 await adapters.discover_changes()
             return
         fleet.notice_deaths()
-        self._publish(fleet)
+        if time.monotonic() >= self._publish_at:
+            # Once more, in case that the directory was started again.
+            self._publish_at = time.monotonic() + FOLLOW_SECONDS
+            fleet.publish()
         if self._is_stuck() and fleet.generates:
             serving = [each for each in fleet.replicas if each.state == "serving"]
             probes = fan_out(lambda each: self._probe(fleet, each), serving)
@@ -277,12 +284,6 @@ class Supervisor:
             elif replica not in self._starting:
                 self._restart(fleet, replica)
         self._check_router(fleet)
-
-    def _publish(self, fleet: Fleet) -> None:
-        """Tells copies of the engine where its servers run."""
-        if fleet.directory is not None and fleet.addresses != self._published:
-            self._published = fleet.addresses
-            fleet.directory.publish(self._published)
 
     async def _follow(self, fleet: Fleet) -> None:
         """Takes over from the directory where servers of another owner run."""

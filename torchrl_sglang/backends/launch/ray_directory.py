@@ -27,6 +27,7 @@ class RayDirectory:
         self._namespace = context.namespace
         self._actor: Any = ray.remote(
             num_cpus=0,
+            max_restarts=-1,
             name=self._name,
             # It ends with this process in any case, and must not end before.
             scheduling_strategy=NodeAffinitySchedulingStrategy(

@@ -11,14 +11,21 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_sglang.cli.options import Parser
+
+if TYPE_CHECKING:
+    from torchrl_sglang.cli.doctor.findings import Finding
 
 DESCRIPTION = """\
 Checks this Python and its packages, SGLang's Python, GPUs, variables of NCCL, the
 network, limits of the system, servers that are left over, and a model's folder. It
 changes nothing.
+
+With --ray, it checks a Ray cluster instead: its nodes and their GPUs, this package and
+SGLang on each of them, whether each node reaches the others, and whether it has the
+model.
 
 Each line is ok, a warning or a problem, and says what to do. The exit status is 1 if
 there is a problem, and 0 otherwise."""
@@ -26,7 +33,8 @@ there is a problem, and 0 otherwise."""
 EPILOG = """\
 examples:
   %(prog)s
-  %(prog)s --model ./model --json"""
+  %(prog)s --model ./model --json
+  %(prog)s --ray --model /shared/model"""
 
 
 def add_command(commands: Any) -> Parser:
@@ -43,6 +51,8 @@ def add_command(commands: Any) -> Parser:
     add("--python", metavar="PATH", help=text)
     text = "where servers shall run (default: cuda where there is a GPU)"
     add("--device", choices=("cpu", "cuda"), help=text)
+    text = "check a Ray cluster (default: the one that RAY_ADDRESS names, or is here)"
+    add("--ray", nargs="?", const="auto", metavar="ADDRESS", help=text)
     add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
     return parser
@@ -50,11 +60,8 @@ def add_command(commands: Any) -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings."""
-    from torchrl_sglang.cli.doctor.facts import gather
-    from torchrl_sglang.cli.doctor.findings import judge
-
     options = {name: getattr(arguments, name) for name in ("model", "python", "device")}
-    findings = judge(gather(**options))
+    findings = _find(arguments.ray, options)
     counts = Counter(finding.level for finding in findings)
     if arguments.json:
         rows = [finding._asdict() for finding in findings]
@@ -64,6 +71,17 @@ def run(arguments: argparse.Namespace) -> int:
         summary = f"{counts['problem']} problems, {counts['warning']} warnings."
         print(summary, file=sys.stderr)
     return 1 if counts["problem"] else 0
+
+
+def _find(address: str | None, options: dict[str, str | None]) -> list[Finding]:
+    if address is not None:
+        from torchrl_sglang.cli.doctor.ray_cluster import gather_cluster, judge_cluster
+
+        return judge_cluster(gather_cluster(address, **options))
+    from torchrl_sglang.cli.doctor.facts import gather
+    from torchrl_sglang.cli.doctor.findings import judge
+
+    return judge(gather(**options))
 
 
 def to_lines(findings: Sequence[tuple[str, ...]]) -> list[str]:

@@ -56,7 +56,7 @@ def gather(
 ) -> SimpleNamespace:
     """Returns all facts; ``None`` is what could not be found out."""
     requires_python, requirements, engine_required = read_requirements()
-    gpus = _gpus()
+    gpus = gather_gpus()
     device = device or ("cuda" if gpus["visible_gpus"] else "cpu")
     ports = _read("/proc/sys/net/ipv4/ip_local_port_range").split()
     memory = re.search(r"MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"))
@@ -147,7 +147,8 @@ def _ask(command: list[str], environment: dict[str, str] | None = None) -> str:
     return str(subprocess.check_output(command, **options))
 
 
-def _gpus() -> dict[str, Any]:
+def gather_gpus() -> dict[str, Any]:
+    """Returns the GPUs of this machine, as nvidia-smi and PyTorch see them."""
     query = "--query-gpu=name,memory.free,memory.total,driver_version"
     rows: list[list[str]] = []
     with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -473,3 +473,64 @@ def test_an_event_of_any_length_is_read_in_linear_time(client):
     with listener(http_reply(body)) as url:
         (event,) = read_events(client, url, timeout=5)
     assert len(event) == 32_000_000
+
+
+def sockets_to(url: str) -> Iterator[socket.socket]:
+    """Yields this process's connections to a server."""
+    port = int(url.rpartition(":")[2])
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            own = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with own:
+            try:
+                connected = own.getpeername()[1:2] == (port,)
+            except OSError:
+                continue
+            if connected:
+                yield own
+
+
+def test_a_connection_to_a_machine_that_is_gone_breaks(fake_engine, fake):
+    """A machine that has lost its power closes nothing; the kernel asks for it."""
+    fake_engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 2})
+    names = ("TCP_KEEPIDLE", "TCP_KEEPCNT", "TCP_KEEPINTVL")
+    found = [
+        (
+            own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            *(own.getsockopt(socket.IPPROTO_TCP, getattr(socket, n)) for n in names),
+        )
+        for own in sockets_to(fake.url)
+    ]
+    assert found
+    for enabled, idle, probes, interval in found:
+        assert enabled
+        assert 10 <= idle + probes * interval <= 30
+
+
+def test_requests_to_a_server_that_is_given_up(fake):
+    """Those that began before fail, and others are left alone."""
+    http = HttpClient()
+
+    async def run() -> list[object]:
+        with fake.misbehaving("hang", "/generate"):
+            ask = http.request("POST", f"{fake.url}/generate", {"a": 1}, timeout=60)
+            old = asyncio.ensure_future(ask)
+            await asyncio.to_thread(fake.wait_for, "/generate")
+            http.give_up(f"{fake.url}0")
+            http.give_up(fake.url, before=0.0)
+            await asyncio.sleep(0)
+            assert not old.done()
+            http.give_up(fake.url)
+            http.give_up(fake.url)
+            outcomes = await asyncio.gather(old, return_exceptions=True)
+        answer = await http.request("GET", f"{fake.url}/health", timeout=10)
+        await http.close()
+        return [*outcomes, answer.status]
+
+    error, status = run_sync(run())
+    assert isinstance(error, ServerUnavailableError)
+    assert error.transient
+    assert "is gone" in str(error)
+    assert status == 200
