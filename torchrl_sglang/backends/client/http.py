@@ -317,6 +317,8 @@ class HttpClient:
                     ) from None
             finally:
                 self._in_flight.pop(given_up, None)
+                # It holds the task, which holds an error, which holds this frame.
+                del given_up
             if time.monotonic() + NO_FILE_SECONDS > deadline:
                 raise ServerTimeoutError(
                     f"{method} {url} was not sent within {timeout:.3g} s: this process "

@@ -207,6 +207,9 @@ class Supervisor:
             await self._follow(fleet)
         if fleet.generates:
             await self._poller.poll(fleet)
+            # The watch may have begun to poll some of them just before.
+            if self._runs("poll"):
+                await asyncio.wait([self._tasks["poll"]])
 
     def stop(self) -> None:
         """Ends the watch and cancels pending starts."""

@@ -336,6 +336,7 @@ def test_a_server_that_dies_asleep(tiny_model_path, saver_python, hf_model, scor
 
 @dataclasses.dataclass
 class Process:
+    url: str = "http://a"
     pid: int = 0
     log_path: Path = Path("log")
     state: str = "ready"

@@ -128,6 +128,7 @@ def test_bundles_of_one_gpu_of_the_user(bind, spec):
     ray.util.remove_placement_group(group)
 
 
+@pytest.mark.slow
 def test_a_share_of_the_trainer_s_gpu(bind, spec):
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -250,6 +251,7 @@ def test_nothing_is_left_of_a_driver_that_ends(cluster, spec, number):
     wait_for(lambda: not processes(spec["python"]))
 
 
+@pytest.mark.slow
 def test_a_lost_node(bind, cluster, spec):
     """Its server starts again on a node that joins, at another address."""
     import ray
