@@ -13,7 +13,7 @@ import pickle
 import resource
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
@@ -308,11 +308,15 @@ def test_a_server_that_dies(tiny_model_path, new_model, tmp_path):
         }
         for transport in made.values():
             update(engine, transport, weights_of(new_model, engine))
-        dying = weights_of(
-            new_model,
-            engine,
-            interfere=lambda: os.kill(engine.servers[0].pid, signal.SIGKILL),
-        )
+
+        def kill() -> None:
+            # All of it now: a small update would be through before a watchdog acts.
+            pid = engine.servers[0].pid
+            for each in [*processes_below(pid), pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+
+        dying = weights_of(new_model, engine, interfere=kill)
         for transport in made.values():
             start = time.monotonic()
             with pytest.raises(WeightTransferError):
