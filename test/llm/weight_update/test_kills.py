@@ -69,6 +69,8 @@ def kill(pid, address) -> None:
 @pytest.mark.parametrize(("path", "number"), STEPS)
 def test_a_server_that_is_killed(owned, tokenizer, path, number):
     engine, proxy, address = owned
+    # A restarted server is asked where it is.
+    engine._fleet.replicas[0].url = proxy.url
     scheme = SGLangWeightSyncScheme(engine, bucket_bytes=100_000)
     sender = scheme.create_sender()
     model = make_tiny_model(tokenizer, seed=51)
