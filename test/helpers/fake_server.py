@@ -42,10 +42,18 @@ Fault: TypeAlias = Literal[
     "other_tokens",  # send the log-probabilities of other tokens
     "abort",  # end each response as a pause with mode "abort" does
     "abort_400",  # end each response as a late refusal does
+    "hang_compiling",  # answer nothing, as while a grammar is compiled, until an abort
+    "abort_compiling",  # end each response as such an abort does
     "abort_503",  # refuse each request as a server with a full queue does
     "hang_up_at_end",  # end a streamed response, and hang up before the stream's end
 ]
 """Faults that the server can be told to show."""
+
+ABORTED_AS: dict[Fault | None, Fault] = {
+    "hang": "abort",
+    "hang_compiling": "abort_compiling",
+}
+"""How requests that hang end when they are aborted."""
 
 VERSION = "0.5.23"
 RESERVED_TOKENS = 2
@@ -319,9 +327,10 @@ class FakeServer:
         if self._vanished:
             await self._done.wait()
         fault = self._fault(request.path, content)
-        if fault == "hang" and await self._hang(content):
-            return self._generate(content, "abort")
-        if fault in ("hang", "hang_up") or self._dead:
+        end = ABORTED_AS.get(fault)
+        if end and await self._hang(content):
+            return self._generate(content, end)
+        if end or fault == "hang_up" or self._dead:
             transport.abort()
             return web.Response()
         if fault == "hang_up_mid_body":
@@ -601,6 +610,8 @@ class FakeServer:
                     f"Got LoRA adapter that has never been loaded: {item['lora_path']}"
                 )
         fault = fault or self._fault("/generate", content)
+        if fault == "abort_compiling" and not content.get("stream"):
+            raise _RefusedError("Aborted by AbortReq.")
         replies = [self._reply(item) for item in items]
         for reply in replies:
             _spoil(reply, fault, self.tokens_until_abort)
@@ -880,6 +891,15 @@ def _spoil(  # noqa: C901 - One branch for each fault.
         meta["finish_reason"] = {
             "type": "abort",
             "message": "It cannot be served.",
+            "status_code": 400,
+        }
+    elif fault == "abort_compiling":
+        # It was given another prompt, of one token, and answered that.
+        meta.pop("output_token_logprobs", None)
+        _cut_off(reply, 1)
+        meta["finish_reason"] = {
+            "type": "abort",
+            "message": "Aborted by AbortReq.",
             "status_code": 400,
         }
     elif fault == "abort_503":

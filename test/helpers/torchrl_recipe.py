@@ -155,7 +155,6 @@ def make_config(model: str, **train: Any) -> dict[str, Any]:
             "entropy_coeff": 1e-4,
             "logging_frequency": 1,
             "empty_replay_buffer": True,
-            "sync_iter": None,
             "buffer_size": None,
             "epochs": 1,
             **train,
@@ -237,8 +236,14 @@ def copy_recipe(folder: Path, model: str) -> Path:
     modes = folder / "config" / "mode"
     modes.mkdir(parents=True)
     OmegaConf.save(make_config(model), folder / "config" / "grpo_gsm8k.yaml")
-    for mode, frequency in (("sync", None), ("async", 1)):
-        train = {"sync": mode == "sync", "weight_update_frequency": frequency}
+    # Otherwise a batch is collected while the one before is trained on, and emptied with
+    # it if it came early.
+    for mode, frequency, sync_iter in (("sync", None, True), ("async", 1, None)):
+        train = {
+            "sync": mode == "sync",
+            "weight_update_frequency": frequency,
+            "sync_iter": sync_iter,
+        }
         (modes / f"{mode}.yaml").write_text(
             "# @package _global_\n" + OmegaConf.to_yaml({"train": train})
         )

@@ -138,15 +138,14 @@ def hf_model(tiny_model_path: str) -> torch.nn.Module:
 
 
 @pytest.fixture
-def restored_engine(
-    engine: AsyncSGLang, hf_model: torch.nn.Module
-) -> Iterator[AsyncSGLang]:
+def restored_engine(engine: AsyncSGLang, tiny_model_path: str) -> Iterator[AsyncSGLang]:
     """An engine whose weights a test may change: they are put back afterwards."""
     from torchrl_sglang import SGLangWeightSyncScheme
 
     yield engine
     sender = SGLangWeightSyncScheme(engine).create_sender()
-    sender.update_weights(hf_model)
+    # A test may have trained ``hf_model``.
+    sender.update_weights(load_hf_model(tiny_model_path))
     sender.shutdown()
 
 

@@ -243,7 +243,14 @@ def test_what_is_exported_is_what_was_computed(
     check_turns(sessions, proxy.prompts)
     worst, compared, trained = check_rows(rows, sessions, models)
     assert worst < TOLERANCE
-    assert compared > 0.9 * trained
+    # How many are unknown depends on how many were on their way at each update.
+    assert compared == sum(
+        math.isfinite(value)
+        for session in sessions
+        for turn in session.turns
+        for value in turn.completion.log_probs
+    )
+    assert compared > 0.5 * trained
     versions = {
         span.version
         for session in sessions

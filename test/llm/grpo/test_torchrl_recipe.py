@@ -56,7 +56,7 @@ def read_metrics(path):
     return values
 
 
-def test_wandb(recipe, engine, tiny_model_path, tmp_path):
+def test_wandb(recipe, restored_engine, tiny_model_path, tmp_path):
     """TorchRL's logger of our own recipe, which goes on with the same run."""
     (tmp_path / "wandb.py").write_text(WANDB)
     command = [
@@ -67,7 +67,7 @@ def test_wandb(recipe, engine, tiny_model_path, tmp_path):
         f"logging.dir={tmp_path / 'run'}",
         "logging.backend=wandb",
         f"model.name={tiny_model_path}",
-        f"inference_model.url={engine.server_url}",
+        f"inference_model.url={restored_engine.server_url}",
         "train.resume=true",
     ]
     environment = {

@@ -298,8 +298,10 @@ def test_two_servers_one_of_which_is_killed(two_servers, models):
         for _ in range(3):
             generate(engine, PROMPTS[:1], INTERVAL)
             versions[sender.update_weights(model).version] = model
-        assert flying.runs
-        os.kill(engine.servers[1].pid, signal.SIGKILL)
+        lost = engine.servers[1]
+        while not any(run_sync(engine.control.loads(urls=[lost.url]))[0]):
+            assert flying.runs
+        os.kill(lost.pid, signal.SIGKILL)
         answers = flying.wait()
         assert engine.stats().retries > 0
     assert [a.token_ids for a in answers] == [a.token_ids for a in expected]

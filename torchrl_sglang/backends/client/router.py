@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,55 +40,68 @@ class RouterClient:
         self, *, timeout: float = LIST_TIMEOUT_SECONDS
     ) -> list[tuple[str, bool]]:
         """Returns the servers that the router knows, and which are in rotation."""
-        entries = await self._list(time.monotonic() + timeout)
+        entries = await self._list(timeout)
         return [(entry["url"], bool(entry["is_healthy"])) for entry in entries]
 
     async def add_worker(
         self, url: str, *, timeout: float = WORKER_TIMEOUT_SECONDS
     ) -> None:
         """Adds a server, and returns when it is in rotation."""
-        deadline = time.monotonic() + timeout
         url = check_worker_url(url)
-        entry = await self._find(url, deadline)
-        if entry is None:
-            # The router does not use its own key for servers that are added later.
-            key = {} if self._api_key is None else {"api_key": self._api_key}
-            answer = await self._call("POST", "/workers", deadline, {"url": url, **key})
-            entry = {"id": answer.raise_for_status().json()["worker_id"]}
-        while not entry.get("is_healthy"):
-            job = entry.get("job_status") or {}
-            if job.get("status") == "failed":
-                raise ServerUnavailableError(
-                    f"The router at {self._url} could not add {url}: "
-                    f"{job.get('message')}"
-                )
-            await self._pause(deadline, f"adding {url}")
-            answer = await self._call("GET", f"/workers/{entry['id']}", deadline)
-            # Between the two lists of the router, it is in neither for a moment.
-            if answer.status != 404:
-                entry = answer.raise_for_status().json()
+        async with self._change(f"adding {url}", timeout):
+            entry = await self._find(url)
+            if entry is None:
+                # The router does not use its own key for servers that are added later.
+                key = {} if self._api_key is None else {"api_key": self._api_key}
+                answer = await self._call("POST", "/workers", {"url": url, **key})
+                entry = {"id": answer.raise_for_status().json()["worker_id"]}
+            while not entry.get("is_healthy"):
+                job = entry.get("job_status") or {}
+                if job.get("status") == "failed":
+                    raise ServerUnavailableError(
+                        f"The router at {self._url} could not add {url}: "
+                        f"{job.get('message')}"
+                    )
+                await asyncio.sleep(POLL_SECONDS)
+                answer = await self._call("GET", f"/workers/{entry['id']}")
+                # Between the two lists of the router, it is in neither for a moment.
+                if answer.status != 404:
+                    entry = answer.raise_for_status().json()
 
     async def remove_worker(
         self, url: str, *, timeout: float = WORKER_TIMEOUT_SECONDS
     ) -> None:
         """Removes a server, which finishes its requests; an unknown one is no error."""
-        deadline = time.monotonic() + timeout
         url = check_worker_url(url)
-        entry = await self._find(url, deadline)
-        if entry is None:
-            return
-        answer = await self._call("DELETE", f"/workers/{entry['id']}", deadline)
-        if answer.status != 404:
-            answer.raise_for_status()
-        while await self._find(url, deadline) is not None:
-            await self._pause(deadline, f"removing {url}")
+        async with self._change(f"removing {url}", timeout):
+            entry = await self._find(url)
+            if entry is None:
+                return
+            answer = await self._call("DELETE", f"/workers/{entry['id']}")
+            if answer.status != 404:
+                answer.raise_for_status()
+            while await self._find(url) is not None:
+                await asyncio.sleep(POLL_SECONDS)
 
-    async def _find(self, url: str, deadline: float) -> dict[str, Any] | None:
-        entries = await self._list(deadline)
+    @asynccontextmanager
+    async def _change(self, name: str, timeout: float) -> AsyncIterator[None]:
+        """Ends what takes longer than ``timeout`` seconds, in requests or between."""
+        try:
+            async with asyncio.timeout(timeout):
+                yield
+        except TimeoutError as error:
+            raise ServerTimeoutError(
+                f"The router at {self._url} did not finish {name} in time."
+            ) from error
+
+    async def _find(self, url: str) -> dict[str, Any] | None:
+        entries = await self._list()
         return next((entry for entry in entries if entry["url"] == url), None)
 
-    async def _list(self, deadline: float) -> list[dict[str, Any]]:
-        answer = await self._call("GET", "/workers", deadline)
+    async def _list(
+        self, timeout: float = LIST_TIMEOUT_SECONDS
+    ) -> list[dict[str, Any]]:
+        answer = await self._call("GET", "/workers", timeout=timeout)
         content = answer.raise_for_status().json()
         try:
             return list(content["workers"])
@@ -98,18 +111,16 @@ class RouterClient:
             ) from None
 
     async def _call(
-        self, method: Method, path: str, deadline: float, payload: Any = None
+        self,
+        method: Method,
+        path: str,
+        payload: Any = None,
+        *,
+        timeout: float = WORKER_TIMEOUT_SECONDS,
     ) -> Response:
-        left = max(deadline - time.monotonic(), 1e-3)
-        url = f"{self._url}{path}"
-        return await self._http.request(method, url, payload, timeout=left)
-
-    async def _pause(self, deadline: float, change: str) -> None:
-        if time.monotonic() + POLL_SECONDS > deadline:
-            raise ServerTimeoutError(
-                f"The router at {self._url} did not finish {change} in time."
-            )
-        await asyncio.sleep(POLL_SECONDS)
+        return await self._http.request(
+            method, f"{self._url}{path}", payload, timeout=timeout
+        )
 
 
 async def find_workers(http: HttpClient, url: str) -> list[str]:

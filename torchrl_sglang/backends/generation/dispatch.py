@@ -23,6 +23,7 @@ from torchrl_sglang.backends.fleet.weights_state import Weights
 from torchrl_sglang.backends.generation.in_flight import Counters, InFlight, Ticket
 from torchrl_sglang.backends.generation.reply import (
     Reply,
+    aborted_early,
     cut_short,
     decode_reply,
     parse_completion,
@@ -129,11 +130,14 @@ class Dispatcher:
                     ),
                 )
                 path, session, lost = f"{url}/generate", request.session_id, False
-                if "stream" in payload:
-                    reply, lost = await self._stream(path, payload, ticket, deadline)
-                else:
-                    answer = await self.post(path, payload, ticket, deadline, session)
-                    reply = decode_reply(answer)
+                ask = (path, payload, ticket, deadline)
+                try:
+                    if "stream" in payload:
+                        reply, lost = await self._stream(*ask)
+                    else:
+                        reply = decode_reply(await self.post(*ask, session))
+                except RequestRefusedError as error:
+                    reply = aborted_early(error)
             outcome = self._read(reply, request, url, weights.version, ticket)
             if isinstance(outcome, Completion):
                 if count:

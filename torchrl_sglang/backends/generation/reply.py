@@ -20,11 +20,16 @@ from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
     ServerUnavailableError,
+    SGLangError,
 )
 from torchrl_sglang.types import Completion, VersionSpan
 
 NAN_STOP = "NaN happened"
 """The stop text that SGLang reports when it sampled from logits that are NaN."""
+
+ABORTED_EARLY = "Aborted by AbortReq"
+"""What SGLang says, with status 400, of a request that was aborted while its grammar was
+compiled (``abort_requests`` in ``sglang/srt/constrained/grammar_manager.py``)."""
 
 
 # A reply holds an entry for each token. As objects that Python's garbage collector
@@ -100,6 +105,14 @@ def decode_reply(answer: Response) -> Reply:
         raise ServerUnavailableError(
             f"{answer.url} sent a malformed reply ({problem}): {content!r:.300}"
         ) from problem
+
+
+def aborted_early(error: RequestRefusedError) -> Reply:
+    """Returns the reply that a refusal is if it is an abort; otherwise raises it."""
+    if ABORTED_EARLY not in str(error):
+        raise error
+    reason = FinishReason(type="abort", message=ABORTED_EARLY, status_code=400)
+    return Reply(output_ids=[], meta_info=MetaInfo(finish_reason=reason))
 
 
 def cut_short(reply: Reply, error: Exception) -> Reply:
@@ -212,6 +225,8 @@ class _Reader:
         # would kill the server that is to go on from it.
         if (
             self._reason.type != "abort"
+            # It holds a token after another prompt.
+            or ABORTED_EARLY in (self._reason.message or "")
             or counted not in (None, len(ids))
             or not all(0 <= token < self._vocab_size for token in ids)
         ):
@@ -304,8 +319,10 @@ def _known(log_prob: float | None) -> float:
     return math.nan if log_prob is None else log_prob
 
 
-def _abort_error(reason: FinishReason, length: int, server: str) -> Exception:
+def _abort_error(reason: FinishReason, length: int, server: str) -> SGLangError:
     message, status = reason.message or "Unknown error", reason.status_code
+    if ABORTED_EARLY in message:
+        length, status = 0, None
     if status is not None and 400 <= status < 500:
         return RequestRefusedError(
             f"{server} refused the request (HTTP {status}): {message}",

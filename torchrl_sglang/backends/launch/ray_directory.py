@@ -37,12 +37,12 @@ class RayDirectory:
 
     def publish(self, urls: Sequence[str]) -> None:
         """Records each server's address, by rank; empty: it is down. Does not wait."""
-        if self._actor is not None and _is_connected():
+        if self._actor is not None and is_connected():
             self._actor.put.remote(tuple(urls))
 
     async def urls(self) -> Sequence[str]:
         """Returns what was published last; raises an SGLangError if it cannot."""
-        if not _is_connected():
+        if not is_connected():
             raise ServerUnavailableError(
                 "This process is not connected to the Ray cluster of the servers."
             )
@@ -63,7 +63,7 @@ class RayDirectory:
 
     def end(self) -> None:
         """Ends the actor."""
-        if self._actor is not None and _is_connected():
+        if self._actor is not None and is_connected():
             import ray
 
             with suppress(ray.exceptions.RayError, ValueError):
@@ -89,7 +89,8 @@ class _Addresses:
         return self._urls
 
 
-def _is_connected() -> bool:
+def is_connected() -> bool:
+    """Returns whether this process is connected; a call would start a new cluster."""
     import ray
 
     return bool(ray.is_initialized())

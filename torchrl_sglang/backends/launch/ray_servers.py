@@ -30,7 +30,7 @@ from torchrl_sglang.backends.launch.process import (
     READY_POLL_SECONDS,
     STOP_TIMEOUT_SECONDS,
 )
-from torchrl_sglang.backends.launch.ray_directory import RayDirectory
+from torchrl_sglang.backends.launch.ray_directory import RayDirectory, is_connected
 from torchrl_sglang.backends.launch.ray_host import HostInfo, Prepared, ServerHost
 from torchrl_sglang.backends.launch.ray_placement import Demand, Seat, Seats
 from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
@@ -234,7 +234,7 @@ class RayServer:
         """``"starting"``, ``"ready"``, ``"dead"`` (it ended) or ``"stopped"``."""
         if self._stopped:
             return "stopped"
-        if any(end.done() for end in self._ended) or not _is_connected():
+        if any(end.done() for end in self._ended) or not is_connected():
             return "dead"
         return "ready" if self._ready else "starting"
 
@@ -273,7 +273,7 @@ class RayServer:
         """Goes on with the start as far as possible."""
         if self._stopped:
             raise ServerStartError(f"The {self.name} was stopped before it was ready.")
-        if not _is_connected():
+        if not is_connected():
             raise ServerStartError(f"The {self.name} ended: {_LEFT}.")
         if self._error is not None:
             raise self._error
@@ -390,7 +390,7 @@ class RayServer:
                     return "\n".join(end.result().splitlines()[-lines:])
                 except Exception as error:  # noqa: BLE001 - Ray's, of many kinds.
                     return f"(the log ended with its actor or its node: {_why(error)})"
-        if not _is_connected():
+        if not is_connected():
             return f"(the log is gone: {_LEFT})"
         try:
             text: str = _call(self._hosts[0], "log_tail", lines).result(LOG_SECONDS)
@@ -400,7 +400,7 @@ class RayServer:
 
     def request_stop(self) -> None:
         """Begins to stop it; does not wait."""
-        if self._stopping or not self.placed or not _is_connected():
+        if self._stopping or not self.placed or not is_connected():
             return
         self._stopping = [_call(host, "stop") for host in self._hosts]
 
@@ -418,13 +418,6 @@ class RayServer:
 
     def __repr__(self) -> str:
         return f"RayServer({self.url!r}, state={self.state!r})"
-
-
-def _is_connected() -> bool:
-    """Returns whether this process is connected; a call would start a new cluster."""
-    import ray
-
-    return bool(ray.is_initialized())
 
 
 def _call(actor: Any, method: str, *args: Any) -> Future[Any]:
@@ -461,6 +454,6 @@ def _why(error: BaseException) -> str:
 def _kill(actors: list[Any]) -> None:
     import ray
 
-    for actor in actors if _is_connected() else ():
+    for actor in actors if is_connected() else ():
         with suppress(ray.exceptions.RayError, ValueError):
             ray.kill(actor)

@@ -36,11 +36,11 @@ def engine(older):
 class Running:
     """A call in a thread, whose requests wait on a server."""
 
-    def __init__(self, fake, call, requests=1):
+    def __init__(self, fake, call, requests=1, fault="hang"):
         self._result = self._error = None
         count = len(fake.payloads())
         self._thread = threading.Thread(target=self._run, args=(call,))
-        with fake.misbehaving("hang"):
+        with fake.misbehaving(fault):
             self._thread.start()
             fake.wait_for("/generate", count + requests)
 
@@ -299,6 +299,35 @@ def test_a_stop_string_over_a_boundary(older, engine, name):
     assert answer.token_ids == [20, 21, 22, 20]
     assert (answer.finish_reason, answer.matched_stop) == ("stop", stop)
     assert spans(answer) == [("default", 0, KEPT), ("1", KEPT, KEPT + 1)]
+
+
+def test_a_request_whose_grammar_is_compiled_begins_anew(older, engine):
+    """The server calls it a refusal; what it has generated follows another prompt."""
+
+    def call():
+        return engine.generate(
+            input_ids=[5, 6],
+            sampling_params={"max_new_tokens": 4},
+        )
+
+    running = Running(older, call, fault="hang_compiling")
+    with update(engine, older, "1"):
+        pass
+    (answer,) = running.wait()
+    assert answer.token_ids == [5, 6, 5, 6]
+    assert sent(older, "input_ids", "max_new_tokens") == [([5, 6], 4)] * 2
+
+
+def test_an_abort_while_a_grammar_is_compiled(older, engine):
+    def call():
+        return engine.generate(input_ids=[5], request_ids=["a"])
+
+    running = Running(older, call, fault="hang_compiling")
+    assert engine.abort(["a"]) == 1
+    with pytest.raises(GenerationAbortedError) as caught:
+        running.wait()
+    assert caught.value.requested
+    assert caught.value.partial.token_ids == []
 
 
 @pytest.mark.parametrize("return_partial", [True, False])

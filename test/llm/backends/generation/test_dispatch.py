@@ -44,6 +44,7 @@ def generate(engine, **options):
         ("other_tokens", ServerUnavailableError, "other tokens"),
         ("abort", GenerationAbortedError, "after 1 tokens"),
         ("abort_400", RequestRefusedError, "HTTP 400.*cannot be served"),
+        ("abort_compiling", GenerationAbortedError, "after 0 tokens"),
     ],
 )
 def test_faults(fake, fake_engine, fault, error, words):

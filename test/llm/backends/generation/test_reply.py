@@ -446,6 +446,11 @@ def test_replies_that_are_not_json(body):
             RequestRefusedError,
             "HTTP 400.*Too long",
         ),
+        (
+            {"type": "abort", "message": "Aborted by AbortReq.", "status_code": 400},
+            GenerationAbortedError,
+            "after 0 tokens",
+        ),
     ],
 )
 def test_aborted_responses(reason, error, words):

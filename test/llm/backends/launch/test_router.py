@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,11 @@ def wait_for(condition: Callable[[], Any], seconds: float = SECONDS) -> float:
         assert time.monotonic() < begin + seconds
         time.sleep(0.01)
     return time.monotonic() - begin
+
+
+def is_stopped(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(") ")[2][0] == "T" for task in tasks)
 
 
 async def send(
@@ -269,6 +275,8 @@ def test_one_that_hangs():
         (process,) = descendants(router.pid)
         os.kill(process, signal.SIGSTOP)
         try:
+            # Its threads stop one after the other.
+            wait_for(lambda: is_stopped(process))
             with pytest.raises(ServerTimeoutError, match=f"{router.url}/workers"):
                 run_sync(router.workers(timeout=0.2))
         finally:
