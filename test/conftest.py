@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import secrets
 import tempfile
@@ -36,6 +37,8 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     """Deletes the logs that servers leave behind whose starts failed."""
     # pytest's own folder stays where it is, and so do the kernels that servers compile.
     tmp_path_factory.getbasetemp()
+    # That of multiprocessing is deleted later, by itself.
+    multiprocessing.util.get_temp_dir()
     kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     with (
         # Short, for the paths of sockets.

@@ -236,8 +236,8 @@ def copy_recipe(folder: Path, model: str) -> Path:
     modes = folder / "config" / "mode"
     modes.mkdir(parents=True)
     OmegaConf.save(make_config(model), folder / "config" / "grpo_gsm8k.yaml")
-    # Otherwise a batch is collected while the one before is trained on, and emptied with
-    # it if it came early.
+    # Otherwise a batch is collected while the one before is trained on, and is deleted
+    # with that if it comes early.
     for mode, frequency, sync_iter in (("sync", None, True), ("async", 1, None)):
         train = {
             "sync": mode == "sync",

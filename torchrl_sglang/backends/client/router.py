@@ -80,8 +80,9 @@ class RouterClient:
             answer = await self._call("DELETE", f"/workers/{entry['id']}")
             if answer.status != 404:
                 answer.raise_for_status()
-            while await self._find(url) is not None:
+            while entry is not None:
                 await asyncio.sleep(POLL_SECONDS)
+                entry = await self._find(url)
 
     @asynccontextmanager
     async def _change(self, name: str, timeout: float) -> AsyncIterator[None]:

@@ -28,8 +28,8 @@ NAN_STOP = "NaN happened"
 """The stop text that SGLang reports when it sampled from logits that are NaN."""
 
 ABORTED_EARLY = "Aborted by AbortReq"
-"""What SGLang says, with status 400, of a request that was aborted while its grammar was
-compiled (``abort_requests`` in ``sglang/srt/constrained/grammar_manager.py``)."""
+"""What SGLang says, with status 400, of a request that was aborted before its grammar
+was compiled (``abort_requests`` in ``sglang/srt/constrained/grammar_manager.py``)."""
 
 
 # A reply holds an entry for each token. As objects that Python's garbage collector
