@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from torchrl_sglang.backends.support.checks import nearest
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.messages import Message, text_of
 from torchrl_sglang.gateway.openai import Request, Usage, finish_reason
@@ -70,7 +71,11 @@ def read_count(body: Any) -> Request:
         if value is None or name in _ABOUT:
             continue
         if name not in _SAMPLING:
-            raise ConfigurationError(f"{name!r} is not supported by this endpoint.")
+            near = nearest(name, _SAMPLING)
+            raise ConfigurationError(
+                f"{name!r} is not supported by this endpoint."
+                + (f" Did you mean {near!r}?" if near else "")
+            )
         params[_SAMPLING[name]] = value
     return Request(
         messages=messages,

@@ -17,8 +17,8 @@ from torchrl_sglang.cli.options import engine_arguments
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
-FLAGS_VARIABLE = "SGLANG_BUNDLE_FLAGS"
-"""Environment variable with further flags of SGLang's server for this GPU machine."""
+FLAGS_VARIABLE = "TORCHRL_SGLANG_BENCH_FLAGS"
+"""Environment variable with further flags of the servers that ``bench`` starts."""
 
 FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),

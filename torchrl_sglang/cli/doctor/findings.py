@@ -18,7 +18,7 @@ FEW_FILES = 256  # With fewer, a server's own connections and libraries do not o
 MAX_TEMP_PATH = 56  # A socket's path has at most 107 bytes, of which a server adds 51.
 PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 CUMEM = "NCCL_CUMEM_ENABLE"
-SLOW = "weight updates were 30 times slower with it."
+SLOW = "weight updates are many times slower with it."
 NCCL_VARIABLES = {
     CUMEM: "a server sets 0 unless it inherits this, and the first broadcast fails "
     "where the two sides differ.",
