@@ -445,6 +445,8 @@ class Fleet:
         if url != replica.url:
             torchrl_logger.info(f"The server at {replica.url} is now at {url}.")
             self._routing.forget(replica.url)
+            # A poll may have begun after its end.
+            self.on_end(replica.url, False)
             replica.url = url
 
     def is_back(self, replica: Replica, start_id: str) -> None:

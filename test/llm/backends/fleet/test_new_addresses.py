@@ -34,8 +34,8 @@ def engine(launcher: FakeLauncher) -> Iterator[AsyncSGLang]:
         yield engine
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
+def until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -146,6 +146,20 @@ def test_a_machine_that_vanishes_in_an_update(engine, launcher):
         update.commit("1")
     assert states(engine) == ["stale", "serving"]
     assert engine.control.urls == (launcher.handles[2].url, second.url)
+
+
+def test_a_copy_that_polls_a_machine_that_vanished_follows(engine, launcher):
+    """Nobody closes the poll's connection, and it would wait for 30 s."""
+    copy = pickle.loads(pickle.dumps(engine))
+    first = launcher.handles[0]
+    first.server.vanish()
+    before = len(first.server.requests)
+    copy._fleet.mark_down(copy._fleet.replicas[0], "It is gone.")
+    until(lambda: len(first.server.requests) > before)
+    first.vanish()
+    until(lambda: states(copy) == ["serving"] * 2, SECONDS / 2)
+    assert urls(copy) == urls(engine)
+    copy.shutdown()
 
 
 def test_a_copy_follows_its_engine(engine, launcher):
