@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,36 @@ def test_each_mount_has_its_volume(manifest):
 
 def test_the_batch_script_is_a_script():
     subprocess.run(["bash", "-n", str(FOLDER / "slurm.sbatch")], check=True)
+
+
+def test_the_batch_script_ends_if_ray_does_not_start(tmp_path):
+    commands = {
+        "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+        "scontrol": "echo node1",
+        "hostname": "echo 10.0.0.1",
+        "ray": "exit 1",
+        "activate": "",
+    }
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in commands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    environment = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "VENV": str(tmp_path),
+        "SLURM_JOB_NODELIST": "node1",
+        "SLURM_JOB_ID": "1",
+        "SLURM_CPUS_PER_TASK": "8",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    done = subprocess.run(
+        ["bash", str(FOLDER / "slurm.sbatch"), "rollouts.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "The head of the Ray cluster did not start." in done.stderr

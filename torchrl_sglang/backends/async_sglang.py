@@ -448,7 +448,7 @@ class AsyncSGLang(TorchRLCalls):
 
     @property
     def placements(self) -> tuple[ServerPlacement, ...]:
-        replicas = {replica.url: replica for replica in self._fleet.replicas}
+        located = {replica.url: replica.location for replica in self._fleet.replicas}
         device = self.capabilities.server_args.get("device")
         nodes = int(self.capabilities.server_args.get("nnodes") or 1)
         return tuple(
@@ -456,7 +456,7 @@ class AsyncSGLang(TorchRLCalls):
                 url=url,
                 local=nodes == 1 and is_this_machine(url),
                 device=device if isinstance(device, str) else None,
-                gpus=None if (at := replicas[url].location) is None else at.gpus,
+                gpus=None if (at := located.get(url)) is None else at.gpus,
                 visible_gpus=None if at is None else at.visible_gpus,
             )
             for url in self.control.urls

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -91,6 +92,5 @@ class _Addresses:
 
 def is_connected() -> bool:
     """Returns whether this process is connected; a call would start a new cluster."""
-    import ray
-
-    return bool(ray.is_initialized())
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torchrl._utils import logger as torchrl_logger
@@ -170,22 +174,25 @@ class RayLauncher:
                 f"parallel_start={parallel!r} is for launcher='local'; with Ray, "
                 f"servers start all at once (True) or one after the other (False)."
             )
+        start_timeout = check_seconds("start_timeout", start_timeout)
         ray = connect()
         device = spec.get("device")
         if device is None:
             device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
         demand = self._demand(known, device)
-        group, seats, release = self._reserve(ray, demand, num_replicas)
         api_key = spec.get("api_key")
         if api_key is None:
             api_key = make_key(node["NodeManagerAddress"] for node in ray.nodes())
-        own = {**spec, "device": device, "api_key": api_key}
+        own = {**_absolute(spec), "device": device, "api_key": api_key}
         if device == "cpu":
             threads = str(max(1, int(demand.resources.get("CPU", 1))))
             limit = {"OMP_NUM_THREADS": threads}
             own["environment"] = {**limit, **(spec.get("environment") or {})}
+        specs = counted_specs(num_replicas, own)
+        # Last, because from here on the servers release what is reserved.
+        group, seats, release = self._reserve(ray, demand, num_replicas)
         return RayServers(
-            counted_specs(num_replicas, own),
+            specs,
             seats,
             Place(
                 group=group,
@@ -193,7 +200,7 @@ class RayLauncher:
                 timeout=self.placement_timeout,
                 demand=demand,
             ),
-            start_timeout=check_seconds("start_timeout", start_timeout),
+            start_timeout=start_timeout,
             at_once=1 if parallel is False else num_replicas,
             api_key=api_key,
             release=release,
@@ -289,6 +296,11 @@ def _check_resources(resources: object) -> None:
                 f"resources={resources!r}: give amounts like {{'CPU': 8}}; GPUs follow "
                 f"from tp_size, and gpu_fraction= is the share of each."
             )
+        if name == "object_store_memory":
+            raise ConfigurationError(
+                f"resources={resources!r}: servers keep nothing in Ray's object store; "
+                f"leave object_store_memory out."
+            )
 
 
 def _check_arguments(known: Mapping[str, Any]) -> None:
@@ -298,6 +310,17 @@ def _check_arguments(known: Mapping[str, Any]) -> None:
                 f"{name}={known[name]!r} cannot be given with a Ray launcher: {why}; "
                 f"leave it out."
             )
+
+
+def _absolute(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments with absolute paths; an actor has a folder of its own."""
+    found = dict(spec)
+    if Path(spec["model"]).is_dir():
+        found["model"] = str(Path(spec["model"]).absolute())
+    # A bare name is looked up in PATH.
+    if os.path.dirname(spec.get("python") or ""):
+        found["python"] = str(Path(spec["python"]).absolute())
+    return found
 
 
 def make_key(addresses: Iterable[str]) -> str | None:
@@ -315,7 +338,7 @@ def connect() -> Any:
             "torchrl-sglang[ray]."
         ) from error
     if not ray.is_initialized():
-        ray.init()
+        _init(ray)
     if ray.util.client.ray.is_connected():
         raise ConfigurationError(
             "This process uses the cluster through Ray Client (ray://...), from where "
@@ -323,6 +346,16 @@ def connect() -> Any:
             "with `ray job submit`."
         )
     return ray
+
+
+def _init(ray: Any) -> None:
+    """Connects to a cluster; the caller's handler of SIGTERM stays."""
+    handler = signal.getsignal(signal.SIGTERM)
+    ray.init()
+    in_main = threading.current_thread() is threading.main_thread()
+    # Ray's handler is better than none: it ends the process with a clean-up.
+    if in_main and handler not in (signal.SIG_DFL, None):
+        signal.signal(signal.SIGTERM, handler)
 
 
 def read_bundles(ray: Any, group: Any) -> list[Bundle]:

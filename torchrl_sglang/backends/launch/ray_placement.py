@@ -141,6 +141,7 @@ def _parts(bundles: Sequence[Bundle], demand: Demand) -> Iterator[list[Seat]]:
             for _ in range(_fits(bundle.free, demand.resources)):
                 yield [Seat(bundle=bundle.index, gpus=0.0, resources=demand.resources)]
         return
+    left = {bundle.index: dict(bundle.free) for bundle in bundles}
     part: list[Seat] = []
     missing = demand.gpus
     for bundle, gpus in _shares(bundles, demand):
@@ -149,7 +150,7 @@ def _parts(bundles: Sequence[Bundle], demand: Demand) -> Iterator[list[Seat]]:
             continue
         # The first actor runs the server, and the others hold GPUs.
         resources = {} if part else demand.resources
-        if not _fits(bundle.free, resources):
+        if not _take(left[bundle.index], resources):
             continue
         share = gpus * demand.gpu_fraction if demand.gpu_fraction < 1 else gpus
         part.append(Seat(bundle=bundle.index, gpus=share, resources=resources))
@@ -180,6 +181,14 @@ def _fits(free: Mapping[str, float], resources: Mapping[str, float]) -> int:
         return 1
     # 0.3 of 0.9 fits three times.
     return min(int(free.get(n, 0.0) / amount + 1e-9) for n, amount in wanted.items())
+
+
+def _take(left: dict[str, float], resources: Mapping[str, float]) -> bool:
+    """Takes resources from what is left; returns False if they do not fit."""
+    fits = _fits(left, resources) > 0
+    for name, amount in resources.items() if fits else ():
+        left[name] = left.get(name, 0.0) - amount
+    return fits
 
 
 def _too_few(

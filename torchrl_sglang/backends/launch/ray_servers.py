@@ -72,6 +72,7 @@ class Place:
         options = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": seat.gpus,
+            "memory": resources.pop("memory", None),
             "resources": resources,
             "max_concurrency": MAX_CONCURRENCY,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
@@ -112,8 +113,10 @@ class RayServers:
         # Also without a call of stop(): what is reserved is released.
         self._release = weakref.finalize(self, release)
         self.directory = RayDirectory()
-        self._servers = [self._make(rank) for rank in range(self.num_servers)]
+        self._servers: list[RayServer] = []
         try:
+            for rank in range(self.num_servers):
+                self._servers.append(self._make(rank))
             self._prepare()
         except BaseException:
             self.stop(self._servers)

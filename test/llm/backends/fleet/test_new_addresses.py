@@ -142,6 +142,7 @@ def test_a_machine_that_vanishes_in_an_update(engine, launcher):
         until(lambda: len(launcher.handles) == 3 and "down" not in states(engine))
         # The update goes on to fail at the address where the server was.
         assert engine.control.urls == (first.url, second.url)
+        assert [each.url for each in engine.placements] == [first.url, second.url]
         second.server.weight_version = "1"
         update.commit("1")
     assert states(engine) == ["stale", "serving"]

@@ -82,6 +82,14 @@ def test_the_first_seat_takes_what_else_is_reserved():
     assert [dict(seat.resources) for seat in node] == [{"CPU": 1.0}, {}]
 
 
+def test_what_else_is_reserved_is_counted_for_each_server():
+    demand = Demand(gpus=1, resources={"CPU": 1.0})
+    seats = choose_seats(bundles("a", "a", GPU=2.0, CPU=1.0), demand, 2)
+    assert chosen(seats) == [[[0]], [[1]]]
+    with pytest.raises(ConfigurationError, match="room for 2 of 3 servers"):
+        choose_seats(bundles("a", "a", GPU=2.0, CPU=1.0), demand, 3)
+
+
 def test_servers_on_cpu():
     demand = Demand(resources={"CPU": 0.3})
     seats = choose_seats(bundles("a", "b", CPU=0.9), demand, 4)

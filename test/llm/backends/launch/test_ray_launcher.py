@@ -1,0 +1,154 @@
+"""What the Ray launcher decides and reserves, with a stand-in for Ray."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchrl_sglang.backends.launch import ray_launcher
+from torchrl_sglang.backends.launch.ray_directory import is_connected
+from torchrl_sglang.backends.launch.ray_launcher import RayLauncher, connect
+from torchrl_sglang.backends.launch.ray_placement import Demand, Seat
+from torchrl_sglang.backends.launch.ray_servers import Place
+from torchrl_sglang.errors import ConfigurationError
+
+NODE = {
+    "NodeManagerAddress": "10.0.0.1",
+    "NodeID": "a",
+    "Alive": True,
+    "Resources": {"GPU": 8.0, "CPU": 8.0},
+}
+
+
+class FakeRay:
+    """A cluster of one node; it remembers the placement groups."""
+
+    def __init__(self) -> None:
+        self.groups: list[str] = []
+        self.util = SimpleNamespace(
+            placement_group=self.reserve,
+            client=SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: False)),
+        )
+
+    def reserve(self, bundles: Any, strategy: str) -> str:
+        self.groups.append(strategy)
+        return f"group {len(self.groups)}"
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"GPU": 8.0}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [NODE]
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """Ray, to which the launcher is connected."""
+    fake = FakeRay()
+    monkeypatch.setattr(ray_launcher, "connect", lambda: fake)
+    return fake
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of the servers that were bound."""
+    specs: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        ray_launcher, "RayServers", lambda each, *_, **__: specs.extend(each)
+    )
+    return specs
+
+
+@pytest.mark.parametrize(
+    ("spec", "start_timeout"), [({}, -1.0), ({"random_seed": "one"}, 9.0)]
+)
+def test_nothing_is_reserved_for_wrong_arguments(fake, spec, start_timeout):
+    with pytest.raises(ValueError, match="start_timeout|'one'"):
+        RayLauncher().bind(2, {"model": "m", **spec}, start_timeout=start_timeout)
+    assert fake.groups == []
+
+
+def test_paths_do_not_depend_on_the_folder(fake, bound, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    RayLauncher().bind(1, {"model": "model", "python": Path("venv/bin/python")})
+    RayLauncher().bind(1, {"model": "owner/model", "python": "python3"})
+    assert [(each["model"], each["python"]) for each in bound] == [
+        (str(tmp_path / "model"), str(tmp_path / "venv/bin/python")),
+        ("owner/model", "python3"),
+    ]
+
+
+@pytest.fixture
+def handler() -> Iterator[Any]:
+    """The caller's handler of SIGTERM."""
+
+    def handle(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, handle)
+    yield handle
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_caller_s_handler_of_sigterm_stays(monkeypatch, handler):
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())
+    connect()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    connect()
+    assert callable(signal.getsignal(signal.SIGTERM))
+
+
+def test_a_thread_sets_no_handler(monkeypatch, handler):
+    monkeypatch.setitem(sys.modules, "ray", fake := FakeRay())
+    monkeypatch.setattr(fake, "init", lambda: None)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(connect()))
+    thread.start()
+    thread.join(10)
+    assert found == [fake]
+
+
+def test_memory_is_reserved_as_ray_reserves_it(monkeypatch):
+    import ray
+    from ray._common.utils import resources_from_ray_options
+    from ray.util.placement_group import PlacementGroup
+
+    asked: list[dict[str, Any]] = []
+
+    def remote(**options: Any) -> Any:
+        asked.append(options)
+        return lambda actor: SimpleNamespace(remote=lambda: actor)
+
+    monkeypatch.setattr(ray, "remote", remote)
+    group = PlacementGroup.empty()
+    place = Place(group=group, runtime_env=None, timeout=1.0, demand=Demand())
+    for resources in ({"CPU": 2.0, "memory": 6e10, "special": 1.0}, {}):
+        place.create(Seat(bundle=0, gpus=1.0, resources=resources))
+    assert [resources_from_ray_options(options) for options in asked] == [
+        {"CPU": 2.0, "GPU": 1.0, "memory": 6e10, "special": 1.0},
+        {"CPU": 0, "GPU": 1.0},
+    ]
+    with pytest.raises(ConfigurationError, match="leave object_store_memory out"):
+        RayLauncher(resources={"object_store_memory": 1e9})
+
+
+def test_a_process_without_ray_is_not_connected(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert not is_connected()
+    monkeypatch.delitem(sys.modules, "ray")
+    assert not is_connected()
+    assert "ray" not in sys.modules
