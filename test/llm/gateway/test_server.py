@@ -320,7 +320,7 @@ def test_what_is_not_supported_is_refused(fake, session, body, words):
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"seed": 1}, "seed"),
-        ({"temperatur": 1}, "Did you mean 'temperature'"),
+        ({"temprature": 1}, "Did you mean 'temperature'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "input_schema"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
