@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,31 @@ FIRST_HOST = 11
 QUICK = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
+    "health_check_timeout_ms": 5000,
     "health_check_failure_threshold": 3,
 }
-"""A dead node is known after a second or two."""
+"""A dead node refuses a connection, and is known after two seconds; one of a busy machine
+answers late."""
+
+TRIES = 3
+
+
+def start_patiently(start: Callable[[], Any]) -> Any:
+    """Starts a node: a busy machine takes longer than the 30 s that Ray gives it."""
+    import ray
+
+    for _ in range(TRIES - 1):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+        ray.shutdown()
+        # Ray ends its processes when this one ends, and does not wait for them.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+    return start()
 
 
 @contextmanager
@@ -62,7 +84,8 @@ def address(index: int) -> str:
 def add_node(cluster: Any, index: int, **arguments: Any) -> Any:
     """Adds a node to a cluster."""
     own = {"node_ip_address": address(index), "object_store_memory": 80 * 2**20}
-    return cluster.add_node(**{**own, "include_dashboard": False, **arguments})
+    node = {**own, "include_dashboard": False, **arguments}
+    return start_patiently(lambda: cluster.add_node(**node))
 
 
 def processes(text: str) -> list[int]:

@@ -17,6 +17,7 @@ import torch
 from helpers import log_probs
 from helpers.fake_server import FakeServer
 from helpers.log_probs import response_difference
+from helpers.ray_cluster import start_patiently
 from tensordict import set_list_to_stack
 
 from torchrl_sglang import AsyncSGLang
@@ -109,12 +110,14 @@ def ray_here(request: pytest.FixtureRequest) -> Iterator[Any]:
     cloudpickle.register_pickle_by_value(request.module)
     # A finalizer that called Ray after its end has started it again.
     ray.shutdown()
-    ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        _node_ip_address="127.0.0.1",
+    start_patiently(
+        lambda: ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 * 2**20,
+            _node_ip_address="127.0.0.1",
+        )
     )
     yield ray
     # A finalizer that calls Ray afterwards would start it again.
