@@ -17,6 +17,9 @@ from torchrl_sglang.errors import ConfigurationError
 SAME = ("env", "model", "train_model.lora", "optimizer.name", "train.seed")
 """What a run that goes on must have in common with the one that was saved."""
 
+RESULTS = ("logs", "rollouts.jsonl", "model")
+"""What a run writes beside its checkpoints."""
+
 
 class Checkpoints:
     """The newest checkpoints of a run.
@@ -39,17 +42,21 @@ class Checkpoints:
         """Returns the newest checkpoint, if the run is to go on and there is one.
 
         Raises:
-            ConfigurationError: if the folder has checkpoints and the run is to begin,
-                or if they are of another run.
+            ConfigurationError: if there are checkpoints, or other results, and the run
+                is to begin, or if the checkpoints are of another run.
         """
         paths = self.paths()
+        results = (self._folder.parent / name for name in RESULTS)
+        if not cfg.train.resume:
+            for path in (*paths, *results):
+                if path.exists():
+                    raise ConfigurationError(
+                        f"{path} is of an earlier run; give train.resume=true to go on "
+                        f"after its newest checkpoint, or begin again if it has none, "
+                        f"or another logging.experiment_name."
+                    )
         if not paths:
             return None
-        if not cfg.train.resume:
-            raise ConfigurationError(
-                f"{self._folder} has checkpoints; give train.resume=true to go on, or "
-                f"another logging.experiment_name."
-            )
         state: dict[str, Any] = torch.load(
             paths[-1], map_location="cpu", weights_only=False
         )

@@ -7,6 +7,7 @@ the engine, the weight-sync scheme and Ray are checked by these.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,50 @@ OPEN = (
     "train.correction",
 )
 """Sections whose names belong to somebody else, who checks them."""
+
+OPTIONAL = (
+    "inference_model.gpu_memory_utilization",
+    "inference_model.max_model_len",
+    "logging.checkpoint_frequency",
+    "logging.eval_frequency",
+    "optimizer.clip_grad_norm",
+    "train_model.attn_implementation",
+)
+"""Parameters with a default value that may be null, too."""
+
+COUNTS = (
+    "train.total_dialog_turns",
+    "train.dialog_turns_per_batch",
+    "train.weight_update_frequency",
+    "train.epochs",
+    "train.optim_batch_size",
+    "train.gradient_accumulation_steps",
+    "env.repeats",
+    "train_model.num_devices",
+    "inference_model.num_devices",
+    "inference_model.num_replicas",
+    "inference_model.max_tokens",
+    "logging.checkpoint_frequency",
+    "logging.keep_checkpoints",
+    "logging.eval_frequency",
+    "logging.eval_problems",
+)
+"""Parameters that are null or at least 1."""
+
+OF_STARTED_SERVERS = tuple(
+    f"inference_model.{name}"
+    for name in (
+        "num_devices",
+        "num_replicas",
+        "launcher",
+        "torch_dtype",
+        "gpu_memory_utilization",
+        "max_model_len",
+        "enforce_eager",
+        "server_args",
+    )
+)
+"""Parameters that servers which run already do not have."""
 
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "env.answer": ("tags", "last_number"),
@@ -104,6 +149,7 @@ def check_config(cfg: DictConfig, *, sync: bool) -> None:
         )
     _check_sizes(cfg)
     _check_placement(cfg)
+    _check_used(cfg)
 
 
 def flatten(cfg: DictConfig) -> dict[str, bool | int | float | str]:
@@ -114,24 +160,20 @@ def flatten(cfg: DictConfig) -> dict[str, bool | int | float | str]:
     }
 
 
+def is_changed(cfg: DictConfig, name: str) -> bool:
+    """Returns whether a parameter has another value than the files give it."""
+    value = OmegaConf.select(cfg, name)
+    return all(value != OmegaConf.select(each, name) for each in _files())
+
+
 def _check_sizes(cfg: DictConfig) -> None:
     """Checks that groups, batches and steps divide each other."""
     train = cfg.train
-    for name in (
-        "train.total_dialog_turns",
-        "train.dialog_turns_per_batch",
-        "train.weight_update_frequency",
-        "train.epochs",
-        "train.optim_batch_size",
-        "train.gradient_accumulation_steps",
-        "env.repeats",
-        "train_model.num_devices",
-        "inference_model.num_devices",
-        "inference_model.num_replicas",
-        "inference_model.max_tokens",
-    ):
-        if OmegaConf.select(cfg, name) < 1:
-            raise ConfigurationError(f"{name} must be at least 1.")
+    for name in COUNTS:
+        count = OmegaConf.select(cfg, name)
+        if count is not None and count < 1:
+            null = ", or null for none" if name in OPTIONAL else ""
+            raise ConfigurationError(f"{name}={count} must be at least 1{null}.")
     for name, part, size in (
         ("train.dialog_turns_per_batch", "env.repeats", cfg.env.repeats),
         ("train.total_dialog_turns", "env.repeats", cfg.env.repeats),
@@ -189,6 +231,41 @@ def _check_placement(cfg: DictConfig) -> None:
             "inference_model.colocated=true is for servers on this machine; leave "
             "inference_model.launcher out."
         )
+    by_memory = not (cfg.train_model.lora.enabled or cfg.weight_sync.get("directory"))
+    if inference.colocated and inference.num_replicas > 1 and by_memory:
+        raise ConfigurationError(
+            f"inference_model.colocated=true has a server read the weights from the "
+            f"memory of the trainer's GPU, which the others of inference_model."
+            f"num_replicas={inference.num_replicas} cannot open; give one server "
+            f"inference_model.num_devices GPUs, or the servers GPUs of their own."
+        )
+
+
+def _check_used(cfg: DictConfig) -> None:
+    """Refuses what this run would not use."""
+    unused: dict[str, str] = {}
+    if cfg.inference_model.launcher != "ray":
+        need = "needs inference_model.launcher=ray; leave it out."
+        unused |= dict.fromkeys(("ray.init_config", "ray.launcher"), need)
+    if cfg.inference_model.url is not None:
+        need = "is for servers that are started; leave it, or inference_model.url, out."
+        unused |= dict.fromkeys(OF_STARTED_SERVERS, need)
+    for name, need in unused.items():
+        if is_changed(cfg, name):
+            raise ConfigurationError(f"{name}={OmegaConf.select(cfg, name)} {need}")
+    use, coefficient = cfg.train.use_kl_to_ref, cfg.train.kl_to_ref_coeff
+    if use is not (coefficient > 0):
+        raise ConfigurationError(
+            f"train.use_kl_to_ref={use} and train.kl_to_ref_coeff={coefficient} do not "
+            f"fit: give train.use_kl_to_ref=true and a coefficient above 0, or neither."
+        )
+
+
+@functools.cache
+def _files() -> tuple[DictConfig, ...]:
+    """Returns the default values, and those of a run without a GPU."""
+    debug = OmegaConf.load(FOLDER / "config" / "debug" / "cpu.yaml")
+    return OmegaConf.create(_defaults()), debug
 
 
 def _defaults() -> dict[str, Any]:
@@ -219,7 +296,9 @@ def _is_open(name: str) -> bool:
 
 def _check_type(name: str, value: Any, default: Any) -> None:
     """Refuses a value of another type than the default, where there is one."""
-    if value is None or default is None or isinstance(value, type(default)):
+    if default is None or isinstance(value, type(default)):
+        return
+    if value is None and (name in OPTIONAL or None in CHOICES.get(name, ())):
         return
     if isinstance(default, float) and isinstance(value, int) and value is not True:
         return

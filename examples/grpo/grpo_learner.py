@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import MCAdvantage
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
+from grpo_config import is_changed
 from torchrl_sglang import GRPOLoss, OffPolicyCorrection, RolloutCorrectionConfig
 from torchrl_sglang.errors import ConfigurationError
 
@@ -165,7 +167,8 @@ class Learner:
                 if value is not None:
                     yield f"loss/{name}", value.item()
             yield from self._correction_metrics().items()
-        norm = clip_grad_norm_(self._parameters, self.cfg.optimizer.clip_grad_norm)
+        limit = self.cfg.optimizer.clip_grad_norm
+        norm = clip_grad_norm_(self._parameters, math.inf if limit is None else limit)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -257,7 +260,7 @@ def make_optimizer(
     """Returns the optimizer of torch that the configuration names.
 
     Raises:
-        ConfigurationError: if there is none of this name.
+        ConfigurationError: if there is none of this name, or it has no such argument.
     """
     kind = getattr(torch.optim, cfg.optimizer.name, None)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
@@ -265,9 +268,13 @@ def make_optimizer(
             f"optimizer.name={cfg.optimizer.name!r} is no optimizer of torch.optim; "
             f"give AdamW, Adam, ..."
         )
-    return kind(
-        parameters,
-        lr=cfg.optimizer.lr,
-        eps=cfg.optimizer.eps,
-        weight_decay=cfg.optimizer.weight_decay,
-    )
+    known = inspect.signature(kind).parameters
+    arguments = {name: cfg.optimizer[name] for name in ("lr", "eps", "weight_decay")}
+    for name in arguments.keys() - known.keys():
+        value = arguments.pop(name)
+        if is_changed(cfg, f"optimizer.{name}"):
+            raise ConfigurationError(
+                f"optimizer.name={cfg.optimizer.name} has no {name}; leave "
+                f"optimizer.{name}={value} out."
+            )
+    return kind(parameters, **arguments)

@@ -47,10 +47,14 @@ PHASES = {
     "train": "Training",
     "update": "Sending weights",
     "evaluate": "Evaluation",
+    "save": "Writing checkpoints",
 }
-"""Phase of the trainer -> what bounds a synchronous run that it takes the longest of.
+"""Phase of the trainer -> what bounds a run that it takes the longest of.
 
 A trainer that collects waits for responses."""
+
+STEP = ("collect", "train", "update")
+"""Phases of each step."""
 
 
 class Clock:
@@ -78,15 +82,19 @@ def summarize(totals: Mapping[str, float], bottleneck: str, *, sync: bool) -> st
         sync: whether one phase waits for the other, so that the longest one counts.
 
     Examples:
-        >>> totals = {"collect": 6.0, "train": 3.0, "update": 1.0, "evaluate": 0.0}
+        >>> totals = {"collect": 6.0, "train": 3.0, "update": 1.0}
         >>> summarize(totals, "Training bounds the run.", sync=True)
-        'Generation bounds the run (collect 60%, train 30%, update 10%, evaluate 0%).'
+        'Generation bounds the run (collect 60%, train 30%, update 10%).'
+        >>> summarize({**totals, "save": 10.0}, "Training bounds the run.", sync=False)
+        'Writing checkpoints bounds the run (collect 30%, train 15%, update 5%, \
+save 50%).'
     """
     total = sum(totals.values()) or 1.0
     shares = ", ".join(f"{name} {each / total:.0%}" for name, each in totals.items())
-    sentence = bottleneck
-    if sync and not bottleneck.startswith("The environment"):
-        longest = max(totals, key=lambda phase: totals[phase])
+    sentence, longest = bottleneck, max(totals, key=lambda phase: totals[phase])
+    # The collector does not know what else the trainer does.
+    elsewhere = longest not in STEP
+    if elsewhere or (sync and not bottleneck.startswith("The environment")):
         sentence = f"{PHASES[longest]} bounds the run."
     return f"{sentence.rstrip('.')} ({shares})."
 
@@ -144,8 +152,11 @@ class Run:
         scalars = (self.folder / "logs").rglob("*.csv")
         last = -1 if saved is None else self.step
         forget_later_steps(self.folder / "rollouts.jsonl", scalars, last)
-        logger = make_logger(self.cfg, self.folder, (saved or {}).get("logger"))
-        if saved is None and logger is not None:
+        backend, state = self.cfg.logging.backend, None
+        if saved is not None and saved["config"]["logging"]["backend"] == backend:
+            state = saved["logger"]
+        logger = make_logger(self.cfg, self.folder, state)
+        if state is None and logger is not None:
             logger.log_hparams(flatten(self.cfg))
         return logger
 
@@ -207,8 +218,7 @@ class Run:
         return metrics
 
     def _times(self, metrics: dict[str, float]) -> dict[str, float]:
-        seconds = {f"time/{name}": each for name, each in self.clock.last.items()}
-        del seconds["time/evaluate"]
+        seconds = {f"time/{name}": self.clock.last[name] for name in STEP}
         total = sum(seconds.values())
         return {**seconds, "time/tokens_per_second": metrics["batch/tokens"] / total}
 
@@ -251,6 +261,7 @@ class Run:
                 "config": OmegaConf.to_container(self.cfg, resolve=True),
             },
         )
+        self.clock.done("save")
 
 
 def describe(batch: TensorDictBase, policy_version: int) -> dict[str, float]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from helpers.forked_starts import trainer_python
 from omegaconf import OmegaConf
 
@@ -21,7 +22,14 @@ def config():
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_configurations_are_valid(compose, config, mode):
-    for overrides in ((), ("train.correction=null",), ("env.num_envs=8",)):
+    for overrides in (
+        (),
+        ("train.correction=null",),
+        ("env.num_envs=8",),
+        ("logging.checkpoint_frequency=null", "logging.eval_frequency=null"),
+        ("optimizer.clip_grad_norm=null", "logging.backend=null"),
+        ("train.use_kl_to_ref=true", "train.kl_to_ref_coeff=0.1"),
+    ):
         config.check_config(compose(mode, *overrides), sync=mode == "sync")
     correction = "train.correction={rollout_is: token, rollout_is_threshold: 3.0}"
     config.check_config(compose(mode, correction), sync=mode == "sync")
@@ -70,18 +78,91 @@ def test_what_the_command_line_may_say(config):
         (("train.resume=1",), r"train.resume=1 must be of the type bool"),
         (("env.answer=tag",), r"env.answer='tag' is not one of 'tags', 'last_number'"),
         (("logging.backend=mlflow",), "logging.backend='mlflow' is not one of"),
-        (("train.epochs=0",), "train.epochs must be at least 1"),
+        (("train.epochs=0",), "train.epochs=0 must be at least 1"),
         (("env.repeats=7",), "must be a multiple of env.repeats=7"),
         (("train.optim_batch_size=63",), "must be a multiple of"),
         (("train.optim_batch_size=48",), "multiple of train.optim_batch_size=48"),
         (("train.weight_update_frequency=3",), "servers have what"),
         (("train.max_staleness=1",), "is for mode=async"),
         (("inference_model.colocated=true", "inference_model.url=x"), "started here"),
+        (("logging.eval_frequency=0",), "must be at least 1, or null for none"),
+        (("logging.checkpoint_frequency=0",), "must be at least 1, or null for none"),
+        (("logging.keep_checkpoints=0",), "must be at least 1"),
+        (("train.epochs=null",), "train.epochs=None must be of the type int"),
+        (("train.kl_to_ref_coeff=0.1",), "do not fit: give train.use_kl_to_ref=true"),
+        (("train.use_kl_to_ref=true",), "and a coefficient above 0, or neither"),
+        (("+ray.launcher.strategy=SPREAD",), "needs inference_model.launcher=ray"),
+        (("+ray.init_config.address=auto",), "needs inference_model.launcher=ray"),
     ],
 )
 def test_a_wrong_value(compose, config, overrides, message):
     with pytest.raises(ConfigurationError, match=message):
         config.check_config(compose("sync", *overrides), sync=True)
+
+
+def test_servers_that_run_are_as_they_are(compose, config):
+    cfg = compose("sync", "inference_model.url=x")
+    config.check_config(cfg, sync=True)
+    for name, value in (
+        ("num_replicas", 2),
+        ("gpu_memory_utilization", 0.5),
+        ("launcher", "ray"),
+        ("server_args", {"log_level": "info"}),
+    ):
+        other = cfg.copy()
+        other.inference_model[name] = value
+        with pytest.raises(ConfigurationError, match="is for servers that are started"):
+            config.check_config(other, sync=True)
+
+
+def test_replicas_beside_the_trainer(compose, config):
+    """The second one cannot open the memory of the weights."""
+    given = ("inference_model.colocated=true", "inference_model.num_replicas=2")
+    with pytest.raises(ConfigurationError, match="inference_model.num_devices GPUs"):
+        config.check_config(compose("sync", *given), sync=True)
+    for other in ("train_model.lora.enabled=true", "+weight_sync.directory=x"):
+        config.check_config(compose("sync", *given, other), sync=True)
+
+
+def test_optimizers(compose):
+    import grpo_learner
+
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    cfg = compose("sync", "optimizer.name=SGD", "optimizer.weight_decay=0.1")
+    optimizer = grpo_learner.make_optimizer(cfg, parameters)
+    assert optimizer.defaults["weight_decay"] == 0.1
+    with pytest.raises(ConfigurationError, match="SGD has no eps"):
+        grpo_learner.make_optimizer(
+            compose("sync", "optimizer.name=SGD", "optimizer.eps=1e-6"), parameters
+        )
+
+
+def test_results_of_an_earlier_run(compose, tmp_path):
+    from grpo_checkpoint import Checkpoints
+
+    cfg = compose("sync")
+    for name in ("rollouts.jsonl", "model", "logs"):
+        folder = tmp_path / f"with_{name}"
+        checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+        cfg.train.resume = False
+        assert checkpoints.load(cfg) is None
+        (folder / name).mkdir()
+        with pytest.raises(ConfigurationError, match=f"{name} is of an earlier run"):
+            checkpoints.load(cfg)
+        cfg.train.resume = True
+        assert checkpoints.load(cfg) is None
+
+
+def test_what_bounds_a_run():
+    from grpo_train import summarize
+
+    totals = {"collect": 6.0, "train": 3.0, "update": 1.0}
+    said = "Training bounds the run: batches are complete."
+    assert summarize(totals, said, sync=True).startswith("Generation bounds the run (")
+    assert summarize(totals, said, sync=False).startswith(said.rstrip("."))
+    for sync in (False, True):
+        line = summarize({**totals, "save": 10.0}, said, sync=sync)
+        assert line.startswith("Writing checkpoints bounds the run (collect 30%")
 
 
 def test_each_script_has_its_mode(compose, config):

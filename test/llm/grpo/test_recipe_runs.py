@@ -66,8 +66,10 @@ def test_a_synchronous_run_that_goes_on(
     assert list(read_scalar(folder, "optim/lr").values()) == [cfg.optimizer.lr] * 3
     with pytest.raises(ConfigurationError, match="train.resume=true"):
         grpo_train.train(cfg)
-    # With more to do, it goes on with the same weights and the same optimizer.
+    # With more to do, it goes on with the same weights and the same optimizer; another
+    # logger begins.
     cfg.train.resume = True
+    cfg.logging.backend = None
     cfg.train.total_dialog_turns += 16
     with ExitStack() as stack:
         run = grpo_train.Run(cfg, stack)
@@ -78,6 +80,7 @@ def test_a_synchronous_run_that_goes_on(
         assert int(state["step"]) == 6
         run.loop()
     assert run.step == 4
+    assert run.clock.totals["save"] > 0
     rows = read_rollouts(folder)
     assert set(Counter(row["index"] for row in rows).values()) == {4}
     assert len({row["index"] for row in rows}) == 16
