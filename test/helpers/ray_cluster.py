@@ -18,8 +18,8 @@ QUICK = {
     "health_check_timeout_ms": 5000,
     "health_check_failure_threshold": 3,
 }
-"""A dead node refuses a connection, and is known after two seconds; one of a busy machine
-answers late."""
+"""A dead node refuses a connection, and is known after two seconds; one of a busy
+machine answers late."""
 
 TRIES = 3
 
