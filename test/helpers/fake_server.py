@@ -246,7 +246,7 @@ class FakeServer:
 
         self._loop.call_soon_threadsafe(release)
 
-    def wait_for(self, path: str, count: int = 1, timeout: float = 10.0) -> None:
+    def wait_for(self, path: str, count: int = 1, timeout: float = 60.0) -> None:
         """Waits until that many requests to a path have arrived.
 
         Raises:

@@ -577,7 +577,7 @@ def test_the_end_with_requests_in_flight(fake, fake_engine):
             asked = [pool.submit(post, session, stream=i % 2 == 0) for i in range(8)]
             has_come()
             start = time.monotonic()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
         for each in asked:
             with pytest.raises(requests.ConnectionError):
                 each.result()

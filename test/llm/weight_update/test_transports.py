@@ -381,7 +381,7 @@ def test_a_request_that_is_never_answered(tiny_model_path, hf_model, name, tmp_p
             start = time.monotonic()
             with pytest.raises(WeightTransferError) as caught:
                 update(engine, transport, weights_of(hf_model, engine))
-            assert 0.4 < time.monotonic() - start < 5
+            assert 0.4 < time.monotonic() - start < 30
         assert not caught.value.untouched
         assert "inconsistent" in repr(engine)
         fake.recover()

@@ -54,7 +54,7 @@ def states_of(fleet) -> list[str]:
     return [replica.state for replica in fleet.replicas]
 
 
-def wait_for(condition, seconds=20.0) -> None:
+def wait_for(condition, seconds=60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -45,7 +45,7 @@ def count(servers, path: str) -> list[int]:
     return [sum(p == path for _, p, _ in server.requests) for server in servers]
 
 
-def wait_for(condition, seconds=20.0) -> None:
+def wait_for(condition, seconds=60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
