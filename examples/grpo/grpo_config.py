@@ -98,7 +98,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
     be ignored.
 
     Raises:
-        ConfigurationError: with the nearest name.
+        ConfigurationError: with the nearest name; also for hydra's multirun.
 
     Examples:
         >>> check_overrides(["train.epochs=2", "+debug=cpu"])
@@ -111,6 +111,11 @@ did you mean 'train.epochs'?
     known = dict(_leaves(_defaults()))
     sections = {name.rsplit(".", 1)[0] for name in known if "." in name}
     for argument in arguments:
+        if argument.lstrip("+") in ("-m", "--multirun", "hydra.mode=MULTIRUN"):
+            raise ConfigurationError(
+                f"{argument}: a script makes one run; start it for each, with another "
+                f"logging.experiment_name."
+            )
         name = argument.partition("=")[0].lstrip("+~").partition("@")[0]
         if argument.startswith("-") or name.startswith("hydra") or _is_open(name):
             continue

@@ -119,10 +119,10 @@ class Learner:
             num_warmup_steps=cfg.optimizer.warmup_steps,
             num_training_steps=batches * train.epochs * steps,
         )
+        self._advantage = MCAdvantage(grpo_size=cfg.env.repeats)
         self.buffer = ReplayBuffer(
             storage=LazyStackStorage(train.dialog_turns_per_batch),
             sampler=SamplerWithoutReplacement(),
-            transform=MCAdvantage(grpo_size=cfg.env.repeats),
             batch_size=train.optim_batch_size,
         )
 
@@ -134,10 +134,18 @@ class Learner:
             policy_version: of the trainer's weights.
 
         Returns:
-            Metrics of the loss, means over the batch.
+            Metrics of the loss, means over the batch, and ``batch/untrained``: share of
+            responses without a token to train on, as all are too old. A batch of such
+            responses changes nothing.
         """
         self._set_version(policy_version)
-        rows = batch.select(*TRAINING_KEYS)
+        rows = self._advantage.inv(batch.select(*TRAINING_KEYS))
+        log_probs = rows.get(("log_probs", "response"), as_list=True)
+        known = [i for i, each in enumerate(log_probs) if each.isfinite().any()]
+        untrained = {"batch/untrained": 1 - len(known) / len(rows)}
+        if not known:
+            return untrained
+        rows = rows[known]
         self._add_log_probs(rows)
         self.buffer.extend(rows)
         sums: dict[str, list[float]] = defaultdict(list)
@@ -146,7 +154,8 @@ class Learner:
                 for name, value in self._step(minibatch):
                     sums[name].append(value)
         self.buffer.empty()
-        return {name: sum(values) / len(values) for name, values in sums.items()}
+        means = {name: sum(values) / len(values) for name, values in sums.items()}
+        return untrained | means
 
     def _step(self, minibatch: TensorDictBase) -> Iterator[tuple[str, float]]:
         """Takes one optimizer step; yields metrics, some of them several times."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from torchrl_sglang import (
     SGLangWeightSyncScheme,
     SGLangWrapper,
 )
+from torchrl_sglang.backends.base import visible_devices
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.types import ServerPlacement
 
 TINY = "tiny"
 """Name of the model that is made up."""
@@ -123,6 +125,9 @@ def get_inference_model(
     else:
         engine = AsyncSGLang.connect(inference.url)
     with engine:
+        if inference.launcher == "ray" and cfg.train_model.device == "cuda":
+            gpus = visible_devices()[: cfg.train_model.num_devices]
+            check_gpus(engine.placements, gpus)
         yield SGLangWrapper(
             engine,
             tokenizer=tokenizer,
@@ -182,6 +187,26 @@ def _ray_launcher(cfg: DictConfig) -> RayLauncher:
     return RayLauncher(**OmegaConf.to_container(cfg.ray.launcher))
 
 
+def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> None:
+    """Refuses servers on the trainer's GPUs, of which Ray does not know.
+
+    Args:
+        servers: where the servers run.
+        gpus: the trainer's, as ``CUDA_VISIBLE_DEVICES`` names them.
+
+    Raises:
+        ConfigurationError: naming a server.
+    """
+    for server in servers:
+        if server.local and not set(gpus).isdisjoint(server.gpus or ()):
+            raise ConfigurationError(
+                f"Ray started the server at {server.url} on the trainer's GPUs, "
+                f"{', '.join(gpus)}; start Ray on this machine without them, as in "
+                f"CUDA_VISIBLE_DEVICES=1,2,3 ray start ..., or name other nodes in "
+                f"ray.launcher.nodes."
+            )
+
+
 def make_weight_sync_scheme(
     cfg: DictConfig, engine: AsyncSGLang
 ) -> SGLangWeightSyncScheme:
@@ -236,10 +261,9 @@ def make_logger(
             logger_name=str(folder / "logs"),
             experiment_name=cfg.logging.experiment_name,
             state_dict=state,
-            wandb_kwargs={
-                "project": cfg.logging.project,
-                "config": OmegaConf.to_container(cfg, resolve=True),
-            },
+            # The configuration is logged by log_hparams, in which TorchRL's own "env"
+            # does not replace the section.
+            wandb_kwargs={"project": cfg.logging.project},
         )
     except ImportError as error:
         raise ConfigurationError(

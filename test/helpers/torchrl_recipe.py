@@ -101,8 +101,17 @@ def write(row):
         file.write(json.dumps(row) + chr(10))
 
 
+KEYS = "id", "resume", "project", "config"
+
+
+class Config:
+    def update(self, values, **others):
+        if isinstance(values.get("env.repeats"), int):
+            write({"env.repeats": values["env.repeats"]})
+
+
 class Run:
-    id, config = "run", {}
+    id, config = "run", Config()
 
     def log(self, values, **others):
         write({key: float(each) for key, each in values.items()})
@@ -114,7 +123,7 @@ class Run:
 
 
 def init(**kwargs):
-    write({"init": {key: kwargs.get(key) for key in ("id", "resume", "project")}})
+    write({"init": {key: kwargs.get(key) for key in KEYS}})
     return Run()
 """
 """A stand-in for W&B, which writes its calls to a file."""

@@ -11,6 +11,7 @@ from helpers.forked_starts import trainer_python
 from omegaconf import OmegaConf
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.types import ServerPlacement
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,7 @@ def test_what_the_command_line_may_say(config):
         [
             "mode=async",
             "+debug=cpu",
-            "--multirun",
-            "hydra.sweep.dir=x",
-            "train.seed=1,2",
+            "train.seed=1",
             "+inference_model.server_args.log_level=info",
             "+weight_sync.verify=true",
             "~train.correction",
@@ -68,6 +67,12 @@ def test_what_the_command_line_may_say(config):
     )
     assert config.add_mode(["a=1"], "sync") == ["a=1", "mode=sync"]
     assert config.add_mode(["mode=async"], "sync") == ["mode=async"]
+
+
+@pytest.mark.parametrize("argument", ["-m", "--multirun", "hydra.mode=MULTIRUN"])
+def test_one_run_at_a_time(config, argument):
+    with pytest.raises(ConfigurationError, match=f"{argument}: a script makes one run"):
+        config.check_overrides([argument, "train.seed=1,2"])
 
 
 @pytest.mark.parametrize(
@@ -239,6 +244,17 @@ def test_gpus_of_trainer_and_servers(compose):
     assert arguments["enable_sleep_mode"] is True
     cfg = compose("sync", "train_model.lora.enabled=true", "train_model.lora.r=4")
     assert grpo_utils.server_arguments(cfg)["max_lora_rank"] == 4
+
+
+def test_ray_does_not_know_of_the_trainer():
+    from grpo_utils import check_gpus
+
+    def server(local, *gpus):
+        return ServerPlacement(url="http://x", local=local, device="cuda", gpus=gpus)
+
+    check_gpus([server(False, "0"), server(True, "2", "3")], ["0", "1"])
+    with pytest.raises(ConfigurationError, match="at http://x on the trainer's GPUs"):
+        check_gpus([server(True, "1", "2")], ["0", "1"])
 
 
 def test_a_logger_that_is_not_installed(compose, tmp_path):

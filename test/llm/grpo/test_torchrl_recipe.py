@@ -87,6 +87,9 @@ def test_wandb(recipe, restored_engine, tiny_model_path, tmp_path):
     values = read_metrics(tmp_path / "metrics.jsonl")
     first, second = values["init"]
     assert first["project"] == "torchrl-sglang-grpo"
+    # TorchRL writes its own "env" over a section of the configuration.
+    assert first["config"] is None
+    assert values["env.repeats"] == [4]
     assert second["id"] == "run"
     assert second["resume"] == "must"
     assert len(values["batch/reward"]) == 3
