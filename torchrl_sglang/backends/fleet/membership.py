@@ -26,6 +26,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.fleet.replica import (
     Directory,
+    NotStartedError,
     RemoteRouter,
     Replica,
     ReplicaState,
@@ -404,19 +405,25 @@ class Fleet:
             urls = [each.url if each.runs else "" for each in self.replicas]
             self.directory.publish(urls)
 
-    def begin_restart(self, replica: Replica, max_restarts: int) -> bool:
-        """Counts a restart; returns False if there were too many: it is lost."""
+    def may_restart(self, replica: Replica, max_restarts: int) -> bool:
+        """Returns False if there were too many restarts: it is lost."""
         with self._lock:
             if replica.restarts >= max_restarts:
                 replica.state = "lost"
                 return False
-            replica.restarts += 1
             return True
+
+    def start_failed(self, replica: Replica, error: BaseException) -> None:
+        """Counts a restart that failed, not one that was cancelled."""
+        with self._lock:
+            replica.restarts += not isinstance(error, NotStartedError)
+            replica.reason = f"The server at {replica.url} did not start: {error}"
 
     def joined(self, replica: Replica, handle: ServerHandle) -> None:
         """Takes a server that was started again; it is polled before it serves."""
         with self._lock:
             if not (self.closed or self.asleep):
+                replica.restarts += 1
                 replica.handle, replica.released = handle, frozenset()
                 if replica.locate is not None:
                     replica.location = replica.locate()

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+from torchrl_sglang.errors import ServerStartError
+
 ReplicaState = Literal["serving", "stale", "down", "lost"]
 """Only serving servers get requests. ``stale``: runs with older weights or without
 adapters; ``down``: ended or does not answer; ``lost``: was restarted too often."""
@@ -21,6 +23,10 @@ MOST_COMPARED = 32
 
 FAILURE_SECONDS = 1.0
 """A server that failed is chosen last for this long."""
+
+
+class NotStartedError(ServerStartError):
+    """A start was cancelled, or no machine had room: no server has failed."""
 
 
 class ServerHandle(Protocol):
@@ -58,7 +64,10 @@ class ServerHandle(Protocol):
         """Returns the last lines of its log."""
 
     def check_ready(self) -> bool:
-        """Returns whether it serves; raises ServerStartError if it never will."""
+        """Returns whether it serves; raises ServerStartError if it never will.
+
+        That is a :class:`NotStartedError` if it was stopped before.
+        """
 
     def wait_ready(self) -> None:
         """Waits until it serves; stops it and raises ServerStartError otherwise."""

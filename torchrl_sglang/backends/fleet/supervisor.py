@@ -30,7 +30,12 @@ from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.poller import ServerPoller
-from torchrl_sglang.backends.fleet.replica import Replica, RouterHandle, ServerHandle
+from torchrl_sglang.backends.fleet.replica import (
+    NotStartedError,
+    Replica,
+    RouterHandle,
+    ServerHandle,
+)
 from torchrl_sglang.backends.support.event_loop import get_loop
 from torchrl_sglang.errors import ServerTimeoutError, SGLangError
 from torchrl_sglang.types import ServerCapabilities
@@ -371,24 +376,22 @@ class Supervisor:
         if replica.restart is None:
             return
         why = replica.reason.partition("\n")[0].removesuffix(" The end of its log:")
-        if not fleet.begin_restart(replica, self._max_restarts):
+        if not fleet.may_restart(replica, self._max_restarts):
             torchrl_logger.warning(
                 f"The server at {replica.url} was started again {replica.restarts} "
                 f"times and has ended again; it is given up. {why}"
             )
             return
         torchrl_logger.warning(
-            f"The server at {replica.url} is started again ({replica.restarts} of "
-            f"{self._max_restarts}). {why}"
+            f"The server at {replica.url} is started again ({replica.restarts + 1} "
+            f"of {self._max_restarts}). {why}"
         )
         self._start(
             replica.handle,
             replica,
             replica.restart,
             lambda fleet, handle: fleet.joined(replica, handle),
-            lambda fleet, error: fleet.change(
-                replica, reason=f"The server at {replica.url} did not start: {error}"
-            ),
+            lambda fleet, error: fleet.start_failed(replica, error),
         )
 
     def _start(
@@ -421,7 +424,7 @@ class Supervisor:
                     self._failures[what] = 0
                     done(fleet, found)
             except BaseException as error:  # noqa: BLE001 - A thread has no caller.
-                self._failures[what] += 1
+                self._failures[what] += not isinstance(error, NotStartedError)
                 if (fleet := self._fleet()) is not None:
                     failed(fleet, error)
             finally:

@@ -30,7 +30,7 @@ from typing import Self
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.http import get
-from torchrl_sglang.backends.fleet.replica import stop_all
+from torchrl_sglang.backends.fleet.replica import NotStartedError, stop_all
 from torchrl_sglang.backends.launch.ports import PortLease
 from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.backends.support.event_loop import on_background_loop
@@ -198,6 +198,8 @@ class ServerProcess:
         if self._answers():
             self._ready = True
             self._config.unlink(missing_ok=True)
+        elif self._stop_requested:
+            raise NotStartedError(f"The {self.name} was stopped before it was ready.")
         elif self._process.poll() is not None:
             status = self._process.returncode
             raise self._start_error(f"ended with status {status} before it was ready.")

@@ -23,7 +23,12 @@ from torchrl._utils import logger as torchrl_logger
 from yarl import URL
 
 from torchrl_sglang.backends.client.http import get
-from torchrl_sglang.backends.fleet.replica import Location, ServerHandle, stop_all
+from torchrl_sglang.backends.fleet.replica import (
+    Location,
+    NotStartedError,
+    ServerHandle,
+    stop_all,
+)
 from torchrl_sglang.backends.launch.launcher import PROGRESS_SECONDS
 from torchrl_sglang.backends.launch.process import (
     HEALTH_TIMEOUT_SECONDS,
@@ -275,7 +280,7 @@ class RayServer:
     def _advance(self) -> None:
         """Goes on with the start as far as possible."""
         if self._stopped:
-            raise ServerStartError(f"The {self.name} was stopped before it was ready.")
+            raise NotStartedError(f"The {self.name} was stopped before it was ready.")
         if not is_connected():
             raise ServerStartError(f"The {self.name} ended: {_LEFT}.")
         if self._error is not None:
@@ -284,6 +289,9 @@ class RayServer:
             next(self._steps, None)
         except SGLangError as error:
             self._error = error
+            if self._stopping or self._stopped:
+                self._error = NotStartedError(f"The {self.name} was stopped: {error}")
+                raise self._error from error
             raise
 
     def _start(self, actors: list[list[Any]]) -> Generator[None]:
@@ -322,7 +330,7 @@ class RayServer:
         deadline = time.monotonic() + self._place.timeout
         for _ in placed:
             if time.monotonic() > deadline:
-                raise ServerStartError(
+                raise NotStartedError(
                     f"Ray has not placed the {self.name} within "
                     f"{self._place.timeout:g} s; it takes {self._place.demand.text}. "
                     f"`ray status` shows what is free. Give more time with "

@@ -16,7 +16,7 @@ import ray
 from helpers.echo_engine import make_interpreter
 from helpers.ray_cluster import ray_cluster
 
-from torchrl_sglang.backends.fleet.replica import ServerHandle
+from torchrl_sglang.backends.fleet.replica import NotStartedError, ServerHandle
 from torchrl_sglang.backends.launch.launcher import Launcher, launch, start_servers
 from torchrl_sglang.backends.launch.local import LocalLauncher
 from torchrl_sglang.backends.launch.ports import find_free_port
@@ -194,12 +194,12 @@ def test_a_start_that_takes_too_long(make_launcher, gate):
 
 def test_a_start_that_is_cancelled(make_launcher, gate):
     server = make_launcher(behind(gate)).start(0)
-    errors: list[ServerStartError] = []
+    errors: list[NotStartedError] = []
 
     def wait() -> None:
         try:
             server.wait_ready()
-        except ServerStartError as error:
+        except NotStartedError as error:
             errors.append(error)
 
     thread = threading.Thread(target=wait)

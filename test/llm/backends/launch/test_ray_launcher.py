@@ -6,18 +6,21 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from torchrl_sglang.backends.launch import ray_launcher
+from torchrl_sglang.backends.fleet.replica import NotStartedError
+from torchrl_sglang.backends.launch import ray_launcher, ray_servers
 from torchrl_sglang.backends.launch.ray_directory import is_connected
+from torchrl_sglang.backends.launch.ray_host import HostInfo
 from torchrl_sglang.backends.launch.ray_launcher import RayLauncher, connect
-from torchrl_sglang.backends.launch.ray_placement import Demand, Seat
-from torchrl_sglang.backends.launch.ray_servers import Place
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.backends.launch.ray_placement import Demand, Seat, own_seats
+from torchrl_sglang.backends.launch.ray_servers import Place, RayServer
+from torchrl_sglang.errors import ConfigurationError, ServerStartError
 
 NODE = {
     "NodeManagerAddress": "10.0.0.1",
@@ -152,3 +155,54 @@ def test_a_process_without_ray_is_not_connected(monkeypatch):
     monkeypatch.delitem(sys.modules, "ray")
     assert not is_connected()
     assert "ray" not in sys.modules
+
+
+class FakeActor:
+    """An actor that Ray has placed on a node, or has not placed."""
+
+    def __init__(self, node: str | None) -> None:
+        self._node = node
+
+    def __getattr__(self, method: str) -> Any:
+        future: Future[HostInfo | None] = Future()
+        if method == "describe" and self._node is not None:
+            info = HostInfo(node_id=self._node, address="10.0.0.1", gpus=("0",))
+            future.set_result(info)
+        elif method == "stop":
+            future.set_result(None)
+        call = SimpleNamespace(future=lambda: future)
+        return SimpleNamespace(remote=lambda *arguments: call)
+
+
+def make_server(monkeypatch: pytest.MonkeyPatch, *nodes: str | None) -> RayServer:
+    """A server with a part on each of these nodes."""
+    monkeypatch.setattr(ray_servers, "is_connected", lambda: True)
+    monkeypatch.setattr(ray_servers, "_kill", lambda actors: None)
+    demand = Demand(nodes=len(nodes), gpus=1)
+    waiting = iter(nodes)
+    place: Any = SimpleNamespace(
+        create=lambda seat: FakeActor(next(waiting)), timeout=0.0, demand=demand
+    )
+    (seats,) = own_seats(demand, 1)
+    return RayServer("server", {"model": "m"}, seats, place, start_timeout=9.0)
+
+
+def test_a_server_that_finds_no_place_has_not_failed(monkeypatch):
+    server = make_server(monkeypatch, None)
+    with pytest.raises(NotStartedError, match="has not placed the server within 0 s"):
+        server.wait_ready()
+
+
+def test_a_start_that_is_stopped_has_not_failed(monkeypatch):
+    """Its actor answers what has become of the process."""
+    server = make_server(monkeypatch, "a")
+    assert not server.check_ready()
+
+    def end() -> Iterator[None]:
+        raise ServerStartError("It ended.")
+        yield
+
+    server._steps = end()  # type: ignore[assignment]
+    server.request_stop()
+    with pytest.raises(NotStartedError, match="was stopped"):
+        server.wait_ready()

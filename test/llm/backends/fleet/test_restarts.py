@@ -1,0 +1,150 @@
+"""Which starts count when a server is started again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchrl_sglang.backends.fleet import supervisor as supervisors
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.replica import NotStartedError, Replica
+from torchrl_sglang.backends.fleet.supervisor import Supervisor
+from torchrl_sglang.errors import ServerStartError
+
+SECONDS = 30.0
+
+ASLEEP = frozenset({"kv_cache"})
+
+
+class Handle:
+    """A server whose start goes on until it is told how that ends."""
+
+    name, host, pid, age, log_path = "server", "node", 0, 0.0, Path("log")
+
+    def __init__(self, state: str = "starting") -> None:
+        self.url, self.state = "http://10.0.0.1:1", state
+        self.error: Exception | None = None
+        self._over = threading.Event()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Ends the start."""
+        if not self._over.is_set():
+            self.error = error
+            self._over.set()
+
+    def wait_ready(self) -> None:
+        assert self._over.wait(SECONDS)
+        if self.error is not None:
+            raise self.error
+        self.state = "ready"
+
+    def check_ready(self) -> bool:
+        return self.state == "ready"
+
+    def request_stop(self) -> None:
+        self.end(NotStartedError("It was stopped."))
+
+    def stop(self) -> None:
+        self.request_stop()
+        self.state = "stopped"
+
+    def log_tail(self, lines: int = 30) -> str:
+        return "the last words"
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def starts() -> list[Handle]:
+    """The handles of the server, in the order of its starts."""
+    return [Handle("ready")]
+
+
+@pytest.fixture
+def fleet(starts: list[Handle], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """A server that is started again once at most, and one that runs."""
+    for name in ("FIRST_RESTART_SECONDS", "CHECK_SECONDS"):
+        monkeypatch.setattr(supervisors, name, 0.01)
+
+    def restart() -> Any:
+        starts.append(Handle())
+        return starts[-1]
+
+    first: Any = starts[0]
+    other: Any = Handle("ready")
+    fleet = Fleet(
+        [
+            Replica(url=first.url, handle=first, restart=restart),
+            Replica(url="http://10.0.0.2:1", handle=other),
+        ]
+    )
+    nothing: Any = SimpleNamespace(adapters=None, poll=None, give_up=lambda url: None)
+    supervisor = Supervisor(
+        fleet,
+        nothing,
+        nothing,
+        progress=lambda: (0, 0),
+        recall=nothing,
+        poller=nothing,
+        max_restarts=1,
+    )
+    # Nothing is polled.
+    fleet.paused = True
+    starts[0].state = "dead"
+    yield fleet
+    supervisor.stop()
+
+
+def test_a_start_that_a_sleep_cancels_does_not_count(fleet, starts):
+    replica = fleet.replicas[0]
+    for count in range(2, 6):
+        until(lambda count=count: len(starts) == count)
+        fleet.fall_asleep(ASLEEP)
+        until(lambda: starts[-1].state == "stopped")
+        assert (replica.state, replica.restarts) == ("down", 0)
+        fleet.wake_up(ASLEEP)
+    until(lambda: len(starts) == 6)
+    starts[-1].end()
+    until(lambda: replica.state == "stale")
+    assert (replica.handle, replica.restarts) == (starts[-1], 1)
+
+
+def test_a_start_that_finds_no_place_does_not_count(fleet, starts):
+    replica = fleet.replicas[0]
+    for count in range(2, 5):
+        until(lambda count=count: len(starts) == count)
+        starts[-1].end(NotStartedError("There is no room."))
+    until(lambda: len(starts) == 5)
+    assert "There is no room." in replica.reason
+    starts[-1].end()
+    until(lambda: replica.state == "stale")
+    assert replica.restarts == 1
+
+
+def test_a_start_that_ends_during_a_sleep_does_not_count(fleet, starts):
+    replica = fleet.replicas[0]
+    fleet.mark_down(replica, "It ended.")
+    fleet.asleep = ASLEEP
+    late: Any = Handle("ready")
+    fleet.joined(replica, late)
+    assert (late.state, replica.state, replica.restarts) == ("stopped", "down", 0)
+
+
+def test_a_start_that_fails_counts(fleet, starts):
+    replica = fleet.replicas[0]
+    until(lambda: len(starts) == 2)
+    starts[-1].end(ServerStartError("It has no memory."))
+    until(lambda: replica.state == "lost")
+    assert len(starts) == 2
+    assert "It has no memory." in replica.reason
