@@ -248,12 +248,13 @@ class ServerProcess:
         """Begins to end the process tree; does not wait."""
         if self._stop_requested or os.getpid() != self._owner_pid:
             return
+        # First, for a thread that waits for the start.
+        self._stop_requested = True
         if self._process.poll() is None:
             self._process.terminate()
         else:
             # It ended by itself: its log says why.
             self._failed = True
-        self._stop_requested = True
 
     def stop(self) -> None:
         """Ends the process tree and waits for its end. Can be called twice.

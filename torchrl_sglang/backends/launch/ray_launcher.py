@@ -71,10 +71,11 @@ class RayLauncher:
 
     Each server is a process tree below an actor on its node; a server with ``nnodes=2``
     has an actor on each of two nodes, and SGLang's ``node_rank`` and ``dist_init_addr``
-    are set. GPUs are reserved in a placement group, and a server uses those that Ray
-    assigns. It listens on its node's address in the cluster. Beyond loopback, it asks
-    for ``api_key``, which is generated if none is given; the engine and its copies know
-    it. The router runs on the driver's node.
+    are set; it does not start if Ray places both on one. GPUs are reserved in a
+    placement group, and a server uses those that Ray assigns. It listens on its node's
+    address in the cluster. Beyond loopback, it asks for ``api_key``, which is generated
+    if none is given; the engine and its copies know it. The router runs on the driver's
+    node.
 
     Servers end with :meth:`.AsyncSGLang.shutdown`, with the driver, and with their
     node. A server whose node is lost starts again on another one that has room, at a
@@ -90,9 +91,11 @@ class RayLauncher:
             node of each server, and removed at the end.
         bundles: indexes of the bundles that servers may use. By default all that have
             room.
-        strategy: how Ray spreads the servers: ``"PACK"`` (the default) on as few nodes
-            as possible, ``"STRICT_PACK"`` on one, ``"SPREAD"`` on as many as possible,
-            ``"STRICT_SPREAD"`` on a node each.
+        strategy: how Ray spreads the servers: ``"PACK"`` on as few nodes as
+            possible, ``"STRICT_PACK"`` on one, ``"SPREAD"`` on as many as possible,
+            ``"STRICT_SPREAD"`` each, and each part of one with ``nnodes=2``, on a node
+            of its own. Defaults to ``"STRICT_SPREAD"`` with ``nnodes=2`` or more, and
+            to ``"PACK"`` otherwise.
         gpu_fraction: share of each of its GPUs that a server reserves, such as 0.2
             beside a trainer that reserves 0.8 in the same bundle, with which it
             exchanges weights over CUDA IPC. Set ``mem_fraction_static`` to fit.
@@ -236,7 +239,9 @@ class RayLauncher:
             selector = {"ray.io/node-id": f"in({ids})"}
             options["bundle_label_selector"] = [selector] * len(bundles)
         group = ray.util.placement_group(
-            bundles, strategy=self.strategy or "PACK", **options
+            bundles,
+            strategy=self.strategy or ("STRICT_SPREAD" if demand.nodes > 1 else "PACK"),
+            **options,
         )
         return group, seats, partial(_remove, group)
 

@@ -108,7 +108,7 @@ def choose_seats(bundles: Sequence[Bundle], demand: Demand, count: int) -> list[
     """Returns the seats of servers in a user's placement group.
 
     Bundles are taken in their order, node by node: the GPUs of a server are neighbours,
-    and all on one node.
+    and all on one node. Each part of a server with several nodes is on another one.
 
     Raises:
         ConfigurationError: if there are too few.
@@ -125,13 +125,17 @@ def choose_seats(bundles: Sequence[Bundle], demand: Demand, count: int) -> list[
     by_node: dict[str, list[Bundle]] = {}
     for bundle in bundles:
         by_node.setdefault(bundle.node, []).append(bundle)
-    parts = [part for some in by_node.values() for part in _parts(list(some), demand)]
-    if len(parts) < count * demand.nodes:
-        raise ConfigurationError(_too_few(by_node, demand, count, len(parts)))
-    return [
-        parts[start : start + demand.nodes]
-        for start in range(0, count * demand.nodes, demand.nodes)
-    ]
+    parts = {node: list(_parts(some, demand)) for node, some in by_node.items()}
+    seats: list[Seats] = []
+    for _ in range(count):
+        nodes = [node for node, free in parts.items() if free]
+        if demand.nodes > 1:
+            # Where most is left, so that as many servers as possible find room.
+            nodes.sort(key=lambda node: len(parts[node]), reverse=True)
+        if len(nodes) < demand.nodes:
+            raise ConfigurationError(_too_few(by_node, demand, count, len(seats)))
+        seats.append([parts[node].pop(0) for node in nodes[: demand.nodes]])
+    return seats
 
 
 def _parts(bundles: Sequence[Bundle], demand: Demand) -> Iterator[list[Seat]]:
@@ -199,7 +203,7 @@ def _too_few(
         for node, some in by_node.items()
     )
     return (
-        f"The placement_group has room for {found // demand.nodes} of {count} "
+        f"The placement_group has room for {found} of {count} "
         f"server{'s' * (count > 1)}, each of which takes {demand.text}. What "
         f"is free in its bundles, by node and index: {shown or 'nothing'}. Give a "
         f"larger group, or another share with gpu_fraction= and resources=."

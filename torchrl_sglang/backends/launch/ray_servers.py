@@ -345,6 +345,12 @@ class RayServer:
                     f"The GPUs of the {self.name} are in bundles on several nodes "
                     f"({addresses}); a server with several nodes has nnodes=..."
                 )
+        if len({node[0].node_id for node in infos}) < len(infos):
+            raise ServerStartError(
+                f"Ray has placed several parts of the {self.name}, which has "
+                f"nnodes={len(infos)}, on one node ({infos[0][0].address}). Give "
+                f"RayLauncher(strategy='STRICT_SPREAD'), or a smaller nnodes."
+            )
         self.placed = True
         return infos
 

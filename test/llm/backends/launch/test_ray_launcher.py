@@ -206,3 +206,9 @@ def test_a_start_that_is_stopped_has_not_failed(monkeypatch):
     server.request_stop()
     with pytest.raises(NotStartedError, match="was stopped"):
         server.wait_ready()
+
+
+def test_the_parts_of_a_server_are_on_different_nodes(monkeypatch):
+    server = make_server(monkeypatch, "a", "a")
+    with pytest.raises(ServerStartError, match="nnodes=2, on one node .*STRICT_SPREAD"):
+        server.wait_ready()

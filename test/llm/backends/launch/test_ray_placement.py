@@ -41,6 +41,8 @@ def chosen(seats) -> list[list[list[int]]]:
         # Servers with several nodes.
         ("ab", 8, Demand(gpus=8, nodes=2), 1, [[[0], [1]]]),
         ("abab", 1, Demand(gpus=2, nodes=2), 1, [[[0, 2], [1, 3]]]),
+        ("aabb", 8, Demand(gpus=8, nodes=2), 2, [[[0], [2]], [[1], [3]]]),
+        ("aabbc", 8, Demand(gpus=8, nodes=2), 2, [[[0], [2]], [[1], [3]]]),
         # A share beside a trainer: one server for each GPU.
         ("aab", 1, Demand(gpus=1, gpu_fraction=0.2), 3, [[[0]], [[1]], [[2]]]),
         ("aabb", 1, Demand(gpus=2, gpu_fraction=0.2), 2, [[[0, 1]], [[2, 3]]]),
