@@ -139,8 +139,9 @@ def test_a_start_that_is_interrupted_leaves_nothing(tiny_model_path, number):
         out, errors = end(process, number)
         assert process.returncode == 128 + number
         assert out == ""
-        assert errors.rstrip().endswith("interrupted.")
-        assert "Traceback" not in errors
+    # It may have been about to ask the server something.
+    assert "interrupted.\n" in errors
+    assert "Traceback" not in errors
 
 
 def test_an_interrupt_before_anything_was_started(tiny_model_path):
