@@ -4,6 +4,8 @@ The smallest program that uses every part of a cluster: run it before a long one
 
     python rollouts.py MODEL --num-replicas 4 --tp-size 2
     python rollouts.py MODEL --tp-size 16 --nnodes 2
+
+Further options are those of SGLang's server, such as ``--mem-fraction-static 0.8``.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from torchrl_sglang import AsyncSGLang, RayLauncher, SGLangWeightSyncScheme
+from torchrl_sglang.cli.options import engine_arguments
 
 
 def main() -> None:
     """Runs the whole round once."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("model", help="folder that all nodes see, or a hub name")
     parser.add_argument("--num-replicas", type=int, default=1)
     parser.add_argument("--tp-size", type=int, default=1)
@@ -28,7 +33,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--strategy", default="PACK")
     parser.add_argument("--prompts", type=int, default=256)
-    arguments = parser.parse_args()
+    arguments, further = parser.parse_known_args()
+    server_arguments = engine_arguments(further)
     ray.init(address="auto")
     with AsyncSGLang.from_pretrained(
         arguments.model,
@@ -37,6 +43,7 @@ def main() -> None:
         nnodes=arguments.nnodes,
         device=arguments.device,
         launcher=RayLauncher(strategy=arguments.strategy),
+        **server_arguments,
     ) as engine:
         print(*(server.url for server in engine.servers), flush=True)
         generate(engine, arguments.prompts)

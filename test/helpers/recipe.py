@@ -1,8 +1,10 @@
-"""The recipe in ``examples/grpo``."""
+"""The recipe in ``examples/grpo``, whose modules this makes importable."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "examples" / "grpo"
 
@@ -17,3 +19,21 @@ SMALL = (
     "logging.eval_problems=3",
 )
 """Three steps of four groups each."""
+
+# As for a script, whose folder is the first one.
+sys.path.insert(0, str(FOLDER))
+
+
+def compose(folder: Path, mode: str, *overrides: str) -> Any:
+    """Composes a configuration for a CPU, as hydra does for the scripts.
+
+    Args:
+        folder: of the run.
+        mode: "sync" or "async".
+        overrides: what follows on the command line.
+    """
+    import hydra
+
+    common = (f"mode={mode}", "+debug=cpu", f"logging.dir={folder}")
+    with hydra.initialize_config_dir(config_dir=str(FOLDER / "config")):
+        return hydra.compose("grpo_gsm8k", overrides=[*common, *overrides])

@@ -143,13 +143,14 @@ def test_a_server_that_does_not_see_the_gpu_is_refused(gpu_model_path):
         assert difference(engine, new_model(0)) < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def two_ranks(gpu_model_path):
+@pytest.fixture(scope="module", params=[False, True], ids=["", "sleeping"])
+def two_ranks(gpu_model_path, request):
     """A server on two GPUs, on the first of which another one and the trainer are."""
     with start(
         gpu_model_path,
         cuda_devices=[0, 1],
         tensor_parallel_size=2,
+        enable_sleep_mode=request.param,
         # It asks for GPUs that are used alike.
         environment={"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"},
     ) as engine:
@@ -162,9 +163,27 @@ def test_tensor_parallelism(two_ranks, dtype):
     """The second rank copies from the first GPU."""
     sender = SGLangWeightSyncScheme(two_ranks, bucket_bytes=SMALL).create_sender()
     for seed in (3, 4):
+        if two_ranks.capabilities.can_sleep:
+            two_ranks.sleep()
+            two_ranks.wake_up("weights")
         model = new_model(seed, dtype)
         report = sender.update_weights(model)
         assert report.transport == "cuda_ipc"
         assert report.num_buckets > 1
+        two_ranks.wake_up()
         assert difference(two_ranks, model.bfloat16()) < TOLERANCE
+    sender.shutdown()
+
+
+@pytest.mark.skipif(GPUS < 2, reason="the layers are on two GPUs")
+def test_a_model_on_two_gpus(two_ranks):
+    """Layers that are on the second GPU are copied to the first one."""
+    sender = SGLangWeightSyncScheme(two_ranks).create_sender()
+    model = new_model(5)
+    weights = {
+        name: value.detach().to("cuda:1" if ".layers.1." in name else "cuda:0")
+        for name, value in model.named_parameters()
+    }
+    assert sender.update_weights(weights).transport == "cuda_ipc"
+    assert difference(two_ranks, model) < TOLERANCE
     sender.shutdown()

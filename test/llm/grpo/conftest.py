@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import recipe as recipe_helper
 from helpers.memory_saver import write_saver_python
 from helpers.recipe import FOLDER, SMALL
 from omegaconf import DictConfig
-
-# As for a script, whose folder is the first one.
-sys.path.insert(0, str(FOLDER))
 
 
 @pytest.fixture(scope="session")
@@ -26,21 +24,7 @@ def recipe() -> Path:
 @pytest.fixture
 def compose(tmp_path: Path) -> Callable[..., DictConfig]:
     """Composes a configuration for a CPU, as hydra does for the scripts."""
-    import hydra
-
-    def composed(mode: str, *overrides: str) -> DictConfig:
-        with hydra.initialize_config_dir(config_dir=str(FOLDER / "config")):
-            return hydra.compose(
-                "grpo_gsm8k",
-                overrides=[
-                    f"mode={mode}",
-                    "+debug=cpu",
-                    f"logging.dir={tmp_path / 'run'}",
-                    *overrides,
-                ],
-            )
-
-    return composed
+    return partial(recipe_helper.compose, tmp_path / "run")
 
 
 @pytest.fixture

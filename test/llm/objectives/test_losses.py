@@ -10,6 +10,7 @@ import torch
 from helpers.sampled_batches import TableActor, make_batch, make_case
 from tensordict import lazy_stack
 from torch import nn
+from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import CISPOLoss as TorchRLCISPOLoss
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
@@ -286,3 +287,45 @@ def test_what_the_losses_refuse():
     flat = batch.clone().set("advantage", torch.zeros(len(batch), 1))
     with pytest.raises(ConfigurationError, match="must have shape"):
         make_loss(GRPOLoss, actor)(flat)
+
+
+def saved_index(loss, batch) -> int:
+    """Returns the size of the largest mask or index that a forward pass saves."""
+    largest = 0
+
+    def save(tensor):
+        nonlocal largest
+        if not tensor.is_floating_point():
+            largest = max(largest, tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        loss(batch)
+    return largest
+
+
+@pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
+def test_the_logits_of_a_ragged_batch_have_no_index_each(hf_model, tokenizer, strategy):
+    """As in TorchRL's class, with the same losses and gradients."""
+    case = make_case(1)
+    batch = make_batch(case, "ragged")
+    found, saved = [], []
+    for kind in (TorchRLGRPOLoss, GRPOLoss):
+        actor = TransformersWrapper(
+            hf_model, tokenizer=tokenizer, input_mode="tokens", generate=False
+        )
+        loss = make_loss(kind, actor, masking_strategy=strategy)
+        saved.append(saved_index(loss, batch))
+        output = loss(batch)
+        hf_model.zero_grad()
+        output.loss_objective.backward()
+        gradients = {n: p.grad.clone() for n, p in hf_model.named_parameters()}
+        found.append({"loss": output.loss_objective.detach(), **gradients})
+    hf_model.zero_grad()
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)
+    assert found[0]["lm_head.weight"].any()
+    theirs, ours = saved
+    vocabulary = hf_model.config.vocab_size
+    tokens = sum(len(row.prompt) + len(row.tokens) for row in case.rows)
+    assert theirs >= vocabulary * tokens
+    assert ours <= case.width * len(case.rows)

@@ -89,6 +89,7 @@ class CudaIpcTransport(WeightTransport):
             self._bucket_bytes = min(self._bucket_bytes, VALUE_BYTES)
         self._epoch = -1
         self._in_place = False
+        self._apart = False
         self._held: deque[_Content] = deque()
 
     @property
@@ -111,8 +112,13 @@ class CudaIpcTransport(WeightTransport):
                         f"transport='broadcast', or transport='disk'."
                     )
             # A rank on another GPU copies everything that it opens at once.
-            alone = self._engine.capabilities.tp_size == 1
+            capabilities = self._engine.capabilities
+            alone = capabilities.tp_size == 1
             self._in_place = alone and all(reach.shares for reach in reaches)
+            # Another GPU cannot write to memory that can be released. SGLang moves
+            # tensors to the GPU of the rank first, and a flat run of them not.
+            sleeps = capabilities.server_args.get("enable_memory_saver")
+            self._apart = bool(sleeps) and not self._in_place
         self._epoch = self._engine.control.membership_epoch
 
     def send(self, weights: Weights, *, version: str) -> int:
@@ -154,15 +160,20 @@ class CudaIpcTransport(WeightTransport):
         """Yields the content of each request, with at most a bucket in new memory.
 
         A server opens a tensor in a tenth of a millisecond, the time of copying a
-        hundred megabytes, so the smallest tensors are put together.
+        hundred megabytes, so the smallest tensors are put together where it can copy
+        from the whole.
         """
         if not (self._in_place and weights.stable):
             half = max(self._bucket_bytes // 2, 1)
             for bucket, tensors in read_buckets(weights, half):
                 if all(self._is_ready(s, tensors[s.name]) for s in bucket.specs):
                     yield _named(bucket.specs, tensors)
+                    continue
+                flat = flatten(bucket, tensors, self._device)
+                if self._apart:
+                    yield _named(bucket.specs, bucket.view(flat))
                 else:
-                    yield _flat(bucket, flatten(bucket, tensors, self._device))
+                    yield _flat(bucket, flat)
             return
         found: NamedTensors = {}
         for _, some in read_buckets(weights, self._bucket_bytes):

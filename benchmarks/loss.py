@@ -1,0 +1,141 @@
+"""Forward and backward pass of GRPOLoss, TorchRL's and ours, beside the model's own.
+
+A batch of responses of different lengths goes through the model and its loss, in
+bfloat16 with float32 weights. The limit is the same model's pass with PyTorch's cross
+entropy of the same tokens, padded likewise.
+
+    python benchmarks/loss.py 0.5b
+    python benchmarks/loss.py tiny --device cpu --tokens 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from torchrl_sglang import GRPOLoss
+from torchrl_sglang.cli.bench.models import BUILT_IN, save_model
+from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
+
+PROMPT_TOKENS = 32
+
+
+def make_batch(count: int, tokens: int, device: str) -> TensorDictBase:
+    """Returns responses of half to all of a number of random tokens."""
+    rows = []
+    for index in range(count):
+        length = PROMPT_TOKENS + tokens - index * tokens // (2 * count)
+        ids = torch.randint(3, 90, (length,))
+        response = torch.arange(length) >= PROMPT_TOKENS
+        log_probs = torch.where(response, torch.rand(length).log(), torch.nan)
+        rows.append(
+            TensorDict(
+                tokens=Tokens(
+                    prompt=ids[:PROMPT_TOKENS],
+                    response=ids[PROMPT_TOKENS:],
+                    full=ids,
+                    padded=False,
+                ),
+                masks=Masks(
+                    all_attention_mask=torch.ones_like(response),
+                    all_assistant_mask=response,
+                    padded=False,
+                ),
+                log_probs=LogProbs(full=log_probs, padded=False),
+                advantage=torch.randn(1, 1),
+            )
+        )
+    return lazy_stack(rows).to(device)
+
+
+def of_the_model(model: PreTrainedModel, batch: TensorDictBase) -> Callable[[], Tensor]:
+    """Returns the pass that is the limit."""
+    rows = batch.get(("tokens", "full"), as_list=True)
+    options = {"batch_first": True, "padding_side": "left"}
+    tokens = pad_sequence(rows, padding_value=0, **options)
+    attention = pad_sequence([torch.ones_like(row) for row in rows], **options)
+    targets = pad_sequence(rows, padding_value=-100, **options)[:, 1:].flatten()
+
+    def run() -> Tensor:
+        logits = model(tokens, attention).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets)
+
+    return run
+
+
+def measure(run: Callable[[], Tensor], device: str, repeats: int) -> tuple[float, int]:
+    """Returns the median seconds of forward and backward pass, and bytes of memory."""
+    seconds = []
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16):
+            loss = run()
+        loss.backward()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    # The first one allocates.
+    memory = torch.cuda.max_memory_allocated() if cuda else 0
+    return statistics.median(seconds[1:]), memory
+
+
+def main() -> None:
+    """Prints a row for the limit and for each loss."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=BUILT_IN)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--responses", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=15)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    device = arguments.device
+    with tempfile.TemporaryDirectory() as folder:
+        path, _ = save_model(arguments.model, folder)
+        config = AutoConfig.from_pretrained(path)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # As a trainer has it; the models have no dropout.
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    batch = make_batch(arguments.responses, arguments.tokens, device)
+    actor = TransformersWrapper(
+        model, tokenizer=make_tiny_tokenizer(), input_mode="tokens", generate=False
+    )
+    options = {"clip_epsilon": 0.2, "entropy_bonus": False}
+    losses = {"GRPOLoss": GRPOLoss, "TorchRL's GRPOLoss": TorchRLGRPOLoss}
+    runs = {"limit": of_the_model(model, batch)}
+    for name, kind in losses.items():
+        loss = kind(actor, **options)
+        runs[name] = lambda loss=loss: loss(batch).loss_objective
+    limit = None
+    for name, run in runs.items():
+        seconds, memory = measure(run, device, arguments.repeats)
+        limit = seconds if limit is None else limit
+        print(
+            f"{name}: {seconds:.4f} s, {limit / seconds:.3f} of the limit, "
+            f"{memory / 1e9:.1f} GB",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
