@@ -11,7 +11,12 @@ from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_sglang.backends.base import RLSGLangEngine, next_version, parse_served_name
 from torchrl_sglang.backends.support.event_loop import run_sync
-from torchrl_sglang.errors import ServerError, WeightSyncStateError, WeightTransferError
+from torchrl_sglang.errors import (
+    ServerError,
+    ServerUnavailableError,
+    WeightSyncStateError,
+    WeightTransferError,
+)
 from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.options import SchemeOptions
@@ -296,21 +301,33 @@ class SGLangWeightSender:
         with engine.weight_update():
             # No update is in flight.
             self.shutdown()
-        # Restarted servers belong to an update only if it begins later.
-        engine.revive()
-        # For the report alone; the servers read the files.
-        specs = tuple(specs_of(engine.get_model_metadata()).values())
-        weights = Weights(specs=specs, read=lambda: iter(()), device=CPU, stable=True)
-        with engine.weight_update() as update:
-            report = session.update_weights(
-                engine,
-                CheckpointTransport(engine),
-                weights,
-                version=self._next_version(),
-                pause_mode="retract" if pause_mode == "none" else pause_mode,
-                held=update,
-                checkpoint=True,
+
+        def load() -> SyncReport:
+            # Restarted servers belong to an update only if it begins later.
+            engine.revive()
+            # For the report alone; the servers read the files.
+            specs = tuple(specs_of(engine.get_model_metadata()).values())
+            weights = Weights(
+                specs=specs, read=lambda: iter(()), device=CPU, stable=True
             )
+            with engine.weight_update() as update:
+                return session.update_weights(
+                    engine,
+                    CheckpointTransport(engine),
+                    weights,
+                    version=self._next_version(),
+                    pause_mode="retract" if pause_mode == "none" else pause_mode,
+                    held=update,
+                    checkpoint=True,
+                )
+
+        try:
+            report = load()
+        except WeightTransferError as error:
+            if not _server_was_lost(error):
+                raise
+            # It ended between the two.
+            report = load()
         return self._count(report)
 
     def _count(self, report: SyncReport, counts_itself: Any = None) -> SyncReport:
@@ -392,3 +409,10 @@ def _policy_version(collector: Any) -> int:
             f"ended, make a new sender."
         ) from error
     return version if isinstance(version, int) else 0
+
+
+def _server_was_lost(error: BaseException | None) -> bool:
+    """Returns whether an error comes of a server that is gone."""
+    while error is not None and not isinstance(error, ServerUnavailableError):
+        error = error.__cause__
+    return error is not None

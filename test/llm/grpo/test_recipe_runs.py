@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
+from statistics import fmean
 
 import pytest
 import torch
@@ -244,7 +245,8 @@ def test_the_scripts_from_beginning_to_end(recipe, tmp_path, mode):
     assert last.startswith(f"20 steps, written to {tmp_path}")
     assert "bound" in last
     rewards = list(read_scalar(tmp_path, "batch/reward").values())
-    assert sum(rewards[-5:]) > 1.2 * sum(rewards[:5])
+    # Half of it is learnt in the first steps.
+    assert fmean(rewards[-10:]) > 1.2 * fmean(rewards[:2])
     assert (tmp_path / "model" / "config.json").exists()
 
 
