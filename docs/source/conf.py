@@ -36,6 +36,8 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
 ]
+HIDDEN_COLON = "\N{REPLACEMENT CHARACTER}"
+
 templates_path = ["_templates"]
 exclude_patterns = ["**/*.ipynb", "**/*.py", "**/*.zip"]
 
@@ -93,5 +95,23 @@ def show_own_signature(
     return stringify_signature(own, show_annotation=False), returns
 
 
+def hide_colons(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Has Napoleon read no type before a colon in an attribute's first line."""
+    if what in ("attribute", "data", "property") and lines:
+        lines[0] = lines[0].replace(":", HIDDEN_COLON)
+
+
+def show_colons(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Undoes :func:`hide_colons`."""
+    lines[:] = [line.replace(HIDDEN_COLON, ":") for line in lines]
+
+
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", show_own_signature)
+    # Before and after Napoleon, whose priority is 500.
+    app.connect("autodoc-process-docstring", hide_colons, priority=400)
+    app.connect("autodoc-process-docstring", show_colons, priority=600)

@@ -243,8 +243,9 @@ class AsyncSGLang(TorchRLCalls):
             dp_size: number of copies of the model in each server. Defaults to 1;
                 weights are broadcast to servers with one only.
             num_replicas: number of servers.
-            launcher: where they run: ``"local"`` on this machine, ``"ray"`` on the
-                nodes of a Ray cluster, or a :class:`.RayLauncher`, which says on which.
+            launcher (str | RayLauncher): where they run: ``"local"`` on this machine,
+                ``"ray"`` on the nodes of a Ray cluster, or a :class:`.RayLauncher`,
+                which says on which.
             device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` where there is one.
             cuda_devices: GPUs for the servers, as this process counts them: a list for
                 all of them, or one for each. By default the last of the visible ones,

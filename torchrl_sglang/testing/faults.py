@@ -99,8 +99,9 @@ class FaultyProxy:
 
         Args:
             path: path of the requests, such as ``"/end_weight_update"``.
-            fault: how they are broken, or a function that is called in another thread
-                before each of them is forwarded.
+            fault (str | Callable): how they are broken, a name in ``Fault``, or a
+                function that is called in another thread before each of them is
+                forwarded.
             first: the first of them that is broken; 1 for the next one.
             times: how many in a row are broken.
 
