@@ -1,25 +1,25 @@
-"""The exceptions of this package; the bottom of the import order.
+"""The exceptions of this package.
 
 Each is also the built-in exception that a caller would expect, so ``except ValueError``
 keeps working::
 
     SGLangError
-    ├── ConfigurationError(ValueError)            an argument or a setting is wrong
-    ├── ServerError(RuntimeError)                 a server did not do what was asked
-    │   ├── ServerStartError                      it never became ready
-    │   ├── ServerDiedError                       its process ended
-    │   ├── RequestRefusedError                   it answered 4xx: the request is wrong
-    │   ├── ServerUnavailableError(ConnectionError)   no connection, or a 5xx answer
-    │   └── ServerTimeoutError(TimeoutError)      no answer before the timeout
-    ├── UnsupportedByServerError(NotImplementedError)   its version or flags lack this
-    ├── WeightSyncError(RuntimeError)             a weight update failed
-    │   ├── WeightSyncStateError                  calls in the wrong order
-    │   ├── WeightTransferError                   the transfer broke
-    │   └── WeightMismatchError(ValueError)       names, shapes or dtypes do not fit
-    ├── GenerationAbortedError(RuntimeError)      an abort cut a response off
-    ├── GatewayError(RuntimeError)                a gateway refuses a client
-    └── CollectionError(RuntimeError)             a collector cannot go on
-        └── CollectionTimeoutError(TimeoutError)  no batch was complete in time
+    ├── ConfigurationError(ValueError)                 an argument is wrong
+    ├── ServerError(RuntimeError)                      a server did not do it
+    │   ├── ServerStartError                           it never became ready
+    │   ├── ServerDiedError                            its process ended
+    │   ├── RequestRefusedError                        4xx: the request is wrong
+    │   ├── ServerUnavailableError(ConnectionError)    no connection, or a 5xx answer
+    │   └── ServerTimeoutError(TimeoutError)           no answer before the timeout
+    ├── UnsupportedByServerError(NotImplementedError)  its version or flags lack this
+    ├── WeightSyncError(RuntimeError)                  a weight update failed
+    │   ├── WeightSyncStateError                       calls in the wrong order
+    │   ├── WeightTransferError                        the transfer broke
+    │   └── WeightMismatchError(ValueError)            names, shapes, dtypes do not fit
+    ├── GenerationAbortedError(RuntimeError)           an abort cut a response off
+    ├── GatewayError(RuntimeError)                     a gateway refuses a client
+    └── CollectionError(RuntimeError)                  a collector cannot go on
+        └── CollectionTimeoutError(TimeoutError)       no batch was complete in time
 
 A message is a full sentence: what failed, which value, which server, what to do next.
 Errors take their attributes as keywords, are not changed afterwards

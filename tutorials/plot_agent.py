@@ -206,9 +206,10 @@ print(", ".join(f"{reward:.2f}" for reward in rewards))
 
 import matplotlib.pyplot as plt
 
-figure, axes = plt.subplots()
-axes.plot(rewards)
+figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+axes.plot(rewards, marker=".")
 axes.set(xlabel="step", ylabel="share of right tools", ylim=(0, 1.05))
+axes.xaxis.get_major_locator().set_params(integer=True)
 
 # %%
 # The agent could as well be a program of yours in another process: it needs a base URL

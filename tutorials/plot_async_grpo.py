@@ -138,9 +138,10 @@ for age, tokens in sorted(stats["age"].items()):
 
 # %%
 # In the middle: how far apart the sampling policy and the trainer's are. It is zero for
-# fresh tokens, and grows with their age and with the size of the updates in between. On
-# the right: the effective share of the samples after weighting. Near 1 the correction
-# changes little; if it falls far below, lower ``max_staleness`` or the learning rate.
+# fresh tokens, and grows with their age and with the size of the updates in between,
+# which get smaller once the policy has learned. On the right: the effective share of
+# the samples after weighting. Near 1 the correction changes little; if it falls far
+# below, lower ``max_staleness`` or the learning rate.
 
 import matplotlib.pyplot as plt
 

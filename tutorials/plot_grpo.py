@@ -146,7 +146,7 @@ print(", ".join(f"{reward:.2f}" for reward in rewards))
 print(f"an update took {sum(seconds) / len(seconds):.2f} s")
 
 # %%
-# The reward rises from one in nine, the share of digits among all characters. The gap
+# The reward rises from one in ten, the share of digits among all characters. The gap
 # stays at float32's rounding, which says that every update has arrived: a server with
 # old weights would show here first.
 

@@ -42,7 +42,7 @@ print(f"in {report.num_buckets} buckets by {report.transport}: {report.reason}")
 import matplotlib.pyplot as plt
 
 reports = {"first": report, "second": sender.update_weights()}
-figure, axes = plt.subplots(figsize=(8, 2.4), layout="constrained")
+figure, axes = plt.subplots(figsize=(8, 2.8), layout="constrained")
 for row, (name, each) in enumerate(reports.items()):
     start = 0.0
     for phase, seconds in each.phase_seconds.items():
@@ -51,7 +51,8 @@ for row, (name, each) in enumerate(reports.items()):
         axes.barh(name, seconds, left=start, color=color, label=label)
         start += seconds
 axes.set(xlabel="seconds")
-axes.legend(ncols=4, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, 1.45))
+axes.invert_yaxis()
+figure.legend(ncols=4, fontsize="small", loc="outside upper center")
 
 # %%
 # A wrong model is found before a byte is sent

@@ -93,8 +93,8 @@ print(len(through.generate(["Hi"], max_new_tokens=4)), "answer")
 # An update that fails in the middle
 # ----------------------------------
 #
-# Two buckets are needed, and the answer to the second one is lost. The server may hold
-# half of the new weights, so generating is refused until an update succeeds:
+# Several buckets are needed, and the answer to the second one is lost. The server may
+# hold half of the new weights, so generating is refused until an update succeeds:
 
 small = SGLangWeightSyncScheme(through, bucket_bytes=200_000, send_timeout=5.0)
 careful = small.create_sender()

@@ -545,7 +545,7 @@ class AsyncSGLang(TorchRLCalls):
                 yield item
 
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """Aborts requests on the servers; they raise GenerationAbortedError.
+        """Aborts requests on the servers; they raise :class:`.GenerationAbortedError`.
 
         With ``return_partial=True`` they return what they have generated.
 
@@ -652,7 +652,7 @@ class AsyncSGLang(TorchRLCalls):
             timeout: in seconds. Defaults to 1800.
 
         Returns:
-            The answer, as it came. Log-probs in it are the server's own: after
+            The answer, as it came. Log-probs in it are the server's own, after
             penalties, biases and grammar, unlike :meth:`generate`'s.
 
         Raises:

@@ -28,12 +28,12 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
     ``attach`` is an alias of this function.
 
     Args:
-        collector: an ``LLMCollector``, or a ``RayLLMCollector``, whose weights are then
+        collector (LLMCollector | RayLLMCollector): a ``RayLLMCollector``'s weights are
             sent by the process that holds it.
         scheme: sends weights to the servers that the collector's policy generates with.
 
     Returns:
-        The same collector.
+        LLMCollector | RayLLMCollector: the same collector.
 
     Raises:
         ConfigurationError: if ``scheme`` is not an ``SGLangWeightSyncScheme``.

@@ -74,7 +74,7 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
     Token level: :math:`w_t = r_t = \pi_{train}(t) / \pi_{rollout}(t)`, biased, of low
     variance. Sequence level: :math:`w_t = \prod_s r_s` for every token of the sequence,
     unbiased, of a variance that grows with the length. Log-ratios are limited to
-    :data:`SAFETY_BOUND` before they are exponentiated. As in verl's
+    ``SAFETY_BOUND``, 20, before they are exponentiated. As in verl's
     ``compute_rollout_correction_weights``.
 
     Args:
@@ -162,7 +162,7 @@ def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     http://joschu.net/blog/kl-approx.html.
 
     Args:
-        log_ratio: of any shape; limited to :data:`SAFETY_BOUND`.
+        log_ratio: of any shape; limited to ``SAFETY_BOUND``, 20.
         estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
 
     Examples:

@@ -74,17 +74,16 @@ def make_sglang_server(
         environment: variables to add to the server's environment, or to override. What
             a launcher of ranks (torchrun, accelerate, DeepSpeed, Slurm, MPI, Ray) set
             for the trainer is not inherited; see
-            :data:`~torchrl_sglang.backends.launch.environment.LAUNCHER_VARIABLES`.
+            ``LAUNCHER_VARIABLES`` in ``backends/launch/environment.py``.
         sglang_version: on CPU, which of the installed versions to run.
-        cuda_devices: the only GPUs that the server sees, such as ``[2, 3]``; see
-            :func:`.gpus.assign_devices`. By default it sees what this process sees, and
-            takes the first ones.
+        cuda_devices: the only GPUs that the server sees, such as ``[2, 3]``. By
+            default it sees what this process sees, and takes the first ones.
         **server_args: arguments of SGLang's server under its own names, such as
             ``tp_size`` and ``mem_fraction_static``, or under vLLM's. Unknown names are
             refused.
 
     Returns:
-        The running server. It ends with :meth:`ServerProcess.stop`, with this process,
+        The running server. It ends with its method ``stop()``, with this process,
         or with the last reference to it.
 
     Raises:

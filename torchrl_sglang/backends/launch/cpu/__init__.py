@@ -1,7 +1,7 @@
 """SGLang on a machine without an accelerator.
 
 SGLang runs on a plain CPU in a separate environment, which :mod:`.install` builds, with
-a few flags and a small entry module, :mod:`.launch`. The functions here return the
+a few flags and a small entry module, ``launch.py``. The functions here return the
 command, the variables and the flags; they start no process and do not import SGLang.
 """
 
