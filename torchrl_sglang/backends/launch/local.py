@@ -83,8 +83,8 @@ def make_sglang_server(
             refused.
 
     Returns:
-        The running server. It ends with its method ``stop()``, with this process,
-        or with the last reference to it.
+        The running server, a :class:`.ServerHandle`. It ends with ``stop()``, with this
+        process, or with the last reference to it.
 
     Raises:
         ConfigurationError: if an argument is wrong or no engine is installed.

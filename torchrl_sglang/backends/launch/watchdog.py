@@ -37,6 +37,13 @@ OPEN_FILES = 65_535
 """Open files of the tree, where the machine allows it: each connection takes one, and a
 trainer has more than the usual 1,024 in flight. SGLang itself wants this many."""
 
+SHARED_MEMORY = "/dev/shm"
+SHARED_FILES = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_")
+"""Beginnings of the names of files there that SGLang leaves when it is killed."""
+
+SHARED_POLL_SECONDS = 5.0
+"""The tree's files are looked for so often, as one that ends by itself tells none."""
+
 FOLDER_VARIABLE = "TORCHRL_SGLANG_SERVER_FOLDER"
 """Variable with the folder of the server's files, which a killed trainer leaves."""
 
@@ -88,6 +95,21 @@ def descendants(pid: int) -> list[int]:
         below = [child for parent in frontier for child in table.get(parent, [])]
         found += [child for child, lives in below if lives]
         frontier = [child for child, _ in below]
+    return found
+
+
+def shared_files(pids: list[int]) -> set[str]:
+    """Returns SGLang's files in shared memory that processes have open."""
+    beginnings = tuple(f"{SHARED_MEMORY}/{name}" for name in SHARED_FILES)
+    found: set[str] = set()
+    for pid in pids:
+        # Processes end meanwhile.
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    path = os.readlink(entry.path)
+                    if path.startswith(beginnings):
+                        found.add(path)
     return found
 
 
@@ -156,10 +178,19 @@ def main(owner: int, command: list[str]) -> int:
             _PR_SET_PDEATHSIG, signal.SIGKILL
         ),
     )
+    shared: set[str] = set()
+    next_look = time.monotonic() + SHARED_POLL_SECONDS
     while server.poll() is None and not stop and os.getppid() == parent:
         time.sleep(POLL_SECONDS)
+        if time.monotonic() > next_look:
+            next_look += SHARED_POLL_SECONDS
+            shared |= shared_files(descendants(os.getpid()))
     status = server.returncode
+    shared |= shared_files(descendants(os.getpid()))
     end_tree(grace=TERM_GRACE_SECONDS if os.getppid() == parent else 0.0)
+    for path in shared:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     if os.getppid() != parent and FOLDER_VARIABLE in os.environ:
         # Its log may hold keys.
         shutil.rmtree(os.environ[FOLDER_VARIABLE], ignore_errors=True)

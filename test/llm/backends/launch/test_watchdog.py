@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -125,6 +126,37 @@ def test_nothing_is_started_for_a_trainer_that_is_gone(tmp_path):
     done = subprocess.run(watch(command, owner=gone.pid), timeout=SECONDS)
     assert done.returncode == 1
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_files_in_shared_memory_go_with_the_tree(by_itself, tmp_path):
+    """A killed server cannot delete what it shares."""
+    script = tmp_path / "watchdog.py"
+    text = Path(watchdog.__file__).read_text()
+    for old, new in (
+        (watchdog.SHARED_MEMORY, str(tmp_path)),
+        (f"SHARED_POLL_SECONDS = {watchdog.SHARED_POLL_SECONDS}", "X = 5"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    script.write_text(text.replace("X = 5", "SHARED_POLL_SECONDS = 0.2"))
+    mine, other = tmp_path / "sglang_loads_mine", tmp_path / "sglang_loads_other"
+    other.touch()
+    share = f"import os, time; kept = open({str(mine)!r}, 'w')"
+    command = [sys.executable, "-S", "-c", f"{share}\n{STUBBORN}"]
+    with started([sys.executable, "-S", str(script), str(os.getpid()), *command]) as (
+        process,
+        tree,
+    ):
+        assert mine.exists()
+        if by_itself:
+            time.sleep(1.0)
+            os.kill(tree[0], signal.SIGKILL)
+        else:
+            process.terminate()
+        process.wait(SECONDS)
+    assert not mine.exists()
+    assert other.exists()
 
 
 def test_zombies_are_not_alive():
