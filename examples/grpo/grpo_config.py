@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -333,8 +333,12 @@ def start(mode: str, run: Callable[[DictConfig], None]) -> None:
     """
 
     def main(cfg: DictConfig) -> None:
-        check_config(cfg, sync=mode == "sync")
-        run(cfg)
+        # Caught here, where hydra does not print its own words above it.
+        try:
+            check_config(cfg, sync=mode == "sync")
+            run(cfg)
+        except ConfigurationError as error:
+            _refuse(error)
 
     sys.argv[1:] = add_mode(sys.argv[1:], mode)
     # Later versions have no other behaviour, and warn of the argument.
@@ -343,8 +347,13 @@ def start(mode: str, run: Callable[[DictConfig], None]) -> None:
     folder = str(FOLDER / "config")
     try:
         check_overrides(sys.argv[1:])
-        # Otherwise hydra prints what an error is, and hides where it comes from.
-        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-        hydra.main(config_path=folder, config_name="grpo_gsm8k", **version)(main)()
     except ConfigurationError as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+        _refuse(error)
+    # Otherwise hydra prints what an error is, and hides where it comes from.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    hydra.main(config_path=folder, config_name="grpo_gsm8k", **version)(main)()
+
+
+def _refuse(error: ConfigurationError) -> NoReturn:
+    """Ends the script with what is wrong, and no traceback."""
+    sys.exit(f"{Path(sys.argv[0]).name}: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import math
 from collections import defaultdict
@@ -273,9 +274,12 @@ def make_optimizer(
     """
     kind = getattr(torch.optim, cfg.optimizer.name, None)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        names = [name for name in vars(torch.optim) if name[0].isupper()]
+        near = difflib.get_close_matches(cfg.optimizer.name, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "give AdamW, Adam, ..."
         raise ConfigurationError(
             f"optimizer.name={cfg.optimizer.name!r} is no optimizer of torch.optim; "
-            f"give AdamW, Adam, ..."
+            f"{hint}"
         )
     known = inspect.signature(kind).parameters
     arguments = {name: cfg.optimizer[name] for name in ("lr", "eps", "weight_decay")}

@@ -181,19 +181,31 @@ def test_each_script_has_its_mode(compose, config):
         )
 
 
-def test_a_script_says_what_is_wrong(recipe, tmp_path):
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (
+            "+train.epoch=2",
+            "There is no parameter 'train.epoch'; did you mean 'train.epochs'?",
+        ),
+        (
+            "optimizer.lr=abc",
+            "optimizer.lr='abc' must be of the type float, as its default, 1e-06.",
+        ),
+    ],
+)
+def test_a_script_says_what_is_wrong(recipe, tmp_path, argument, message):
     done = subprocess.run(
-        [trainer_python(), str(recipe / "grpo-sync.py"), "+train.epoch=2"],
+        [trainer_python(), str(recipe / "grpo-sync.py"), argument],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         timeout=120,
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "grpo-sync.py: There is no parameter 'train.epoch'; did you mean "
-        "'train.epochs'?"
-    )
+    assert done.stderr.splitlines()[-1] == f"grpo-sync.py: {message}"
+    # Hydra's words about an error.
+    assert "Error executing job" not in done.stderr
 
 
 def test_engine_and_scheme_check_their_own(compose, fake, tiny_model_path):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+
+from torchrl_sglang.errors import ConfigurationError
 
 # TorchRL's own, about what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -67,3 +70,18 @@ def test_responses_that_are_too_old(compose, tiny_model_path, correction):
     assert any(
         not torch.equal(each, before[name]) for name, each in model.state_dict().items()
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optimizer.name=Adamw"], "did you mean 'AdamW'?"),
+        (["optimizer.name=x"], "give AdamW, Adam, ..."),
+        (["optimizer.name=SGD", "optimizer.eps=1e-3"], "optimizer.name=SGD has no eps"),
+    ],
+)
+def test_optimizers_that_do_not_exist(compose, arguments, message):
+    from grpo_learner import make_optimizer
+
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        make_optimizer(compose("sync", *arguments), [torch.nn.Parameter(torch.ones(1))])

@@ -59,6 +59,8 @@ MAX_FOLDER_BYTES = 80
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_WRONG_ARGUMENT = re.compile(r"[\w .-]+: error: ")
+"""What argparse says, after a usage of hundreds of lines."""
 
 _LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
@@ -224,7 +226,7 @@ class ServerProcess:
         )
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Returns the last lines of the log, without progress bars and colors."""
+        """Returns the last lines of the log, without progress bars and usage."""
         try:
             with open(self.log_path, "rb") as log:
                 log.seek(max(0, os.path.getsize(self.log_path) - LOG_TAIL_BYTES))
@@ -237,6 +239,8 @@ class ServerProcess:
             for line in re.split(r"[\r\n]+", text)
             if line and "it/s]" not in line
         ]
+        if any(map(_WRONG_ARGUMENT.match, kept)):
+            kept = [line for line in kept if not line.startswith((" ", "usage:"))]
         return "\n".join(kept[-lines:]) or "(the log is empty)"
 
     def _hide(self, text: str) -> str:

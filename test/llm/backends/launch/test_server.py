@@ -272,6 +272,23 @@ def test_an_interrupted_start_leaves_nothing_behind():
     assert living(tree) == []
 
 
+def test_the_log_without_usage():
+    """Of a server with hundreds of options that is given a wrong value."""
+    options = "[parser.add_argument(f'--option-{n}', type=int) for n in range(300)]; "
+    code = (
+        "import argparse; parser = argparse.ArgumentParser('sglang serve'); "
+        f"{options} print('imported', flush=True); "
+        "parser.parse_args(['--option-7', 'a'])"
+    )
+    server = run(code)
+    with pytest.raises(ServerStartError) as caught:
+        server.wait_ready()
+    assert str(caught.value).endswith(
+        "imported\nsglang serve: error: argument --option-7: invalid int value: 'a'"
+    )
+    shutil.rmtree(server.log_path.parent)
+
+
 def test_the_log_without_progress_bars_and_keys():
     shown = r"print('a\rload 1%| 5.00it/s]\rload 2%| 5.00it/s]\n\nkey=sesame'); "
     server = run(shown + "print('end', flush=True); " + FOREVER, hidden=["sesame"])
