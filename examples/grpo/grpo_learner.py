@@ -274,9 +274,9 @@ def make_optimizer(
     """
     kind = getattr(torch.optim, cfg.optimizer.name, None)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        names = [name for name in vars(torch.optim) if name[0].isupper()]
-        near = difflib.get_close_matches(cfg.optimizer.name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "give AdamW, Adam, ..."
+        names = {name.lower(): name for name in vars(torch.optim) if name[0].isupper()}
+        near = difflib.get_close_matches(cfg.optimizer.name.lower(), names, n=1)
+        hint = f"did you mean {names[near[0]]!r}?" if near else "give AdamW, Adam, ..."
         raise ConfigurationError(
             f"optimizer.name={cfg.optimizer.name!r} is no optimizer of torch.optim; "
             f"{hint}"
