@@ -344,9 +344,10 @@ def test_nothing_is_left_behind(restored_engine, new_model, arguments, name, tmp
             len(os.listdir("/proc/self/fd")),
         )
 
-    first, _, last = cycle(), cycle(), cycle()
+    first, *_, last = cycles = [cycle() for _ in range(5)]
     assert last[:2] == first[:2]
-    assert last[2] <= first[2]
+    # An HTTP connection may have come or gone; what is left behind grows each time.
+    assert last[2] - first[2] < len(cycles) - 1
     if name == "disk":
         version = int(restored_engine.weight_version)
         assert sorted(os.listdir(tmp_path / "weights")) == sorted(

@@ -92,6 +92,8 @@ class Command:
     """Texts that no message may show, such as keys."""
     leases: tuple[PortLease, ...] = ()
     """Ports that the server listens on; released at its end."""
+    when_ready: str | None = None
+    """Path that is asked for once when the server is ready, whatever it answers."""
 
     def release(self) -> None:
         """Releases the ports of a command that is not run."""
@@ -198,6 +200,7 @@ class ServerProcess:
         if self._ready:
             return True
         if self._answers():
+            self._tell_ready()
             self._ready = True
             self._config.unlink(missing_ok=True)
         elif self._stop_requested:
@@ -217,6 +220,20 @@ class ServerProcess:
             return get(f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS).ok
         except SGLangError:
             return False
+
+    def _tell_ready(self) -> None:
+        if self.command.when_ready is None:
+            return
+        config = self.command.config
+        key = config.get("admin_api_key") or config.get("api_key")
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        url = f"{self.url}{self.command.when_ready}"
+        try:
+            answer = get(url, timeout=HEALTH_TIMEOUT_SECONDS, headers=headers)
+        except SGLangError as error:
+            torchrl_logger.debug(f"{self.name}: {error}")
+        else:
+            torchrl_logger.debug(f"{self.name}: {url} answered {answer.status}.")
 
     def _start_error(self, reason: str) -> ServerStartError:
         self._failed = True

@@ -132,6 +132,9 @@ def make_server_command(
         # SGLang writes its arguments, keys included, to its log.
         hidden=tuple(secrets.values()),
         leases=leases,
+        # SGLang asks itself after its warm-up. On CPU, without one, that is before it
+        # listens, and each flush would look through its heap, for half a second.
+        when_ready="/freeze_gc" if device == "cpu" else None,
     )
 
 

@@ -74,7 +74,9 @@ def tree_of(server: ServerProcess) -> list[int]:
 # --- any command
 
 
-def run(code: str, *, hidden=(), config=None, leases=(), **options) -> ServerProcess:
+def run(
+    code: str, *, hidden=(), config=None, leases=(), when_ready=None, **options
+) -> ServerProcess:
     command = Command(
         line=(sys.executable, "-S", "-c", code),
         url=options.pop("url", "http://127.0.0.1:1"),
@@ -82,6 +84,7 @@ def run(code: str, *, hidden=(), config=None, leases=(), **options) -> ServerPro
         hidden=tuple(hidden),
         config=config or {},
         leases=tuple(leases),
+        when_ready=when_ready,
     )
     return ServerProcess(command, **options)
 
@@ -270,6 +273,46 @@ def test_an_interrupted_start_leaves_nothing_behind():
         server.wait_ready()
     timer.join()
     assert living(tree) == []
+
+
+HANDLER = """
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        print(self.path, self.headers.get("Authorization"), flush=True)
+        self.send_response(200 if self.path == "/health" else 500)
+        self.end_headers()
+    log_message = lambda *args: None
+
+http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+"""
+
+
+def test_a_path_that_is_asked_for_once():
+    """Its answer does not matter."""
+    port = find_free_port()
+    server = run(
+        HANDLER.replace("PORT", str(port)),
+        url=f"http://127.0.0.1:{port}",
+        config={"api_key": "sesame"},
+        when_ready="/freeze_gc",
+    )
+    try:
+        server.wait_ready()
+        server.check_ready()
+        lines = server.log_tail().splitlines()
+        assert lines == ["/health None", "/freeze_gc Bearer sesame"]
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(("device", "path"), [("cpu", "/freeze_gc"), ("cuda", None)])
+def test_servers_on_a_cpu_are_told_to_freeze_their_heap(tiny_model_path, device, path):
+    engine = str(cpu.engine_python())
+    command = make_server_command(tiny_model_path, device=device, python=engine)
+    assert command.when_ready == path
+    command.release()
 
 
 def test_the_log_without_usage():
