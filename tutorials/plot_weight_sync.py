@@ -36,8 +36,8 @@ print(f"in {report.num_buckets} buckets by {report.transport}: {report.reason}")
 # Where the time goes
 # -------------------
 #
-# The second update finds the group of the first one. On a CPU the flush of the prefix
-# cache is the longest part; on a GPU it takes milliseconds, and sending is.
+# The first update forms a group with the server, and the second one finds it there. Of
+# the rest, sending is the longest part, here as on a GPU.
 
 import matplotlib.pyplot as plt
 
