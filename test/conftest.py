@@ -7,12 +7,18 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from helpers.forked_starts import forked_starts
 
 from torchrl_sglang.backends.launch import cpu
+from torchrl_sglang.backends.launch.watchdog import (
+    SHARED_FILES,
+    SHARED_MEMORY,
+    shared_files,
+)
 from torchrl_sglang.errors import ConfigurationError
 
 
@@ -29,7 +35,24 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     stack = ExitStack()
     config.add_cleanup(stack.close)
+    stack.enter_context(shared_memory())
     stack.enter_context(forked_starts())
+
+
+@contextmanager
+def shared_memory() -> Iterator[None]:
+    """Deletes the files there of forked servers, which are below no watchdog."""
+
+    def found() -> set[str]:
+        paths = Path(SHARED_MEMORY).iterdir()
+        return {str(path) for path in paths if path.name.startswith(SHARED_FILES)}
+
+    before = found()
+    yield
+    living = [int(each.name) for each in Path("/proc").glob("[0-9]*")]
+    for path in found() - before - shared_files(living):
+        with suppress(OSError):
+            os.unlink(path)
 
 
 @pytest.fixture(scope="session", autouse=True)
