@@ -14,6 +14,11 @@ from helpers.fake_launcher import FakeDirectory, FakeLauncher, make_engine
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.support.event_loop import run_sync
 
+pytestmark = pytest.mark.filterwarnings(
+    # A machine that has vanished closes no connection.
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
 SECONDS = 60.0
 """For what takes a second at most; no test waits for a timeout of a request."""
 
