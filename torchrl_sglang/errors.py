@@ -5,7 +5,7 @@ keeps working::
 
     SGLangError
     ├── ConfigurationError(ValueError)                 an argument is wrong
-    ├── ServerError(RuntimeError)                      a server did not do it
+    ├── ServerError(RuntimeError)                      a server failed
     │   ├── ServerStartError                           it never became ready
     │   ├── ServerDiedError                            its process ended
     │   ├── RequestRefusedError                        4xx: the request is wrong

@@ -18,6 +18,8 @@ from helpers.log_probs import TOLERANCE
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import (
+    RequestRefusedError,
+    ServerUnavailableError,
     UnsupportedByServerError,
     WeightSyncStateError,
     WeightTransferError,
@@ -244,6 +246,30 @@ def test_a_checkpoint_that_is_gone_leaves_inconsistency(restored_engine, new_mod
     assert "inconsistent" in repr(engine)
     sender.update_weights(new_model)
     assert difference(engine, new_model) < TOLERANCE
+    scheme.shutdown()
+
+
+def test_a_server_that_ends_meanwhile(restored_engine, hf_model, monkeypatch):
+    """It answered before its checkpoint was loaded: there is a second try, and one."""
+    update, errors = session.update_weights, []
+
+    def fail(*args, **kwargs):
+        if errors:
+            raise WeightTransferError("It did not arrive.") from errors.pop()
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(session, "update_weights", fail)
+    scheme = SGLangWeightSyncScheme(restored_engine)
+    sender = scheme.create_sender()
+    gone = ServerUnavailableError("The server is gone.")
+    errors += [gone]
+    assert sender.recover().transport == "checkpoint"
+    assert difference(restored_engine, hf_model) < TOLERANCE
+    for failures in ([gone, gone], [RequestRefusedError("There is no such folder.")]):
+        errors[:] = failures
+        with pytest.raises(WeightTransferError, match="did not arrive"):
+            sender.recover()
+        assert not errors
     scheme.shutdown()
 
 

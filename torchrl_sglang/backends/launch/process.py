@@ -256,9 +256,7 @@ class ServerProcess:
             for line in re.split(r"[\r\n]+", text)
             if line and "it/s]" not in line
         ]
-        if any(map(_WRONG_ARGUMENT.match, kept)):
-            kept = [line for line in kept if not line.startswith((" ", "usage:"))]
-        return "\n".join(kept[-lines:]) or "(the log is empty)"
+        return "\n".join(_without_usage(kept)[-lines:]) or "(the log is empty)"
 
     def _hide(self, text: str) -> str:
         for secret in self.command.hidden:
@@ -339,3 +337,13 @@ class ServerProcess:
     def __repr__(self) -> str:
         kind = type(self).__name__
         return f"{kind}({self.url!r}, pid={self.pid}, state={self.state!r})"
+
+
+def _without_usage(lines: list[str]) -> list[str]:
+    """Leaves out argparse's usage before what it says is wrong."""
+    for start, line in enumerate(lines):
+        if line.startswith("usage: "):
+            for end in range(start, len(lines)):
+                if _WRONG_ARGUMENT.match(lines[end]):
+                    return lines[:start] + lines[end:]
+    return lines
