@@ -5,6 +5,7 @@ keeps working::
 
     SGLangError
     ├── ConfigurationError(ValueError)                 an argument is wrong
+    │   └── TaskError                                  a prompt cannot be collected
     ├── ServerError(RuntimeError)                      a server failed
     │   ├── ServerStartError                           it never became ready
     │   ├── ServerDiedError                            its process ended
@@ -19,7 +20,8 @@ keeps working::
     ├── GenerationAbortedError(RuntimeError)           an abort cut a response off
     ├── GatewayError(RuntimeError)                     a gateway refuses a client
     └── CollectionError(RuntimeError)                  a collector cannot go on
-        └── CollectionTimeoutError(TimeoutError)       no batch was complete in time
+        ├── CollectionTimeoutError(TimeoutError)       no batch was complete in time
+        └── UserFunctionError                          a function of the user raised
 
 A message is a full sentence: what failed, which value, which server, what to do next.
 Errors take their attributes as keywords, are not changed afterwards
@@ -44,7 +46,9 @@ __all__ = [
     "ServerStartError",
     "ServerTimeoutError",
     "ServerUnavailableError",
+    "TaskError",
     "UnsupportedByServerError",
+    "UserFunctionError",
     "WeightMismatchError",
     "WeightSyncError",
     "WeightSyncStateError",
@@ -95,6 +99,10 @@ class SGLangError(Exception):
 
 class ConfigurationError(SGLangError, ValueError):
     """An argument, a sampling parameter or an input value is wrong."""
+
+
+class TaskError(ConfigurationError):
+    """A task cannot be collected, however often it is tried."""
 
 
 class ServerError(SGLangError, RuntimeError):
@@ -173,6 +181,10 @@ class CollectionError(SGLangError, RuntimeError):
 
 class CollectionTimeoutError(CollectionError, TimeoutError):
     """No batch was complete before the timeout."""
+
+
+class UserFunctionError(CollectionError):
+    """A function of the user raised, or returned too late; its cause is the error."""
 
 
 class GatewayError(SGLangError, RuntimeError):

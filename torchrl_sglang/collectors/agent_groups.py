@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_sglang.collectors.blocking import BlockingCalls
+from torchrl_sglang.backends.support.blocking import BlockingCalls
+from torchrl_sglang.backends.support.user_code import together
 from torchrl_sglang.collectors.collection import TokenSpan
-from torchrl_sglang.collectors.groups import to_value
+from torchrl_sglang.collectors.groups import (
+    ROW_COLUMNS,
+    check_names,
+    check_task,
+    to_values,
+)
 from torchrl_sglang.collectors.stats import Meter
+from torchrl_sglang.collectors.user_functions import check_call, name_of, naming
 from torchrl_sglang.collectors.versions import PolicyVersions
 from torchrl_sglang.errors import CollectionError
 from torchrl_sglang.gateway.agents import Agent, run_agent
-from torchrl_sglang.gateway.export import to_rows
+from torchrl_sglang.gateway.export import CONTAINERS, to_rows
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.session import Session, Turn
 
@@ -28,7 +34,7 @@ class AgentRun:
     """What an agent did."""
 
     session: Session
-    """Its turns and its reward."""
+    """Its turns and its reward when it ended."""
     task: Mapping[str, Any]
     """What it did it for."""
     policy_version: int
@@ -36,6 +42,9 @@ class AgentRun:
 
 
 Group = Sequence[AgentRun]
+
+COLUMNS = ROW_COLUMNS | CONTAINERS
+"""Names that a row of an agent uses itself."""
 
 
 class AgentGroups:
@@ -67,6 +76,12 @@ class AgentGroups:
         self._versions = versions
         self._seconds = seconds
         self._blocking = blocking
+        self._role = f"The agent {name_of(agent)!r}"
+        check_call(self._role, agent, "task", base_url="", api_key="")
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Checks the names of a dataset's columns; see :func:`.check_names`."""
+        check_names(names, COLUMNS, "a column of prompts")
 
     async def run(
         self,
@@ -76,14 +91,13 @@ class AgentGroups:
         turn: Callable[[], Any],
     ) -> Group:
         """Returns a complete group of agents with the same task."""
+        check_task(task, COLUMNS)
 
         async def one() -> AgentRun:
             async with turn():
                 return await self._run(f"group-{position}", task, policy_version())
 
-        async with asyncio.TaskGroup() as tasks:
-            runs = [tasks.create_task(one()) for _ in range(self.size)]
-        return [run.result() for run in runs]
+        return await together(one() for _ in range(self.size))
 
     async def _run(
         self, group: str, task: Mapping[str, Any], policy_version: int
@@ -91,13 +105,14 @@ class AgentGroups:
         session = self._gateway.session(group=group)
         self.generating.add(1)
         try:
-            async with asyncio.timeout(self._seconds):
-                reward = await run_agent(self._agent, task, session)
-        except TimeoutError as error:
-            raise CollectionError(
-                f"An agent took longer than {self._seconds:g} s; see "
-                f"CollectorTimeouts(agent=...)."
-            ) from error
+            with naming(self._role):
+                reward = await run_agent(
+                    self._agent,
+                    task,
+                    session,
+                    blocking=self._blocking,
+                    seconds=self._seconds,
+                )
         finally:
             self.generating.add(-1)
             # The group keeps what it said.
@@ -109,7 +124,10 @@ class AgentGroups:
                 "An agent ended without a request to its session; its client has to "
                 "use the base_url and the api_key that it is called with."
             )
-        return AgentRun(session=session, task=task, policy_version=policy_version)
+        # Its client may still have requests in flight.
+        return AgentRun(
+            session=session.snapshot(), task=task, policy_version=policy_version
+        )
 
     def oldest(self, group: Group) -> int:
         """Returns the policy version of a group's oldest token."""
@@ -126,7 +144,7 @@ class AgentGroups:
         """Returns a TensorDict for each trajectory, in the layout of the gateway."""
         rows: list[TensorDictBase] = []
         for run in group:
-            values = {name: to_value(value) for name, value in run.task.items()}
+            values = to_values(run.task)
             oldest = self._versions.oldest(
                 (turn.completion, run.policy_version) for turn in run.session.turns
             )

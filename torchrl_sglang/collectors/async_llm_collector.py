@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, get_args
 
 from tensordict import TensorDictBase
+from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
+from torchrl_sglang.backends.support.blocking import BlockingCalls
 from torchrl_sglang.backends.support.checks import check_count, check_flag
 from torchrl_sglang.collectors.admission import Limits
 from torchrl_sglang.collectors.agent_groups import AgentGroups
 from torchrl_sglang.collectors.batches import Batches
-from torchrl_sglang.collectors.blocking import BlockingCalls
 from torchrl_sglang.collectors.collection import Collection, Groups
 from torchrl_sglang.collectors.consumer_version import ConsumerVersion
 from torchrl_sglang.collectors.conversations import Conversations, Step
@@ -29,7 +30,7 @@ from torchrl_sglang.collectors.prompts import make_prompts
 from torchrl_sglang.collectors.rewards import RewardFunctions, Rewards
 from torchrl_sglang.collectors.stale_mask import StaleMask
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
-from torchrl_sglang.collectors.tools import Tools, parse_tool_calls
+from torchrl_sglang.collectors.tools import ToolFunctions, Tools, parse_tool_calls
 from torchrl_sglang.collectors.versions import PolicyVersions
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync, check_schemes
 from torchrl_sglang.errors import (
@@ -82,20 +83,26 @@ class AsyncLLMCollector(BaseCollector):
             functions need ``input_mode="history"``.
         prompts: a dataset (read by index, epoch after epoch), a ``DataLoader`` (its
             batches are taken apart) or another iterable of tasks. A task is a mapping,
-            a TensorDict or a text; its values are in each turn of the batch.
+            a TensorDict or a text; its values are in each turn of the batch, under
+            their names, which must not be those of the batch's own columns.
         rewards: a function ``(conversation, task) -> float``, a list of them, or a
-            mapping of names to them. Values are added up in ``("next", "reward")`` of
-            the last turn; those with a name are also under ``("next", name)``.
-            Coroutine functions run on the collector's event loop, others in threads.
+            mapping of names to them. Values are finite numbers and are added up in
+            ``("next", "reward")`` of the last turn; those with a name are also under
+            ``("next", name)``. Coroutine functions run on the collector's event loop, others in threads.
         group_rewards: likewise functions ``(conversations, task) -> list of float`` of
             a whole group.
         step: a function or coroutine function ``(conversation, task)`` that is called
             after each response and returns what is said next: a text of the user, a
             message, a list of messages, or ``None`` to end the conversation. It can
             set ``conversation.turns[-1].reward``.
-        tools: functions that the policy can call, or a mapping of names to them. Their
-            results are messages of the role ``"tool"``; while a response calls tools,
-            ``step`` is not called.
+        tools: functions that the policy can call, or a mapping of names to them. The
+            chat template tells the policy of them: by their type hints and docstrings,
+            as ``transformers.utils.get_json_schema`` reads them, or by a schema in
+            place of these, with ``{name: (function, schema)}``. A parameter
+            ``conversation`` is not the policy's: the tool gets the
+            :class:`.Conversation`, with its task and its state. Their results are
+            messages of the role ``"tool"``; while a response calls tools, ``step`` is
+            not called.
         tool_parser: finds the calls in a response; a parser for TorchRL's
             ``ExecuteToolsInOrder``, such as ``XMLBlockParser()``. By default Qwen's and
             Hermes's format.
@@ -126,7 +133,8 @@ class AsyncLLMCollector(BaseCollector):
             the bound on staleness is the only limit.
         max_retries (int): how often a group starts again after an error of a function.
             It is given up then, and reported in :meth:`stats`; when eight groups in a
-            row are given up, the collector raises their error. Errors of the engine
+            row are given up, the collector raises their error. A task that cannot be
+            collected at all (:class:`.TaskError`) is given up at once. Errors of the engine
             are retried for ``timeouts.engine`` seconds. Defaults to 2.
         shuffle (bool): read a dataset in random order. Defaults to False.
         seed (int): of that order. Defaults to 0.
@@ -174,9 +182,7 @@ class AsyncLLMCollector(BaseCollector):
         rewards: RewardFunctions | None = None,
         group_rewards: RewardFunctions | None = None,
         step: Step | None = None,
-        tools: (
-            Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]] | None
-        ) = None,
+        tools: ToolFunctions | None = None,
         tool_parser: Callable[[str], Any] = parse_tool_calls,
         max_turns: int | None = None,
         query_key: str = "query",
@@ -262,6 +268,10 @@ class AsyncLLMCollector(BaseCollector):
             max_retries=max_retries,
             engine_seconds=self.timeouts.engine,
         )
+        columns = getattr(prompts, "column_names", None)
+        if isinstance(columns, list):
+            # Of a dataset of Hugging Face's.
+            groups.check_columns(columns)
         self._consumer_version = ConsumerVersion(replay_buffer)
         self._batches = Batches(
             self._collection,
@@ -615,7 +625,19 @@ def _make_groups(
         seconds=timeouts.reward,
         blocking=blocking,
     )
-    codec = TurnCodec(policy)
+    tools = functions["tools"]
+    codec = TurnCodec(policy, () if tools is None else tools.schemas)
+    if tools is not None and not codec.tells_of_tools():
+        torchrl_logger.warning(
+            "The chat template says nothing of tools, so that the policy does not know "
+            "that it can call some; tell it in system_prompt or in the prompts, or give "
+            "the policy another chat_template."
+        )
+    if not rewards and functions["step"] is None:
+        torchrl_logger.warning(
+            "There are neither rewards nor group_rewards, nor a step that could set "
+            "rewards: all rewards will be 0."
+        )
     return FunctionGroups(
         Conversations(codec, timeouts=timeouts, blocking=blocking, **functions),
         rewards,

@@ -11,7 +11,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -19,7 +26,8 @@ from typing import Any, Protocol, TypeAlias
 from tensordict import TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.collectors.blocking import BlockingCalls
+from torchrl_sglang.backends.support.blocking import BlockingCalls, DaemonExecutor
+from torchrl_sglang.backends.support.user_code import describe, user_code
 from torchrl_sglang.collectors.group_pool import GroupPool, ReadyGroup
 from torchrl_sglang.collectors.prompts import Prompts
 from torchrl_sglang.collectors.stats import Ages, Meter, Shares, find_bottleneck
@@ -29,6 +37,8 @@ from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
     ServerError,
+    TaskError,
+    UserFunctionError,
     WeightSyncStateError,
 )
 
@@ -52,6 +62,9 @@ MOST_FAILURES = 8
 
 KEPT_ERRORS = 16
 """Number of recent errors that statistics report."""
+
+MOST_THREADS = 256
+"""Threads of the event loop's default executor, which ``asyncio.to_thread`` uses."""
 
 
 class Groups(Protocol):
@@ -82,6 +95,13 @@ class Groups(Protocol):
 
     def mask(self, group: Any, rows: Sequence[TensorDictBase], bound: int) -> None:
         """Excludes tokens of policy versions before ``bound`` from the loss."""
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Checks the names of a dataset's columns.
+
+        Raises:
+            ConfigurationError: if one is the name of a column of a batch.
+        """
 
     def close(self) -> None:
         """Frees what groups are made with."""
@@ -189,8 +209,11 @@ class Collection:
     def stop(self) -> None:
         """Tells the thread to end; does not wait for it."""
         with self.changed:
+            never_ran = self._thread is None and not self._stopped
             self._stopped = True
             self.changed.notify_all()
+        if never_ran:
+            self._close()
         self._notify_loop()
 
     def end(self, error: BaseException) -> None:
@@ -237,7 +260,7 @@ class Collection:
         """Raises the error that ended the collection, if one did."""
         if self._error is not None:
             raise CollectionError(
-                f"The collector has ended: {self._error}"
+                f"The collector has ended: {describe(self._error)}"
             ) from self._error
 
     def set_version(self, version: int) -> None:
@@ -365,16 +388,23 @@ class Collection:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            with asyncio.Runner() as runner:
+                # An agent that blocks in asyncio.to_thread() keeps nothing from ending.
+                executor = DaemonExecutor("torchrl_sglang-to-thread", MOST_THREADS)
+                runner.get_loop().set_default_executor(executor)
+                runner.run(self._main())
         except BaseException as error:  # noqa: BLE001 - Consumers are told.
             self.end(error)
         finally:
-            self._reader.close()
-            self._layout.close()
-            self.groups.close()
+            self._close()
             with self.changed:
                 self._stopped = True
                 self.changed.notify_all()
+
+    def _close(self) -> None:
+        self._reader.close()
+        self._layout.close()
+        self.groups.close()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -425,33 +455,37 @@ class Collection:
             self._finish(position, 1)
 
         try:
-            task = await self._reader.run(
-                lambda: self._prompts.fetch(position), seconds=PROMPT_TIMEOUT_SECONDS
-            )
-            if task is None:
-                with self.changed:
-                    self.pool.end_of_prompts(position)
-                return
-            group = await self.groups.run(
-                position, task, lambda: self.pool.version, turn
-            )
-            # While the engine generates, so that no trainer waits for it.
-            rows = await self._layout.run(
-                lambda: self.groups.write(group), seconds=LAYOUT_TIMEOUT_SECONDS
-            )
+            with user_code():
+                complete = await self._make_group(position, turn)
         except asyncio.CancelledError:
             with self.changed:
                 self.pool.give_up(position, retry=True)
             raise
-        except Exception as error:  # noqa: BLE001 - User functions raise anything.
+        except BaseException as error:  # noqa: BLE001 - User functions raise anything.
             self._fail(position, _cause(error))
         else:
-            self._complete(position, Complete(group=group, rows=rows))
+            self._complete(position, complete)
         finally:
             self._finish(position, self._unfinished[position])
             del self._unfinished[position]
             with self.changed:
                 self.changed.notify_all()
+
+    async def _make_group(
+        self, position: int, turn: Callable[[], Any]
+    ) -> Complete | None:
+        """Returns a complete group; ``None`` if there is no prompt for it."""
+        task = await self._reader.run(
+            lambda: self._prompts.fetch(position), seconds=PROMPT_TIMEOUT_SECONDS
+        )
+        if task is None:
+            return None
+        group = await self.groups.run(position, task, lambda: self.pool.version, turn)
+        # While the engine generates, so that no trainer waits for it.
+        rows = await self._layout.run(
+            lambda: self.groups.write(group), seconds=LAYOUT_TIMEOUT_SECONDS
+        )
+        return Complete(group=group, rows=rows)
 
     def _finish(self, position: int, count: int) -> None:
         """Counts conversations of a group that ended; others may take their place."""
@@ -460,8 +494,11 @@ class Collection:
         assert self._wake is not None
         self._wake.set()
 
-    def _complete(self, position: int, complete: Complete) -> None:
+    def _complete(self, position: int, complete: Complete | None) -> None:
         with self.changed:
+            if complete is None:
+                self.pool.end_of_prompts(position)
+                return
             self._failures.pop(position, None)
             self._failures_in_a_row = 0
             self._engine_failed.clear()
@@ -476,7 +513,7 @@ class Collection:
 
     def _fail(self, position: int, error: BaseException) -> None:
         """Retries a group, gives it up, or ends the collection."""
-        message = f"{type(error).__name__}: {error}"
+        message = f"Prompt {position}: {describe(error)}"
         now = time.monotonic()
         with self.changed:
             self.errors.append(message)
@@ -488,7 +525,7 @@ class Collection:
                 self._not_before = now + BACKOFF_SECONDS
             else:
                 failures.own += 1
-            retry = self._may_retry(failures, now)
+            retry = not isinstance(error, TaskError) and self._may_retry(failures, now)
             if engines and not retry and len(self._engine_failed) > 1:
                 # It is not this group: no other one is complete meanwhile.
                 self.end(error)
@@ -502,10 +539,12 @@ class Collection:
             self.failed += 1
             self._failures_in_a_row += 1
             if self._failures_in_a_row == MOST_FAILURES:
-                self.end(error)
+                self.end(_last_of_many(position, error))
         torchrl_logger.warning(
             f"The group of prompt {position} was given up after "
-            f"{failures.own + failures.engines} attempts: {message}"
+            f"{failures.own + failures.engines} attempts: {describe(error)}",
+            # Where in the user's function it was raised.
+            exc_info=error.__cause__ if isinstance(error, UserFunctionError) else None,
         )
 
     def _may_retry(self, failures: _Failures, now: float) -> bool:
@@ -522,7 +561,20 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
+def _last_of_many(position: int, error: BaseException) -> CollectionError:
+    """Returns the error that ends a collection whose groups fail one after the other."""
+    ending = CollectionError(
+        f"{MOST_FAILURES} groups in a row were given up, the last one, of prompt "
+        f"{position}, for {describe(error)}"
+    )
+    ending.__cause__ = error
+    return ending
+
+
 def _is_engines(error: BaseException) -> bool:
-    """Returns whether an error is the engine's, which recovers, or a group's own."""
+    """Returns whether an error is an engine's, which recovers, or a group's own."""
+    if isinstance(error, UserFunctionError) and error.__cause__ is not None:
+        # A function may call an engine, too: a judge, for example.
+        error = error.__cause__
     engines = (ServerError, GenerationAbortedError, WeightSyncStateError)
     return isinstance(error, engines) and not isinstance(error, RequestRefusedError)

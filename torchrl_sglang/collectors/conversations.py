@@ -11,11 +11,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from torchrl_sglang.collectors.blocking import BlockingCalls
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.backends.support.blocking import BlockingCalls
+from torchrl_sglang.backends.support.user_code import describe
 from torchrl_sglang.collectors.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.tools import Tools
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.collectors.user_functions import check_call, name_of, naming
+from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.policies.turns import EncodedPrompt, Response, TurnCodec
 
 Message: TypeAlias = Mapping[str, Any]
@@ -23,6 +27,8 @@ Message: TypeAlias = Mapping[str, Any]
 
 Task: TypeAlias = Mapping[str, Any]
 """An element of the prompts."""
+
+_STEP = "The function step={!r}"
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -55,8 +61,10 @@ class Turn:
 class Conversation:
     """A conversation between an environment and the policy.
 
-    Reward functions, tools and ``step`` get it. They may read everything, change the
-    rewards of turns, and keep what they like in ``state``.
+    Reward functions and ``step`` get it, and tools that have a parameter
+    ``conversation``. They may read everything, change the rewards of turns, and keep
+    what they like in ``state``: a sandbox of this conversation, for example, which a
+    function given to :meth:`at_end` closes.
     """
 
     task: Task
@@ -75,6 +83,16 @@ class Conversation:
     """For the user's functions."""
     opening: EncodedPrompt
     """What the model reads first; the same for all conversations of a group."""
+    _at_end: list[Callable[[], Any]] = field(default_factory=list)
+
+    def at_end(self, function: Callable[[], Any]) -> None:
+        """Calls a function when the conversation has been scored, or has failed.
+
+        The functions are called once each, the last one first, in threads of the
+        collector or, if they are coroutine functions, on its event loop. What they
+        raise is logged.
+        """
+        self._at_end.append(function)
 
     @property
     def response(self) -> str:
@@ -127,11 +145,27 @@ class Conversations:
         self._max_turns = max_turns
         self._timeouts = timeouts
         self._blocking = blocking
+        if step is not None:
+            check_call(_STEP.format(name_of(step)), step, "conversation", "task")
 
     def begin(self, task: Task, size: int) -> list[Conversation]:
-        """Returns the conversations of a group, before their first response."""
-        messages = self._first_messages(task)
-        opening = self._codec.encode(messages)
+        """Returns the conversations of a group, before their first response.
+
+        Raises:
+            TaskError: if there is no prompt, or no room for a response to it.
+        """
+        try:
+            messages = self._first_messages(task)
+            opening = self._codec.encode(messages)
+        except TaskError:
+            raise
+        except ConfigurationError as error:
+            raise TaskError(str(error)) from error
+        if not self._codec.fits(opening):
+            raise TaskError(
+                f"The prompt has {len(opening.token_ids)} tokens, and a response to it "
+                f"needs room: a prompt has at most {self._codec.longest} tokens."
+            )
         return [
             Conversation(
                 task=task, sample=sample, messages=list(messages), opening=opening
@@ -158,6 +192,18 @@ class Conversations:
                 conversation.messages.extend(said)
                 conversation.truncated = True
                 return
+
+    async def end(self, conversation: Conversation) -> None:
+        """Calls what the conversation's functions left for its end."""
+        while conversation._at_end:
+            function = conversation._at_end.pop()
+            try:
+                await self._blocking.call(function, seconds=self._timeouts.step)
+            except Exception as error:  # noqa: BLE001 - A user's function raises anything.
+                torchrl_logger.warning(
+                    f"{name_of(function)!r}, which was given to at_end(), failed: "
+                    f"{describe(error)}"
+                )
 
     async def _respond(
         self,
@@ -199,22 +245,26 @@ class Conversations:
         """Returns what is said next, or ``None`` at the end."""
         if self._tools is not None:
             results = await self._tools.answer(
-                conversation.response, self._blocking, self._timeouts.step
+                conversation.response,
+                conversation,
+                self._blocking,
+                self._timeouts.step,
             )
             if results:
                 return results
         if self._step is None:
             return None
-        said = await self._blocking.call(
-            self._step, conversation, conversation.task, seconds=self._timeouts.step
-        )
+        with naming(_STEP.format(name_of(self._step))):
+            said = await self._blocking.call(
+                self._step, conversation, conversation.task, seconds=self._timeouts.step
+            )
         return None if said is None else to_messages(said, "step")
 
     def _first_messages(self, task: Task) -> list[Message]:
         if self._query_key not in task:
-            raise ConfigurationError(
-                f"A task has no {self._query_key!r}; it has {sorted(task)}. Name the "
-                f"key of the prompt with query_key."
+            raise TaskError(
+                f"A task has no {self._query_key!r}; it has {sorted(map(str, task))}. "
+                f"Name the key of the prompt with query_key."
             )
         messages = to_messages(task[self._query_key], f"task[{self._query_key!r}]")
         if self._system_prompt is None:

@@ -7,10 +7,10 @@ for one, others step.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +21,19 @@ from tensordict import (
     lazy_stack,
     list_to_stack,
 )
+from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
-from torchrl_sglang.collectors.blocking import BlockingCalls
+from torchrl_sglang.backends.support.blocking import BlockingCalls
+from torchrl_sglang.backends.support.user_code import describe, together
 from torchrl_sglang.collectors.collection import TokenSpan
 from torchrl_sglang.collectors.copies import step
+from torchrl_sglang.collectors.groups import ROW_COLUMNS, check_names, check_task
+from torchrl_sglang.collectors.rewards import check_rewards
 from torchrl_sglang.collectors.stale_mask import StaleMask
 from torchrl_sglang.collectors.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
+from torchrl_sglang.collectors.user_functions import naming
 from torchrl_sglang.collectors.versions import PolicyVersions
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
@@ -62,16 +67,94 @@ class _Prompt:
 Episode = list[_Turn]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
+class _Environment:
+    """An environment, which one thread uses at a time."""
+
+    env: EnvBase
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """Closes it, when a step that is under way has returned.
+
+        TorchRL's environments of a single process say that they are closed from their
+        beginning, so ``is_closed`` is not asked.
+        """
+        with self.lock:
+            try:
+                self.env.close(raise_if_closed=False)
+            except Exception as error:  # noqa: BLE001 - Environments raise anything.
+                torchrl_logger.warning(
+                    f"An environment could not be closed: {describe(error)}"
+                )
+
+
 class _Environments:
-    """Environments that wait for a conversation."""
+    """All environments of a collector, and those of them that wait.
 
-    make: Callable[[], EnvBase]
-    idle: list[EnvBase] = field(default_factory=list)
+    Args:
+        make: makes one.
+        seconds: most that closing them at the end may take.
+    """
 
-    def get(self) -> EnvBase:
+    def __init__(self, make: Callable[[], EnvBase], *, seconds: float) -> None:
+        self._make = make
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._closed = False
+        self._known: set[_Environment] = set()
+        self._idle: list[_Environment] = []
+        self.put(self.get())
+
+    def get(self) -> _Environment:
         """Returns an environment that nobody uses."""
-        return self.idle.pop() if self.idle else self.make()
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        made = _Environment(self._make())
+        with self._lock:
+            self._known.add(made)
+            closed = self._closed
+        if closed:
+            made.close()
+            raise RuntimeError("The collector has ended.")
+        return made
+
+    def put(self, environment: _Environment) -> None:
+        """Keeps an environment for the next conversation."""
+        with self._lock:
+            self._idle.append(environment)
+
+    def discard(self, environment: _Environment) -> None:
+        """Closes an environment whose conversation failed; does not wait for it."""
+        with self._lock:
+            self._known.discard(environment)
+        _start_closing(environment)
+
+    def close(self) -> None:
+        """Closes all of them, side by side."""
+        with self._lock:
+            self._closed = True
+            known, self._known = self._known, set()
+            self._idle.clear()
+        threads = [_start_closing(each) for each in known]
+        deadline = time.monotonic() + self._seconds
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        left = sum(thread.is_alive() for thread in threads)
+        if left:
+            torchrl_logger.warning(
+                f"{left} of {len(threads)} environments were not closed within "
+                f"{self._seconds:g} s."
+            )
+
+
+def _start_closing(environment: _Environment) -> threading.Thread:
+    thread = threading.Thread(
+        target=environment.close, name="torchrl_sglang-environments", daemon=True
+    )
+    thread.start()
+    return thread
 
 
 class EnvironmentGroups:
@@ -116,7 +199,10 @@ class EnvironmentGroups:
         self.generating = Meter()
         self.policy = policy
         self._make_env = make_env
-        self._environments = _Environments(self._make, [self._make()])
+        self._environments = _Environments(self._make, seconds=timeouts.shutdown)
+        self._columns = ROW_COLUMNS | frozenset(
+            key if isinstance(key, str) else key[0] for key in policy.out_keys
+        )
         self._versions = versions
         self._mask = StaleMask(versions, policy)
         self._timeouts = timeouts
@@ -128,6 +214,10 @@ class EnvironmentGroups:
         env.register_collector(self)
         return env
 
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Checks the names of a dataset's columns; see :func:`.check_names`."""
+        check_names(names, self._columns, "a column of prompts")
+
     async def run(
         self,
         position: int,
@@ -136,35 +226,55 @@ class EnvironmentGroups:
         turn: Callable[[], Any],
     ) -> list[Episode]:
         """Returns the complete conversations about a task."""
+        check_task(task, self._columns)
 
         async def one() -> Episode:
             async with turn():
                 return await self._run_episode(task, policy_version)
 
-        async with asyncio.TaskGroup() as tasks:
-            episodes = [tasks.create_task(one()) for _ in range(self.size)]
-        return [episode.result() for episode in episodes]
+        return await together(one() for _ in range(self.size))
 
     async def _run_episode(
         self, task: Mapping[str, Any], policy_version: Callable[[], int]
     ) -> Episode:
         """Runs one conversation; its environment is not used again if it fails."""
-        env: EnvBase
-        prompt: _Prompt | None
-        env, prompt = await self._call(partial(self._reset, task))
+        environment: _Environment = await self._call(self._environments.get, "made")
         episode: Episode = []
-        while prompt is not None:
-            version = policy_version()
-            completion = await self._respond(prompt)
-            row, prompt = await self._call(partial(self._step, env, prompt, completion))
-            episode.append(
-                _Turn(row=row, completion=completion, policy_version=version)
-            )
-        self._environments.idle.append(env)
+        try:
+            prompt = await self._use(environment, "reset", self._reset, task)
+            while prompt is not None:
+                version = policy_version()
+                completion = await self._respond(prompt)
+                row, prompt = await self._use(
+                    environment, "stepped", self._step, prompt, completion
+                )
+                episode.append(
+                    _Turn(row=row, completion=completion, policy_version=version)
+                )
+        except BaseException:
+            self._environments.discard(environment)
+            raise
+        self._environments.put(environment)
         return episode
 
-    async def _call(self, function: Callable[[], Any]) -> Any:
-        return await self._blocking.run(function, seconds=self._timeouts.step)
+    async def _use(
+        self,
+        environment: _Environment,
+        what: str,
+        function: Callable[..., Any],
+        *given: Any,
+    ) -> Any:
+        """Calls a function with an environment that it has for itself."""
+
+        def locked() -> Any:
+            with environment.lock:
+                return function(environment.env, *given)
+
+        return await self._call(locked, what)
+
+    async def _call(self, function: Callable[[], Any], what: str) -> Any:
+        with naming(f"The environment, when it was {what},"):
+            return await self._blocking.run(function, seconds=self._timeouts.step)
 
     async def _respond(self, prompt: _Prompt) -> Completion:
         self.generating.add(1)
@@ -180,11 +290,10 @@ class EnvironmentGroups:
         assert isinstance(completion, Completion)
         return completion
 
-    def _reset(self, task: Mapping[str, Any]) -> tuple[EnvBase, _Prompt]:
-        """Returns an environment and what it wants a response to first."""
-        env = self._environments.get()
+    def _reset(self, env: EnvBase, task: Mapping[str, Any]) -> _Prompt:
+        """Returns what an environment wants a response to first."""
         td = TensorDict(dict(task))
-        return env, self._read(env.reset(lazy_stack([td.copy()])), td)
+        return self._read(env.reset(lazy_stack([td.copy()])), td)
 
     def _read(self, td: TensorDictBase, task: TensorDictBase) -> _Prompt:
         prompts, requests = self.policy.begin(self._element(td))
@@ -238,6 +347,7 @@ class EnvironmentGroups:
                 row.set("policy_version", oldest)
                 row.set(("next", "policy_version"), oldest)
                 rows.append(row)
+        check_rewards(rows)
         return rows
 
     def mask(
@@ -249,11 +359,9 @@ class EnvironmentGroups:
             self._mask(row, turn.completion, turn.policy_version, bound)
 
     def close(self) -> None:
-        """Closes the environments that nobody uses, and ends the threads."""
+        """Closes all environments, and ends the threads."""
         self._blocking.close()
-        for env in self._environments.idle:
-            if not env.is_closed:
-                env.close()
+        self._environments.close()
 
 
 def _check(env: Any) -> EnvBase:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_sglang.collectors.blocking import BlockingCalls
+from torchrl_sglang.backends.support.blocking import BlockingCalls
+from torchrl_sglang.backends.support.user_code import together
 from torchrl_sglang.collectors.collection import TokenSpan
 from torchrl_sglang.collectors.conversations import Conversation, Conversations
-from torchrl_sglang.collectors.groups import GroupWriter, oldest_version
+from torchrl_sglang.collectors.groups import (
+    GroupWriter,
+    check_names,
+    check_task,
+    oldest_version,
+)
 from torchrl_sglang.collectors.rewards import Rewards
 from torchrl_sglang.collectors.stale_mask import StaleMask
 from torchrl_sglang.collectors.versions import PolicyVersions
@@ -51,6 +56,12 @@ class FunctionGroups:
         self._writer = writer
         self._mask = mask
         self._versions = versions
+        check_names(rewards.names, writer.columns, "a reward")
+        self._columns = writer.columns | frozenset(rewards.names)
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Checks the names of a dataset's columns; see :func:`.check_names`."""
+        check_names(names, self._columns, "a column of prompts")
 
     async def run(
         self,
@@ -60,6 +71,7 @@ class FunctionGroups:
         turn: Callable[[], Any],
     ) -> Group:
         """Returns the complete conversations about a task."""
+        check_task(task, self._columns)
         group = self._conversations.begin(task, self.size)
 
         async def one(conversation: Conversation) -> None:
@@ -70,10 +82,12 @@ class FunctionGroups:
                     policy_version=policy_version,
                 )
 
-        async with asyncio.TaskGroup() as tasks:
+        try:
+            await together(one(conversation) for conversation in group)
+            await self._rewards.add(group)
+        finally:
             for conversation in group:
-                tasks.create_task(one(conversation))
-        await self._rewards.add(group)
+                await self._conversations.end(conversation)
         return group
 
     def oldest(self, group: Group) -> int:

@@ -8,14 +8,17 @@ one reward for all tokens of a response, in ``GRPOLoss``'s layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict
 
+from torchrl_sglang.backends.support.user_code import describe
 from torchrl_sglang.collectors.conversations import Conversation
+from torchrl_sglang.collectors.rewards import finite
 from torchrl_sglang.collectors.versions import PolicyVersions
+from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.policies.outputs import (
     non_tensor,
     to_history,
@@ -24,6 +27,11 @@ from torchrl_sglang.policies.outputs import (
     unchecked,
 )
 from torchrl_sglang.policies.turns import TurnCodec
+
+ROW_COLUMNS = frozenset(
+    {"done", "next", "policy_version", "reward", "terminated", "truncated"}
+)
+"""Columns of the rows of every kind of group, beside the policy's containers."""
 
 
 def oldest_version(
@@ -43,11 +51,15 @@ class GroupWriter:
     Args:
         codec: of the policy.
         versions: of the policy.
+
+    Attributes:
+        columns (frozenset of str): names that a row uses itself.
     """
 
     def __init__(self, codec: TurnCodec, versions: PolicyVersions) -> None:
         self._codec = codec
         self._versions = versions
+        self.columns = ROW_COLUMNS | codec.columns | {"history", "step_count"}
 
     def write(self, conversations: Sequence[Conversation]) -> list[TensorDict]:
         """Returns one TensorDict for each turn."""
@@ -57,6 +69,7 @@ class GroupWriter:
         return rows
 
     def _write_conversation(self, conversation: Conversation) -> list[TensorDict]:
+        task = to_values(conversation.task)
         messages = [to_message(message) for message in conversation.messages]
         turns = conversation.turns
         containers = self._codec.containers(
@@ -67,7 +80,7 @@ class GroupWriter:
         )
         ends = [*(turn.num_messages for turn in turns[1:]), len(messages)]
         return [
-            self._write_turn(conversation, number, values, messages[:end])
+            self._write_turn(conversation, number, values, messages[:end], task)
             for number, (values, end) in enumerate(zip(containers, ends, strict=True))
         ]
 
@@ -77,13 +90,13 @@ class GroupWriter:
         number: int,
         containers: dict[NestedKey, Any],
         messages: Sequence[TensorDict],
+        task: Mapping[str, Any],
     ) -> TensorDict:
         turn = conversation.turns[number]
         last = number == len(conversation.turns) - 1
         oldest = self._versions.oldest(
             [(turn.response.completion, turn.policy_version)]
         )
-        task = {name: to_value(value) for name, value in conversation.task.items()}
         version = torch.full((), oldest)
         rewards = {"reward": turn.reward, **(conversation.rewards if last else {})}
         following = {
@@ -94,7 +107,7 @@ class GroupWriter:
             ),
             **task,
             "step_count": torch.full((1,), number + 1),
-            **{name: torch.full((1, 1), value) for name, value in rewards.items()},
+            **finite(rewards),
             "policy_version": version,
         }
         root = {
@@ -120,10 +133,65 @@ def _ends(*, terminated: bool, truncated: bool) -> dict[str, torch.Tensor]:
     }
 
 
-def to_value(value: Any) -> Any:
-    """Returns a value of a task as a TensorDict holds it."""
+def check_names(names: Iterable[Any], columns: frozenset[str], what: str) -> None:
+    """Checks names that become columns of rows.
+
+    Args:
+        names: of rewards, or of the values of a task.
+        columns: names that a row uses itself.
+        what: they name.
+
+    Raises:
+        ConfigurationError: if one is no text, or is among ``columns``.
+    """
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(
+                f"The name of {what} must be a text, got {name!r}."
+            )
+        if name in columns:
+            raise ConfigurationError(
+                f"{what[0].upper()}{what[1:]} is named {name!r}, and a batch has a "
+                f"column of that name; rename it. Taken are: "
+                f"{', '.join(sorted(columns))}."
+            )
+
+
+def check_task(task: Mapping[str, Any], columns: frozenset[str]) -> None:
+    """Checks that a task can be written, before anything is generated for it.
+
+    Raises:
+        TaskError: if it cannot.
+    """
+    try:
+        check_names(task, columns, "a value of the task")
+    except ConfigurationError as error:
+        raise TaskError(str(error)) from error
+    to_values(task)
+
+
+def to_values(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a task as a TensorDict holds them.
+
+    Raises:
+        TaskError: if it cannot hold one.
+    """
+    values = {}
+    for name, value in task.items():
+        try:
+            values[name] = _to_value(value)
+        except Exception as error:
+            raise TaskError(
+                f"The value {name!r} of a task cannot be a column: {describe(error)}"
+            ) from error
+    return values
+
+
+def _to_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, (bool, float)):
+        return torch.tensor(value)
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
         return torch.tensor(value)
     return non_tensor(value)

@@ -1,15 +1,23 @@
-"""Reward functions: one or several, of single conversations or of whole groups."""
+"""Reward functions: one or several, of single conversations or of whole groups.
+
+:func:`finite` is the one check of rewards, wherever they come from; it is applied where
+rows are written.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from torchrl_sglang.collectors.blocking import BlockingCalls
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_sglang.backends.support.blocking import BlockingCalls
+from torchrl_sglang.backends.support.user_code import together
 from torchrl_sglang.collectors.conversations import Conversation
+from torchrl_sglang.collectors.user_functions import check_call, name_of, naming
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.session import as_reward
 
 RewardFunctions: TypeAlias = (
     Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]]
@@ -27,8 +35,12 @@ class Rewards:
         seconds: timeout of each call.
         blocking: for functions that are no coroutines.
 
+    Attributes:
+        names (list of str): of the functions that have one.
+
     Raises:
-        ConfigurationError: if something is no function, or two have one name.
+        ConfigurationError: if something is no function, or takes other arguments, or
+            two have one name.
     """
 
     def __init__(
@@ -43,11 +55,19 @@ class Rewards:
         self._group = _named("group_rewards", group)
         self._seconds = seconds
         self._blocking = blocking
-        named = [name for name in (*self._each, *self._group) if not name.isdigit()]
-        if len(set(named)) != len(named):
+        both = (*self._each, *self._group)
+        self.names = [name for name in both if not name.isdigit()]
+        if len(set(self.names)) != len(self.names):
             raise ConfigurationError(
-                f"Give each reward function its own name, got {', '.join(named)}."
+                f"Give each reward function its own name, got {', '.join(self.names)}."
             )
+        for name, function in self._each.items():
+            check_call(_role(name, function), function, "conversation", "task")
+        for name, function in self._group.items():
+            check_call(_role(name, function), function, "conversations", "task")
+
+    def __bool__(self) -> bool:
+        return bool(self._each or self._group)
 
     async def add(self, conversations: Sequence[Conversation]) -> None:
         """Calls all functions, side by side, and adds their values."""
@@ -55,9 +75,10 @@ class Rewards:
         calls += [
             self._score_group(*item, conversations) for item in self._group.items()
         ]
-        for name, values in await asyncio.gather(*calls):
+        for name, values in await together(calls):
             for conversation, value in zip(conversations, values, strict=True):
-                conversation.turns[-1].reward += value
+                turn = conversation.turns[-1]
+                turn.reward = value + _number("A turn's reward", turn.reward, "is")
                 if not name.isdigit():
                     conversation.rewards[name] = value
 
@@ -67,10 +88,11 @@ class Rewards:
         function: Callable[..., Any],
         conversations: Sequence[Conversation],
     ) -> tuple[str, list[float]]:
-        values = await asyncio.gather(
-            *(self._call(name, function, one, one.task) for one in conversations)
+        values = await together(
+            self._call(name, function, one, one.task) for one in conversations
         )
-        return name, [_number(name, value) for value in values]
+        role = _role(name, function)
+        return name, [_number(role, value) for value in values]
 
     async def _score_group(
         self,
@@ -81,24 +103,60 @@ class Rewards:
         values = await self._call(
             name, function, list(conversations), conversations[0].task
         )
+        role = _role(name, function)
         if hasattr(values, "tolist"):
             values = values.tolist()
-        if not isinstance(values, Sequence) or len(values) != len(conversations):
+        if (
+            not isinstance(values, Sequence)
+            or isinstance(values, str)
+            or len(values) != len(conversations)
+        ):
             raise ConfigurationError(
-                f"The group reward {_spell(name, function)} must return "
-                f"{len(conversations)} numbers, one for each conversation, got "
+                f"{role} is called with (conversations, task) and returns "
+                f"{len(conversations)} numbers, one for each conversation; it returned "
                 f"{values!r}."
             )
-        return name, [_number(name, value) for value in values]
+        return name, [_number(role, value) for value in values]
 
     async def _call(self, name: str, function: Callable[..., Any], *given: Any) -> Any:
-        try:
+        with naming(_role(name, function)):
             return await self._blocking.call(function, *given, seconds=self._seconds)
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"The reward function {_spell(name, function)} did not return within "
-                f"{self._seconds:g} s."
-            ) from error
+
+
+def finite(rewards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the rewards of a turn as a row holds them: float32, of shape ``(1, 1)``.
+
+    Raises:
+        ConfigurationError: if one is no finite number; it names it.
+    """
+    return {
+        name: torch.full(
+            (1, 1), _number(f"The reward {name!r}", value, "is"), dtype=torch.float32
+        )
+        for name, value in rewards.items()
+    }
+
+
+def check_rewards(rows: Sequence[TensorDictBase]) -> None:
+    """Checks the rewards of rows that an environment or a gateway wrote.
+
+    They become float32 where they are integers.
+
+    Raises:
+        ConfigurationError: if one is not finite.
+    """
+    for row in rows:
+        reward = row.get(("next", "reward"), None)
+        if reward is None:
+            continue
+        if not reward.is_floating_point():
+            reward = reward.to(torch.float32)
+            row.set(("next", "reward"), reward)
+        if not reward.isfinite().all():
+            raise ConfigurationError(
+                f"A reward must be a finite number, and a row has the reward "
+                f"{reward.tolist()}."
+            )
 
 
 def _named(
@@ -125,15 +183,16 @@ def _named(
     return dict(given)
 
 
-def _spell(name: str, function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", repr(function)) if name.isdigit() else name
+def _role(name: str, function: Callable[..., Any]) -> str:
+    spelt = name_of(function) if name.isdigit() else name
+    return f"The reward function {spelt!r}"
 
 
-def _number(name: str, value: Any) -> float:
-    number = value.item() if hasattr(value, "item") else value
-    if not isinstance(number, (int, float)) or math.isnan(number):
+def _number(role: str, value: Any, verb: str = "returned") -> float:
+    try:
+        return as_reward(value)
+    except ConfigurationError as error:
         raise ConfigurationError(
-            f"A reward must be a number, and the reward function {name} returned "
-            f"{value!r}."
-        )
-    return float(number)
+            f"{role} {verb} {value!r}, and a reward is one finite number of float32 "
+            f"for each conversation."
+        ) from error

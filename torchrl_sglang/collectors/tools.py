@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
+import inspect
 import json
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, get_type_hints
 
 from torchrl.envs.llm.transforms.tools import ToolCall
 
-from torchrl_sglang.collectors.blocking import BlockingCalls
+from torchrl_sglang.backends.support.blocking import BlockingCalls
+from torchrl_sglang.backends.support.user_code import (
+    CallTimeoutError,
+    describe,
+    together,
+)
 from torchrl_sglang.errors import ConfigurationError
+
+ToolFunctions: TypeAlias = (
+    Mapping[str, Callable[..., Any] | tuple[Callable[..., Any], Mapping[str, Any]]]
+    | Sequence[Callable[..., Any]]
+)
+"""Functions, or a mapping of names to functions or to pairs of function and schema."""
+
+CONVERSATION = "conversation"
+"""Parameter of a tool that is not the policy's: it gets the conversation."""
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
@@ -37,7 +52,7 @@ def parse_tool_calls(response: str) -> dict[str, Any]:
     for found in _CALL.findall(response):
         try:
             content = json.loads(found)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         name, arguments = content.get("name"), content.get("arguments", {})
         if isinstance(name, str) and isinstance(arguments, dict):
@@ -49,46 +64,60 @@ class Tools:
     """Functions that the policy can call by name.
 
     Args:
-        functions: name -> function, or functions, called by their own name.
+        functions: name -> function, or functions, called by their own name. Instead of
+            a function also a pair of it and its JSON schema.
         parser: finds the calls in a response, as for TorchRL's ``ExecuteToolsInOrder``.
 
+    Attributes:
+        schemas (list of dict): what a chat template tells the policy of them.
+
     Raises:
-        ConfigurationError: if something is no function.
+        ConfigurationError: if something is no function, or has no schema.
     """
 
     def __init__(
         self,
-        functions: Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]],
+        functions: ToolFunctions,
         parser: Callable[[str], Any] = parse_tool_calls,
     ) -> None:
         if not isinstance(functions, Mapping):
             functions = {
                 getattr(each, "__name__", repr(each)): each for each in functions
             }
-        for name, function in functions.items():
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self.schemas: list[dict[str, Any]] = []
+        for name, given in functions.items():
+            function, schema = given if isinstance(given, tuple) else (given, None)
             if not callable(function):
                 raise ConfigurationError(
                     f"tools[{name!r}] must be a function, got {function!r}."
                 )
-        self._functions = dict(functions)
+            self._functions[name] = function
+            self.schemas.append(_schema(name, function, schema))
         self._parser = parser
 
     async def answer(
-        self, response: str, blocking: BlockingCalls, seconds: float
+        self,
+        response: str,
+        conversation: Any,
+        blocking: BlockingCalls,
+        seconds: float,
     ) -> list[Mapping[str, Any]]:
         """Runs the calls in a response, side by side, and returns their messages.
 
         The policy is told of a tool that does not exist, fails or takes too long.
         """
-        calls = self._parser(response)["calls"]
-        results = (self._run(each, blocking, seconds) for each in calls)
-        return [
-            {"role": "tool", "content": content}
-            for content in await asyncio.gather(*results)
-        ]
+        if self._parser is parse_tool_calls:
+            found = parse_tool_calls(response)
+        else:
+            found = await blocking.call(self._parser, response, seconds=seconds)
+        results = await together(
+            self._run(each, conversation, blocking, seconds) for each in found["calls"]
+        )
+        return [{"role": "tool", "content": content} for content in results]
 
     async def _run(
-        self, call: ToolCall, blocking: BlockingCalls, seconds: float
+        self, call: ToolCall, conversation: Any, blocking: BlockingCalls, seconds: float
     ) -> str:
         function = self._functions.get(call.tool)
         if function is None:
@@ -96,9 +125,69 @@ class Tools:
             return f"Error: there is no tool {call.tool!r}; there are: {known}."
         bound = {str(name): value for name, value in call.args.items()}
         try:
-            value = await blocking.call(lambda: function(**bound), seconds=seconds)
-        except TimeoutError:
+            if CONVERSATION in bound:
+                raise TypeError(f"{call.tool}() has no argument {CONVERSATION!r}")
+            if _takes_conversation(function):
+                bound[CONVERSATION] = conversation
+            value = await blocking.call(function, seconds=seconds, **bound)
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+        except CallTimeoutError:
             return f"Error: {call.tool} took longer than {seconds:g} s."
         except Exception as error:  # noqa: BLE001 - A tool raises anything.
-            return f"Error: {type(error).__name__}: {error}"
-        return value if isinstance(value, str) else json.dumps(value, default=str)
+            text = f"Error: {describe(error)}"
+        # A tokenizer takes no half of a surrogate pair.
+        return text.encode("utf-8", "replace").decode()
+
+
+def _takes_conversation(function: Callable[..., Any]) -> bool:
+    try:
+        return CONVERSATION in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        # Some built-in functions have no signature.
+        return False
+
+
+def _schema(
+    name: str, function: Callable[..., Any], given: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Returns the JSON schema of a tool, in the form that chat templates take.
+
+    ``transformers.utils.get_json_schema`` makes it of the type hints and the docstring.
+    """
+    from transformers.utils import get_json_schema
+
+    if given is not None:
+        # With or without {"type": "function", "function": ...} around it.
+        inner = {**given.get("function", given), "name": name}
+        return {"type": "function", "function": inner}
+    try:
+        made: dict[str, Any] = get_json_schema(_policys_part(function))
+    except Exception as error:
+        raise ConfigurationError(
+            f"The policy cannot be told of tools[{name!r}]: {describe(error).rstrip('.!')}. Give "
+            f"the function type hints and a docstring with a summary and a section "
+            f"'Args:', or its schema: tools={{{name!r}: (function, {{'description': "
+            f"..., 'parameters': {{...}}}})}}."
+        ) from error
+    made["function"]["name"] = name
+    return made
+
+
+def _policys_part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with the same signature but without the conversation."""
+    hidden = inspect.unwrap(function)
+    if not inspect.isroutine(hidden) and not isinstance(hidden, type):
+        hidden = type(hidden).__call__
+    signature = inspect.signature(function)
+    kept = [each for each in signature.parameters.values() if each.name != CONVERSATION]
+
+    def stub() -> None: ...
+
+    made: Any = types.FunctionType(stub.__code__, stub.__globals__, hidden.__name__)
+    names = {*(each.name for each in kept), "return"}
+    made.__signature__ = signature.replace(parameters=kept)
+    made.__annotations__ = {
+        key: hint for key, hint in get_type_hints(hidden).items() if key in names
+    }
+    made.__doc__ = inspect.getdoc(hidden)
+    return made  # type: ignore[no-any-return]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.support.blocking import BlockingCalls
+from torchrl_sglang.backends.support.user_code import (
+    CallTimeoutError,
+    describe,
+    together,
+)
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.session import Session, as_reward
 
 Agent: TypeAlias = Callable[..., Any]
 """``async def agent(task, *, base_url, api_key)``; it returns a reward, or ``None`` if
-it sets rewards itself."""
+it sets rewards itself. A plain function runs in a thread."""
 
 
 class Sessions(Protocol):
@@ -46,12 +51,15 @@ async def run_agents(
         GatewayError: if all agents failed; the first failure is its cause.
     """
     free, prefix = asyncio.Semaphore(max_concurrent), secrets.token_hex(8)
+    blocking = BlockingCalls("torchrl_sglang-agents", max_concurrent)
     failures: list[Exception] = []
 
     async def one(task: Any, group: str) -> Session | None:
         async with free:
             try:
-                return await _run_in_session(gateway, agent, task, group, timeout)
+                return await _run_in_session(
+                    gateway, agent, task, group, blocking, timeout
+                )
             except Exception as error:  # noqa: BLE001 - An agent raises anything.
                 failures.append(error)
                 torchrl_logger.warning(
@@ -64,7 +72,10 @@ async def run_agents(
         for index, task in enumerate(tasks)
         for _ in range(group_size)
     ]
-    found = await asyncio.gather(*runs)
+    try:
+        found = await together(runs)
+    finally:
+        blocking.close()
     if failures and len(failures) == len(runs):
         raise GatewayError(
             f"All {len(runs)} agents failed, the first one with "
@@ -75,37 +86,46 @@ async def run_agents(
 
 
 async def _run_in_session(
-    gateway: Sessions, agent: Agent, task: Any, group: str, timeout: float
+    gateway: Sessions,
+    agent: Agent,
+    task: Any,
+    group: str,
+    blocking: BlockingCalls,
+    timeout: float,
 ) -> Session:
     """Returns the session that an agent has run in, with its reward."""
     session = gateway.session(group=group)
     try:
-        async with asyncio.timeout(timeout) as limit:
-            reward = await run_agent(agent, task, session)
+        reward = await run_agent(
+            agent, task, session, blocking=blocking, seconds=timeout
+        )
     except BaseException as error:
         gateway.drop(session)
-        if isinstance(error, TimeoutError) and limit.expired():
+        if isinstance(error, CallTimeoutError):
             raise TimeoutError(f"It took longer than timeout={timeout} s.") from error
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and not (
-            task and task.cancelling()
-        ):
-            raise RuntimeError("It cancelled itself.") from error
         raise
     if reward is not None:
         gateway.set_reward(session, reward)
     return session
 
 
-async def run_agent(agent: Agent, task: Any, session: Session) -> float | None:
-    """Runs an agent in its session and returns the reward that it returns."""
-    call = agent(task, base_url=session.base_url, api_key=session.key)
-    if not inspect.isawaitable(call):
-        raise ConfigurationError(
-            f"agent must be an async function, and {agent!r} is none; run a blocking "
-            f"one with asyncio.to_thread()."
-        )
-    reward = await call
+async def run_agent(
+    agent: Agent,
+    task: Any,
+    session: Session,
+    *,
+    blocking: BlockingCalls,
+    seconds: float,
+) -> float | None:
+    """Runs an agent in its session and returns the reward that it returns.
+
+    Raises:
+        CallTimeoutError: if it takes longer than so many seconds.
+        ConfigurationError: if it returns no reward.
+    """
+    reward = await blocking.call(
+        agent, task, base_url=session.base_url, api_key=session.key, seconds=seconds
+    )
     if reward is None:
         return None
     try:
@@ -114,8 +134,3 @@ async def run_agent(agent: Agent, task: Any, session: Session) -> float | None:
         raise ConfigurationError(
             f"agent returned {reward!r}; it returns a reward, a finite number, or None."
         ) from error
-
-
-def describe(error: Exception) -> str:
-    """Returns the type and the text of an error."""
-    return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -21,6 +21,11 @@ from torchrl_sglang.policies import outputs
 
 NO_VERSION = -1
 
+CONTAINERS = frozenset(
+    {"generation_info", "group", "history", "log_probs", "masks", "session", "tokens"}
+)
+"""Columns of a row, beside those of every row of a collector."""
+
 
 def to_rows(sessions: Iterable[Session]) -> list[TensorDict]:
     """Returns the trajectories of sessions, one TensorDict for each."""

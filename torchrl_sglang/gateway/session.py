@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.messages import (
@@ -241,6 +244,12 @@ class Session:
                 f"turns."
             )
 
+    def snapshot(self) -> Session:
+        """Returns a copy that later turns and rewards of this session do not change."""
+        copied = copy(self)
+        copied.turns = [replace(turn) for turn in self.turns]
+        return copied
+
     def trajectories(self) -> list[Trajectory]:
         """Returns all paths to responses that no other turn goes on from.
 
@@ -276,17 +285,21 @@ class Session:
         return path[::-1]
 
 
+MOST_REWARD = torch.finfo(torch.float32).max
+"""Rows hold rewards as float32, in which more is infinite."""
+
+
 def as_reward(value: Any) -> float:
     """Returns a reward as a float; numbers of NumPy and torch are rewards, too.
 
     Raises:
-        ConfigurationError: if it is no finite number.
+        ConfigurationError: if it is no finite number of float32.
     """
     try:
         reward = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:  # noqa: BLE001 - A user's type raises anything.
         reward = math.nan
-    if not math.isfinite(reward):
+    if not abs(reward) <= MOST_REWARD:
         raise ConfigurationError(f"reward={value!r} must be a finite number.")
     return reward
 

@@ -96,14 +96,27 @@ def render(
     tokenizer: Any,
     template: str,
     add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
-    """Returns templated conversations, special tokens included."""
+    """Returns templated conversations, special tokens included.
+
+    Args:
+        chats: messages of each conversation.
+        tokenizer: that applies the template.
+        template: the chat template.
+        add_generation_prompt: begin the assistant's turn at the end.
+        tools: JSON schemas of the tools that the template tells the model of.
+
+    Raises:
+        ConfigurationError: if the template does not take a conversation.
+    """
     try:
         texts: list[str] = tokenizer.apply_chat_template(
             [list(chat) for chat in chats],
             chat_template=template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            tools=list(tools) or None,
         )
     except Exception as error:
         # Templates raise arbitrary errors, for example on an unexpected role order.

@@ -50,11 +50,19 @@ class Response:
 
 
 class TurnCodec:
-    """Encodes, requests and decodes single turns as a wrapper does with batches."""
+    """Encodes, requests and decodes single turns as a wrapper does with batches.
 
-    def __init__(self, policy: SGLangWrapper) -> None:
+    Args:
+        policy: whose settings apply.
+        tools: JSON schemas of the tools that the chat template tells the model of.
+    """
+
+    def __init__(
+        self, policy: SGLangWrapper, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         _check_settings(check_policy(policy), {"input_mode": "history"})
         self._policy = policy
+        self._tools = tools
         self._params = policy.sampling_params
         self._ends = policy.end_tokens(self._params)
         self._keys = policy.key_by_container(self._params)
@@ -65,12 +73,7 @@ class TurnCodec:
     ) -> EncodedPrompt:
         """Applies the chat template; with ``prefer_tokens`` it reuses known tokens."""
         tokenizer = self._policy.tokenizer
-        (text,) = render(
-            [messages],
-            tokenizer=tokenizer,
-            template=self._policy.template,
-            add_generation_prompt=True,
-        )
+        text = self._render(messages, self._tools)
         if not self._policy.prefer_tokens:
             known = None
         (ids,) = continue_tokens(
@@ -81,11 +84,32 @@ class TurnCodec:
         )
         return EncodedPrompt(text=text, token_ids=ids)
 
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        (text,) = render(
+            [messages],
+            tokenizer=self._policy.tokenizer,
+            template=self._policy.template,
+            add_generation_prompt=True,
+            tools=tools,
+        )
+        return text
+
+    def tells_of_tools(self) -> bool:
+        """Returns whether the chat template tells the model of its tools."""
+        messages = [{"role": "user", "content": "?"}]
+        return self._render(messages, self._tools) != self._render(messages, ())
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt that leaves room for a response."""
+        limits = self._policy.model.capabilities
+        return min(limits.max_prompt, limits.max_context - 1)
+
     def fits(self, prompt: EncodedPrompt) -> bool:
         """Returns whether a prompt leaves room for a response."""
-        limits = self._policy.model.capabilities
-        longest = min(limits.max_prompt, limits.max_context - 1)
-        return len(prompt.token_ids) <= longest
+        return len(prompt.token_ids) <= self.longest
 
     async def respond(
         self,
@@ -116,6 +140,12 @@ class TurnCodec:
             skip_special_tokens=self._params.skip_special_tokens,
         )
         return Response(completion=completion, text=text, message=message, ended=ended)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Top-level keys of :meth:`containers`."""
+        keys = self._keys.values()
+        return frozenset(key if isinstance(key, str) else key[0] for key in keys)
 
     def containers(
         self,

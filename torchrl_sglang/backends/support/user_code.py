@@ -1,6 +1,6 @@
 """Runs coroutines of the user so that what they raise remains their own failure.
 
-asyncio acts on two exceptions instead of handing them to whoever awaits: a
+asyncio acts on some exceptions instead of handing them to whoever awaits: a
 ``CancelledError`` counts as the cancellation of every task that it passes through, and
 ``SystemExit`` or ``KeyboardInterrupt`` ends the event loop. A user's coroutine raises
 the first one whenever something that it awaits was cancelled, such as a shared task or
@@ -11,8 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class CallTimeoutError(TimeoutError):
+    """A call took too long; the function that was called raised nothing."""
 
 
 @contextmanager
@@ -37,14 +44,92 @@ def user_code() -> Iterator[None]:
     """
     try:
         yield
+    except Exception:
+        raise
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
         raise RuntimeError("It awaited something that was cancelled.") from error
-    except SystemExit as error:
-        raise RuntimeError(f"It raised SystemExit({error.code!r}).") from error
+    except GeneratorExit:
+        # The coroutine around it is being closed.
+        raise
     except KeyboardInterrupt as error:
         if threading.current_thread() is threading.main_thread():
             raise
         raise RuntimeError("It raised KeyboardInterrupt.") from error
+    except BaseException as error:
+        raise RuntimeError(f"It raised {describe(error)}.") from error
+
+
+async def await_user(awaitable: Awaitable[T], *, seconds: float | None = None) -> T:
+    """Returns the result of a user's coroutine, which runs in a task of its own.
+
+    So it cannot cancel the task that waits for it, nor make it wait by ignoring its
+    cancellation.
+
+    Args:
+        awaitable: the coroutine, or a future.
+        seconds: timeout; ``None`` for none.
+
+    Raises:
+        CallTimeoutError: after so many seconds.
+        RuntimeError: if it raises something that asyncio would act on, or cancels
+            itself.
+    """
+    task = asyncio.ensure_future(_guarded(awaitable))
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            raise CallTimeoutError(f"It took longer than {seconds:g} s.")
+        if task.cancelled():
+            raise RuntimeError("It cancelled itself.")
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            # Nobody asks for its result.
+            task.add_done_callback(_forget)
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns the results of coroutines that run side by side.
+
+    The first failure cancels the others, and a ``CancelledError`` counts as one: a
+    ``TaskGroup`` alone would take it for the end of a task that was not wanted.
+
+    Raises:
+        BaseExceptionGroup: of the failures.
+    """
+
+    async def guarded(coroutine: Coroutine[Any, Any, T]) -> T:
+        with user_code():
+            return await coroutine
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(guarded(each)) for each in coroutines]
+    return [task.result() for task in running]
+
+
+def describe(error: BaseException) -> str:
+    """Returns the type and the text of an error, whatever its ``__str__`` does.
+
+    Examples:
+        >>> describe(KeyError("solution"))
+        "KeyError: 'solution'"
+    """
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - A user's method raises anything.
+        text = "its text cannot be read"
+    return f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+async def _guarded(awaitable: Awaitable[T]) -> T:
+    with user_code():
+        return await awaitable
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled():
+        task.exception()

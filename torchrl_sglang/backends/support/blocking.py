@@ -1,6 +1,7 @@
 """Calls the user's functions beside an event loop, each with a timeout.
 
-Coroutines run on the loop, everything else in threads that nothing waits for.
+Coroutines run on the loop, everything else in threads that nothing waits for. What a
+function raises is its own failure: nothing of it acts on the event loop.
 
 A call that never returns costs its thread and nothing else: its caller gets a
 TimeoutError, another thread takes its place, and neither shutdown nor the interpreter's
@@ -14,13 +15,20 @@ import inspect
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from torchrl_sglang.backends.support.user_code import (
+    CallTimeoutError,
+    await_user,
+    describe,
+)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +71,8 @@ class BlockingCalls:
         """Returns what a function returns.
 
         Raises:
-            TimeoutError: if it has not returned so many seconds after it began.
+            CallTimeoutError: if it has not returned so many seconds after it began.
+            RuntimeError: instead of what asyncio would act on, if it raises that.
         """
         call = _Call(function)
         self._submit(call)
@@ -73,7 +82,7 @@ class BlockingCalls:
                 # Waiting for a thread does not count: all threads come free in time.
                 passed = 0.0 if call.began is None else time.monotonic() - call.began
                 if passed >= seconds:
-                    raise TimeoutError
+                    raise CallTimeoutError(f"It took longer than {seconds:g} s.")
                 await asyncio.wait([result], timeout=seconds - passed)
             value: T = result.result()
             return value
@@ -87,24 +96,30 @@ class BlockingCalls:
         function: Callable[..., Any],
         *arguments: Any,
         seconds: float,
+        **keywords: Any,
     ) -> Any:
         """Returns what a function or a coroutine function returns.
 
         Raises:
-            TimeoutError: after so many seconds.
+            CallTimeoutError: after so many seconds.
+            RuntimeError: instead of what asyncio would act on, if it raises that.
         """
-        bound = partial(function, *arguments)
+        bound = partial(function, *arguments, **keywords)
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - Its type is asked for.
         ):
-            async with asyncio.timeout(seconds):
-                return await bound()
+            return await await_user(bound(), seconds=seconds)
         value = await self.run(bound, seconds=seconds)
         if inspect.isawaitable(value):
             # Of a lambda that calls a coroutine function, for example.
-            async with asyncio.timeout(seconds):
-                return await value
+            return await await_user(value, seconds=seconds)
         return value
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function in a thread, without a timeout."""
+        call = _Call(function)
+        self._submit(call)
+        return call.future
 
     def close(self) -> None:
         """Ends all idle threads, and the others after their call."""
@@ -156,10 +171,47 @@ class BlockingCalls:
                 self._start()
 
 
+class DaemonExecutor(ThreadPoolExecutor):
+    """The default executor of an event loop, in daemon threads.
+
+    A call of ``asyncio.to_thread`` that never returns keeps neither the loop nor the
+    process from ending; a ``ThreadPoolExecutor`` joins its threads in both.
+
+    Args:
+        name: of the threads.
+        most: most threads at a time.
+    """
+
+    def __init__(self, name: str, most: int) -> None:
+        super().__init__(max_workers=1)
+        self._calls = BlockingCalls(name, most)
+
+    def submit(
+        self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        """Calls a function in a thread."""
+        return self._calls.submit(partial(fn, *args, **kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Takes no more calls; waits for none."""
+        self._calls.close()
+
+
 def _run(call: _Call) -> None:
     try:
         value = call.function()
-    except BaseException as error:  # noqa: BLE001 - Whoever waits gets it.
+    except (CancelledError, StopIteration, GeneratorExit) as error:
+        # A future cannot hold them, or takes them for its own.
+        call.future.set_exception(_wrapped(error))
+    except Exception as error:  # noqa: BLE001 - Whoever waits gets it.
         call.future.set_exception(error)
+    except BaseException as error:  # noqa: BLE001 - asyncio would act on it.
+        call.future.set_exception(_wrapped(error))
     else:
         call.future.set_result(value)
+
+
+def _wrapped(error: BaseException) -> RuntimeError:
+    wrapped = RuntimeError(f"It raised {describe(error)}.")
+    wrapped.__cause__ = error
+    return wrapped

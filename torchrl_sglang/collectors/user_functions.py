@@ -1,0 +1,72 @@
+"""Names the user's functions in errors, and checks what they can be called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torchrl_sglang.backends.support.user_code import CallTimeoutError, describe
+from torchrl_sglang.errors import ConfigurationError, UserFunctionError
+
+
+@contextmanager
+def naming(role: str) -> Iterator[None]:
+    """Names the function in the errors that a call of it raises.
+
+    Args:
+        role: what the function is, such as ``"The reward function 'solution'"``.
+
+    Raises:
+        UserFunctionError: with the error as its cause.
+
+    Examples:
+        >>> with naming("The reward function 'right'"):
+        ...     {}["answer"]
+        Traceback (most recent call last):
+        torchrl_sglang.errors.UserFunctionError: The reward function 'right' raised \
+    KeyError: 'answer'
+    """
+    try:
+        yield
+    except CallTimeoutError as error:
+        raise UserFunctionError(
+            f"{role} did not return in time: {error} See CollectorTimeouts."
+        ) from error
+    except Exception as error:
+        raise UserFunctionError(f"{role} raised {describe(error)}") from error
+
+
+def name_of(function: Any) -> str:
+    """Returns what a function is called in messages."""
+    name: str = getattr(function, "__name__", None) or type(function).__name__
+    return name
+
+
+def check_call(
+    role: str, function: Callable[..., Any], *names: str, **keywords: Any
+) -> None:
+    """Checks that a function takes the arguments that it will be called with.
+
+    Args:
+        role: what the function is.
+        function: of the user.
+        names: of its positional arguments, for the message.
+        keywords: its keyword arguments.
+
+    Raises:
+        ConfigurationError: if it does not.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # Some built-in functions have no signature.
+        return
+    try:
+        signature.bind(*names, **keywords)
+    except TypeError as error:
+        wanted = ", ".join([*names, *(f"{name}=..." for name in keywords)])
+        raise ConfigurationError(
+            f"{role} is called with ({wanted}), and it takes {signature}: {error}."
+        ) from error
