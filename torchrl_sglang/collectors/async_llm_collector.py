@@ -88,7 +88,8 @@ class AsyncLLMCollector(BaseCollector):
         rewards: a function ``(conversation, task) -> float``, a list of them, or a
             mapping of names to them. Values are finite numbers and are added up in
             ``("next", "reward")`` of the last turn; those with a name are also under
-            ``("next", name)``. Coroutine functions run on the collector's event loop, others in threads.
+            ``("next", name)``. Coroutine functions run on the collector's event loop,
+            others in threads.
         group_rewards: likewise functions ``(conversations, task) -> list of float`` of
             a whole group.
         step: a function or coroutine function ``(conversation, task)`` that is called
@@ -134,8 +135,8 @@ class AsyncLLMCollector(BaseCollector):
         max_retries (int): how often a group starts again after an error of a function.
             It is given up then, and reported in :meth:`stats`; when eight groups in a
             row are given up, the collector raises their error. A task that cannot be
-            collected at all (:class:`.TaskError`) is given up at once. Errors of the engine
-            are retried for ``timeouts.engine`` seconds. Defaults to 2.
+            collected at all (:class:`.TaskError`) is given up at once. Errors of the
+            engine are retried for ``timeouts.engine`` seconds. Defaults to 2.
         shuffle (bool): read a dataset in random order. Defaults to False.
         seed (int): of that order. Defaults to 0.
         replay_buffer (ReplayBuffer, optional): to write to. If its sampler is a
@@ -630,8 +631,8 @@ def _make_groups(
     if tools is not None and not codec.tells_of_tools():
         torchrl_logger.warning(
             "The chat template says nothing of tools, so that the policy does not know "
-            "that it can call some; tell it in system_prompt or in the prompts, or give "
-            "the policy another chat_template."
+            "that it can call some. Tell it in system_prompt or in the prompts, or "
+            "give the policy another chat_template."
         )
     if not rewards and functions["step"] is None:
         torchrl_logger.warning(

@@ -182,6 +182,7 @@ class Collection:
         self._paused = False
         self._stopped = False
         self._error: BaseException | None = None
+        self._why = ""
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
@@ -216,10 +217,11 @@ class Collection:
             self._close()
         self._notify_loop()
 
-    def end(self, error: BaseException) -> None:
+    def end(self, error: BaseException, why: str = "") -> None:
         """Ends the collection with an error, which consumers are told."""
         with self.changed:
-            self._error = self._error or error
+            if self._error is None:
+                self._error, self._why = error, why
             self._stopped = True
             self.changed.notify_all()
         self._notify_loop()
@@ -260,8 +262,8 @@ class Collection:
         """Raises the error that ended the collection, if one did."""
         if self._error is not None:
             raise CollectionError(
-                f"The collector has ended: {describe(self._error)}"
-            ) from self._error
+                f"The collector has ended: {self._why}{_text(self._error)}"
+            ) from _origin(self._error)
 
     def set_version(self, version: int) -> None:
         """Begins a new policy version."""
@@ -513,7 +515,7 @@ class Collection:
 
     def _fail(self, position: int, error: BaseException) -> None:
         """Retries a group, gives it up, or ends the collection."""
-        message = f"Prompt {position}: {describe(error)}"
+        message = f"Prompt {position}: {_text(error)}"
         now = time.monotonic()
         with self.changed:
             self.errors.append(message)
@@ -539,12 +541,16 @@ class Collection:
             self.failed += 1
             self._failures_in_a_row += 1
             if self._failures_in_a_row == MOST_FAILURES:
-                self.end(_last_of_many(position, error))
+                self.end(
+                    error,
+                    f"{MOST_FAILURES} groups in a row were given up; the last one, of "
+                    f"prompt {position}, for: ",
+                )
         torchrl_logger.warning(
             f"The group of prompt {position} was given up after "
-            f"{failures.own + failures.engines} attempts: {describe(error)}",
+            f"{failures.own + failures.engines} attempts: {_text(error)}",
             # Where in the user's function it was raised.
-            exc_info=error.__cause__ if isinstance(error, UserFunctionError) else None,
+            exc_info=_origin(error) if isinstance(error, UserFunctionError) else None,
         )
 
     def _may_retry(self, failures: _Failures, now: float) -> bool:
@@ -561,20 +567,20 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _last_of_many(position: int, error: BaseException) -> CollectionError:
-    """Returns the error that ends a collection whose groups fail one after the other."""
-    ending = CollectionError(
-        f"{MOST_FAILURES} groups in a row were given up, the last one, of prompt "
-        f"{position}, for {describe(error)}"
-    )
-    ending.__cause__ = error
-    return ending
+def _origin(error: BaseException) -> BaseException:
+    """Returns what a function of the user raised, if the error says that it did."""
+    named = isinstance(error, UserFunctionError) and error.__cause__ is not None
+    return error.__cause__ or error if named else error
+
+
+def _text(error: BaseException) -> str:
+    named = isinstance(error, UserFunctionError)
+    return str(error) if named else f"{describe(error)}."
 
 
 def _is_engines(error: BaseException) -> bool:
     """Returns whether an error is an engine's, which recovers, or a group's own."""
-    if isinstance(error, UserFunctionError) and error.__cause__ is not None:
-        # A function may call an engine, too: a judge, for example.
-        error = error.__cause__
+    # A function may call an engine, too: a judge, for example.
+    error = _origin(error)
     engines = (ServerError, GenerationAbortedError, WeightSyncStateError)
     return isinstance(error, engines) and not isinstance(error, RequestRefusedError)

@@ -164,10 +164,10 @@ def _schema(
         made: dict[str, Any] = get_json_schema(_policys_part(function))
     except Exception as error:
         raise ConfigurationError(
-            f"The policy cannot be told of tools[{name!r}]: {describe(error).rstrip('.!')}. Give "
-            f"the function type hints and a docstring with a summary and a section "
-            f"'Args:', or its schema: tools={{{name!r}: (function, {{'description': "
-            f"..., 'parameters': {{...}}}})}}."
+            f"The policy cannot be told of tools[{name!r}]: {describe(error)}. "
+            f"Give the function type hints and a docstring with a summary and a "
+            f"section 'Args:', or its schema: tools={{{name!r}: (function, "
+            f"{{'description': ..., 'parameters': {{...}}}})}}."
         ) from error
     made["function"]["name"] = name
     return made

@@ -26,7 +26,7 @@ def naming(role: str) -> Iterator[None]:
         ...     {}["answer"]
         Traceback (most recent call last):
         torchrl_sglang.errors.UserFunctionError: The reward function 'right' raised \
-    KeyError: 'answer'
+    KeyError: 'answer'.
     """
     try:
         yield
@@ -35,7 +35,7 @@ def naming(role: str) -> Iterator[None]:
             f"{role} did not return in time: {error} See CollectorTimeouts."
         ) from error
     except Exception as error:
-        raise UserFunctionError(f"{role} raised {describe(error)}") from error
+        raise UserFunctionError(f"{role} raised {describe(error)}.") from error
 
 
 def name_of(function: Any) -> str:

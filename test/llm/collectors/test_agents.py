@@ -158,7 +158,6 @@ async def say_nonsense(task, **given):
         (hang, "0.2 s"),
         (say_nothing, "without a request"),
         (say_nonsense, "'good'"),
-        (lambda task, **given: 1.0, "async function"),
     ],
 )
 def test_agents_that_fail(collect, gateway, agent, reason):

@@ -201,7 +201,13 @@ def test_a_tool(make):
     """Two turns: the first calls a tool, and the second is the answer."""
     seen = []
 
-    async def add(a, b):
+    async def add(a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: the first one.
+            b: the second one.
+        """
         return a + b
 
     def parser(response):
@@ -253,7 +259,8 @@ def test_functions_that_fail_are_retried_and_given_up(make):
     assert attempts["0"] == attempts["1"] == 3
     stats = collector.stats()
     assert (stats["groups_failed"], stats["groups_retried"]) == (1, 4)
-    assert "ValueError: no reward for 0" in stats["errors"]
+    told = "Prompt 0: The reward function 'fails' raised ValueError: no reward for 0."
+    assert told in stats["errors"]
 
 
 def test_functions_that_always_fail_end_the_collector(make):

@@ -72,7 +72,8 @@ def test_environments_that_raise(make_with_env):
     wait_until(lambda: collector.stats()["groups_failed"])
     stats = collector.stats()
     assert (stats["groups_retried"], stats["groups_failed"]) == (1, 1)
-    assert "ValueError: no step" in stats["errors"]
+    told = "Prompt 1: The environment, when it was stepped, raised ValueError: no step."
+    assert told in stats["errors"]
 
 
 def test_environments_that_hang(make_with_env, gate):

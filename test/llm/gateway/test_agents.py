@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 
 import aiohttp
 import numpy as np
@@ -104,8 +105,13 @@ async def leaves(task):
     raise asyncio.CancelledError
 
 
-def is_no_coroutine(task):
-    return 1.0
+async def cancels_itself(task):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
+def exits(task):
+    sys.exit(3)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +119,9 @@ def is_no_coroutine(task):
     [
         (fails, ValueError, "ValueError: no luck"),
         (hangs, TimeoutError, "longer than timeout=0.2 s"),
-        (leaves, RuntimeError, "cancelled itself"),
-        (is_no_coroutine, ConfigurationError, "must be an async function"),
+        (leaves, RuntimeError, "awaited something that was cancelled"),
+        (cancels_itself, RuntimeError, "cancelled itself"),
+        (exits, RuntimeError, "SystemExit"),
         *(
             (value, ConfigurationError, "it returns a reward, a finite number")
             for value in ("1", float("nan"), float("inf"), [1.0, 2.0], {}, 1j)

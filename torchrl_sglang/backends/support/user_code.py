@@ -112,7 +112,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the type and the text of an error, whatever its ``__str__`` does.
+    """Returns type and text of an error for a sentence, whatever its ``__str__`` does.
 
     Examples:
         >>> describe(KeyError("solution"))
@@ -122,7 +122,7 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except Exception:  # noqa: BLE001 - A user's method raises anything.
         text = "its text cannot be read"
-    return f"{type(error).__name__}: {text}".rstrip(": ")
+    return f"{type(error).__name__}: {text}".rstrip(": .")
 
 
 async def _guarded(awaitable: Awaitable[T]) -> T:
