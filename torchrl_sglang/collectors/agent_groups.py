@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,8 @@ from torchrl_sglang.errors import CollectionError
 from torchrl_sglang.gateway.agents import Agent, run_agent
 from torchrl_sglang.gateway.export import CONTAINERS, to_rows
 from torchrl_sglang.gateway.gateway import Gateway
-from torchrl_sglang.gateway.session import Session, Turn
+from torchrl_sglang.gateway.session import Session, Trajectory, Turn
+from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,30 +148,21 @@ class AgentGroups:
             oldest = self._versions.oldest(
                 (turn.completion, run.policy_version) for turn in run.session.turns
             )
-            for row in to_rows([run.session]):
+            trajectories = run.session.trajectories()
+            for row, path in zip(to_rows([run.session]), trajectories, strict=True):
                 row.set("policy_version", torch.full((), oldest))
+                row.set(POLICY_VERSIONS, self._of_tokens(path, run.policy_version))
                 for name, value in values.items():
                     row.set(name, value)
                 rows.append(row)
         return rows
 
-    def mask(self, group: Group, rows: Sequence[TensorDictBase], bound: int) -> None:
-        """Excludes tokens of policy versions before ``bound`` from the loss."""
-        written = iter(rows)
-        for run in group:
-            for trajectory in run.session.trajectories():
-                row = next(written)
-                mask = row["masks"].all_assistant_mask
-                values = row["log_probs"]
-                length = len(values.full) - len(values.response)
-                for turn, _, start, end in trajectory.spans():
-                    known = self._versions.of_tokens(
-                        turn.completion, run.policy_version
-                    )
-                    stale = torch.tensor(known) < bound
-                    mask[start:end][stale] = False
-                    values.full[start:end][stale] = math.nan
-                    values.response[start - length : end - length][stale] = math.nan
+    def _of_tokens(self, path: Trajectory, sent: int) -> torch.Tensor:
+        """Returns versions of what follows the first prompt; -1 for others' tokens."""
+        versions = torch.full((len(path.token_ids),), -1)
+        for turn, _, start, end in path.spans():
+            versions[start:end] = self._versions.of_tokens(turn.completion, sent)
+        return versions[len(path.turns[0].prompt.token_ids) :]
 
     def close(self) -> None:
         """Ends the threads."""

@@ -274,10 +274,12 @@ class AsyncLLMCollector(BaseCollector):
             # Of a dataset of Hugging Face's.
             groups.check_columns(columns)
         self._consumer_version = ConsumerVersion(replay_buffer)
+        # Rows of agents have the gateway's layout.
+        mask = StaleMask() if agent is not None else StaleMask.of(policy)
         self._batches = Batches(
             self._collection,
             self._consumer_version,
-            mask_stale=on_stale == "mask",
+            mask_stale=mask if on_stale == "mask" else None,
             postproc=postproc,
             replay_buffer=replay_buffer,
         )
@@ -643,7 +645,6 @@ def _make_groups(
         Conversations(codec, timeouts=timeouts, blocking=blocking, **functions),
         rewards,
         GroupWriter(codec, versions),
-        StaleMask(versions, policy),
         versions,
         size=group_size,
         blocking=blocking,

@@ -11,6 +11,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.collectors.collection import Collection
 from torchrl_sglang.collectors.consumer_version import ConsumerVersion
+from torchrl_sglang.collectors.stale_mask import StaleMask
 from torchrl_sglang.errors import CollectionError
 
 FOREVER_SECONDS = 10.0 * 365 * 24 * 3600
@@ -23,7 +24,8 @@ class Batches:
     Args:
         collection: of the groups.
         consumer_version: of the buffer.
-        mask_stale: exclude tokens that are too old from the loss.
+        mask_stale: excludes tokens that are too old from the loss; ``None``: groups
+            that have some are not taken.
         postproc: applied to each batch.
         replay_buffer: to write them to.
     """
@@ -33,7 +35,7 @@ class Batches:
         collection: Collection,
         consumer_version: ConsumerVersion,
         *,
-        mask_stale: bool,
+        mask_stale: StaleMask | None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None,
         replay_buffer: Any,
     ) -> None:
@@ -63,8 +65,9 @@ class Batches:
         rows: list[TensorDictBase] = []
         for each in taken:
             complete = each.content
-            if self._mask_stale and each.oldest < bound:
-                self._collection.groups.mask(complete.group, complete.rows, bound)
+            if self._mask_stale is not None and each.oldest < bound:
+                for row in complete.rows:
+                    self._mask_stale(row, bound)
             rows += complete.rows
         batch: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
         if self._postproc is not None:

@@ -93,9 +93,6 @@ class Groups(Protocol):
     def write(self, group: Any) -> list[TensorDictBase]:
         """Returns a TensorDict for each turn."""
 
-    def mask(self, group: Any, rows: Sequence[TensorDictBase], bound: int) -> None:
-        """Excludes tokens of policy versions before ``bound`` from the loss."""
-
     def check_columns(self, names: Iterable[str]) -> None:
         """Checks the names of a dataset's columns.
 

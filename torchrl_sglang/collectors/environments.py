@@ -30,12 +30,12 @@ from torchrl_sglang.collectors.collection import TokenSpan
 from torchrl_sglang.collectors.copies import step
 from torchrl_sglang.collectors.groups import ROW_COLUMNS, check_names, check_task
 from torchrl_sglang.collectors.rewards import check_rewards
-from torchrl_sglang.collectors.stale_mask import StaleMask
 from torchrl_sglang.collectors.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.user_functions import naming
 from torchrl_sglang.collectors.versions import PolicyVersions
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import Prompts
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -204,7 +204,6 @@ class EnvironmentGroups:
             key if isinstance(key, str) else key[0] for key in policy.out_keys
         )
         self._versions = versions
-        self._mask = StaleMask(versions, policy)
         self._timeouts = timeouts
         self._blocking = blocking
 
@@ -341,22 +340,16 @@ class EnvironmentGroups:
         for episode in group:
             for turn in episode:
                 row = turn.row[0]
-                oldest = torch.tensor(
-                    self._versions.oldest([(turn.completion, turn.policy_version)])
+                sent = turn.policy_version
+                oldest = torch.tensor(self._versions.oldest([(turn.completion, sent)]))
+                row.set(
+                    POLICY_VERSIONS, self._versions.of_tokens(turn.completion, sent)
                 )
                 row.set("policy_version", oldest)
                 row.set(("next", "policy_version"), oldest)
                 rows.append(row)
         check_rewards(rows)
         return rows
-
-    def mask(
-        self, group: Sequence[Episode], rows: Sequence[TensorDictBase], bound: int
-    ) -> None:
-        """Excludes tokens of policy versions before ``bound`` from the loss."""
-        turns = [turn for episode in group for turn in episode]
-        for row, turn in zip(rows, turns, strict=True):
-            self._mask(row, turn.completion, turn.policy_version, bound)
 
     def close(self) -> None:
         """Closes all environments, and ends the threads."""

@@ -18,7 +18,6 @@ from torchrl_sglang.collectors.groups import (
     oldest_version,
 )
 from torchrl_sglang.collectors.rewards import Rewards
-from torchrl_sglang.collectors.stale_mask import StaleMask
 from torchrl_sglang.collectors.versions import PolicyVersions
 
 Group = Sequence[Conversation]
@@ -31,7 +30,6 @@ class FunctionGroups:
         conversations: runs one.
         rewards: of a complete group.
         writer: writes it.
-        mask: excludes its stale tokens.
         versions: of the policy.
         size: conversations of a group.
         blocking: threads of their functions, which end with them.
@@ -42,7 +40,6 @@ class FunctionGroups:
         conversations: Conversations,
         rewards: Rewards,
         writer: GroupWriter,
-        mask: StaleMask,
         versions: PolicyVersions,
         *,
         size: int,
@@ -54,7 +51,6 @@ class FunctionGroups:
         self._conversations = conversations
         self._rewards = rewards
         self._writer = writer
-        self._mask = mask
         self._versions = versions
         check_names(rewards.names, writer.columns, "a reward")
         self._columns = writer.columns | frozenset(rewards.names)
@@ -105,12 +101,6 @@ class FunctionGroups:
     def write(self, group: Group) -> list[TensorDictBase]:
         """Returns a group in TorchRL's layout; see :class:`.GroupWriter`."""
         return list(self._writer.write(group))
-
-    def mask(self, group: Group, rows: Sequence[TensorDictBase], bound: int) -> None:
-        """Excludes tokens of policy versions before ``bound`` from the loss."""
-        turns = [turn for conversation in group for turn in conversation.turns]
-        for row, turn in zip(rows, turns, strict=True):
-            self._mask(row, turn.response.completion, turn.policy_version, bound)
 
     def close(self) -> None:
         """Ends the threads of functions."""

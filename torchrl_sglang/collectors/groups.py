@@ -19,6 +19,7 @@ from torchrl_sglang.collectors.conversations import Conversation
 from torchrl_sglang.collectors.rewards import finite
 from torchrl_sglang.collectors.versions import PolicyVersions
 from torchrl_sglang.errors import ConfigurationError, TaskError
+from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.outputs import (
     non_tensor,
     to_history,
@@ -29,7 +30,15 @@ from torchrl_sglang.policies.outputs import (
 from torchrl_sglang.policies.turns import TurnCodec
 
 ROW_COLUMNS = frozenset(
-    {"done", "next", "policy_version", "reward", "terminated", "truncated"}
+    {
+        "done",
+        "next",
+        "policy_version",
+        "reward",
+        "terminated",
+        "truncated",
+        POLICY_VERSIONS,
+    }
 )
 """Columns of the rows of every kind of group, beside the policy's containers."""
 
@@ -98,6 +107,9 @@ class GroupWriter:
             [(turn.response.completion, turn.policy_version)]
         )
         version = torch.full((), oldest)
+        of_tokens = self._versions.of_tokens(
+            turn.response.completion, turn.policy_version
+        )
         rewards = {"reward": turn.reward, **(conversation.rewards if last else {})}
         following = {
             "history": to_prompt(to_history(messages)),
@@ -115,6 +127,7 @@ class GroupWriter:
             **_ends(terminated=False, truncated=False),
             "step_count": torch.full((1,), number),
             "policy_version": version,
+            POLICY_VERSIONS: of_tokens,
             **{key: each for key, each in containers.items() if isinstance(key, str)},
             "next": unchecked(following),
         }

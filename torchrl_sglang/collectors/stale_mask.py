@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 
-from torchrl_sglang.collectors.versions import PolicyVersions
+from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.types import Completion
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StaleMask:
-    """Excludes tokens of a response from the loss, under a policy's keys.
+    """Excludes tokens of a response from the loss.
 
     Their assistant mask is False, and their log-probs are NaN: TorchRL's losses skip
     what has no log-prob, whatever their masking strategy is.
     """
 
-    def __init__(self, versions: PolicyVersions, policy: SGLangWrapper) -> None:
-        self._versions = versions
-        self._masks_key = policy.masks_key
-        self._log_probs_key = policy.log_probs_key if policy.return_log_probs else None
+    masks_key: NestedKey = "masks"
+    """Key of the masks."""
+    log_probs_key: NestedKey | None = "log_probs"
+    """Key of the log-probs; ``None``: there are none."""
 
-    def __call__(
-        self, row: TensorDictBase, completion: Completion, sent: int, bound: int
-    ) -> None:
+    @classmethod
+    def of(cls, policy: SGLangWrapper) -> StaleMask:
+        """Returns that of a policy's rows."""
+        key = policy.log_probs_key if policy.return_log_probs else None
+        return cls(masks_key=policy.masks_key, log_probs_key=key)
+
+    def __call__(self, row: TensorDictBase, bound: int) -> None:
         """Excludes tokens of policy versions before ``bound``, in place.
 
         Args:
-            row: of one turn, without batch dimensions.
-            completion: the response in it.
-            sent: policy version when its prompt was sent.
+            row: of one turn or trajectory, without batch dimensions.
             bound: oldest policy version to train on.
         """
-        versions = torch.tensor(self._versions.of_tokens(completion, sent))
-        stale = versions < bound
+        versions = row[POLICY_VERSIONS]
+        stale = (versions >= 0) & (versions < bound)
         if not stale.any():
             return
         count = len(stale)
-        row[self._masks_key].all_assistant_mask[-count:][stale] = False
-        if self._log_probs_key is not None:
-            log_probs = row[self._log_probs_key]
+        row[self.masks_key].all_assistant_mask[-count:][stale] = False
+        if self.log_probs_key is not None:
+            log_probs = row[self.log_probs_key]
             log_probs.response[stale] = math.nan
             log_probs.full[-count:][stale] = math.nan

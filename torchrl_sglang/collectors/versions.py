@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
+
 from torchrl_sglang.types import Completion
 
 
@@ -77,10 +79,8 @@ class PolicyVersions:
             known = self.of(span.version)
             yield sent if known is None else known, span.end - span.start
 
-    def of_tokens(self, completion: Completion, sent: int) -> list[int]:
+    def of_tokens(self, completion: Completion, sent: int) -> torch.Tensor:
         """Returns the policy version of each token of a response."""
-        return [
-            version
-            for version, count in self.spans(completion, sent)
-            for _ in range(count)
-        ]
+        spans = self.spans(completion, sent)
+        parts = [torch.full((count,), version) for version, count in spans]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)

@@ -21,6 +21,9 @@ TOKENS = ("tokens", "full")
 PROMPT = ("tokens", "prompt")
 ATTENTION_MASK = ("masks", "all_attention_mask")
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
+POLICY_VERSIONS = "token_policy_version"
+"""Policy version of each token of the response, as collectors count weight updates: -1
+where a token is not the policy's."""
 
 
 def read(batch: TensorDictBase, key: NestedKey, padding_value: Any) -> Tensor | None:
@@ -115,7 +118,7 @@ def read_advantage(batch: TensorDictBase, key: NestedKey, shape: torch.Size) -> 
 def read_versions(
     batch: TensorDictBase, key: NestedKey, shape: torch.Size
 ) -> Tensor | None:
-    """Returns the weight version of each token, -1 where unknown; None if missing.
+    """Returns the version of each token, -1 where unknown; None if missing.
 
     The column has one version for each token of the response, which is the end of the
     sequence, or one for the sequence.

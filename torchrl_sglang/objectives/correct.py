@@ -156,14 +156,34 @@ def _check_present(config: RolloutCorrectionConfig, sampled: Sampled) -> None:
         )
     if config.needs_versions and sampled.versions is None:
         raise ConfigurationError(
-            "max_staleness and proximal='interpolated' need the weight version of each "
-            "token, and the batch has none; generate with "
-            "SGLangWrapper(..., return_generation_info=True)."
+            "max_staleness and proximal='interpolated' need the version of each token, "
+            "and the batch has none under version_key. An AsyncLLMCollector writes "
+            "'token_policy_version'. For batches of other collectors, generate with "
+            "SGLangWrapper(..., return_generation_info=True) and give "
+            "version_key=('generation_info', 'weight_version') and "
+            "consumer_version=int(engine.weight_version)."
         )
     if config.needs_versions and sampled.version is None:
         raise ConfigurationError(
             "max_staleness and proximal='interpolated' need the version of the "
             "trainer's weights; set consumer_version after each update."
+        )
+    if config.needs_versions:
+        _check_count(sampled)
+
+
+def _check_count(sampled: Sampled) -> None:
+    """Refuses tokens that are newer than the trainer: another count has them."""
+    assert sampled.versions is not None
+    assert sampled.version is not None
+    newest = torch.where(sampled.mask, sampled.versions, -1).max()
+    if sampled.mask.numel() and newest > sampled.version:
+        raise ConfigurationError(
+            f"A token has version {int(newest)}, and consumer_version is "
+            f"{sampled.version}. No token is newer than the trainer's weights, so that "
+            f"these are two counts. collector.policy_version goes with the "
+            f"column 'token_policy_version', int(engine.weight_version) with "
+            f"('generation_info', 'weight_version')."
         )
 
 

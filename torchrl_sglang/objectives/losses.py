@@ -15,6 +15,7 @@ from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import (
     ATTENTION_MASK,
+    POLICY_VERSIONS,
     TOKENS,
     read,
     read_mask,
@@ -60,7 +61,7 @@ class GRPOLoss(TorchRLGRPOLoss):
         correction: a :class:`.RolloutCorrectionConfig` with ``bypass_mode=True`` or
             ``proximal="interpolated"``, or the name of such a preset. Defaults to None.
         version_key: as for :class:`.OffPolicyCorrection`. Defaults to
-            ``("generation_info", "weight_version")``.
+            ``"token_policy_version"``.
         consumer_version: version of the trainer's weights at the start of the step, for
             ``max_staleness`` and ``proximal="interpolated"``; an attribute to be set
             after each update. Defaults to None.
@@ -84,7 +85,7 @@ class GRPOLoss(TorchRLGRPOLoss):
         actor_network: Any = None,
         *,
         correction: RolloutCorrectionConfig | str | None = None,
-        version_key: NestedKey = ("generation_info", "weight_version"),
+        version_key: NestedKey = POLICY_VERSIONS,
         consumer_version: int | None = None,
         **kwargs: Any,
     ) -> None:

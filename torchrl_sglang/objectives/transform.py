@@ -11,6 +11,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import (
+    POLICY_VERSIONS,
     TOKENS,
     read,
     read_advantage,
@@ -66,12 +67,16 @@ class OffPolicyCorrection(Transform):
             reads, and what is replaced. Defaults to ``("log_probs", "full")``.
         advantage_key: of shape ``(B, 1, 1)`` or ``(B, T, 1)``. Defaults to
             ``"advantage"``.
-        version_key: weight versions of the response's tokens, ``(Lr,)`` for each row,
-            or one for each row, such as ``("next", "policy_version")``. Defaults to
+        version_key: versions of the response's tokens, ``(Lr,)`` for each row, or one
+            for each row, such as ``("next", "policy_version")``. Defaults to
+            ``"token_policy_version"``, which an :class:`.AsyncLLMCollector` writes.
+            Others have the servers' own versions,
             ``("generation_info", "weight_version")``.
-        consumer_version: version of the trainer's weights, for ``max_staleness`` and
-            ``proximal="interpolated"``; an attribute to be set after each update, as
-            that of TorchRL's ``StalenessAwareSampler``. Defaults to None.
+        consumer_version: version of the trainer's weights in the same count, for
+            ``max_staleness`` and ``proximal="interpolated"``: the collector's
+            ``policy_version``, or ``int(engine.weight_version)`` for the servers' own
+            versions. An attribute to be set after each update, as that of TorchRL's
+            ``StalenessAwareSampler``. Defaults to None.
 
     Raises:
         ConfigurationError: if the configuration is not valid, or a batch lacks a column
@@ -106,7 +111,7 @@ class OffPolicyCorrection(Transform):
         train_log_probs_key: NestedKey = ("train_log_probs", "full"),
         log_probs_key: NestedKey = ("log_probs", "full"),
         advantage_key: NestedKey = "advantage",
-        version_key: NestedKey = ("generation_info", "weight_version"),
+        version_key: NestedKey = POLICY_VERSIONS,
         consumer_version: int | None = None,
     ) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 
 from torchrl_sglang import SGLangWrapper
+from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 
 TASKS = [{"query": "hi", "answer": "1"}, {"query": "what is 2+2?", "answer": "4"}]
 
@@ -135,6 +136,10 @@ def test_every_key_is_that_of_llm_collector(
     # LLMCollector puts the trajectories that end first, which here is the same order.
     for ours, theirs in zip(batch.unbind(0), reference.unbind(0), strict=True):
         mine, other = dict(leaves(ours)), dict(leaves(theirs))
+        # It alone knows the version of each token, in its own count.
+        assert mine.pop((POLICY_VERSIONS,)).tolist() == [0] * len(
+            mine["tokens", "response"]
+        )
         assert mine.keys() == other.keys()
         for key, value in other.items():
             found, wanted = to_plain(mine[key]), to_plain(value)

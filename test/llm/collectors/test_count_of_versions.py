@@ -1,0 +1,228 @@
+"""The documented loop, wherever servers and collector have counted differently.
+
+The collector counts its trainer's updates, the servers count everybody's; a correction
+compares the collector's count with the collector's.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.collecting import length_reward, tasks
+from helpers.fake_server import FakeServer
+
+from torchrl_sglang import (
+    AsyncLLMCollector,
+    AsyncSGLang,
+    OffPolicyCorrection,
+    RolloutCorrectionConfig,
+    SGLangWeightSyncScheme,
+    SGLangWrapper,
+)
+from torchrl_sglang.errors import ConfigurationError
+
+DOCS = Path(__file__).parents[3] / "docs/source"
+UPDATES = 4
+"""Batches of a run."""
+
+
+def documented_loop(page: str) -> str:
+    """Returns the code block of a page that sets the consumer's version."""
+    text = (DOCS / page).read_text()
+    blocks = re.findall(r"code-block:: python\n\n((?:[ ]{3,}.*\n|\n)+)", text)
+    (block,) = [each for each in blocks if "consumer_version = " in each]
+    lines = textwrap.dedent(block).splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("correct = "))
+    return "\n".join(lines[start:])
+
+
+class Run:
+    """A trainer with a collector, on servers that may have a history."""
+
+    def __init__(self, fake, model, folder):
+        self.engine = AsyncSGLang.connect(fake.url)
+        self.scheme = SGLangWeightSyncScheme(
+            self.engine, transport="disk", directory=folder
+        )
+        self.scheme.create_sender().register_model(model)
+        self.collector = AsyncLLMCollector(
+            policy=SGLangWrapper(self.engine, generate_kwargs={"max_new_tokens": 6}),
+            prompts=tasks(1000),
+            rewards=length_reward,
+            group_size=2,
+            groups_per_batch=2,
+            max_staleness=4,
+            total_groups=2 * UPDATES,
+            weight_sync_schemes={"policy": self.scheme},
+        )
+
+    def loop(self, page, updates=2) -> list[float]:
+        """Runs the loop of a page; returns which share of each batch was too old.
+
+        It is compared with the version of each row, which is a count of its own.
+        """
+        dropped, true = [], []
+        correction = OffPolicyCorrection(
+            RolloutCorrectionConfig(rollout_is=None, max_staleness=1, bypass_mode=True),
+            masking_strategy="rlhf",
+        )
+
+        class Loss:
+            def __call__(self, batch):
+                return self
+
+            loss_objective = torch.zeros((), requires_grad=True)
+
+        def correct(batch):
+            ages = self.collector.policy_version - batch["policy_version"]
+            true.append(float((ages > 1).float().mean()))
+            batch = batch.select("tokens", "masks", "log_probs", "token_policy_version")
+            batch.set("advantage", torch.ones(len(batch), 1, 1))
+            corrected = correction(batch)
+            dropped.append(correction.metrics["rollout_corr/stale_masked_fraction"])
+            for _ in range(updates):
+                self.collector.update_policy_weights_()
+            return corrected
+
+        class Correct:
+            def __setattr__(self, name, value):
+                setattr(correction, name, value)
+
+            def __call__(self, batch):
+                return correct(batch)
+
+        scope = {
+            "collector": self.collector,
+            "buffer": self.collector,
+            "loss": Loss(),
+            "actor": None,
+            "logger": type("Logger", (), {"log": staticmethod(lambda metrics: None)}),
+            "OffPolicyCorrection": lambda *args, **kwargs: Correct(),
+        }
+        Correct.metrics = property(lambda self: correction.metrics)
+        exec(compile(documented_loop(page), page, "exec"), scope)
+        assert dropped == true
+        return dropped
+
+    def close(self):
+        self.collector.shutdown()
+        self.scheme.shutdown()
+        self.engine.shutdown()
+
+
+@pytest.fixture
+def run(hf_model, tmp_path):
+    made = []
+
+    def make(fake):
+        made.append(Run(fake, hf_model, tmp_path))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(params=["off_policy.rst", "concepts/versions.rst"])
+def page(request):
+    return request.param
+
+
+def check(dropped: list[float]) -> None:
+    """The first batch is fresh, and some others are not."""
+    assert dropped[0] == 0
+    assert max(dropped) > 0
+
+
+def test_the_first_run(run, fake, page):
+    check(run(fake).loop(page))
+
+
+def test_a_second_run_on_living_servers(run, fake, page):
+    fake.weight_version = "21"
+    check(run(fake).loop(page))
+
+
+def test_behind_another_trainers_updates(run, fake, page):
+    fake.weight_version = "21"
+    trainer = run(fake)
+    fake.weight_version = "25"
+    check(trainer.loop(page))
+    assert trainer.collector.policy_version == 2 * UPDATES
+
+
+def test_after_a_resume_on_new_servers(run, fake, page, tiny_model_path):
+    first = run(fake)
+    for _ in range(20):
+        first.collector.update_policy_weights_()
+    next(iter(first.collector))
+    state = first.collector.state_dict()
+    first.close()
+    with FakeServer(tiny_model_path) as new:
+        second = run(new)
+        # The order of the docs: send the weights, then load the state.
+        second.collector.update_policy_weights_()
+        second.collector.load_state_dict(state)
+        assert second.collector.policy_version == 20
+        check(second.loop(page))
+        second.close()
+
+
+def test_another_count_is_an_error(run, fake):
+    """The servers' versions go with the servers' count, and not with the trainer's."""
+    fake.weight_version = "21"
+    trainer = run(fake)
+    policy = trainer.collector.policy.get_new_version(return_generation_info=True)
+    collector = AsyncLLMCollector(
+        policy=policy, prompts=tasks(4), rewards=length_reward, groups_per_batch=1
+    )
+    batch = next(iter(collector))
+    collector.shutdown()
+    batch = batch.select("tokens", "masks", "log_probs", "generation_info")
+    batch.set("advantage", torch.ones(len(batch), 1, 1))
+    correct = OffPolicyCorrection(
+        RolloutCorrectionConfig(rollout_is=None, max_staleness=1, bypass_mode=True),
+        masking_strategy="rlhf",
+        version_key=("generation_info", "weight_version"),
+        consumer_version=collector.policy_version,
+    )
+    with pytest.raises(ConfigurationError, match="version 21, and consumer_version is"):
+        correct(batch)
+    correct.consumer_version = int(trainer.engine.weight_version)
+    correct(batch)
+    assert correct.metrics["rollout_corr/stale_masked_fraction"] == 0
+    # Without any versions, the error says where they come from.
+    correct.version_key = "token_policy_version"
+    with pytest.raises(ConfigurationError, match="AsyncLLMCollector writes"):
+        correct(batch)
+
+
+def test_versions_of_an_agents_tokens_are_the_collectors(run, fake):
+    """Tokens that are not the policy's have none."""
+    from test_agents import Agent
+
+    from torchrl_sglang import Gateway
+
+    fake.weight_version = "21"
+    trainer = run(fake)
+    with Gateway(trainer.engine) as gateway:
+        collector = AsyncLLMCollector(
+            policy=trainer.collector.policy,
+            prompts=tasks(1),
+            agent=Agent(),
+            gateway=gateway,
+            groups_per_batch=1,
+        )
+        row = next(iter(collector))[0]
+        collector.shutdown()
+    versions = row["token_policy_version"]
+    prompt = len(row["tokens"].full) - len(versions)
+    own = row["masks"].all_assistant_mask[prompt:]
+    assert versions[own].eq(0).all()
+    assert versions[~own].eq(-1).all()
+    assert own.any()
+    assert not own.all()
