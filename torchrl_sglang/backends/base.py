@@ -33,6 +33,7 @@ from torchrl_sglang.backends.generation.resume import (
 from torchrl_sglang.backends.generation.sampling import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
+    check_sampling_params,
     hint,
 )
 from torchrl_sglang.backends.launch.gpus import visible_devices
@@ -62,6 +63,7 @@ __all__ = [
     "WeightUpdate",
     "check_logprobs_mode",
     "check_name",
+    "check_sampling_params",
     "connect",
     "cut",
     "fits_servers",

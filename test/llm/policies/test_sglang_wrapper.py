@@ -323,6 +323,35 @@ def test_wrong_arguments(engine, arguments, error, words):
     assert all(word in str(caught.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_new_tokens": "64"}, ["max_new_tokens='64'", "str", "must be int"]),
+        ({"max_new_tokens": 64.0}, ["max_new_tokens=64.0", "float", "must be int"]),
+        ({"top_k": 2.5}, ["top_k=2.5", "must be int"]),
+        ({"min_p": 2}, ["min_p=2", "out of range"]),
+        ({"stop": 5}, ["stop=5"]),
+        ({"min_new_tokens": 20}, ["min_new_tokens=20", "max_new_tokens=16"]),
+        ({"stop_token_ids": [10**6]}, ["outside the vocabulary"]),
+        ({"seed": 1}, ["would be ignored", "enable_deterministic_inference"]),
+        ({"regex": "a+"}, ["grammar"]),
+        ({"max_completion_length": 64}, ["Did you mean 'max_new_tokens'?"]),
+        ({"max_completion_tokens": 64}, ["Did you mean 'max_new_tokens'?"]),
+        ({"response_length": 64}, ["Did you mean 'max_new_tokens'?"]),
+        ({"max_length": 64}, ["Did you mean 'max_new_tokens'?"]),
+        ({"stop_strings": ["a"]}, ["Did you mean 'stop'?"]),
+        ({"num_generations": 8}, ["num_samples"]),
+    ],
+)
+def test_wrong_sampling_parameters_are_told_at_construction(fake_engine, given, words):
+    with pytest.raises(ConfigurationError) as caught:
+        SGLangWrapper(fake_engine, generate_kwargs=given)
+    assert all(word in str(caught.value) for word in words)
+    if "not a generation argument" not in str(caught.value):
+        # Scoring samples nothing.
+        SGLangWrapper(fake_engine, generate_kwargs=given, generate=False)
+
+
 def test_wrong_inputs(engine, tokenizer):
     wrapper = SGLangWrapper(engine, input_mode="tokens", generate_kwargs=GREEDY)
     good = make_input("tokens", True, tokenizer)
