@@ -49,6 +49,7 @@ from torchrl_sglang.backends.generation.openai import post_openai
 from torchrl_sglang.backends.generation.request import Batch, GenerateRequest, to_batch
 from torchrl_sglang.backends.launch.launcher import Launcher, launch
 from torchrl_sglang.backends.launch.make import make_launcher
+from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
 from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
@@ -394,6 +395,9 @@ class AsyncSGLang(TorchRLCalls):
             )
         )
         place = servers.router_url
+        if model is not None:
+            # Copies of the engine are in other folders.
+            model = absolute_paths({"model": model})["model"]
         return cls._connected(
             Fleet(
                 [Replica(url=address) for address in servers.urls],

@@ -33,7 +33,7 @@ from torchrl_sglang.backends.generation.resume import (
 from torchrl_sglang.backends.generation.sampling import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
-    check_sampling_params,
+    check_each,
     hint,
 )
 from torchrl_sglang.backends.launch.gpus import visible_devices
@@ -61,9 +61,9 @@ __all__ = [
     "RLSGLangEngine",
     "TakesWeights",
     "WeightUpdate",
+    "check_each",
     "check_logprobs_mode",
     "check_name",
-    "check_sampling_params",
     "connect",
     "cut",
     "fits_servers",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from torchrl_sglang.backends.base import check_sampling_params
+from torchrl_sglang.backends.base import check_each
 from torchrl_sglang.backends.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ServerCapabilities
@@ -69,10 +69,13 @@ def check_samples(
 def check_sampling(
     generate: bool, params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> None:
-    """Refuses now what the engine would refuse in each call of the wrapper."""
+    """Refuses values now that the engine would refuse in each call of the wrapper.
+
+    What is wrong together can be put right by the parameters of a call.
+    """
     if generate:
         # Where a server has no tokenizer, the wrapper matches stop strings.
-        check_sampling_params(params, replace(capabilities, has_tokenizer=True))
+        check_each(params, replace(capabilities, has_tokenizer=True))
 
 
 def check_tokenizer_kwargs(

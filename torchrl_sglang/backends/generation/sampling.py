@@ -277,6 +277,15 @@ def check_sampling_params(
     params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> dict[str, Any]:
     """Returns valid parameters under SGLang's names; ``None`` counts as not given."""
+    checked = check_each(params, capabilities)
+    _check_together(checked, capabilities)
+    return checked
+
+
+def check_each(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> dict[str, Any]:
+    """The same as :func:`check_sampling_params`, whatever the others' values are."""
     checked: dict[str, Any] = {}
     for given_name, given in params.items():
         value = to_python(given)
@@ -303,7 +312,6 @@ def check_sampling_params(
         if row.check is not None:
             value = row.check(given_name, value, capabilities)
         checked[name] = value
-    _check_together(checked, capabilities)
     return checked
 
 

@@ -23,6 +23,7 @@ from torchrl_sglang.backends.launch.gpus import (
     visible_devices,
 )
 from torchrl_sglang.backends.launch.launcher import start_servers
+from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.process import (
     START_TIMEOUT_SECONDS,
     Command,
@@ -149,7 +150,8 @@ class LocalLauncher:
         self.router_host = LOOPBACK
         self._specs: list[dict[str, Any]] = []
         self._commands: dict[int, Command] = {}
-        for rank, spec in enumerate(specs):
+        for rank, given in enumerate(specs):
+            spec = absolute_paths(given)
             try:
                 command = make_server_command(**spec)
             except ConfigurationError as error:
