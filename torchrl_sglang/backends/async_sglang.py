@@ -636,6 +636,11 @@ class AsyncSGLang(TorchRLCalls):
         Such a client does not know the weight version. Give it the one that
         :attr:`weight_version` says as ``extra_body={"extra_key": ...}``, or nothing:
         an update empties the prefix cache, wherever the server can.
+
+        Of several servers it is the router's address. The router drops from a chat what
+        is not OpenAI's own, such as ``extra_key``, ``cache_salt``, ``stop_regex``,
+        ``return_meta_info`` and ``return_routed_experts``, and still answers 200.
+        :meth:`chat_completion` sends a chat to a server directly.
         """
         return f"{self.server_url}/v1"
 
@@ -647,6 +652,9 @@ class AsyncSGLang(TorchRLCalls):
         timeout: float | None = None,
     ) -> dict[str, Any]:
         """Sends a chat to the servers in OpenAI's protocol, retried like any request.
+
+        It goes to a server directly, also where there is a router, which drops much of
+        what SGLang understands beside OpenAI's fields.
 
         Args:
             payload: content for ``/v1/chat/completions``. ``model`` can be left out.
@@ -661,6 +669,9 @@ class AsyncSGLang(TorchRLCalls):
 
         Raises:
             ConfigurationError: if ``payload`` asks for a stream.
+            UnsupportedByServerError: if ``return_meta_info``, ``return_hidden_states``,
+                ``return_routed_experts`` or ``return_sampling_mask`` was asked for and
+                is not in the answer.
             SGLangError: as :meth:`generate` does.
 
         Examples:
