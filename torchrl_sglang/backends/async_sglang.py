@@ -19,7 +19,10 @@ from typing import Any, Literal, Self
 import torch
 
 from torchrl_sglang.backends.base import WeightUpdate
-from torchrl_sglang.backends.client.capabilities import find_out
+from torchrl_sglang.backends.client.capabilities import (
+    check_takes_weights,
+    find_out,
+)
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient, limit_in_flight
 from torchrl_sglang.backends.client.model_info import ModelReader, ServedModel
@@ -787,6 +790,7 @@ class AsyncSGLang(TorchRLCalls):
     @contextmanager
     def weight_update(self) -> Iterator[WeightUpdate]:
         self._check_open()
+        check_takes_weights(self.capabilities)
         with self._alone(), self._fleet.weight_update() as update:
             yield update
 

@@ -394,6 +394,8 @@ class TakesWeights(Protocol):
 
         Raises:
             WeightSyncStateError: if an update is in progress, or weights are asleep.
+            UnsupportedByServerError: if servers would go on from stored prefixes of the
+                old weights (``hicache_storage_backend`` before SGLang 0.5.20).
         """
 
     def interrupt_requests(self, *, timeout: float) -> None:

@@ -14,7 +14,11 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 
 from torchrl_sglang import SGLangWeightSyncScheme, SGLangWrapper
-from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    SGLangError,
+    UnsupportedByServerError,
+)
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 TOLERANCE = 1e-4
@@ -343,7 +347,7 @@ def test_wrong_arguments(engine, arguments, error, words):
     ],
 )
 def test_wrong_sampling_parameters_are_told_at_construction(fake_engine, given, words):
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(SGLangError) as caught:
         SGLangWrapper(fake_engine, generate_kwargs=given)
     assert all(word in str(caught.value) for word in words)
     if "not a generation argument" not in str(caught.value):

@@ -92,10 +92,9 @@ def start_servers(
             servers.append(server)
             starting.append(server)
             on_gpus = f" on GPU {','.join(gpus)}" if gpus else ""
-            progress(
-                f"{server.name} is starting at {server.url}{on_gpus}. Its log: "
-                f"{server.log_path}"
-            )
+            # That of a server on another machine is known later.
+            log = f" Its log: {server.log_path}" if server.log_path.name else ""
+            progress(f"{server.name} is starting at {server.url}{on_gpus}.{log}")
         _wait_for_fewer(starting, 1, progress)
         undo.pop_all()
     return servers
