@@ -232,7 +232,8 @@ class ServerStats:
     """Its address."""
     state: str
     """``"serving"``, ``"stale"`` (it waits for the next weight update), ``"down"``,
-    ``"lost"`` (restarted too often), or ``"asleep: "`` and the released memory."""
+    ``"unreachable"`` (down, and no other server could take its requests), ``"lost"``
+    (restarted too often), or ``"asleep: "`` and the released memory."""
     running: int | None
     """Running requests, of all users; ``None`` if it does not respond."""
     queued: int | None

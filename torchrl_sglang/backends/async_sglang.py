@@ -489,6 +489,10 @@ class AsyncSGLang(TorchRLCalls):
     def asleep(self) -> frozenset[str]:
         return self._fleet.asleep
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self._fleet.problems
+
     def generate_requests(
         self, requests: Sequence[GenerateRequest], **options: Any
     ) -> list[Completion]:

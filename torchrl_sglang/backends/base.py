@@ -509,6 +509,14 @@ class RLSGLangEngine(Generates, TakesWeights, HoldsAdapters):
         """Ends the servers that this engine owns, and closes the connections."""
 
     @property
+    def problems(self) -> tuple[str, ...]:
+        """A sentence on each server that does not serve now; of many, on the first.
+
+        It is what this engine object knows, without asking any server.
+        """
+        return ()
+
+    @property
     def num_replicas(self) -> int:
         """Number of servers."""
         return len(self.control.urls)

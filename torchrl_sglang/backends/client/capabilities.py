@@ -252,8 +252,8 @@ def interpret(
         pp_size=size("pp_size"),
         dp_size=size("dp_size"),
         needs_update_session="/begin_weight_update" in routes,
-        # They came together. A flush leaves what a storage has, which retracted requests
-        # find under the key of the old weights.
+        # They came together. A flush leaves what a storage has, and retracted requests
+        # would find it under the key of the old weights.
         keeps_requests="/begin_weight_update" in routes
         and not has("hicache_storage_backend"),
         load_route=_first(routes, _LOAD_ROUTES, url),
