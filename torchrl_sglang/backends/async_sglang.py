@@ -73,7 +73,10 @@ from torchrl_sglang.backends.support.event_loop import (
     weakly,
 )
 from torchrl_sglang.backends.support.urls import address_facing, is_this_machine
-from torchrl_sglang.backends.torchrl_calls import TorchRLCalls
+from torchrl_sglang.backends.torchrl_calls import (
+    TorchRLCalls,
+    warn_of_ignored_variables,
+)
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -151,6 +154,7 @@ class AsyncSGLang(TorchRLCalls):
                 "AsyncSGLang.from_pretrained(model), which starts a server, or "
                 "AsyncSGLang.connect(server_url=...) for one that runs."
             )
+        warn_of_ignored_variables()
         self._fleet = fleet
         self.capabilities = capabilities
         self._model = model
