@@ -11,9 +11,8 @@ _PHASES = (
     ("Init parallel begin", "joining its ranks"),
     ("Load weight begin", "loading the weights"),
     ("Load weight end", "allocating the KV cache"),
-    ("Capture cuda graph begin", "capturing CUDA graphs"),
-    ("Capture piecewise CUDA graph begin", "capturing CUDA graphs"),
-    ("Capture draft", "capturing CUDA graphs of the draft model"),
+    # Several kinds of them; each begin and end is a line.
+    ("Capture ", "capturing CUDA graphs"),
     ("max_total_num_tokens=", "starting its HTTP server"),
     ("Application startup complete", "warming up"),
     ("The server is fired up", "ready"),

@@ -205,6 +205,10 @@ def test_a_start_says_what_it_waits_for(monkeypatch):
     [
         ("Load weight begin.\nLoad weight end.", "allocating the KV cache"),
         ("Load weight end.\nCapture cuda graph begin.", "capturing CUDA graphs"),
+        (
+            "Memory pool end.\nCapture draft extend CUDA graph begin.",
+            "capturing CUDA graphs",
+        ),
         ("The server is fired up and ready to roll!", "ready"),
     ],
 )
