@@ -198,6 +198,9 @@ class ServerCapabilities:
     """A request's seed decides its tokens; other servers ignore it."""
     streams_deltas: bool = False
     """Events of a stream hold new tokens only, not the response so far."""
+    stores_stale_prefixes: bool = False
+    """The server has a storage of prefixes (``hicache_storage_backend``) that finds one
+    by its tokens alone: also one that older weights or another adapter computed."""
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that give none: ``preferred_sampling_params``."""
     server_args: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -229,7 +232,8 @@ class ServerStats:
     """Its address."""
     state: str
     """``"serving"``, ``"stale"`` (it waits for the next weight update), ``"down"``,
-    ``"lost"`` (restarted too often), or ``"asleep: "`` and the released memory."""
+    ``"unreachable"`` (down, and no other server could take its requests), ``"lost"``
+    (restarted too often), or ``"asleep: "`` and the released memory."""
     running: int | None
     """Running requests, of all users; ``None`` if it does not respond."""
     queued: int | None

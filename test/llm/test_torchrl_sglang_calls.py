@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import datetime
 import inspect
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.log_probs import TOLERANCE, response_difference
+from torchrl._utils import logger as torchrl_logger
 from torchrl.modules.llm.backends.sglang.base import RLSGLangEngine as TheirEngine
 from torchrl.modules.llm.backends.sglang.sglang_server import AsyncSGLang as TheirServer
 from torchrl.weight_update.llm.sglang_nccl import (
@@ -40,7 +42,11 @@ from torchrl_sglang.backends.launch.server_command import (
     to_flags,
 )
 from torchrl_sglang.backends.support.event_loop import run_sync
-from torchrl_sglang.backends.torchrl_calls import WEIGHT_UPDATE_GROUP
+from torchrl_sglang.backends.torchrl_calls import (
+    IGNORED_VARIABLES,
+    WEIGHT_UPDATE_GROUP,
+    warn_of_ignored_variables,
+)
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
@@ -54,6 +60,33 @@ SHORT = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0.0}
 
 def public(cls: type) -> set[str]:
     return {name for name in vars(cls) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("flush", [None, True, False])
+def test_the_scheme_has_the_attributes_of_theirs(flush):
+    scheme = SGLangWeightSyncScheme(server_url=URL, flush_cache_on_update=flush)
+    assert scheme.flush_cache_on_update is flush
+    assert scheme.flush_cache is (flush is not False)
+
+
+def test_their_variables_that_have_no_effect_here(fake, monkeypatch, caplog):
+    """Those that the installed TorchRL reads are all known."""
+    modules = map(inspect.getmodule, (TheirServer, TheirScheme))
+    text = "".join(map(inspect.getsource, modules))
+    read = set(re.findall(r"TORCHRL_SGLANG_[A-Z_]+", text))
+    assert read == set(IGNORED_VARIABLES)
+    for name in read:
+        monkeypatch.setenv(name, "1")
+    warn_of_ignored_variables.cache_clear()
+    torchrl_logger.addHandler(caplog.handler)
+    try:
+        for _ in range(2):
+            AsyncSGLang.connect(fake.url).shutdown()
+    finally:
+        torchrl_logger.removeHandler(caplog.handler)
+    for name, instead in IGNORED_VARIABLES.items():
+        assert caplog.text.count(f"{name}=1 is set") == 1
+        assert f"give {instead}." in caplog.text
 
 
 def test_every_method_of_theirs_is_there():

@@ -19,7 +19,10 @@ from typing import Any, Literal, Self
 import torch
 
 from torchrl_sglang.backends.base import WeightUpdate
-from torchrl_sglang.backends.client.capabilities import find_out
+from torchrl_sglang.backends.client.capabilities import (
+    check_takes_weights,
+    find_out,
+)
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient, limit_in_flight
 from torchrl_sglang.backends.client.model_info import ModelReader, ServedModel
@@ -49,6 +52,7 @@ from torchrl_sglang.backends.generation.openai import post_openai
 from torchrl_sglang.backends.generation.request import Batch, GenerateRequest, to_batch
 from torchrl_sglang.backends.launch.launcher import Launcher, launch
 from torchrl_sglang.backends.launch.make import make_launcher
+from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
 from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
@@ -69,7 +73,10 @@ from torchrl_sglang.backends.support.event_loop import (
     weakly,
 )
 from torchrl_sglang.backends.support.urls import address_facing, is_this_machine
-from torchrl_sglang.backends.torchrl_calls import TorchRLCalls
+from torchrl_sglang.backends.torchrl_calls import (
+    TorchRLCalls,
+    warn_of_ignored_variables,
+)
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -147,6 +154,7 @@ class AsyncSGLang(TorchRLCalls):
                 "AsyncSGLang.from_pretrained(model), which starts a server, or "
                 "AsyncSGLang.connect(server_url=...) for one that runs."
             )
+        warn_of_ignored_variables()
         self._fleet = fleet
         self.capabilities = capabilities
         self._model = model
@@ -394,6 +402,9 @@ class AsyncSGLang(TorchRLCalls):
             )
         )
         place = servers.router_url
+        if model is not None:
+            # Copies of the engine are in other folders.
+            model = absolute_paths({"model": model})["model"]
         return cls._connected(
             Fleet(
                 [Replica(url=address) for address in servers.urls],
@@ -481,6 +492,10 @@ class AsyncSGLang(TorchRLCalls):
     @property
     def asleep(self) -> frozenset[str]:
         return self._fleet.asleep
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self._fleet.problems
 
     def generate_requests(
         self, requests: Sequence[GenerateRequest], **options: Any
@@ -632,6 +647,11 @@ class AsyncSGLang(TorchRLCalls):
         Such a client does not know the weight version. Give it the one that
         :attr:`weight_version` says as ``extra_body={"extra_key": ...}``, or nothing:
         an update empties the prefix cache, wherever the server can.
+
+        Of several servers it is the router's address. The router drops from a chat what
+        is not OpenAI's own, such as ``extra_key``, ``cache_salt``, ``stop_regex``,
+        ``return_meta_info`` and ``return_routed_experts``, and still answers 200.
+        :meth:`chat_completion` sends a chat to a server directly.
         """
         return f"{self.server_url}/v1"
 
@@ -643,6 +663,9 @@ class AsyncSGLang(TorchRLCalls):
         timeout: float | None = None,
     ) -> dict[str, Any]:
         """Sends a chat to the servers in OpenAI's protocol, retried like any request.
+
+        It goes to a server directly, also where there is a router, which drops much of
+        what SGLang understands beside OpenAI's fields.
 
         Args:
             payload: content for ``/v1/chat/completions``. ``model`` can be left out.
@@ -657,6 +680,9 @@ class AsyncSGLang(TorchRLCalls):
 
         Raises:
             ConfigurationError: if ``payload`` asks for a stream.
+            UnsupportedByServerError: if ``return_meta_info``, ``return_hidden_states``,
+                ``return_routed_experts`` or ``return_sampling_mask`` was asked for and
+                is not in the answer.
             SGLangError: as :meth:`generate` does.
 
         Examples:
@@ -772,6 +798,7 @@ class AsyncSGLang(TorchRLCalls):
     @contextmanager
     def weight_update(self) -> Iterator[WeightUpdate]:
         self._check_open()
+        check_takes_weights(self.capabilities)
         with self._alone(), self._fleet.weight_update() as update:
             yield update
 

@@ -33,6 +33,7 @@ from torchrl_sglang.backends.generation.resume import (
 from torchrl_sglang.backends.generation.sampling import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
+    check_each,
     hint,
 )
 from torchrl_sglang.backends.launch.gpus import visible_devices
@@ -60,6 +61,7 @@ __all__ = [
     "RLSGLangEngine",
     "TakesWeights",
     "WeightUpdate",
+    "check_each",
     "check_logprobs_mode",
     "check_name",
     "connect",
@@ -392,6 +394,8 @@ class TakesWeights(Protocol):
 
         Raises:
             WeightSyncStateError: if an update is in progress, or weights are asleep.
+            UnsupportedByServerError: if servers would go on from stored prefixes of the
+                old weights (``hicache_storage_backend`` before SGLang 0.5.20).
         """
 
     def interrupt_requests(self, *, timeout: float) -> None:
@@ -503,6 +507,14 @@ class RLSGLangEngine(Generates, TakesWeights, HoldsAdapters):
     @abc.abstractmethod
     def shutdown(self) -> None:
         """Ends the servers that this engine owns, and closes the connections."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A sentence on each server that does not serve now; of many, on the first.
+
+        It is what this engine object knows, without asking any server.
+        """
+        return ()
 
     @property
     def num_replicas(self) -> int:

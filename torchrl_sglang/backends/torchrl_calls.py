@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.base import RLSGLangEngine
 from torchrl_sglang.backends.fleet.weights_state import next_version
@@ -26,6 +29,27 @@ from torchrl_sglang.types import Completion
 
 WEIGHT_UPDATE_GROUP = "weight_update_group"
 """SGLang's own name for the process group that weights are broadcast in."""
+
+
+IGNORED_VARIABLES: Mapping[str, str] = {
+    "TORCHRL_SGLANG_GENERATE_RETRIES": "max_attempts=... of the engine",
+    "TORCHRL_SGLANG_GENERATE_RETRY_DELAY": "max_attempts=... of the engine, whose "
+    "delays grow by themselves",
+    "TORCHRL_SGLANG_PAUSE_GENERATION_MODE": "pause_mode=... of SGLangWeightSyncScheme",
+    "TORCHRL_SGLANG_WEIGHT_SYNC_FLUSH_CACHE": "flush_cache=... of "
+    "SGLangWeightSyncScheme",
+}
+"""Environment variable that TorchRL's own classes read -> what to give here."""
+
+
+@cache
+def warn_of_ignored_variables() -> None:
+    """Warns, once in a process, of variables that are set and have no effect here."""
+    for name in IGNORED_VARIABLES.keys() & os.environ.keys():
+        torchrl_logger.warning(
+            f"{name}={os.environ[name]} is set, which TorchRL's own SGLang classes "
+            f"read and this package does not; give {IGNORED_VARIABLES[name]}."
+        )
 
 
 class TorchRLCalls(RLSGLangEngine):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
+from torchrl_sglang.backends.base import check_each
 from torchrl_sglang.backends.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.types import ServerCapabilities
 
 InputMode = Literal["history", "text", "tokens"]
 Inplace = Literal[True, False, "empty"]
@@ -28,6 +31,8 @@ def check_mode(
     if pad_model_input is not None:
         raise ConfigurationError("pad_model_input is not supported by SGLangWrapper.")
     check_flag("return_generation_info", return_generation_info)
+    if return_log_probs is not None:
+        check_flag("return_log_probs", return_log_probs)
     if check_flag("generate", generate):
         return
     if return_log_probs is not None and not return_log_probs:
@@ -59,6 +64,18 @@ def check_samples(
             "inplace must be False (or None) when generating more than one sample."
         )
     return num_samples, False
+
+
+def check_sampling(
+    generate: bool, params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> None:
+    """Refuses values now that the engine would refuse in each call of the wrapper.
+
+    What is wrong together can be put right by the parameters of a call.
+    """
+    if generate:
+        # Where a server has no tokenizer, the wrapper matches stop strings.
+        check_each(params, replace(capabilities, has_tokenizer=True))
 
 
 def check_tokenizer_kwargs(

@@ -138,6 +138,9 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 _KNOWN = (*SAMPLING_ALIASES, *_CONVERTED, *_UNSUPPORTED, *_OUTPUT_OPTIONS, *_GUIDES)
 """All names beyond SGLang's own."""
 
+_NUMBER_OF_SAMPLES = ("num_generations", "num_samples", "group_size")
+"""What other libraries and arguments call ``num_return_sequences``."""
+
 _CHECKED_BY_TORCHRL = ("temperature", "top_p", "top_k", "repetition_penalty")
 """Numbers that TorchRL compares with their limits."""
 
@@ -181,8 +184,7 @@ def translate(
         target, convert = _CONVERTED.get(name, (SAMPLING_ALIASES.get(name, name), None))
         if target not in SAMPLING_PARAMETERS:
             raise ConfigurationError(
-                f"{name!r} is not a generation argument of SGLangWrapper."
-                f"{hint(name, _KNOWN)}"
+                f"{name!r} is not a generation argument of SGLangWrapper.{_hint(name)}"
             )
         if value is None and name != "max_new_tokens":
             continue
@@ -200,6 +202,16 @@ def translate(
             "with generate=False."
         )
     return replace(base, engine=engine, **_output_options(standard))
+
+
+def _hint(name: str) -> str:
+    """Returns the end of a message about an unknown name: what was probably meant."""
+    if name in _NUMBER_OF_SAMPLES:
+        return (
+            " The samples of each prompt are SGLangWrapper(num_samples=...), or "
+            "group_size=... of a collector."
+        )
+    return hint(name, _KNOWN)
 
 
 def _unfold(standard: Mapping[str, Any]) -> dict[str, Any]:

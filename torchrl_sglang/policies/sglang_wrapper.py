@@ -41,6 +41,7 @@ from torchrl_sglang.policies.arguments import (
     InputMode,
     check_mode,
     check_samples,
+    check_sampling,
     check_tokenizer_kwargs,
 )
 from torchrl_sglang.policies.batching import Batcher
@@ -201,12 +202,8 @@ class SGLangWrapper(LLMWrapperBase):
         for name in ("self", "__class__"):
             arguments.pop(name, None)
         self._arguments = arguments
-        for name, value in (
-            ("return_log_probs", return_log_probs),
-            ("batching", batching),
-        ):
-            if value is not None:
-                check_flag(name, value)
+        if batching is not None:
+            check_flag("batching", batching)
         check_mode(
             input_mode,
             generate=generate,
@@ -242,8 +239,9 @@ class SGLangWrapper(LLMWrapperBase):
             raise ConfigurationError(
                 "min_batch_size and max_batch_size must be None if batching is False."
             )
-        single = batching and min_batch_size is None
-        self._min_batch_size = 1 if single else min_batch_size
+        self._min_batch_size = (
+            1 if batching and min_batch_size is None else min_batch_size
+        )
         self._max_batch_size = max_batch_size
         self._batching_timeout = batching_timeout
         self._batcher = self._make_batcher()
@@ -259,6 +257,7 @@ class SGLangWrapper(LLMWrapperBase):
         self.tokenizer_kwargs = check_tokenizer_kwargs(tokenizer_kwargs, pad_output)
         # Resolved once, also for the versions made from this wrapper.
         self.model = self._arguments["model"] = _to_engine(model)
+        check_sampling(generate, self.sampling_params.engine, self.model.capabilities)
         if tokenizer is None:
             tokenizer = self.model.get_tokenizer()
         elif isinstance(tokenizer, str):

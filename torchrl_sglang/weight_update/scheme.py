@@ -184,6 +184,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         self.master_address, self.master_port = master_address, master_port
         self.pause_mode = self.options.pause_mode
         self.flush_cache = self.options.flush_cache
+        self.flush_cache_on_update = flush_cache_on_update
         self._sender: SGLangWeightSender | None = None
         self._engine: RLSGLangEngine | None = None
         # Connected to when it is needed: a recipe that gives an address brings the

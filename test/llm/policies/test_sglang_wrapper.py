@@ -14,7 +14,11 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 
 from torchrl_sglang import SGLangWeightSyncScheme, SGLangWrapper
-from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    SGLangError,
+    UnsupportedByServerError,
+)
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 TOLERANCE = 1e-4
@@ -321,6 +325,34 @@ def test_wrong_arguments(engine, arguments, error, words):
     with pytest.raises(error) as caught:
         SGLangWrapper(**{"model": engine, **arguments})
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_new_tokens": "64"}, ["max_new_tokens='64'", "str", "must be int"]),
+        ({"max_new_tokens": 64.0}, ["max_new_tokens=64.0", "float", "must be int"]),
+        ({"top_k": 2.5}, ["top_k=2.5", "must be int"]),
+        ({"min_p": 2}, ["min_p=2", "out of range"]),
+        ({"stop": 5}, ["stop=5"]),
+        ({"stop_token_ids": [10**6]}, ["outside the vocabulary"]),
+        ({"seed": 2**63}, ["seed=", "out of range"]),
+        ({"regex": "a+"}, ["grammar"]),
+        ({"max_completion_length": 64}, ["Did you mean 'max_new_tokens'?"]),
+        ({"max_completion_tokens": 64}, ["Did you mean 'max_new_tokens'?"]),
+        ({"response_length": 64}, ["Did you mean 'max_new_tokens'?"]),
+        ({"max_length": 64}, ["Did you mean 'max_new_tokens'?"]),
+        ({"stop_strings": ["a"]}, ["Did you mean 'stop'?"]),
+        ({"num_generations": 8}, ["num_samples"]),
+    ],
+)
+def test_wrong_sampling_parameters_are_told_at_construction(fake_engine, given, words):
+    with pytest.raises(SGLangError) as caught:
+        SGLangWrapper(fake_engine, generate_kwargs=given)
+    assert all(word in str(caught.value) for word in words)
+    if "not a generation argument" not in str(caught.value):
+        # Scoring samples nothing.
+        SGLangWrapper(fake_engine, generate_kwargs=given, generate=False)
 
 
 def test_wrong_inputs(engine, tokenizer):

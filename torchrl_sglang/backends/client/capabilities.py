@@ -78,6 +78,19 @@ def sleep_obstacles(
             yield name, value, allowed[0]
 
 
+def check_takes_weights(capabilities: ServerCapabilities) -> None:
+    """Raises :class:`UnsupportedByServerError` if new weights would do harm."""
+    if capabilities.stores_stale_prefixes:
+        backend = capabilities.server_args["hicache_storage_backend"]
+        raise UnsupportedByServerError(
+            f"The servers run with hicache_storage_backend={backend!r}, which in "
+            f"SGLang {capabilities.version} finds a stored prefix by its tokens alone: "
+            f"after a weight update they would generate from prefixes of the old "
+            f"weights. Start them without hicache_storage_backend, or with SGLang "
+            f"0.5.20 or newer."
+        )
+
+
 async def find_out(
     http: HttpClient,
     url: str,
@@ -239,8 +252,10 @@ def interpret(
         pp_size=size("pp_size"),
         dp_size=size("dp_size"),
         needs_update_session="/begin_weight_update" in routes,
-        # They came together.
-        keeps_requests="/begin_weight_update" in routes,
+        # They came together. A flush leaves what a storage has, and retracted requests
+        # would find it under the key of the old weights.
+        keeps_requests="/begin_weight_update" in routes
+        and not has("hicache_storage_backend"),
         load_route=_first(routes, _LOAD_ROUTES, url),
         info_route=next((r for r in _INFO_ROUTES if r in routes), _INFO_ROUTES[0]),
         has_tokenizer=not has("skip_tokenizer_init"),
@@ -257,6 +272,8 @@ def interpret(
         uses_seeds=has("enable_deterministic_inference", "rl_on_policy_target"),
         # The second is its name in older versions.
         streams_deltas=has("incremental_streaming_output", "stream_output"),
+        # Stored prefixes have had keys since servers have told that they are ready.
+        stores_stale_prefixes=has("hicache_storage_backend") and "/ready" not in routes,
         default_sampling_params=_mapping(model_info.get("preferred_sampling_params")),
         server_args={
             name: value

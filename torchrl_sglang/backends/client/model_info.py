@@ -49,6 +49,7 @@ class ServedModel:
         trust_remote_code: bool = False,
     ) -> None:
         self.path = path or capabilities.model_path
+        self._given = bool(path)
         self._dtype = capabilities.dtype
         self._tokenizer_path = path or capabilities.tokenizer_path
         self._trusted = trust_remote_code
@@ -64,6 +65,8 @@ class ServedModel:
         from transformers import AutoTokenizer
 
         path = name or self._tokenizer_path
+        if name is None:
+            self._check_place(path)
         revision = None if name else self._revision
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -86,16 +89,23 @@ class ServedModel:
     def get_metadata(self) -> ModelMetadata:
         """Returns (dtype, shape) of every parameter under its checkpoint's name."""
         if self._metadata is None:
-            config = load_model_config(self.path, self._trusted, self._revision)
             self._metadata = metadata_from_config(
-                config, self._dtype, trust_remote_code=self._trusted
+                self._load_config(), self._dtype, trust_remote_code=self._trusted
             )
         return dict(self._metadata)
 
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
         """Returns the parameters that a module and a checkpoint hold differently."""
-        config = load_model_config(self.path, self._trusted, self._revision)
-        return fused_from_config(config, trust_remote_code=self._trusted)
+        return fused_from_config(self._load_config(), trust_remote_code=self._trusted)
+
+    def _load_config(self) -> Any:
+        self._check_place(self.path)
+        return load_model_config(self.path, self._trusted, self._revision)
+
+    def _check_place(self, path: str) -> None:
+        # A copy of the engine can be in another folder than the engine.
+        if not self._given:
+            check_unambiguous(path)
 
 
 def metadata_from_config(
@@ -217,6 +227,9 @@ def read_model(
     # The folder of a disk update may be gone; its mark names the original model.
     served = original_model(reported)
     started = started or served
+    if model is None:
+        check_unambiguous(served)
+        check_unambiguous(started)
     # A revision belongs to the name that the server was started with.
     revision = None if model else revision
     try:
@@ -228,6 +241,23 @@ def read_model(
         config = load_model_config(started, trust_remote_code, revision)
     vocab_size = int(config.get_text_config().vocab_size)
     return served, vocab_size, find_eos_token_ids(config, model or served, revision)
+
+
+def check_unambiguous(reported: str) -> None:
+    """Refuses a model that a server reports and that is a folder of this process's too.
+
+    Such a name is one of the hub, or a path in the server's own folder, which is not
+    known: what is here under that name can be another model.
+    """
+    here = Path(reported)
+    if reported and not here.is_absolute() and here.is_dir():
+        found = str(here.absolute())
+        raise ConfigurationError(
+            f"The server was started with {reported!r}, which is a hub name or a path "
+            f"in the server's own folder. Here it is the folder {found!r}, which can "
+            f"hold another model. If it is the served one, pass model={found!r}; or "
+            f"start the server with an absolute path."
+        )
 
 
 class ModelReader:

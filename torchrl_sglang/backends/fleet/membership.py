@@ -153,12 +153,19 @@ class Fleet:
             if replica.state == "stale"
             or (replica.state == "down" and not self.owns(replica))
             or (replica.state == "serving" and replica.suspected)
+            or replica.unreachable
         ]
 
     @property
     def needs_poll(self) -> bool:
         """Whether there are replicas to poll, or to start again."""
-        return any(r.state != "serving" or r.suspected for r in self.replicas)
+        return bool(self.to_poll) or any(r.state != "serving" for r in self.replicas)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A sentence on each server that does not serve, of many on the first ones."""
+        away = (r for r in self.replicas if r.state != "serving" or r.unreachable)
+        return tuple(some_of(map(_problem, away)))
 
     @property
     def owns_any(self) -> bool:
@@ -338,11 +345,21 @@ class Fleet:
         before, replica.state, replica.reason = replica.state, state, reason
         if state == "serving":
             replica.restarted = False
+            self._tell_of_return(replica)
         elif state != before:
             # A server that begins to serve was counted when it came back.
             self.weights_state.begin_membership_epoch()
         if state != before:
             self.on_change()
+
+    @staticmethod
+    def _tell_of_return(replica: Replica) -> None:
+        if replica.away_since is not None:
+            seconds = time.monotonic() - replica.away_since
+            replica.away_since = None
+            torchrl_logger.info(
+                f"The server at {replica.url} serves again, after {seconds:.0f} s."
+            )
 
     def _why_stale(self, replica: Replica) -> str:
         current = self.weights.version
@@ -393,11 +410,20 @@ class Fleet:
         """
         with self._lock:
             self._move(replica, "down", reason)
+            replica.away_since = replica.away_since or time.monotonic()
             if ended:
                 handle = replica.handle
                 elsewhere = handle is None or handle.host != socket.gethostname()
                 self.on_end(replica.url, elsewhere)
             self.publish()
+
+    def does_not_answer(self, replica: Replica, reason: str) -> bool:
+        """Records that the last server that serves does not answer; False: known."""
+        with self._lock:
+            known = replica.unreachable
+            replica.reason = reason
+            replica.away_since = replica.away_since or time.monotonic()
+            return not known
 
     def publish(self) -> None:
         """Tells copies of the engine where its servers run."""
@@ -602,3 +628,9 @@ class Fleet:
 
     def __repr__(self) -> str:
         return f"Fleet({self.replicas}, {self.weights_state})"
+
+
+def _problem(replica: Replica) -> str:
+    # The rest is usually the end of a log.
+    reason = replica.reason.partition("\n")[0] or "The reason is unknown."
+    return f"The server at {replica.url} is {replica.status}. {reason}"

@@ -198,10 +198,16 @@ class ServerPoller:
         unreachable = isinstance(error, (ServerUnavailableError, ServerTimeoutError))
         last = fleet.serving == [replica.url]
         stays = replica.state == "serving" and (last or not unreachable)
-        if fleet.owns(replica) or stays:
-            # The supervisor restarts owned servers. The last one that serves stays:
-            # the outcome of its requests says more.
+        if fleet.owns(replica) or (stays and not unreachable):
+            # The supervisor restarts owned servers.
             torchrl_logger.debug(f"A server did not answer a poll: {error}")
+        elif stays:
+            # The outcome of its requests says more than that no server is left.
+            if fleet.does_not_answer(replica, str(error)):
+                torchrl_logger.warning(
+                    f"The server at {replica.url}, the only one that serves, does not "
+                    f"answer; requests fail until it does: {error}"
+                )
         elif replica.state != "down":
             _lose(fleet, replica, error)
         else:

@@ -117,6 +117,9 @@ class Replica:
     state: ReplicaState = "serving"
     reason: str = ""
     """Why it does not serve: usually the end of its log."""
+    away_since: float | None = None
+    """When it ended or answered no more, on the monotonic clock; ``None`` while it
+    serves. The last one that serves gets requests all the same."""
     restarts: int = 0
     """Number of times that it was started again."""
     restarted: bool = False
@@ -140,8 +143,15 @@ class Replica:
     @property
     def status(self) -> str:
         """Its state, or the memory that it released."""
+        if self.unreachable:
+            return "unreachable"
         asleep = self.runs and self.released
         return f"asleep: {format_tags(self.released)}" if asleep else self.state
+
+    @property
+    def unreachable(self) -> bool:
+        """Whether it gets requests although it answers nothing: no other serves."""
+        return self.state == "serving" and self.away_since is not None
 
     def without_handle(self) -> Replica:
         """Returns a copy for another process, which owns no server."""
@@ -153,6 +163,7 @@ class Replica:
             # One that is down now may be back when the copy polls it.
             state="serving" if self.state == "serving" else "stale",
             reason="",
+            away_since=None,
             restarts=0,
             suspected=False,
             version="",

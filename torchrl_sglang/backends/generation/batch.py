@@ -34,6 +34,7 @@ from torchrl_sglang.backends.generation.request import (
     Batch,
     GenerateRequest,
     check_request,
+    cut_by_context,
 )
 from torchrl_sglang.backends.generation.sampling import counts_tokens, is_resumable
 from torchrl_sglang.errors import (
@@ -60,6 +61,7 @@ class Generation:
     ) -> None:
         self._dispatcher = dispatcher
         self._get_tokenizer = get_tokenizer
+        self._told_of_context = False
         self._staleness = Staleness(dispatcher.fleet, dispatcher.adapters)
         self._probe = TemperatureProbe(
             dispatcher.http, dispatcher.fleet, dispatcher.capabilities
@@ -125,11 +127,21 @@ class Generation:
                         probed = True
                     valid = plan_scoring(valid, ignores, limits)
                 checked[index] = valid
+                self._tell_of_context(valid)
             except SGLangError as error:
                 if not batch.return_exceptions:
                     raise
                 errors[index] = error
         return checked
+
+    def _tell_of_context(self, request: GenerateRequest) -> None:
+        """Warns of the first response that is shorter than what was asked for."""
+        if self._told_of_context:
+            return
+        problem = cut_by_context(request, self._dispatcher.capabilities)
+        if problem is not None:
+            self._told_of_context = True
+            torchrl_logger.warning(f"{problem} This is told once.")
 
     async def _outcomes(
         self,

@@ -11,7 +11,25 @@ from torchrl_sglang.backends.generation.dispatch import Dispatcher
 from torchrl_sglang.backends.generation.in_flight import Ticket
 from torchrl_sglang.backends.generation.request import GENERATE_TIMEOUT_SECONDS
 from torchrl_sglang.backends.support.checks import check_mapping, check_seconds
-from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    ServerUnavailableError,
+    UnsupportedByServerError,
+)
+
+KEPT_BY_ROUTER = frozenset({"/v1/completions"})
+"""Paths whose requests sglang-router 0.3.2 passes on whole. Of a chat it drops, with
+status 200, what is not OpenAI's own: the request's name, which an abort needs, its key
+of the prefix cache, and ``return_routed_experts``, ``return_sampling_mask``,
+``return_meta_info``, ``stop_regex``, ``cache_salt``, ``priority`` and thirty more."""
+
+ANSWERED_BY = {
+    "return_hidden_states": "hidden_states",
+    "return_meta_info": "meta_info",
+    "return_routed_experts": "routed_experts",
+    "return_sampling_mask": "output_token_sampling_mask",
+}
+"""Field that asks for something -> field of the answer that has it."""
 
 
 async def post_openai(
@@ -49,13 +67,18 @@ async def post_openai(
             reply = answer.json()
         if not isinstance(reply, dict):
             raise ServerUnavailableError(f"{url}{path} answered {reply!r:.200}.")
+        check_answered(content, reply, url)
         return reply
 
     with dispatcher.in_flight.registered([ticket]):
         try:
             async with dispatcher.in_flight.turn(ticket.deadline):
                 reply = await dispatcher.send(
-                    attempt, ticket, ticket.deadline, session_id=session_id
+                    attempt,
+                    ticket,
+                    ticket.deadline,
+                    session_id=session_id,
+                    direct=path not in KEPT_BY_ROUTER,
                 )
         except ServerUnavailableError as error:
             better = await explain_unavailable(dispatcher.fleet, error)
@@ -68,3 +91,25 @@ async def post_openai(
         int(usage.get("completion_tokens") or 0),
     )
     return reply
+
+
+def check_answered(
+    content: Mapping[str, Any], reply: Mapping[str, Any], url: str
+) -> None:
+    """Raises :class:`UnsupportedByServerError` if an answer lacks what was asked for.
+
+    A server ignores a field that its version does not know, or that it was started
+    without.
+    """
+    places = [reply, reply.get("sglext") or {}]
+    for choice in reply.get("choices") or ():
+        places += [choice, choice.get("meta_info") or {}, choice.get("sglext") or {}]
+    found = {name for place in places for name in place if place[name] is not None}
+    for asked, wanted in ANSWERED_BY.items():
+        if content.get(asked) and wanted not in found:
+            raise UnsupportedByServerError(
+                f"{asked}={content[asked]!r} asks for {wanted!r}, and the answer of "
+                f"the server at {url} has none. Start the server with "
+                f"enable_{asked}=True where its SGLang has that argument, or use a "
+                f"newer SGLang, or leave {asked} out."
+            )

@@ -360,6 +360,22 @@ def _limited_params(
     return params
 
 
+def cut_by_context(
+    request: GenerateRequest, capabilities: ServerCapabilities
+) -> str | None:
+    """Returns a message if the context has no room for ``max_new_tokens``."""
+    wanted = request.sampling_params.get("max_new_tokens")
+    room = response_limit(request, capabilities)
+    if wanted is None or wanted <= room:
+        return None
+    return (
+        f"max_new_tokens={wanted} does not fit behind a prompt of "
+        f"{len(request.input_ids)} tokens into the context of "
+        f"{capabilities.max_context} tokens: the response has {room} at most, and "
+        f"ends there with finish_reason 'length'."
+    )
+
+
 def response_limit(request: GenerateRequest, capabilities: ServerCapabilities) -> int:
     """Returns the largest possible number of response tokens."""
     longest = capabilities.max_context

@@ -116,6 +116,9 @@ class SamplingParameter:
     """Numbers must be greater than ``least``."""
     aliases: tuple[str, ...] = ()
     """Names that TorchRL and vLLM have for the same value."""
+    foreign: tuple[str, ...] = ()
+    """Names that other libraries have for it. They are refused, and messages suggest
+    this one: a name that looks alike can mean something else there."""
     neutral: tuple[Any, ...] = ()
     """Values beside ``None`` that leave the logits as they are, of a parameter that
     SGLang applies to the logits before it takes log-probs; empty for all others."""
@@ -145,9 +148,24 @@ SAMPLING_PARAMETERS: dict[str, SamplingParameter] = {
     "logit_bias": _Row(
         (dict,), neutral=({},), check=_check_bias, dropped_by_router=True
     ),
-    "max_new_tokens": _Row(_INT, least=0, aliases=("max_tokens",)),
+    "max_new_tokens": _Row(
+        _INT,
+        least=0,
+        aliases=("max_tokens",),
+        # OpenAI's, Anthropic's, TRL's, verl's and Hugging Face's.
+        foreign=(
+            *("max_completion_tokens", "max_output_tokens", "max_tokens_to_sample"),
+            *("max_completion_length", "max_response_length", "response_length"),
+            *("max_length", "max_gen_toks", "n_predict"),
+        ),
+    ),
     "min_new_tokens": _Row(
-        _INT, least=0, aliases=("min_tokens",), neutral=(0,), counts_tokens=True
+        _INT,
+        least=0,
+        aliases=("min_tokens",),
+        foreign=("min_length", "min_completion_length", "min_completion_tokens"),
+        neutral=(0,),
+        counts_tokens=True,
     ),
     "min_p": _Row(_NUMBER, least=0.0, greatest=1.0),
     "no_stop_trim": _Row(_BOOL),
@@ -163,20 +181,32 @@ SAMPLING_PARAMETERS: dict[str, SamplingParameter] = {
         neutral=(1,),
         counts_tokens=True,
     ),
-    "sampling_seed": _Row(_INT, least=-(2**63), greatest=2**63 - 1, aliases=("seed",)),
+    "sampling_seed": _Row(
+        _INT,
+        least=-(2**63),
+        greatest=2**63 - 1,
+        aliases=("seed",),
+        foreign=("random_seed",),
+    ),
     "skip_special_tokens": _Row(_BOOL),
     "spaces_between_special_tokens": _Row(_BOOL, dropped_by_router=True),
     "stop": _Row(
-        _TEXTS, aliases=("stop_sequences",), needs_tokenizer=True, check=_check_texts
+        _TEXTS,
+        aliases=("stop_sequences",),
+        foreign=("stop_strings", "stop_words", "stopping_criteria"),
+        needs_tokenizer=True,
+        check=_check_texts,
     ),
     "stop_regex": _Row(
         _TEXTS, needs_tokenizer=True, check=_check_texts, dropped_by_router=True
     ),
-    "stop_token_ids": _Row(_IDS, check=_check_stop_ids),
+    "stop_token_ids": _Row(
+        _IDS, foreign=("eos_token_id", "eos_token_ids"), check=_check_stop_ids
+    ),
     "structural_tag": _Row(
         _TEXT, neutral=("",), needs_grammar=True, dropped_by_router=True
     ),
-    "temperature": _Row(_NUMBER, least=0.0),
+    "temperature": _Row(_NUMBER, least=0.0, foreign=("temp",)),
     # 2**30 is SGLang's own value for the whole vocabulary; 2**31 kills a server.
     "top_k": _Row(_INT, least=-1, greatest=2**30),
     "top_p": _Row(_NUMBER, least=0.0, greatest=1.0, excludes_least=True),
@@ -187,6 +217,11 @@ SAMPLING_ALIASES = {
     alias: name for name, row in SAMPLING_PARAMETERS.items() for alias in row.aliases
 }
 """TorchRL's or vLLM's name -> SGLang's name."""
+
+_FOREIGN = {
+    name: known for known, row in SAMPLING_PARAMETERS.items() for name in row.foreign
+}
+"""Another library's name -> SGLang's name."""
 
 
 def dropped_by_router(params: Mapping[str, Any]) -> bool:
@@ -242,6 +277,15 @@ def check_sampling_params(
     params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> dict[str, Any]:
     """Returns valid parameters under SGLang's names; ``None`` counts as not given."""
+    checked = check_each(params, capabilities)
+    _check_together(checked, capabilities)
+    return checked
+
+
+def check_each(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> dict[str, Any]:
+    """The same as :func:`check_sampling_params`, whatever the others' values are."""
     checked: dict[str, Any] = {}
     for given_name, given in params.items():
         value = to_python(given)
@@ -268,7 +312,6 @@ def check_sampling_params(
         if row.check is not None:
             value = row.check(given_name, value, capabilities)
         checked[name] = value
-    _check_together(checked, capabilities)
     return checked
 
 
@@ -339,7 +382,7 @@ def _check_together(
 def hint(name: str, others: Sequence[str] = ()) -> str:
     """Returns the end of a message about an unknown name: the nearest valid one."""
     valid = sorted({*SAMPLING_PARAMETERS, *others})
-    near = nearest(name, valid)
+    near = _FOREIGN.get(name) or nearest(name, valid)
     if near is not None:
         return f" Did you mean {near!r}?"
     return f" The valid ones are {', '.join(valid)}."

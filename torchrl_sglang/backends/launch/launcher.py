@@ -26,9 +26,16 @@ from torchrl_sglang.backends.fleet.replica import (
 )
 from torchrl_sglang.backends.launch.process import READY_POLL_SECONDS
 from torchrl_sglang.backends.launch.router import RouterProcess, make_sglang_router
+from torchrl_sglang.backends.launch.start_log import find_phase
 
-PROGRESS_SECONDS = 30.0
-"""How often a long start is logged."""
+PROGRESS_SECONDS = 10.0
+"""How often it is logged what a start waits for."""
+
+MOST_TOLD = 4
+"""Servers of which this is logged; the log of another machine's is fetched for it."""
+
+PHASE_LINES = 100
+"""Last lines of a server's log that its phase is looked for in."""
 
 
 class Launcher(Protocol):
@@ -85,7 +92,9 @@ def start_servers(
             servers.append(server)
             starting.append(server)
             on_gpus = f" on GPU {','.join(gpus)}" if gpus else ""
-            progress(f"{server.name} is starting at {server.url}{on_gpus}.")
+            # That of a server on another machine is known later.
+            log = f" Its log: {server.log_path}" if server.log_path.name else ""
+            progress(f"{server.name} is starting at {server.url}{on_gpus}.{log}")
         _wait_for_fewer(starting, 1, progress)
         undo.pop_all()
     return servers
@@ -95,21 +104,26 @@ def _wait_for_fewer(
     starting: list[ServerHandle], number: int, progress: Callable[[str], None]
 ) -> None:
     """Waits until fewer than ``number`` servers start; removes those that are ready."""
-    last_log = time.monotonic()
+    next_log = time.monotonic() + PROGRESS_SECONDS
     while len(starting) >= number:
         for server in list(starting):
             if server.check_ready():
                 starting.remove(server)
                 progress(f"{server.name} is ready after {server.age:.0f} s.")
-        if time.monotonic() - last_log > PROGRESS_SECONDS:
-            last_log = time.monotonic()
-            for server in starting:
-                progress(
-                    f"{server.name} is still starting after {server.age:.0f} s: "
-                    f"{server.log_tail(1)}"
-                )
+        if time.monotonic() > next_log:
+            _tell(starting, progress)
+            next_log = time.monotonic() + PROGRESS_SECONDS
         if len(starting) >= number:
             time.sleep(READY_POLL_SECONDS)
+
+
+def _tell(starting: list[ServerHandle], progress: Callable[[str], None]) -> None:
+    """Says what the first of several servers are doing, and how many more start."""
+    for server in starting[:MOST_TOLD]:
+        phase = find_phase(server.log_tail(PHASE_LINES))
+        progress(f"{server.name} is {phase}; it started {server.age:.0f} s ago.")
+    if len(starting) > MOST_TOLD:
+        progress(f"{len(starting) - MOST_TOLD} more servers are starting.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,10 +151,7 @@ class Launched:
 
 def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
     """Starts a launcher's servers, and a router if it has arguments; all or none."""
-    # The start of a single server is no news: the engine is there, or an error.
-    single = launcher.num_servers == 1
-    progress = torchrl_logger.debug if single else torchrl_logger.info
-    servers = start_servers(launcher, progress=progress)
+    servers = start_servers(launcher)
     with ExitStack() as undo:
         undo.callback(launcher.stop, servers)
         replicas = [

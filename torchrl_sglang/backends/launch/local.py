@@ -22,6 +22,8 @@ from torchrl_sglang.backends.launch.gpus import (
     devices_per_server,
     visible_devices,
 )
+from torchrl_sglang.backends.launch.launcher import start_servers
+from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.process import (
     START_TIMEOUT_SECONDS,
     Command,
@@ -105,8 +107,9 @@ def make_sglang_server(
         "cuda_devices": cuda_devices,
         **server_args,
     }
-    server = LocalLauncher([spec], start_timeout=start_timeout).start(0)
-    server.wait_ready()
+    launcher = LocalLauncher([spec], start_timeout=start_timeout)
+    server: ServerProcess
+    (server,) = start_servers(launcher)  # type: ignore[assignment]
     return server
 
 
@@ -147,7 +150,8 @@ class LocalLauncher:
         self.router_host = LOOPBACK
         self._specs: list[dict[str, Any]] = []
         self._commands: dict[int, Command] = {}
-        for rank, spec in enumerate(specs):
+        for rank, given in enumerate(specs):
+            spec = absolute_paths(given)
             try:
                 command = make_server_command(**spec)
             except ConfigurationError as error:

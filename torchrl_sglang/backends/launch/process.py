@@ -32,6 +32,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.client.http import get
 from torchrl_sglang.backends.fleet.replica import NotStartedError, stop_all
 from torchrl_sglang.backends.launch.ports import PortLease
+from torchrl_sglang.backends.launch.start_log import find_remedy
 from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.backends.support.event_loop import on_background_loop
 from torchrl_sglang.errors import ServerStartError, SGLangError
@@ -237,9 +238,11 @@ class ServerProcess:
 
     def _start_error(self, reason: str) -> ServerStartError:
         self._failed = True
+        tail = self.log_tail()
+        remedy = find_remedy(tail)
         return ServerStartError(
-            f"The {self.name} {reason} Its log is kept as {self.log_path}. The end of "
-            f"its log:\n{self.log_tail()}"
+            f"The {self.name} {reason} {remedy}{' ' if remedy else ''}Its log is kept "
+            f"as {self.log_path}. The end of its log:\n{tail}"
         )
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import threading
@@ -10,7 +9,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torchrl._utils import logger as torchrl_logger
@@ -21,6 +19,7 @@ from torchrl_sglang.backends.launch.local import (
     counted_specs,
     known_arguments,
 )
+from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
 from torchrl_sglang.backends.launch.ray_placement import (
     Bundle,
@@ -186,7 +185,7 @@ class RayLauncher:
         api_key = spec.get("api_key")
         if api_key is None:
             api_key = make_key(node["NodeManagerAddress"] for node in ray.nodes())
-        own = {**_absolute(spec), "device": device, "api_key": api_key}
+        own = {**absolute_paths(spec), "device": device, "api_key": api_key}
         if device == "cpu":
             threads = str(max(1, int(demand.resources.get("CPU", 1))))
             limit = {"OMP_NUM_THREADS": threads}
@@ -315,17 +314,6 @@ def _check_arguments(known: Mapping[str, Any]) -> None:
                 f"{name}={known[name]!r} cannot be given with a Ray launcher: {why}; "
                 f"leave it out."
             )
-
-
-def _absolute(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments with absolute paths; an actor has a folder of its own."""
-    found = dict(spec)
-    if Path(spec["model"]).is_dir():
-        found["model"] = str(Path(spec["model"]).absolute())
-    # A bare name is looked up in PATH.
-    if os.path.dirname(spec.get("python") or ""):
-        found["python"] = str(Path(spec["python"]).absolute())
-    return found
 
 
 def make_key(addresses: Iterable[str]) -> str | None:

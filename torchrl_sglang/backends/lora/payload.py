@@ -96,8 +96,10 @@ def prepare_adapter(
                 f"The folder {os.fspath(path)!r} holds the adapter's configuration; "
                 f"leave config=... out."
             )
-        if not Path(path).is_dir() or capabilities.lora_tensors_field is None:
-            return Content(path=os.fspath(path))
+        is_here = Path(path).is_dir()
+        if not is_here or capabilities.lora_tensors_field is None:
+            # A server reads it, whose own folder is another one.
+            return Content(path=str(Path(path).absolute() if is_here else path))
         tensors, config = read_folder(path)
     if config is None:
         raise ConfigurationError(

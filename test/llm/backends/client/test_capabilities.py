@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.client.capabilities import fields_of, interpret
+from torchrl_sglang.backends.client.capabilities import (
+    check_takes_weights,
+    fields_of,
+    interpret,
+)
 from torchrl_sglang.backends.client.model_info import load_model_config
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -104,6 +109,8 @@ def test_both_generations(version):
         ("server_info", "dtype", "auto", "streams_deltas", False),
         ("server_info", "incremental_streaming_output", True, "streams_deltas", True),
         ("server_info", "stream_output", True, "streams_deltas", True),
+        ("server_info", "dtype", "auto", "keeps_requests", True),
+        ("server_info", "hicache_storage_backend", "file", "keeps_requests", False),
         ("model_info", "weight_version", "7", "default_sampling_params", {}),
         *(
             (
@@ -258,3 +265,37 @@ def test_a_model_path_that_only_the_server_can_read(fake, tiny_model_path):
 
 def test_the_configuration_of_a_folder(tiny_model_path):
     assert load_model_config(tiny_model_path).model_type == "qwen2"
+
+
+@pytest.mark.parametrize(
+    ("backend", "routes", "stale"),
+    [("file", set(), True), ("file", {"/ready"}, False), (None, set(), False)],
+)
+def test_a_storage_that_finds_prefixes_of_older_weights(backend, routes, stale):
+    given = answers("0.5.20")
+    given["routes"] = given["routes"] | routes
+    given["server_info"]["hicache_storage_backend"] = backend
+    found = understand(given)
+    assert found.stores_stale_prefixes == stale
+    if not stale:
+        check_takes_weights(found)
+        return
+    with pytest.raises(UnsupportedByServerError, match="prefixes of the old weights"):
+        check_takes_weights(found)
+
+
+def test_a_weight_update_there_is_refused_before_anything_is_sent(fake_engine, fake):
+    known = fake_engine.capabilities
+    fake_engine.capabilities = dataclasses.replace(
+        known,
+        stores_stale_prefixes=True,
+        server_args={**known.server_args, "hicache_storage_backend": "file"},
+    )
+    sent = len(fake.requests)
+    with (
+        pytest.raises(UnsupportedByServerError, match="hicache_storage_backend='file'"),
+        fake_engine.weight_update(),
+    ):
+        pass
+    assert len(fake.requests) == sent
+    assert fake_engine.generate(input_ids=[5])

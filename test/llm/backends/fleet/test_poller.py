@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.fake_server import FakeServer
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.capabilities import find_out
@@ -161,6 +162,55 @@ def test_the_only_one_is_started_again(three):
         server.weight_version = "6"
         wait_for(lambda: states(engine) == ["serving"])
         assert versions(engine) == {"6"}
+
+
+def test_the_only_one_is_killed(three, caplog):
+    """It is told once and within seconds, the state is true, and so is its return."""
+    server, *_ = three
+    torchrl_logger.addHandler(caplog.handler)
+    try:
+        with AsyncSGLang.connect(server.url) as engine:
+            assert engine.problems == ()
+            server.die()
+            with pytest.raises(ServerUnavailableError):
+                versions(engine)
+            wait_for(lambda: engine.problems, seconds=10)
+            (problem,) = engine.problems
+            assert problem.startswith(f"The server at {server.url} is unreachable. ")
+            (told,) = engine.stats().servers
+            assert told.state == "unreachable"
+            assert told.reason in problem
+            with pytest.raises(ServerUnavailableError, match="Check that the server"):
+                versions(engine)
+            server.restart()
+            server.weight_version = "5"
+            wait_for(lambda: not engine.problems)
+            assert engine.stats().servers[0].state == "serving"
+            assert versions(engine) == {"5"}
+            wait_for(engine._supervisor._tasks["watch"].done)
+    finally:
+        torchrl_logger.removeHandler(caplog.handler)
+    assert caplog.text.count("the only one that serves, does not answer") == 1
+    assert caplog.text.count(f"The server at {server.url} serves again, after") == 1
+
+
+def test_some_of_them_are_killed(engine, three, caplog):
+    torchrl_logger.addHandler(caplog.handler)
+    try:
+        for server in three[:2]:
+            server.die()
+        assert versions(engine) == {"5"}
+        wait_for(lambda: len(engine.problems) == 2, seconds=10)
+        for server, problem in zip(three, engine.problems, strict=False):
+            assert problem.startswith(f"The server at {server.url} is down. ")
+        for server in three[:2]:
+            server.restart()
+            server.weight_version = "5"
+        wait_for(lambda: not engine.problems)
+    finally:
+        torchrl_logger.removeHandler(caplog.handler)
+    assert caplog.text.count("gets no requests until it answers") == 2
+    assert caplog.text.count("serves again, after") == 2
 
 
 def test_all_of_them_are_away_for_a_while(engine, three):

@@ -131,6 +131,8 @@ def test_types(name, capabilities):
     [
         ({"temprature": 1.0}, ["'temprature'", "Did you mean 'temperature'?"]),
         ({"max_toks": 5}, ["'max_toks'", "Did you mean 'max_new_tokens'?"]),
+        ({"max_completion_tokens": 5}, ["Did you mean 'max_new_tokens'?"]),
+        ({"eos_token_id": 5}, ["Did you mean 'stop_token_ids'?"]),
         ({"max_tokens": 5, "max_new_tokens": 5}, ["given twice", "'max_new_tokens'"]),
         ({"wibble": 1}, ["'wibble'", "The valid ones are", "temperature, top_k"]),
         ({5: 1}, ["5 is not"]),

@@ -17,11 +17,13 @@ from helpers.echo_engine import make_interpreter
 from helpers.ray_cluster import ray_cluster
 
 from torchrl_sglang.backends.fleet.replica import NotStartedError, ServerHandle
+from torchrl_sglang.backends.launch import launcher as launcher_module
 from torchrl_sglang.backends.launch.launcher import Launcher, launch, start_servers
 from torchrl_sglang.backends.launch.local import LocalLauncher
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.ray_placement import Demand, own_seats
 from torchrl_sglang.backends.launch.ray_servers import Place, RayServers
+from torchrl_sglang.backends.launch.start_log import find_phase, find_remedy
 from torchrl_sglang.errors import ConfigurationError, ServerStartError
 
 
@@ -154,12 +156,77 @@ def test_servers_start_in_the_order_of_their_ranks(make_launcher):
     assert [server.state for server in servers] == ["ready", "ready"]
     assert len({server.url for server in servers}) == 2
     starts = [line for line in told if "is starting at" in line]
-    assert [line.rpartition(" at ")[2] for line in starts] == [
+    assert [line.partition(" at ")[2].split()[0] for line in starts] == [
         f"{server.url}." for server in servers
     ]
+    if isinstance(launcher, LocalLauncher):
+        for line, server in zip(starts, servers, strict=True):
+            assert line.endswith(f" Its log: {server.log_path}")
     assert sum("is ready after" in line for line in told) == 2
     launcher.stop(servers)
     assert [server.state for server in servers] == ["stopped", "stopped"]
+
+
+class Starting:
+    """A server that starts until it has been asked twice, with a log."""
+
+    age = 42.0
+
+    def __init__(self, name: str, log: str) -> None:
+        self.name, self.log, self.asked = name, log, 0
+
+    def check_ready(self) -> bool:
+        self.asked += 1
+        return self.asked > 2
+
+    def log_tail(self, lines: int) -> str:
+        return self.log
+
+
+def test_a_start_says_what_it_waits_for(monkeypatch):
+    monkeypatch.setattr(launcher_module, "PROGRESS_SECONDS", 0.0)
+    log = "[07:52:37] Load weight begin. avail mem=21.48 GB\nLoading shards: 0%\n"
+    servers = [Starting(f"SGLang server {n} of 6", log if n else "") for n in range(6)]
+    told: list[str] = []
+    launcher_module._wait_for_fewer(servers, 1, told.append)
+    assert told[:5] == [
+        "SGLang server 0 of 6 is importing SGLang; it started 42 s ago.",
+        *(
+            f"SGLang server {n} of 6 is loading the weights; it started 42 s ago."
+            for n in (1, 2, 3)
+        ),
+        "2 more servers are starting.",
+    ]
+    assert told[-1] == "SGLang server 5 of 6 is ready after 42 s."
+
+
+@pytest.mark.parametrize(
+    ("log", "phase"),
+    [
+        ("Load weight begin.\nLoad weight end.", "allocating the KV cache"),
+        ("Load weight end.\nCapture cuda graph begin.", "capturing CUDA graphs"),
+        (
+            "Memory pool end.\nCapture draft extend CUDA graph begin.",
+            "capturing CUDA graphs",
+        ),
+        ("The server is fired up and ready to roll!", "ready"),
+    ],
+)
+def test_phases_of_a_start(log, phase):
+    assert find_phase(log) == phase
+
+
+@pytest.mark.parametrize(
+    ("log", "remedy"),
+    [
+        ("Raise --mem-fraction-static above 0.121 (m", "mem_fraction_static more than"),
+        ("Please try to increase --mem-fraction-static.", "a greater mem_fraction"),
+        ("torch.OutOfMemoryError: CUDA out of memory.", "a smaller mem_fraction_"),
+    ],
+)
+def test_a_start_without_memory_says_what_to_give(log, remedy):
+    assert remedy in find_remedy(f"ValueError: {log}")
+    assert find_remedy("ValueError: other") == ""
 
 
 def test_all_start_or_none(make_launcher, tmp_path):
@@ -169,7 +236,7 @@ def test_all_start_or_none(make_launcher, tmp_path):
     with pytest.raises(ServerStartError, match="server 2 of 2.* ended") as caught:
         start_servers(launcher, progress=told.append)
     assert "There is no config.json" in str(caught.value)
-    url = told[0].rpartition(" at ")[2].removesuffix(".")
+    url = told[0].partition(" at ")[2].split()[0].removesuffix(".")
     assert not answers(url)
 
 

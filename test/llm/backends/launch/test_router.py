@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from helpers.fake_server import FakeServer
 
-from torchrl_sglang import make_sglang_server
+from torchrl_sglang import AsyncSGLang, make_sglang_server
 from torchrl_sglang.backends.client.http import HttpClient, Response
 from torchrl_sglang.backends.generation.dispatch import ROUTING_KEY_HEADER
 from torchrl_sglang.backends.generation.sampling import (
@@ -43,6 +45,7 @@ from torchrl_sglang.errors import (
     ServerStartError,
     ServerTimeoutError,
     ServerUnavailableError,
+    UnsupportedByServerError,
 )
 
 SECONDS = 60.0
@@ -628,3 +631,69 @@ def test_servers_that_die_while_they_generate(servers):
         # A dead one is removed like any other.
         run_sync(router.remove_worker(first.url))
         assert run_sync(router.workers()) == [(second.url, False)]
+
+
+# --- what it drops
+
+BEYOND_OPENAI = {
+    "cache_salt": "mine",
+    "priority": 3,
+    "return_meta_info": True,
+    "return_routed_experts": True,
+    "return_sampling_mask": True,
+    "stop_regex": ["a"],
+}
+
+
+@pytest.fixture
+def served(tiny_model_path) -> Iterator[tuple[AsyncSGLang, list[FakeServer]]]:
+    """An engine of two servers behind a true router, which answer chats."""
+
+    def chat(content: Any) -> web.Response:
+        meta = {"routed_experts": "AAAA", "output_token_sampling_mask": [[1, 2]]}
+        choice = {"index": 0, "message": {"role": "assistant"}, "meta_info": meta}
+        if "stop_regex" not in content:
+            choice["meta_info"] = {}
+        return web.json_response({"object": "chat.completion", "choices": [choice]})
+
+    with ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer(tiny_model_path)) for _ in range(2)]
+        for server in servers:
+            server.routes["/v1/chat/completions"] = chat
+            server.routes["/v1/completions"] = chat
+        router = stack.enter_context(make_sglang_router(urls(servers)))
+        engine = AsyncSGLang.connect(urls=urls(servers), router_url=router.url)
+        yield stack.enter_context(engine), servers
+
+
+def test_a_chat_reaches_a_server_whole(served):
+    engine, servers = served
+    path = "/v1/chat/completions"
+    chat = [{"role": "user", "content": "a"}]
+    engine.chat_completion({"messages": chat, **BEYOND_OPENAI})
+    (sent,) = [content for server in servers for content in server.payloads(path)]
+    assert sent.items() >= BEYOND_OPENAI.items()
+    # An abort names it, and other weights have other prefixes.
+    assert sent["rid"]
+    assert sent["extra_key"] == engine.weight_version
+
+
+def test_a_plain_completion_goes_through_the_router(served):
+    engine, servers = served
+    beyond = {
+        name: BEYOND_OPENAI[name] for name in ("cache_salt", "priority", "stop_regex")
+    }
+    engine.completion({"prompt": "a", **beyond})
+    (sent,) = [
+        content for each in servers for content in each.payloads("/v1/completions")
+    ]
+    assert sent.items() >= beyond.items()
+    assert sent["rid"]
+    assert sent["extra_key"] == engine.weight_version
+
+
+@pytest.mark.parametrize("name", ["return_routed_experts", "return_sampling_mask"])
+def test_an_answer_without_what_was_asked_for_is_an_error(served, name):
+    engine, _ = served
+    with pytest.raises(UnsupportedByServerError, match=f"{name}=True asks for"):
+        engine.chat_completion({"messages": [], name: True})

@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 PARENT_PID_VARIABLE = "TORCHRL_SGLANG_PARENT_PID"
@@ -90,6 +90,32 @@ def stand_in_for_kernels() -> None:
     """
     if importlib.util.find_spec(KERNEL_PACKAGE) is None:
         sys.meta_path.append(_KernelFinder())
+        _stand_in_for_operators()
+
+
+def _stand_in_for_operators() -> None:
+    """Makes operators such as ``torch.ops.sgl_kernel.name`` exist for who imports them.
+
+    Some models, and with them the processors of all vision models, bind an operator to
+    a name while they are imported. Functions ask with :func:`hasattr` which operators
+    there are, and use others where there is none; to them, none exists.
+    """
+    import torch
+
+    operators: Any = torch.ops
+    namespace = type(operators.sgl_kernel)
+
+    class Operators(namespace):  # type: ignore[misc,valid-type]
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                # Code that is imported runs under this name.
+                if sys._getframe(1).f_code.co_name != "<module>":
+                    raise
+            return _MissingKernel(f"torch.ops.{KERNEL_PACKAGE}.{name}")
+
+    setattr(operators, KERNEL_PACKAGE, Operators(KERNEL_PACKAGE))
 
 
 def define_torchvision_operators() -> None:
@@ -120,7 +146,8 @@ def define_torchvision_operators() -> None:
 def drop_pinned_memory() -> None:
     """Makes ``pin_memory`` do nothing without an accelerator, where PyTorch refuses it.
 
-    SGLang's LoRA code pins memory on CPU, too.
+    SGLang's LoRA code pins memory on CPU, too, and a server that returns the experts
+    of its tokens asks CUDA to pin a buffer for them.
     """
     import torch
 
@@ -130,6 +157,12 @@ def drop_pinned_memory() -> None:
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     tensor_type: Any = torch.Tensor
     tensor_type.pin_memory = lambda tensor, device=None: tensor
+    success = 0
+    cuda: Any = torch.cuda
+    cuda.cudart = lambda: SimpleNamespace(
+        cudaHostRegister=lambda *place: success,
+        cudaHostUnregister=lambda *place: success,
+    )
 
 
 def _without_pinning(constructor: Any) -> Any:

@@ -1,0 +1,65 @@
+"""What the log of a starting server says: how far it is, and how to mend it. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_PHASES = (
+    # The last one that has begun is the one that runs.
+    ("server_args=", "starting its processes"),
+    ("Init torch distributed begin", "joining its ranks"),
+    ("Init parallel begin", "joining its ranks"),
+    ("Load weight begin", "loading the weights"),
+    ("Load weight end", "allocating the KV cache"),
+    # Several kinds of them; each begin and end is a line.
+    ("Capture ", "capturing CUDA graphs"),
+    ("max_total_num_tokens=", "starting its HTTP server"),
+    ("Application startup complete", "warming up"),
+    ("The server is fired up", "ready"),
+)
+"""What SGLang logs -> the phase of the start that begins there."""
+
+_MEMORY = (
+    # SGLang counts what other programs allocate meanwhile as the server's own.
+    (
+        r"Raise --mem-fraction-static above ([\d.]+)",
+        "mem_fraction_static more than {0}",
+    ),
+    (r"([Ii]ncrease|[Rr]aise) --mem-fraction-static", "a greater mem_fraction_static"),
+    (
+        r"OutOfMemoryError|CUDA out of memory|Cannot allocate memory",
+        "a smaller mem_fraction_static or max_total_tokens",
+    ),
+)
+"""What SGLang says of memory -> what to give."""
+
+
+def find_phase(log: str) -> str:
+    """Returns what a starting server is doing.
+
+    Examples:
+        >>> find_phase("[07:52:37] Load weight begin. avail mem=21.48 GB")
+        'loading the weights'
+        >>> find_phase("")
+        'importing SGLang'
+    """
+    begun = [(log.rfind(text), phase) for text, phase in _PHASES]
+    place, phase = max(begun)
+    return phase if place >= 0 else "importing SGLang"
+
+
+def find_remedy(log: str) -> str:
+    """Returns a sentence on what to do about a start that failed; empty: unknown.
+
+    Examples:
+        >>> find_remedy("ValueError: Raise --mem-fraction-static above 0.121 (...")
+        'Memory is short: give mem_fraction_static more than 0.121, or end what else \
+uses the memory.'
+    """
+    for pattern, what in _MEMORY:
+        if found := re.search(pattern, log):
+            return (
+                f"Memory is short: give {what.format(*found.groups())}, or end what "
+                f"else uses the memory."
+            )
+    return ""
