@@ -155,6 +155,8 @@ class WeightSyncStateError(WeightSyncError):
 class WeightTransferError(WeightSyncError):
     """A weight transfer broke before it finished."""
 
+    server_lost: bool = False
+    """A server ended meanwhile that this engine starts again."""
     untouched: bool = False
     """The servers refused before they received anything, and hold the old weights."""
 

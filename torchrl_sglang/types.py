@@ -137,6 +137,10 @@ class Adapter:
     """Whether the servers always keep it ready for batches."""
 
 
+WeightRoute: TypeAlias = Literal["distributed", "tensor", "disk"]
+"""What servers load weights from: a process group, a request, or a folder."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerCapabilities:
     """What one server can do, detected when an engine connects to it."""
@@ -198,6 +202,15 @@ class ServerCapabilities:
     """A request's seed decides its tokens; other servers ignore it."""
     streams_deltas: bool = False
     """Events of a stream hold new tokens only, not the response so far."""
+    draft: Literal["separate", "same"] | None = None
+    """Where the weights of a speculative draft model come from: a checkpoint of their
+    own, or the served model's; ``None``: there is none, or it has no weights."""
+    selects_draft: bool = False
+    """A weight update says whether it is for the served model, its draft or both."""
+    spares_draft: bool = False
+    """Tensors of a weight update can be kept from a draft model."""
+    quantized: str | None = None
+    """How weights differ from those of an unquantised checkpoint; ``None``: not."""
     stores_stale_prefixes: bool = False
     """The server has a storage of prefixes (``hicache_storage_backend``) that finds one
     by its tokens alone: also one that older weights or another adapter computed."""

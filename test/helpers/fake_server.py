@@ -14,7 +14,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
@@ -106,6 +106,7 @@ class FakeServer:
         version_spans: whether it says which tokens each version of the weights made,
             as SGLang does from 0.5.20 on.
         enable_deterministic_inference: what it says of this argument of SGLang.
+        server_args: what it says of further arguments.
 
     Attributes:
         url (str): where it answers.
@@ -146,6 +147,7 @@ class FakeServer:
         original_log_probs: bool = True,
         version_spans: bool = True,
         enable_deterministic_inference: bool = False,
+        server_args: Mapping[str, Any] | None = None,
     ) -> None:
         config = json.loads((Path(model_path) / "config.json").read_text())
         self.url = ""
@@ -164,6 +166,7 @@ class FakeServer:
         self._original_log_probs = original_log_probs
         self._version_spans = version_spans
         self._deterministic = enable_deterministic_inference
+        self._server_args = dict(server_args or {})
         self._enable_lora = enable_lora
         self._in_session = False
         self._enable_memory_saver = enable_memory_saver
@@ -437,14 +440,22 @@ class FakeServer:
     def _describe(self) -> dict[str, Any]:
         """The answer to ``/openapi.json``."""
         paths: dict[str, Any] = {path: {} for path in self.routes}
-        if _LORA_TENSORS in paths:
-            name = "LoadLoRAAdapterFromTensorsReqInput"
+        sessions = "/begin_weight_update" in paths
+        told = {
+            _LORA_TENSORS: ["serialized_named_tensors"],
+            "/begin_weight_update": ["selector"],
+            "/update_weights_from_tensor": [
+                "selector" if sessions else "disable_draft_model"
+            ],
+        }
+        schemas: dict[str, Any] = {}
+        for path in told.keys() & paths.keys():
+            name = path.strip("/")
             schema = {"$ref": f"#/components/schemas/{name}"}
             body = {"content": {"application/json": {"schema": schema}}}
-            paths[_LORA_TENSORS] = {"post": {"requestBody": body}}
-            fields = {"properties": {"serialized_named_tensors": {"type": "array"}}}
-            return {"paths": paths, "components": {"schemas": {name: fields}}}
-        return {"paths": paths}
+            paths[path] = {"post": {"requestBody": body}}
+            schemas[name] = {"properties": {field: {} for field in told[path]}}
+        return {"paths": paths, "components": {"schemas": schemas}}
 
     def _load_adapter(self, content: Any) -> web.Response:
         name = content["lora_name"]
@@ -511,6 +522,7 @@ class FakeServer:
                 "enable_memory_saver": self._enable_memory_saver,
                 "startup_time": {"tokenizer_e2e": float(self._starts)},
                 "enable_deterministic_inference": self._deterministic,
+                **self._server_args,
             }
         )
 

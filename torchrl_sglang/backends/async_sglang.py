@@ -627,6 +627,11 @@ class AsyncSGLang(TorchRLCalls):
         self._check_open()
         run_sync(self._adapters.unload(name, timeout=timeout))
 
+    @property
+    def restarting(self) -> Sequence[str]:
+        self._fleet.notice_deaths()
+        return self._fleet.restarting
+
     def look_at_servers(self) -> None:
         self._check_open()
         self._fleet.suspect()

@@ -383,6 +383,10 @@ class TakesWeights(Protocol):
     def get_master_port(self) -> int:
         """Returns a free port for that meeting; a new one at every call."""
 
+    @property
+    def restarting(self) -> Sequence[str]:
+        """Servers that have ended and that this engine starts again."""
+
     def look_at_servers(self) -> None:
         """Polls which servers respond, and what other engine objects sent them.
 

@@ -153,6 +153,7 @@ class TorchRLCalls(RLSGLangEngine):
         """
         timeout = check_seconds("timeout", timeout)
         control = self.control
+        control.check_weight_route("distributed")
         with self.weight_update() as update:
             current = run_sync(control.weight_versions())
             version = next_version([*current, self.weight_version, self.newest_version])

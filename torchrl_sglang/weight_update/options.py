@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,12 @@ from torchrl_sglang.weight_update.transports.registry import (
     make_options,
 )
 
+RESTART_TIMEOUT_SECONDS = 600.0
+"""A start takes minutes where a large model is loaded."""
+
+WaitFor: TypeAlias = Literal["any", "all"]
+"""Servers that have to run when weights are sent."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchemeOptions(TransportOptions):
@@ -38,6 +44,8 @@ class SchemeOptions(TransportOptions):
     transport_options: Mapping[str, Any] = field(default_factory=dict)
     control_timeout: float = CONTROL_TIMEOUT_SECONDS
     device: torch.device | str | int | None = None
+    restart_timeout: float = RESTART_TIMEOUT_SECONDS
+    wait_for: WaitFor = "any"
     pause_mode: PauseMode = "continue"
     flush_cache: bool = True
     verify: bool = False
@@ -50,6 +58,13 @@ class SchemeOptions(TransportOptions):
                 f"pause_mode={self.pause_mode!r} is not one of "
                 f"{', '.join(map(repr, get_args(PauseMode)))}."
             )
+        if self.wait_for not in get_args(WaitFor):
+            raise ConfigurationError(
+                f"wait_for={self.wait_for!r} is not one of "
+                f"{', '.join(map(repr, get_args(WaitFor)))}."
+            )
+        if self.restart_timeout != 0:
+            check_seconds("restart_timeout", self.restart_timeout)
         given = check_options(
             self.transport,
             self.transport_options,

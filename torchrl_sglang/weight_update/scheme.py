@@ -29,7 +29,11 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.types import ModelMetadata, PauseMode
-from torchrl_sglang.weight_update.options import SchemeOptions
+from torchrl_sglang.weight_update.options import (
+    RESTART_TIMEOUT_SECONDS,
+    SchemeOptions,
+    WaitFor,
+)
 from torchrl_sglang.weight_update.sender import SGLangWeightSender
 from torchrl_sglang.weight_update.transports.base import (
     BUCKET_BYTES,
@@ -94,6 +98,13 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             loading everything. Defaults to 300.
         control_timeout (float): timeout of each call that moves no weights, such as
             pausing and resuming, in seconds. Defaults to 60.
+        restart_timeout (float): how long an update waits for servers that this engine
+            starts again, in seconds; one that ends during an update is waited for, and
+            the update tried again. 0 waits for none: the update raises its error.
+            Defaults to 600.
+        wait_for (str): what it waits for before it sends: ``"any"`` (default) server,
+            or ``"all"``. With ``"any"``, a server that comes back later generates again
+            after the next update.
         verify (bool): compare servers and trainer after every update: a few values,
             where a server tells them, must be equal, and its log-probs of a few prompts
             must be those of the model that was sent, if it can be called. Defaults to
@@ -138,6 +149,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         flush_cache_on_update: bool | None = None,
         send_timeout: float = SEND_TIMEOUT_SECONDS,
         control_timeout: float = CONTROL_TIMEOUT_SECONDS,
+        restart_timeout: float = RESTART_TIMEOUT_SECONDS,
+        wait_for: WaitFor = "any",
         verify: bool = False,
         process_group: dist.ProcessGroup | None = None,
         server_url: str | None = None,
@@ -168,6 +181,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             bucket_bytes=bucket_bytes,
             send_timeout=send_timeout,
             control_timeout=control_timeout,
+            restart_timeout=restart_timeout,
+            wait_for=wait_for,
             device=device,
             pause_mode="continue" if pause_mode is None else pause_mode,
             flush_cache=flush_cache,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torchrl._utils import logger as torchrl_logger
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_sglang.backends.base import RLSGLangEngine, next_version, parse_served_name
@@ -42,6 +45,9 @@ from torchrl_sglang.weight_update.transports.disk import (
 from torchrl_sglang.weight_update.transports.registry import AUTO, TRANSPORTS
 from torchrl_sglang.weight_update.verify import watch
 from torchrl_sglang.weight_update.weights import Weights, specs_of
+
+END_SECONDS = 3.0
+"""Wait for the process of a server that has closed its connections to end."""
 
 
 class SGLangWeightSender:
@@ -199,18 +205,80 @@ class SGLangWeightSender:
             )
             return self._count(report, counts_itself)
         verify = self._options.verify if verify is None else verify
+        deadline = time.monotonic() + self._options.restart_timeout
+        lost: WeightTransferError | None = None
+        while True:
+            try:
+                report = self._attempt(given, verify, deadline, lost)
+            except WeightTransferError as error:
+                # What is read once cannot be sent a second time.
+                again = error.server_lost and not isinstance(given, Iterator)
+                if not again or time.monotonic() >= deadline:
+                    raise
+                lost = error
+            else:
+                return self._count(report, counts_itself)
+
+    def _attempt(
+        self,
+        given: Any,
+        verify: bool,
+        deadline: float,
+        lost: WeightTransferError | None,
+    ) -> SyncReport:
+        """Sends weights once; ``lost``: why the attempt before has failed."""
         source = self._find_source(given)
         ranks = find_ranks(source, self._options.process_group)
 
         def send(source: Source) -> SyncReport:
-            return self._send(source, given, verify)
+            self._wait_for_servers(deadline, lost)
+            try:
+                return self._send(source, given, verify)
+            except WeightTransferError as error:
+                # The ranks that do not see the servers decide by this, too.
+                if _server_was_lost(error) and self._is_restarting():
+                    raise error.replace(server_lost=True) from error.__cause__
+                raise
 
         try:
-            report = send(source) if ranks is None else ranks.update(source, send)
+            return send(source) if ranks is None else ranks.update(source, send)
         except BaseException:
             self._exporters.forget()
             raise
-        return self._count(report, counts_itself)
+
+    def _is_restarting(self) -> bool:
+        """Returns whether this engine starts a server again that it has just lost."""
+        # A connection breaks a moment before the process has ended.
+        soon = time.monotonic() + END_SECONDS * self._scheme.owns_servers
+        while not (found := self._engine.restarting) and time.monotonic() < soon:
+            time.sleep(0.05)
+        return bool(found)
+
+    def _wait_for_servers(
+        self, deadline: float, lost: WeightTransferError | None
+    ) -> None:
+        """Waits for servers that are started again, as the options say.
+
+        Raises:
+            WeightTransferError: if they are not there in time; nothing was sent.
+        """
+        engine, options = self._engine, self._options
+        down = engine.restarting
+        needed = lost or options.wait_for == "all" or not engine.control.urls
+        if not (down and needed and options.restart_timeout):
+            return
+        torchrl_logger.warning(
+            f"A weight update waits for {', '.join(down)}, which is started again."
+            + (f" {lost}" if lost else "")
+        )
+        try:
+            engine.revive(timeout=max(deadline - time.monotonic(), 1.0))
+        except (ServerError, WeightSyncStateError) as error:
+            raise WeightTransferError(
+                f"Servers that were started again are not there, so nothing was sent; "
+                f"the update can be tried again. {error}",
+                untouched=lost is None or lost.untouched,
+            ) from error
 
     def _is_idle_copy(self, given: Any) -> bool:
         """Returns whether another rank of DistributedDataParallel sends."""

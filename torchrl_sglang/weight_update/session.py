@@ -70,6 +70,8 @@ def update_weights(
     retracted requests keep the cache key of the old version.
     """
     start = time.perf_counter()
+    if transport.route is not None:
+        engine.control.check_weight_route(transport.route)
     with engine.weight_update() if held is None else nullcontext(held) as update:
         session = _Session(
             engine=engine,

@@ -9,17 +9,25 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from concurrent.futures import Future
 from functools import partial
+from random import Random
 
 import pytest
 import requests
+import torch
 from helpers import log_probs
 from helpers.forked_starts import forked_process, trainer_python
 from helpers.log_probs import TOLERANCE
 
-from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang import (
+    AsyncLLMCollector,
+    AsyncSGLang,
+    SGLangWeightSyncScheme,
+    SGLangWrapper,
+)
 from torchrl_sglang.errors import SGLangError, WeightSyncError, WeightSyncStateError
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
@@ -71,7 +79,7 @@ def test_a_server_that_is_killed(owned, tokenizer, path, number):
     engine, proxy, address = owned
     # A restarted server is asked where it is.
     engine._fleet.replicas[0].url = proxy.url
-    scheme = SGLangWeightSyncScheme(engine, bucket_bytes=100_000)
+    scheme = SGLangWeightSyncScheme(engine, bucket_bytes=100_000, restart_timeout=0)
     sender = scheme.create_sender()
     model = make_tiny_model(tokenizer, seed=51)
     sender.update_weights(model)
@@ -99,6 +107,76 @@ def test_a_server_that_is_killed(owned, tokenizer, path, number):
         sender.update_weights(model)
         assert difference(engine, model) < TOLERANCE
     scheme.shutdown()
+
+
+@pytest.mark.parametrize(("path", "number"), STEPS)
+def test_an_update_waits_for_a_server_that_is_killed(owned, tokenizer, path, number):
+    """The trainer notices nothing but the time; other weights are never served."""
+    engine, proxy, address = owned
+    engine._fleet.replicas[0].url = proxy.url
+    scheme = SGLangWeightSyncScheme(engine, bucket_bytes=100_000)
+    sender = scheme.create_sender()
+    sender.update_weights(make_tiny_model(tokenizer, seed=54))
+    (server,) = engine.servers
+    fault = proxy.inject(path, lambda: kill(server.pid, address), first=number)
+    model = make_tiny_model(tokenizer, seed=55)
+    report = sender.update_weights(model)
+    assert fault.happened.is_set()
+    proxy.clear()
+    assert report.version == engine.weight_version
+    assert difference(engine, model) < TOLERANCE
+    scheme.shutdown()
+
+
+@pytest.mark.slow
+def test_the_documented_loop_survives_ten_kills(tiny_model_path, tokenizer):
+    """Its only server is killed again and again, at any moment of it."""
+    random = Random(0)
+    model = make_tiny_model(tokenizer, seed=56)
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path, device="cpu", max_restarts=20
+    ) as engine:
+        scheme = SGLangWeightSyncScheme(engine)
+        scheme.create_sender().register_model(model)
+        collector = AsyncLLMCollector(
+            policy=SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 64}),
+            prompts=[f"Question {n}" for n in range(1000)],
+            rewards=lambda conversation, task: 1.0,
+            group_size=2,
+            groups_per_batch=4,
+            total_groups=400,
+            weight_sync_schemes={"policy": scheme},
+        )
+        kills = 0
+        done = threading.Event()
+
+        def kill_again() -> None:
+            nonlocal kills
+            while kills < 10 and not done.wait(random.uniform(0.2, 4.0)):
+                (server,) = engine.servers
+                if engine.stats().servers[0].state in ("serving", "stale"):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(server.pid, signal.SIGKILL)
+                        kills += 1
+
+        killer = threading.Thread(target=kill_again)
+        killer.start()
+        updates = 0
+        for batch in collector:
+            assert len(batch) == 8
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.001)
+            collector.update_policy_weights_()
+            updates += 1
+            if kills >= 10 and updates >= 20:
+                break
+        done.set()
+        killer.join()
+        assert kills == 10
+        assert difference(engine, model) < TOLERANCE
+        assert collector.policy_version == updates
+        collector.shutdown()
+        scheme.shutdown()
 
 
 TRAINER = """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.types import ServerCapabilities
+from torchrl_sglang.types import ServerCapabilities, WeightRoute
 
 CONNECT_TIMEOUT_SECONDS = 30.0
 """Timeout of each question to a server."""
@@ -33,6 +33,9 @@ _LORA_TENSORS = "/load_lora_adapter_from_tensors"
 _LORA_FIELDS = ("serialized_named_tensors", "serialized_tensors")
 """Its field for the tensors, newest first: one copy per tensor-parallel rank, or one
 text."""
+
+_TENSOR_UPDATE = "/update_weights_from_tensor"
+_BEGIN_UPDATE = "/begin_weight_update"
 
 _INFO_ROUTES = ("/server_info", "/get_server_info")
 """Routes of a server's arguments and its scheduler's state, newest first."""
@@ -91,6 +94,47 @@ def check_takes_weights(capabilities: ServerCapabilities) -> None:
         )
 
 
+def check_weight_route(capabilities: ServerCapabilities, route: WeightRoute) -> None:
+    """Raises :class:`UnsupportedByServerError` if whole weights would break a server.
+
+    Args:
+        capabilities: of the servers.
+        route: that the weights would come by.
+    """
+    if capabilities.quantized is not None:
+        raise UnsupportedByServerError(
+            f"The servers hold quantised weights ({capabilities.quantized!r}): SGLang "
+            f"has transformed them when it loaded them, and would take others without "
+            f"a scale, or break. Nothing was sent. Serve the model without "
+            f"quantization, or train a LoRA adapter, which is loaded beside them."
+        )
+    draft = capabilities.draft
+    if draft is None:
+        return
+    if route == "disk" and draft == "separate":
+        raise UnsupportedByServerError(
+            "The servers have a draft model with weights of its own, and SGLang loads "
+            "a checkpoint into both models: it would overwrite the draft. Nothing was "
+            "sent. Use transport='broadcast' or 'cuda_ipc', or serve the model without "
+            "speculative decoding."
+        )
+    if capabilities.selects_draft or route == "disk":
+        return
+    if route == "distributed" and draft == "same":
+        raise UnsupportedByServerError(
+            f"The servers draft with layers of the served model, and SGLang "
+            f"{capabilities.version} broadcasts no weights to them: they would stay as "
+            f"they are. Nothing was sent. Use transport='cuda_ipc' or 'disk', a newer "
+            f"SGLang, or no speculative decoding."
+        )
+    if route == "tensor" and draft == "separate" and not capabilities.spares_draft:
+        raise UnsupportedByServerError(
+            f"The servers have a draft model with weights of its own, and SGLang "
+            f"{capabilities.version} gives tensors to both models: they would "
+            f"overwrite the draft. Nothing was sent. Use transport='broadcast'."
+        )
+
+
 async def find_out(
     http: HttpClient,
     url: str,
@@ -133,7 +177,7 @@ async def find_out(
     model_info = await ask(_first(routes, _MODEL_ROUTES, url))
     models = await ask("/v1/models")
     try:
-        served, vocab_size, eos_token_ids = await (reader or ModelReader()).read(
+        facts = await (reader or ModelReader()).read(
             model,
             str(model_info["model_path"]),
             str(server_info.get("model_path") or ""),
@@ -144,11 +188,14 @@ async def find_out(
             url=url,
             routes=set(routes),
             server_info=server_info,
-            model_info={**model_info, "model_path": served},
+            model_info={**model_info, "model_path": facts.path},
             models=models,
-            vocab_size=vocab_size,
-            eos_token_ids=eos_token_ids,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
             lora_fields=fields_of(described, _LORA_TENSORS),
+            tensor_fields=fields_of(described, _TENSOR_UPDATE),
+            begin_fields=fields_of(described, _BEGIN_UPDATE),
+            quant_method=facts.quant_method,
         )
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ServerUnavailableError(
@@ -222,6 +269,9 @@ def interpret(
     vocab_size: int,
     eos_token_ids: tuple[int, ...] = (),
     lora_fields: Set[str] = frozenset(),
+    tensor_fields: Set[str] = frozenset(),
+    begin_fields: Set[str] = frozenset(),
+    quant_method: str | None = None,
 ) -> ServerCapabilities:
     """Derives the capabilities from the answers of a server. Pure."""
     if not model_info.get("is_generation", True):
@@ -272,6 +322,10 @@ def interpret(
         uses_seeds=has("enable_deterministic_inference", "rl_on_policy_target"),
         # The second is its name in older versions.
         streams_deltas=has("incremental_streaming_output", "stream_output"),
+        draft=_draft(server_info),
+        selects_draft="selector" in begin_fields,
+        spares_draft="disable_draft_model" in tensor_fields,
+        quantized=server_info.get("quantization") or quant_method,
         # Stored prefixes have had keys since servers have told that they are ready.
         stores_stale_prefixes=has("hicache_storage_backend") and "/ready" not in routes,
         default_sampling_params=_mapping(model_info.get("preferred_sampling_params")),
@@ -281,6 +335,19 @@ def interpret(
             if not name.endswith(_SECRET)
         },
     )
+
+
+def _draft(server_info: Mapping[str, Any]) -> Literal["separate", "same"] | None:
+    """Returns where the weights of a draft model come from.
+
+    A model that predicts several tokens (MTP, NEXTN) drafts for itself: SGLang names
+    the served model as its draft, or none. NGRAM drafts from texts.
+    """
+    algorithm = server_info.get("speculative_algorithm")
+    if not algorithm or str(algorithm).upper() == "NGRAM":
+        return None
+    path = server_info.get("speculative_draft_model_path")
+    return "same" if path in (None, "", server_info.get("model_path")) else "separate"
 
 
 def _mapping(value: object) -> dict[str, Any]:

@@ -10,7 +10,11 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from torchrl_sglang.backends.client.capabilities import adapters_in, start_id
+from torchrl_sglang.backends.client.capabilities import (
+    adapters_in,
+    check_weight_route,
+    start_id,
+)
 from torchrl_sglang.backends.client.fan_out import AT_ONCE, fan_out
 from torchrl_sglang.backends.client.http import HttpClient, Method, encode
 from torchrl_sglang.errors import (
@@ -19,12 +23,15 @@ from torchrl_sglang.errors import (
     SGLangError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.types import PauseMode, ServerCapabilities
+from torchrl_sglang.types import PauseMode, ServerCapabilities, WeightRoute
 
 CONTROL_TIMEOUT_SECONDS = 60.0
 """Default timeout of one control call."""
 
 QUERY_TIMEOUT_SECONDS = 10.0
+
+LoadFormat = Literal["flattened_bucket", "safetensors"] | None
+"""How servers read weights; one that a server does not know ends it."""
 
 Errors = dict[str, SGLangError | None]
 """Each server's error, or ``None`` where the call succeeded."""
@@ -341,10 +348,28 @@ class ControlPlane:
         payload = {"group_name": group_name}
         await self._all("/destroy_weights_update_group", payload, timeout)
 
+    def check_weight_route(self, route: WeightRoute) -> None:
+        """Raises :class:`.UnsupportedByServerError` if weights would break a server.
+
+        Args:
+            route: that the weights would come by.
+        """
+        check_weight_route(self.capabilities, route)
+
+    @property
+    def _selected(self) -> dict[str, Any]:
+        """Fields of an update that is not for every model of a server with a draft."""
+        draft = self.capabilities.draft
+        if draft is None or not self.capabilities.selects_draft:
+            return {}
+        return {"selector": "all" if draft == "same" else "target"}
+
     async def begin_weight_update(self, *, urls: Urls = None) -> None:
         """Opens an update session, on servers that have such sessions."""
         if self.capabilities.needs_update_session:
-            await self._all("/begin_weight_update", {}, CONTROL_TIMEOUT_SECONDS, urls)
+            await self._all(
+                "/begin_weight_update", self._selected, CONTROL_TIMEOUT_SECONDS, urls
+            )
 
     async def begin_weight_update_on_each(
         self, urls: Sequence[str], *, timeout: float
@@ -352,7 +377,7 @@ class ControlPlane:
         """Opens update sessions; returns each server's error."""
         if not self.capabilities.needs_update_session:
             return {}
-        return await self._errors("/begin_weight_update", {}, timeout, urls)
+        return await self._errors("/begin_weight_update", self._selected, timeout, urls)
 
     async def end_weight_update(
         self, *, timeout: float = CONTROL_TIMEOUT_SECONDS, urls: Urls = None
@@ -371,9 +396,9 @@ class ControlPlane:
 
     async def update_weights_from(
         self,
-        source: Literal["distributed", "disk", "tensor"],
+        source: WeightRoute,
         *,
-        load_format: str | None = None,
+        load_format: LoadFormat = None,
         weight_version: str | None,
         timeout: float,
         urls: Urls = None,
@@ -394,6 +419,11 @@ class ControlPlane:
             "abort_all_requests": False,
             "weight_version": weight_version,
         }
+        if source != "disk":
+            payload |= self._selected
+        draft, spares = self.capabilities.draft, self.capabilities.spares_draft
+        if source == "tensor" and draft == "separate" and spares:
+            payload["disable_draft_model"] = True
         path = f"/update_weights_from_{source}"
         # Servers wait for each other in a collective, and loading takes long.
         await self._all(path, payload, timeout, urls, at_once=None)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -216,14 +218,28 @@ def original_model(path: str) -> str:
         return path
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What the files of a served model tell."""
+
+    path: str
+    """Where they can be read."""
+    vocab_size: int
+    """Size of its vocabulary."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a response."""
+    quant_method: str | None
+    """How its checkpoint is quantised; ``None``: not."""
+
+
 def read_model(
     model: str | None,
     reported: str,
     started: str,
     trust_remote_code: bool,
     revision: str | None,
-) -> tuple[str, int, tuple[int, ...]]:
-    """Returns the readable model path, its vocabulary size and its end tokens."""
+) -> ModelFacts:
+    """Returns what a server's model is, as its files tell."""
     # The folder of a disk update may be gone; its mark names the original model.
     served = original_model(reported)
     started = started or served
@@ -240,7 +256,16 @@ def read_model(
         served = started
         config = load_model_config(started, trust_remote_code, revision)
     vocab_size = int(config.get_text_config().vocab_size)
-    return served, vocab_size, find_eos_token_ids(config, model or served, revision)
+    quantized = getattr(config, "quantization_config", None) or {}
+    if not isinstance(quantized, Mapping):
+        quantized = vars(quantized)
+    method = quantized.get("quant_method")
+    return ModelFacts(
+        path=served,
+        vocab_size=vocab_size,
+        eos_token_ids=find_eos_token_ids(config, model or served, revision),
+        quant_method=None if method is None else str(method),
+    )
 
 
 def check_unambiguous(reported: str) -> None:
@@ -266,14 +291,13 @@ class ModelReader:
     def __init__(self) -> None:
         self._reading: dict[tuple[object, ...], asyncio.Task[Any]] = {}
 
-    async def read(self, *place: Any) -> tuple[str, int, tuple[int, ...]]:
+    async def read(self, *place: Any) -> ModelFacts:
         """Returns what :func:`read_model` returns."""
         if place not in self._reading:
             # In a thread: a model's files can be on slow storage.
             work = asyncio.to_thread(read_model, *place)
             self._reading[place] = asyncio.ensure_future(work)
-        found: tuple[str, int, tuple[int, ...]]
-        found = await asyncio.shield(self._reading[place])
+        found: ModelFacts = await asyncio.shield(self._reading[place])
         return found
 
 

@@ -135,6 +135,11 @@ class Fleet:
         return [r.url for r in self.replicas if r.state == "serving"]
 
     @property
+    def restarting(self) -> list[str]:
+        """Servers that have ended and are started again."""
+        return [r.url for r in self.replicas if r.state == "down" and self.owns(r)]
+
+    @property
     def generates(self) -> bool:
         """Whether servers should generate: nothing updates, pauses or releases them."""
         stopped = self.paused or self.draining or self.asleep

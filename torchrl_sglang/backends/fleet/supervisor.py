@@ -113,9 +113,9 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
         fleet.mark_down(replica, str(error), ended=True)
         await asyncio.to_thread(handle.stop)
     # The supervisor starts owned servers again; others wait for their owner.
-    while down := [r for r in fleet.replicas if r.state == "down" and fleet.owns(r)]:
+    while down := fleet.restarting:
         if time.monotonic() > deadline:
-            reasons = " ".join(replica.reason for replica in down)
+            reasons = " ".join(r.reason for r in fleet.replicas if r.url in down)
             raise ServerTimeoutError(
                 f"Servers that were started again are not there after {timeout:g} s. "
                 f"{reasons}"

@@ -17,6 +17,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightTransferError,
 )
+from torchrl_sglang.types import WeightRoute
 from torchrl_sglang.weight_update.weights import Weights
 
 BUCKET_BYTES = 2 << 30
@@ -54,6 +55,8 @@ class WeightTransport(abc.ABC):
 
     name: ClassVar[str]
     """Its name in ``SGLangWeightSyncScheme(transport=...)`` and in reports."""
+    route: ClassVar[WeightRoute | None] = None
+    """What servers load whole weights from; ``None``: it sends none."""
     in_session: ClassVar[bool] = False
     """Servers take the tensors only between begin and end calls, if they have these."""
     adapter_only: ClassVar[bool] = False

@@ -76,6 +76,7 @@ class CudaIpcTransport(WeightTransport):
     """Makes every server open the trainer's memory; each must see the weights' GPU."""
 
     name = "cuda_ipc"
+    route = "tensor"
     in_session = True
 
     def __init__(

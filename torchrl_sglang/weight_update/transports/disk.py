@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -52,7 +52,7 @@ KEPT = 2
 UNFINISHED = ".unfinished-"
 """Prefix of a folder that is being written or removed."""
 
-LOAD_FORMAT = "safetensors"
+LOAD_FORMAT: Literal["safetensors"] = "safetensors"
 """A server with ``load_format="dummy"`` would read nothing otherwise."""
 
 _WEIGHTS = re.compile(
@@ -96,6 +96,7 @@ class DiskTransport(WeightTransport):
     """
 
     name = "disk"
+    route = "disk"
     options_type = DiskOptions
     _connected = False
 
@@ -326,6 +327,7 @@ class CheckpointTransport(WeightTransport):
     """Makes every server load the files that it was started with."""
 
     name = "checkpoint"
+    route = "disk"
 
     def send(self, weights: Weights, *, version: str) -> int:
         """Loads the checkpoint; see :class:`.WeightTransport`."""

@@ -24,7 +24,7 @@ needed = {
     if field.default is field.default_factory is dataclasses.MISSING
 }
 for revision in (None, "older"):
-    _, vocab_size, _ = read_model(None, name, name, False, revision)
+    vocab_size = read_model(None, name, name, False, revision).vocab_size
     served = ServedModel(
         ServerCapabilities(
             **{**needed, "model_path": name, "tokenizer_path": name},

@@ -1,0 +1,147 @@
+"""Servers that would be broken by whole weights: with a draft model, or quantised."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from helpers.fake_server import FakeServer
+
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.errors import UnsupportedByServerError
+
+EAGLE = {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_draft_model_path": "some/draft",
+    "model_path": "some/model",
+}
+MTP = {**EAGLE, "speculative_draft_model_path": "some/model"}
+OWN_MTP = {**EAGLE, "speculative_draft_model_path": None}
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": None}
+
+
+@pytest.fixture
+def connect(tiny_model_path):
+    """Returns a function that connects to a server with such arguments."""
+    made = []
+
+    def start(server_args, *, sessions=True, model=tiny_model_path):
+        server = FakeServer(model, server_args=server_args)
+        if not sessions:
+            del server.routes["/begin_weight_update"]
+            del server.routes["/end_weight_update"]
+        made.append(server.__enter__())
+        made.append(AsyncSGLang.connect(server.url, model=tiny_model_path))
+        return server, made[-1]
+
+    yield start
+    for each in reversed(made):
+        each.__exit__(None, None, None)
+
+
+def update(engine, model, transport, tmp_path):
+    options = {"directory": tmp_path} if transport == "disk" else {}
+    scheme = SGLangWeightSyncScheme(engine, transport=transport, **options)
+    try:
+        return scheme.create_sender().update_weights(model)
+    finally:
+        scheme.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("server_args", "draft", "selector"),
+    [
+        (EAGLE, "separate", "target"),
+        (MTP, "same", "all"),
+        (OWN_MTP, "same", "all"),
+        (NGRAM, None, None),
+        ({}, None, None),
+    ],
+    ids=["EAGLE3", "MTP", "MTP by itself", "NGRAM", "none"],
+)
+def test_an_update_says_which_model_it_is_for(
+    connect, hf_model, tmp_path, server_args, draft, selector
+):
+    server, engine = connect(server_args)
+    assert engine.capabilities.draft == draft
+    assert engine.capabilities.selects_draft
+    update(engine, hf_model, "cuda_ipc", tmp_path)
+    for path in ("/begin_weight_update", "/update_weights_from_tensor"):
+        for payload in server.payloads(path):
+            assert payload.get("selector") == selector
+            assert "disable_draft_model" not in payload
+
+
+@pytest.mark.parametrize(
+    ("server_args", "kept"), [(EAGLE, True), (MTP, None), (NGRAM, None)]
+)
+def test_tensors_are_kept_from_a_draft_of_its_own(
+    connect, hf_model, tmp_path, server_args, kept
+):
+    server, engine = connect(server_args, sessions=False)
+    assert not engine.capabilities.selects_draft
+    update(engine, hf_model, "cuda_ipc", tmp_path)
+    payloads = server.payloads("/update_weights_from_tensor")
+    assert payloads
+    for payload in payloads:
+        assert payload.get("disable_draft_model") is kept
+        assert "selector" not in payload
+
+
+CHANGES = ("/pause_generation", "/begin_weight_update", "/update_weights_from_disk")
+
+
+@pytest.mark.parametrize(
+    ("server_args", "sessions", "transport", "why"),
+    [
+        (EAGLE, True, "disk", "overwrite the draft"),
+        (EAGLE, False, "disk", "overwrite the draft"),
+        (MTP, False, "broadcast", "cuda_ipc"),
+        ({"quantization": "fp8"}, True, "cuda_ipc", "'fp8'"),
+        ({"quantization": "fp8"}, True, "disk", "'fp8'"),
+        ({"quantization": "fp8"}, True, "broadcast", "'fp8'"),
+        ({"quantization": "w8a8_int8"}, False, "broadcast", "LoRA adapter"),
+    ],
+)
+def test_what_would_break_a_server_is_refused_before_anything_is_sent(
+    connect, hf_model, tmp_path, server_args, sessions, transport, why
+):
+    server, engine = connect(server_args, sessions=sessions)
+    with pytest.raises(UnsupportedByServerError, match=why) as raised:
+        update(engine, hf_model, transport, tmp_path)
+    assert "Nothing was sent" in str(raised.value)
+    assert not {path for _, path, _ in server.requests}.intersection(CHANGES)
+    (answer,) = engine.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 3})
+    assert answer.token_ids == [5, 6, 5]
+
+
+def test_the_checkpoint_of_the_start_is_refused_as_well(connect):
+    """Recovery loads files: into a draft, too, and over transformed weights."""
+    for server_args in (EAGLE, {"quantization": "fp8"}):
+        server, engine = connect(server_args)
+        with pytest.raises(UnsupportedByServerError, match="Nothing was sent"):
+            SGLangWeightSyncScheme(engine).create_sender().recover()
+        assert not server.payloads("/update_weights_from_disk")
+
+
+def test_a_quantised_checkpoint(connect, hf_model, tmp_path, tiny_model_path):
+    """Its configuration tells it; the server's arguments need not."""
+    folder = tmp_path / "quantised"
+    shutil.copytree(tiny_model_path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with FakeServer(folder) as server, AsyncSGLang.connect(server.url) as engine:
+        assert engine.capabilities.quantized == "fp8"
+        with pytest.raises(UnsupportedByServerError, match="'fp8'"):
+            update(engine, hf_model, "cuda_ipc", tmp_path)
+
+
+def test_what_real_servers_take(any_engine):
+    """The routes of each generation name the fields that this package sends."""
+    capabilities = any_engine.capabilities
+    assert capabilities.draft is None
+    assert capabilities.quantized is None
+    assert capabilities.selects_draft == capabilities.needs_update_session
+    assert capabilities.spares_draft != capabilities.selects_draft
