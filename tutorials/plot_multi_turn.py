@@ -39,7 +39,8 @@ policy = SGLangWrapper(
 # What a conversation is
 # ----------------------
 #
-# The policy responds. ``tools`` that it called answer first; otherwise ``step`` says
+# The policy responds. ``tools``, of which the chat template tells it by their
+# docstrings, answer first if it called them; otherwise ``step`` says
 # what comes next, and ``None`` ends the conversation. Then the reward: 1 for an answer
 # that was looked up, and a little less for every further look.
 

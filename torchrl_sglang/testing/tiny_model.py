@@ -25,6 +25,9 @@ _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + "ĠĊ"
 # Qwen's ChatML. The generation block, which becomes the assistant mask, holds content
 # and end of turn: the model has to learn both.
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\\nTools:\\n' }}"
+    "{% for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}"
