@@ -88,10 +88,11 @@ class SGLangWrapper(LLMWrapperBase):
         generate (bool): generate (default) or score.
         generate_kwargs (dict, optional): sampling parameters, under TorchRL's standard
             names, vLLM's or SGLang's. Types and ranges are checked at once.
-            ``max_new_tokens`` defaults to 16, as in vLLM; ``None`` allows what fits into
-            the context, and what does not fit is cut, with a warning for the first. ``prompt_logprobs=True`` also
-            returns the prompt's log-probs. ``logprobs=N`` writes the top ``N`` tokens
-            at each position to ``generation_info_key``.
+            ``max_new_tokens`` defaults to 16, as in vLLM; ``None`` allows what fits
+            into the context, and the first response with less room than it asks for
+            is told of. ``prompt_logprobs=True`` also returns the prompt's log-probs.
+            ``logprobs=N`` writes the top ``N`` tokens at each position to
+            ``generation_info_key``.
             ``include_stop_str_in_output=False`` removes the stop string from the
             response, its tokens and its log-probs.
         tokenizer_kwargs (dict, optional): for tokenizing, in text mode.
