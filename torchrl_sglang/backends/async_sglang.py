@@ -246,7 +246,9 @@ class AsyncSGLang(TorchRLCalls):
         ends by itself is restarted; its requests go to the others meanwhile.
 
         Args:
-            model: path or hub name of the model; ``model_name`` is accepted too.
+            model: path or hub name of the model; ``model_name`` is accepted too. Of
+                this and every other argument, a relative path is one in the current
+                folder, also for servers that are started again from elsewhere.
             tp_size: number of GPUs that share the model of a server. Defaults to 1.
             dp_size: number of copies of the model in each server. Defaults to 1;
                 weights are broadcast to servers with one only.

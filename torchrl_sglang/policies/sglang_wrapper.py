@@ -87,10 +87,12 @@ class SGLangWrapper(LLMWrapperBase):
             in tokens mode. Defaults to ``"attention_mask"``.
         generate (bool): generate (default) or score.
         generate_kwargs (dict, optional): sampling parameters, under TorchRL's standard
-            names, vLLM's or SGLang's. ``max_new_tokens`` defaults to 16, as in vLLM;
-            ``None`` allows what fits into the context. ``prompt_logprobs=True`` also
-            returns the prompt's log-probs. ``logprobs=N`` writes the top ``N`` tokens
-            at each position to ``generation_info_key``.
+            names, vLLM's or SGLang's. Types and ranges are checked at once.
+            ``max_new_tokens`` defaults to 16, as in vLLM; ``None`` allows what fits
+            into the context, and the first response with less room than it asks for
+            is told of. ``prompt_logprobs=True`` also returns the prompt's log-probs.
+            ``logprobs=N`` writes the top ``N`` tokens at each position to
+            ``generation_info_key``.
             ``include_stop_str_in_output=False`` removes the stop string from the
             response, its tokens and its log-probs.
         tokenizer_kwargs (dict, optional): for tokenizing, in text mode.
@@ -144,6 +146,8 @@ class SGLangWrapper(LLMWrapperBase):
 
     Raises:
         ConfigurationError: (a ValueError) if an argument is invalid or unsupported.
+        UnsupportedByServerError: if the servers were started without what a sampling
+            parameter needs, such as a grammar backend.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -91,6 +91,8 @@ class Fleet:
         """LoRA adapters that requests may name, under the servers' names."""
         self.on_change: Callable[[], object] = lambda: None
         """Called when the supervisor should act."""
+        self.on_request: Callable[[], object] = lambda: None
+        """Called when a request is sent while no other is in flight."""
         self.on_end: Callable[[str, bool], object] = lambda url, elsewhere: None
         """Called when a server at an address has ended, here or ``elsewhere``: nobody
         may have closed its connections."""

@@ -2,7 +2,8 @@
 
 It runs on the background loop while the engine holds the fleet. A server that keeps
 ending is given up. An engine that owns no server restarts none: its supervisor runs
-while a server is out of rotation, and polls it.
+while a server is out of rotation, and polls it. It also runs while requests are in
+flight, so that those of a server that hangs go elsewhere.
 
 Neither a server that hangs nor a paused one gives a token, and a server is paused
 during a weight update of any engine object that uses it. So a missing token counts only
@@ -54,6 +55,9 @@ POLLS_PER_SECOND = 128
 ADAPTER_CHECK_SECONDS = 2.0
 """Interval between checks that servers of another owner still hold the LoRA adapters
 that this engine loaded."""
+
+IN_FLIGHT_SECONDS = 2.0
+"""Interval between checks that requests to servers of others make progress."""
 
 PROGRESS_SECONDS = 120.0
 """Default time without a completed request, while some are in flight, after which
@@ -155,7 +159,7 @@ class Supervisor:
         self._stopped = threading.Event()
         self._begin_in_this_process()
         fleet.on_change, fleet.poll = lambda: self.begin(at_once=True), self.poll_now
-        fleet.on_end = self._ended
+        fleet.on_end, fleet.on_request = self._ended, self.begin
         if fleet.owns_any:
             self.begin()
 
@@ -235,6 +239,8 @@ class Supervisor:
             starting.stop()
 
     async def _watch(self) -> None:
+        # Nothing was in flight while nobody watched.
+        self._last_progress = (time.monotonic(), self._progress()[1])
         while not self._stopped.is_set():
             fleet = self._fleet()
             if fleet is None:
@@ -259,7 +265,10 @@ class Supervisor:
             return CHECK_SECONDS
         if fleet.directory is not None:
             return FOLLOW_SECONDS
-        return None if self._poller.adapters is None else ADAPTER_CHECK_SECONDS
+        if self._poller.adapters is not None:
+            return ADAPTER_CHECK_SECONDS
+        in_flight, _ = self._progress()
+        return IN_FLIGHT_SECONDS if in_flight else None
 
     async def _check(self, fleet: Fleet) -> None:
         now, to_poll = time.monotonic(), fleet.to_poll
@@ -270,6 +279,7 @@ class Supervisor:
             self._do("poll", self._poller.poll, fleet)
         if not fleet.owns_any:
             self._do("follow", self._follow, fleet)
+            await self._probe_stuck(fleet)
             adapters = self._poller.adapters
             if adapters is not None and not fleet.to_poll:
                 await adapters.discover_changes()
@@ -279,10 +289,7 @@ class Supervisor:
             # Once more, in case that the directory was started again.
             self._publish_at = time.monotonic() + FOLLOW_SECONDS
             fleet.publish()
-        if self._is_stuck() and fleet.generates:
-            serving = [each for each in fleet.replicas if each.state == "serving"]
-            probes = fan_out(lambda each: self._probe(fleet, each), serving)
-            await asyncio.gather(self._probe_router(fleet), probes)
+        await self._probe_stuck(fleet)
         for replica in fleet.replicas:
             if replica.state != "down":
                 continue
@@ -323,6 +330,13 @@ class Supervisor:
         self._last_progress = (now, completed)
         return waits
 
+    async def _probe_stuck(self, fleet: Fleet) -> None:
+        """Probes what serves if no request has completed for long."""
+        if self._is_stuck() and fleet.generates:
+            serving = [each for each in fleet.replicas if each.state == "serving"]
+            probes = fan_out(lambda each: self._probe(fleet, each), serving)
+            await asyncio.gather(self._probe_router(fleet), probes)
+
     async def _probe(self, fleet: Fleet, replica: Replica) -> None:
         """Marks a server that hangs as down and stops it, unless it is paused."""
         hanging = await hangs(self._http, self._capabilities, replica.url)
@@ -335,6 +349,10 @@ class Supervisor:
             )
             if handle is not None:
                 await asyncio.to_thread(handle.stop)
+            else:
+                torchrl_logger.warning(
+                    f"{replica.reason} It gets no requests until it answers."
+                )
 
     async def _probe_router(self, fleet: Fleet) -> None:
         router = fleet.router

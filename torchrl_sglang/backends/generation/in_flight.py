@@ -204,6 +204,8 @@ class InFlight:
         # aborts all whose ids begin with the given one, so they have one length.
         ticket.sent_as, ticket.sent_to = os.urandom(16).hex(), url
         self._counters.in_flight += 1
+        if self._counters.in_flight == 1:
+            self._fleet.on_request()
         try:
             yield
         except RequestRefusedError:

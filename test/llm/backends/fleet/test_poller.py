@@ -18,13 +18,18 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.capabilities import find_out
 from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.fleet import supervisor as supervisor_module
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.poller import ServerPoller
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.supervisor import Supervisor, hangs
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.backends.support.event_loop import run_sync, weakly
-from torchrl_sglang.errors import ServerUnavailableError, WeightSyncStateError
+from torchrl_sglang.errors import (
+    ServerTimeoutError,
+    ServerUnavailableError,
+    WeightSyncStateError,
+)
 
 SHORT = {"max_new_tokens": 4}
 
@@ -213,6 +218,41 @@ def test_some_of_them_are_killed(engine, three, caplog):
     assert caplog.text.count("serves again, after") == 2
 
 
+def test_one_that_hangs_is_told_of_and_its_requests_go_elsewhere(
+    engine, three, caplog, monkeypatch
+):
+    """Of another owner, who alone can start it again."""
+    hanging = three[0]
+    for name in ("IN_FLIGHT_SECONDS", "FRONT_SECONDS"):
+        monkeypatch.setattr(supervisor_module, name, 0.2)
+    engine._supervisor._progress_seconds = 0.1
+    torchrl_logger.addHandler(caplog.handler)
+    try:
+        with (
+            hanging.misbehaving("hang"),
+            hanging.misbehaving("error_500", "/health_generate"),
+            hanging.misbehaving("error_500", "/server_info"),
+        ):
+            assert versions(engine) == {"5"}
+            (problem,) = engine.problems
+            assert problem.startswith(f"The server at {hanging.url} is down. ")
+            assert "did not generate" in caplog.text
+        wait_for(lambda: not engine.problems)
+    finally:
+        torchrl_logger.removeHandler(caplog.handler)
+    assert versions(engine) == {"5"}
+
+
+def test_a_request_after_a_long_pause_does_not_hang(three):
+    server, *_ = three
+    with AsyncSGLang.connect(server.url) as engine:
+        long_ago = (time.monotonic() - 1000.0, engine._dispatcher.counters.completed)
+        engine._supervisor._last_progress = long_ago
+        with server.misbehaving("hang"), pytest.raises(ServerTimeoutError):
+            engine.generate(input_ids=[5], timeout=0.5)
+    assert "/health_generate" not in {path for _, path, _ in server.requests}
+
+
 def test_all_of_them_are_away_for_a_while(engine, three):
     for server in three:
         server.die()
@@ -227,7 +267,7 @@ def test_all_of_them_are_away_for_a_while(engine, three):
 
 def test_servers_that_work_are_not_asked(engine, three):
     assert versions(engine) == {"5"}
-    assert not engine._supervisor._tasks
+    assert "poll" not in engine._supervisor._tasks
     three[0].die()
     versions(engine)
     wait_for(lambda: states(engine)[0] == "down")
