@@ -112,6 +112,29 @@ def read_advantage(batch: TensorDictBase, key: NestedKey, shape: torch.Size) -> 
     return flat.expand(shape)
 
 
+def check_finite(key: NestedKey, values: Tensor, mask: Tensor) -> None:
+    """Refuses numbers that are NaN or infinite, for tokens of the loss.
+
+    Args:
+        key: of the column, for the message.
+        values: ``(B, T)``, or ``(B, 1)`` for one per sequence.
+        mask: ``(B, T)``, the tokens of the loss.
+
+    Raises:
+        ConfigurationError: naming the column and the rows.
+    """
+    wrong = mask & ~values.isfinite()
+    if not wrong.any():
+        return
+    rows = wrong.any(-1).nonzero().flatten().tolist()
+    value = values.expand(mask.shape)[wrong][0].item()
+    raise ConfigurationError(
+        f"The column {key!r} is {value} in row {', '.join(map(str, rows[:8]))} of the "
+        f"batch ({len(rows)} of {len(mask)}), and one such number makes every weight "
+        f"NaN; leave these rows out, and look at what their rewards are made of."
+    )
+
+
 def read_versions(
     batch: TensorDictBase, key: NestedKey, shape: torch.Size
 ) -> Tensor | None:
