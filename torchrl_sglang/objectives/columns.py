@@ -75,6 +75,19 @@ def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
     return mask & (position >= (width - lengths + prompt).to(mask.device).unsqueeze(-1))
 
 
+def read_written(batch: TensorDictBase, mask: Tensor) -> Tensor:
+    """Returns the tokens of the loss that the policy wrote and nobody has masked.
+
+    Args:
+        batch: the batch; without assistant mask, all tokens of the loss are.
+        mask: ``(B, T)``, the tokens of the loss.
+    """
+    written = read(batch, ASSISTANT_MASK, padding_value=False)
+    if written is None or written.shape != mask.shape:
+        return mask
+    return mask & written.bool()
+
+
 def row_lengths(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Returns the length of each row of a column, ``(B,)``; None if it is missing."""
     value = batch.get(key, None, as_list=True)

@@ -21,9 +21,11 @@ from torchrl_sglang.objectives.columns import (
     read,
     read_mask,
     read_versions,
+    read_written,
 )
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.correct import (
+    NOT_SCORED,
     Corrected,
     Sampled,
     correct,
@@ -112,6 +114,8 @@ class GRPOLoss(TorchRLGRPOLoss):
         self.consumer_version = consumer_version
         self._correction_metrics: dict[str, Tensor] = {}
         self._mask: Tensor | None = None
+        # Of the last forward pass: whether tokens were written, and have log-probs.
+        self._scored: tuple[Tensor, Tensor] | None = None
 
     @property
     def correction_metrics(self) -> dict[str, float]:
@@ -122,7 +126,18 @@ class GRPOLoss(TorchRLGRPOLoss):
         return {name: value.item() for name, value in self._correction_metrics.items()}
 
     def forward(self, tensordict: TensorDictBase) -> Any:
-        """Returns the losses and metrics of a batch, in TorchRL's class of outputs."""
+        """Returns the losses and metrics of a batch, in TorchRL's class of outputs.
+
+        Raises:
+            ConfigurationError: if the batch lacks a column, an advantage or a reference
+                log-prob of a token of the loss is NaN or infinite, or, with a
+                correction, no token that the policy wrote has a log-prob.
+        """
+        output = self._forward(tensordict)
+        self._check_scored([self._scored])
+        return output
+
+    def _forward(self, tensordict: TensorDictBase) -> Any:
         batch = tensordict.copy()
         advantage = read(batch, self.tensor_keys.advantage, padding_value=0.0)
         if advantage is None or self.tensor_keys.action not in batch.keys(True):
@@ -139,6 +154,9 @@ class GRPOLoss(TorchRLGRPOLoss):
                 f"The advantage must have shape (B, 1, 1) or (B, T, 1), got "
                 f"{tuple(advantage.shape)}."
             )
+        if 1 < mask.shape[1] < advantage.shape[1]:
+            # Padded on the left for a batch that this one is a part of.
+            advantage = advantage[:, -mask.shape[1] :]
         check_finite(self.tensor_keys.advantage, advantage.squeeze(-1), mask)
         # Zero times NaN is NaN: also what no token of the loss has must be finite.
         advantage = torch.where(mask.unsqueeze(-1), advantage, 0)
@@ -178,7 +196,7 @@ class GRPOLoss(TorchRLGRPOLoss):
             parts: the batch, cut along its first dimension; read one after the other.
 
         Returns:
-            The losses and metrics of the batch, in TorchRL's class of outputs, detached:
+            Losses and metrics of the batch, in TorchRL's class of outputs, detached:
             those of one pass, but for ``ESS``, which is the mean of the parts'.
 
         Raises:
@@ -194,15 +212,16 @@ class GRPOLoss(TorchRLGRPOLoss):
             ...     optimizer.zero_grad()
         """
         self._check_can_be_cut()
-        means = Means()
+        means, scored = Means(), list[Any]()
         with own_gradients(self.parameters()) as gradients:
             for part in parts:
-                output = self(part)
+                output = self._forward(part)
+                scored.append(self._scored)
                 losses = _fields(output, "loss_")
                 count = self._count()
                 value = torch.stack([each.sum() for each in losses.values()]).sum()
                 with torch.autocast(value.device.type, enabled=False):
-                    (value * gradients.weigh(count)).backward()
+                    torch.autograd.backward(value * gradients.weigh(count))
                 assert self._mask is not None
                 means.add(losses, count)
                 means.add(_fields(output) | self._correction_metrics, self._mask.sum())
@@ -210,11 +229,23 @@ class GRPOLoss(TorchRLGRPOLoss):
             raise ConfigurationError(
                 "accumulate() was given no part of a batch; give batch.split(size)."
             )
+        self._check_scored(scored)
         found = means.values()
         self._correction_metrics = {
             name: found.pop(name) for name in self._correction_metrics
         }
         return self.output_type.from_tensordict(TensorDict(found))
+
+    def _check_scored(self, parts: list[Any]) -> None:
+        """Refuses a batch of which no token that was written has a log-prob.
+
+        Without a correction, what another one has rejected has none, either.
+        """
+        if self.correction is None:
+            return
+        written, known = (torch.stack(each).any() for each in zip(*parts, strict=True))
+        if written and not known:
+            raise ConfigurationError(NOT_SCORED)
 
     def _check_can_be_cut(self) -> None:
         """Refuses what depends on how a batch is cut."""
@@ -247,7 +278,7 @@ class GRPOLoss(TorchRLGRPOLoss):
         loss: Tensor = self._aggregate_loss_value(value, mask, batch)
         if self.aggregation == "prompt_mean" and self.reduction != "none":
             # TorchRL's mean is over all sequences.
-            loss = loss * (mask.shape[0] / self._count().clamp_min(1))
+            loss = loss * mask.shape[0] / self._count().clamp_min(1)
         return loss
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase) -> Any:
@@ -289,6 +320,8 @@ class GRPOLoss(TorchRLGRPOLoss):
         assert self.correction is not None
         rollout = read(batch, self.tensor_keys.sample_log_prob, padding_value=0.0)
         assert rollout is not None
+        written = read_written(batch, tokens)
+        self._scored = written.any(), (written & ~rollout.isnan()).any()
         versions = None
         if self.correction.needs_versions:
             versions = read_versions(batch, self.version_key, mask.shape)
@@ -396,9 +429,7 @@ def _fields(output: Any, prefix: str = "") -> dict[str, Tensor]:
     """Returns the losses of an output, or without a prefix its metrics."""
     found = output.to_tensordict(retain_none=False).items()
     return {
-        name: value
-        for name, value in found
-        if name.startswith("loss_") is bool(prefix)
+        name: value for name, value in found if name.startswith("loss_") is bool(prefix)
     }
 
 

@@ -56,14 +56,14 @@ class Gradients:
         if self._first is None:
             self._first = count.clamp_min(1)
         self._total = count if self._total is None else self._total + count
-        return count / self._first
+        return count.double() / self._first
 
     @torch.no_grad()
     def finish(self, parameters: Iterable[nn.Parameter]) -> None:
         """Makes means of the sums."""
         if self._first is None or self._total is None:
             return
-        factor = self._first / self._total.clamp_min(1)
+        factor = self._first.double() / self._total.clamp_min(1)
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.device))
