@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 
 TOKENS = ("tokens", "full")
 PROMPT = ("tokens", "prompt")
@@ -134,14 +134,14 @@ def check_finite(key: NestedKey, values: Tensor, mask: Tensor) -> None:
         mask: ``(B, T)``, the tokens of the loss.
 
     Raises:
-        ConfigurationError: naming the column and the rows.
+        NotFiniteError: naming the column and the rows.
     """
     wrong = mask & ~values.isfinite()
     if not wrong.any():
         return
     rows = wrong.any(-1).nonzero().flatten().tolist()
     value = values.expand(mask.shape)[wrong][0].item()
-    raise ConfigurationError(
+    raise NotFiniteError(
         f"The column {key!r} is {value} in row {', '.join(map(str, rows[:8]))} of the "
         f"batch ({len(rows)} of {len(mask)}), and one such number makes every weight "
         f"NaN; leave these rows out, and look at what their rewards are made of."

@@ -129,9 +129,10 @@ class GRPOLoss(TorchRLGRPOLoss):
         """Returns the losses and metrics of a batch, in TorchRL's class of outputs.
 
         Raises:
-            ConfigurationError: if the batch lacks a column, an advantage or a reference
-                log-prob of a token of the loss is NaN or infinite, or, with a
-                correction, no token that the policy wrote has a log-prob.
+            ConfigurationError: if the batch lacks a column, or, with a correction, no
+                token that the policy wrote has a log-prob.
+            NotFiniteError: if an advantage or a reference log-prob of a token of the
+                loss is NaN or infinite.
         """
         output = self._forward(tensordict)
         self._check_scored([self._scored])

@@ -80,8 +80,8 @@ class OffPolicyCorrection(Transform):
 
     Raises:
         ConfigurationError: if the configuration is not valid, a batch lacks a column
-            that a method needs, no token that the policy wrote has a log-prob, or an
-            advantage of the loss is NaN or infinite.
+            that a method needs, or no token that the policy wrote has a log-prob.
+        NotFiniteError: if the advantage of a token of the loss is NaN or infinite.
 
     Examples:
         >>> from tensordict import TensorDict
