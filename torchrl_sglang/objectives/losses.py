@@ -113,6 +113,8 @@ class GRPOLoss(TorchRLGRPOLoss):
         self.version_key = version_key
         self.consumer_version = consumer_version
         self._correction_metrics: dict[str, Tensor] = {}
+        # Of the last forward pass: tokens of the loss, before and after the correction.
+        self._tokens: Tensor | None = None
         self._mask: Tensor | None = None
         # Of the last forward pass: whether tokens were written, and have log-probs.
         self._scored: tuple[Tensor, Tensor] | None = None
@@ -175,7 +177,7 @@ class GRPOLoss(TorchRLGRPOLoss):
             advantage = scale_advantage(
                 advantage.squeeze(-1), corrected, aggregation
             ).unsqueeze(-1)
-        self._mask = mask
+        self._tokens, self._mask = dist.mask, mask
         output = self._policy_terms(log_weight, log_prob, advantage, mask, batch)
         output["kl_approx"] = masked_mean(kl_approx.detach().squeeze(-1), mask)
         output |= self._entropy_terms(dist, advantage, mask, batch)
@@ -223,9 +225,11 @@ class GRPOLoss(TorchRLGRPOLoss):
                 value = torch.stack([each.sum() for each in losses.values()]).sum()
                 with torch.autocast(value.device.type, enabled=False):
                     torch.autograd.backward(value * gradients.weigh(count))
+                assert self._tokens is not None
                 assert self._mask is not None
                 means.add(losses, count)
-                means.add(_fields(output) | self._correction_metrics, self._mask.sum())
+                means.add(_fields(output), self._mask.sum())
+                means.add(self._correction_metrics, self._tokens.sum())
         if not means:
             raise ConfigurationError(
                 "accumulate() was given no part of a batch; give batch.split(size)."

@@ -101,9 +101,11 @@ def weights(learner) -> torch.Tensor:
 def make_batch(rewards, lengths=None):
     """Returns whole groups of four; by default three tokens each."""
     rows = [make_row(number, stale=False) for number in range(len(rewards))]
+    generator = torch.Generator().manual_seed(0)
     for row, reward, length in zip(rows, rewards, lengths or [3] * 8, strict=False):
         row["next", "reward"].fill_(reward)
-        prompt, response = torch.tensor([5, 6, 7]), torch.arange(10, 10 + length)
+        prompt = torch.tensor([5, 6, 7])
+        response = torch.randint(8, 60, (length,), generator=generator)
         log_probs = torch.full((length,), -5.0)
         full = torch.cat([prompt, response])
         row["tokens"] = TensorDict(prompt=prompt, response=response, full=full)
@@ -191,7 +193,7 @@ def updated(make_learner, parts, *overrides):
         f"train.gradient_accumulation_steps={parts}",
         "optimizer.name=SGD",
         # Large, so that the float32 of the weights hides nothing.
-        "optimizer.lr=1e4",
+        "optimizer.lr=10.0",
         "optimizer.clip_grad_norm=null",
         "optimizer.scheduler=constant",
         *overrides,
@@ -209,7 +211,7 @@ def test_the_update_does_not_depend_on_the_number_of_passes(make_learner, correc
     if correction == "bypass_ppo_clip_k3_rs":
         given = (
             "train.correction={rollout_is:null,rollout_rs:token_k3,"
-            "rollout_rs_threshold:1e-2,bypass_mode:true}"
+            "rollout_rs_threshold:1.0,bypass_mode:true}"
         )
     once = updated(make_learner, 1, given)
     assert once.norm() > 0
