@@ -104,9 +104,7 @@ class Trainer:
         advantage = (rewards - rewards.mean(-1, keepdim=True)) / scale
         rows = batch.select(*TRAINING_KEYS).set("advantage", advantage.view(-1, 1, 1))
         parts = rows.split(self._size)
-        for part in parts:
-            loss = self._loss(part.to(self._device)).loss_objective
-            (loss / len(parts)).backward()
+        self._loss.accumulate(part.to(self._device) for part in parts)
         self._optimizer.step()
         self._optimizer.zero_grad()
         if self._device != "cpu":

@@ -5,6 +5,7 @@ keeps working::
 
     SGLangError
     ├── ConfigurationError(ValueError)                 an argument is wrong
+    │   ├── NotFiniteError                             a column is NaN or infinite
     │   └── TaskError                                  a prompt cannot be collected
     ├── ServerError(RuntimeError)                      a server failed
     │   ├── ServerStartError                           it never became ready
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigurationError",
     "GatewayError",
     "GenerationAbortedError",
+    "NotFiniteError",
     "RequestRefusedError",
     "SGLangError",
     "ServerDiedError",
@@ -99,6 +101,10 @@ class SGLangError(Exception):
 
 class ConfigurationError(SGLangError, ValueError):
     """An argument, a sampling parameter or an input value is wrong."""
+
+
+class NotFiniteError(ConfigurationError):
+    """A column that is trained on is NaN or infinite."""
 
 
 class TaskError(ConfigurationError):

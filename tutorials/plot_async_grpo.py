@@ -68,9 +68,9 @@ collector = AsyncLLMCollector(
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_sglang import OffPolicyCorrection
+from torchrl_sglang import GRPOLoss, OffPolicyCorrection
 
 actor = TransformersWrapper(
     model, tokenizer=engine.get_tokenizer(), input_mode="tokens", generate=False

@@ -98,7 +98,9 @@ collector = SGLangLLMCollector(
 
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+from torchrl.objectives.llm import MCAdvantage
+
+from torchrl_sglang import GRPOLoss
 
 actor = TransformersWrapper(
     model, tokenizer=tokenizer, input_mode="tokens", generate=False

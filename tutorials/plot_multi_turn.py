@@ -126,7 +126,9 @@ for turn in range(TOOL_TURNS + 1):
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+from torchrl.objectives.llm import MCAdvantage
+
+from torchrl_sglang import GRPOLoss
 
 actor = TransformersWrapper(
     model, tokenizer=engine.get_tokenizer(), input_mode="tokens", generate=False

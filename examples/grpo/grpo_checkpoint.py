@@ -14,11 +14,27 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrl_sglang.errors import ConfigurationError
 
-SAME = ("env", "model", "train_model.lora", "optimizer.name", "train.seed")
-"""What a run that goes on must have in common with the one that was saved."""
+SAME = (
+    "env.dataset",
+    "env.answer",
+    "env.format_reward",
+    "env.system_prompt",
+    "env.repeats",
+    "model.name",
+    "train.seed",
+    "train.dialog_turns_per_batch",
+    "train_model.lora.enabled",
+    "train_model.lora.r",
+    "train_model.lora.alpha",
+    "optimizer.name",
+)
+"""What a run that goes on must have in common with the one that was saved.
 
-RESULTS = ("logs", "rollouts.jsonl", "model")
-"""What a run writes beside its checkpoints."""
+Every other parameter counts with its new value from the first step on.
+"""
+
+RESULTS = ("config.yaml", "rollouts.jsonl", "model")
+"""What a run writes beside its checkpoints, from its first step on."""
 
 
 class Checkpoints:
@@ -33,6 +49,9 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
         folder.mkdir(parents=True, exist_ok=True)
+        # Of a run that was killed while it wrote one.
+        for partial in folder.glob("step_*.partial"):
+            partial.unlink()
 
     def paths(self) -> list[Path]:
         """Returns all complete checkpoints, the newest last."""
@@ -49,7 +68,8 @@ class Checkpoints:
         results = (self._folder.parent / name for name in RESULTS)
         if not cfg.train.resume:
             for path in (*paths, *results):
-                if path.exists():
+                # Before the first step, the file of the rollouts is empty.
+                if path.exists() and path.stat().st_size:
                     raise ConfigurationError(
                         f"{path} is of an earlier run; give train.resume=true to go on "
                         f"after its newest checkpoint, or begin again if it has none, "
@@ -102,7 +122,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def keep_rows(path: Path, keep: Callable[[str], bool]) -> None:
     """Rewrites a file of lines with those to keep."""
-    lines = [line for line in path.read_text().splitlines() if keep(line)]
+    lines = [line for line in path.read_text().split("\n") if keep(line)]
     partial = path.with_suffix(".partial")
     partial.write_text("".join(f"{line}\n" for line in lines))
     partial.replace(path)

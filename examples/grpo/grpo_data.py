@@ -50,7 +50,9 @@ def load_problems(cfg: DictConfig, split: str) -> list[Problem]:
 
         rows = load_dataset("openai/gsm8k", "main", split=split)
     else:
-        rows = [json.loads(line) for line in _find(name).read_text().splitlines()]
+        # Unlike str.splitlines(), JSON has other line ends in its texts.
+        lines = _find(name).read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(line) for line in lines if line.strip()]
     return [_to_problem(index, row, name) for index, row in enumerate(rows)]
 
 

@@ -6,8 +6,8 @@ import contextlib
 import difflib
 import inspect
 import math
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase, lazy_stack
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import MCAdvantage
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from grpo_config import is_changed
 from torchrl_sglang import GRPOLoss, OffPolicyCorrection, RolloutCorrectionConfig
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 
 TRAINING_KEYS = (
     "query",
@@ -40,6 +41,8 @@ REF_LOG_PROBS = ("next", "ref_log_probs")
 VERSION_KEY = ("next", "policy_version")
 
 LOSSES = ("objective", "entropy", "kl_to_ref", "kl_to_inference")
+REWARD = ("next", "reward")
+
 METRICS = ("clip_fraction", "kl_approx", "ESS", "entropy", "kl_to_ref")
 
 
@@ -114,12 +117,11 @@ class Learner:
         self.optimizer = make_optimizer(cfg, self._parameters)
         batches = math.ceil(train.total_dialog_turns / train.dialog_turns_per_batch)
         steps = train.dialog_turns_per_batch // train.optim_batch_size
-        self.scheduler = get_scheduler(
-            cfg.optimizer.scheduler,
-            self.optimizer,
-            num_warmup_steps=cfg.optimizer.warmup_steps,
-            num_training_steps=batches * train.epochs * steps,
+        self.scheduler = make_scheduler(
+            cfg, self.optimizer, batches * train.epochs * steps
         )
+        self.skipped = 0
+        self.check_weights()
         self._advantage = MCAdvantage(grpo_size=cfg.env.repeats)
         self.buffer = ReplayBuffer(
             storage=LazyStackStorage(train.dialog_turns_per_batch),
@@ -130,6 +132,9 @@ class Learner:
     def train(self, batch: TensorDictBase, policy_version: int) -> dict[str, float]:
         """Takes the optimizer steps of a batch.
 
+        A step whose gradient is not finite is not taken: weights, optimizer and
+        schedule stay as they were, and a warning says which responses it was to be of.
+
         Args:
             batch: whole groups, as a collector yields them.
             policy_version: of the trainer's weights.
@@ -138,9 +143,13 @@ class Learner:
             Metrics of the loss, means over the batch, and ``batch/untrained``: share of
             responses without a token to train on, as all are too old. A batch of such
             responses changes nothing.
+
+        Raises:
+            FloatingPointError: after more than ``optimizer.max_skipped_steps`` such
+                steps in a row, or if the weights are not finite.
         """
         self._set_version(policy_version)
-        rows = self._advantage.inv(batch.select(*TRAINING_KEYS))
+        rows = self._add_advantage(batch.select(*TRAINING_KEYS))
         log_probs = rows.get(("log_probs", "response"), as_list=True)
         known = [i for i, each in enumerate(log_probs) if each.isfinite().any()]
         untrained = {"batch/untrained": 1 - len(known) / len(rows)}
@@ -152,38 +161,82 @@ class Learner:
         sums: dict[str, list[float]] = defaultdict(list)
         for _ in range(self.cfg.train.epochs):
             for minibatch in self.buffer:
-                for name, value in self._step(minibatch):
+                for name, value in self._step(minibatch).items():
                     sums[name].append(value)
         self.buffer.empty()
+        self.check_weights()
         means = {name: sum(values) / len(values) for name, values in sums.items()}
         return untrained | means
 
-    def _step(self, minibatch: TensorDictBase) -> Iterator[tuple[str, float]]:
-        """Takes one optimizer step; yields metrics, some of them several times."""
-        parts = minibatch.split(self._micro_batch)
-        for part in parts:
-            # Texts are for the advantage alone.
-            rows = part.exclude("query").to(self.device)
-            if self._correct is not None:
-                rows = self._correct(rows)
-            with self._autocast():
-                output = self.loss_module(rows)
-                losses = [getattr(output, f"loss_{name}") for name in LOSSES]
-                loss = sum(each for each in losses if each is not None)
-            (loss * (len(part) / len(minibatch))).backward()
-            yield "loss/total", loss.item()
-            for name in METRICS:
-                value = getattr(output, name)
-                if value is not None:
-                    yield f"loss/{name}", value.item()
-            yield from self._correction_metrics().items()
+    def check_weights(self) -> None:
+        """Refuses to go on with weights that are not finite.
+
+        Raises:
+            FloatingPointError: naming the first of them.
+        """
+        for name, parameter in self.model.named_parameters():
+            if not parameter.isfinite().all():
+                raise FloatingPointError(
+                    f"The weight {name} is not finite any more. It was neither saved "
+                    f"nor sent to servers: give train.resume=true, to go on with the "
+                    f"last checkpoint, and a smaller optimizer.lr."
+                )
+
+    def _add_advantage(self, rows: TensorDictBase) -> TensorDictBase:
+        """Adds the advantage of each response in its group."""
+        # In float32, the mean of equal rewards is another number than they are.
+        rows.set(REWARD, rows[REWARD].double())
+        rows = self._advantage.inv(rows)
+        return rows.set("advantage", rows["advantage"].float())
+
+    def _step(self, minibatch: TensorDictBase) -> dict[str, float]:
+        """Takes one optimizer step, or none; returns metrics."""
+        try:
+            metrics = self._add_gradient(minibatch)
+        except NotFiniteError as error:
+            return self._skip(minibatch, str(error))
         limit = self.cfg.optimizer.clip_grad_norm
         norm = clip_grad_norm_(self._parameters, math.inf if limit is None else limit)
+        if not norm.isfinite():
+            return self._skip(minibatch, f"The gradient's norm is {norm.item()}.")
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        yield "optim/grad_norm", norm.item()
-        yield "optim/lr", self.scheduler.get_last_lr()[0]
+        self.skipped = 0
+        return metrics | {
+            "optim/grad_norm": norm.item(),
+            "optim/lr": self.scheduler.get_last_lr()[0],
+            "optim/skipped": 0.0,
+        }
+
+    def _add_gradient(self, minibatch: TensorDictBase) -> dict[str, float]:
+        """Adds the gradient of a minibatch, in parts; returns metrics."""
+        # Texts are for the advantage alone.
+        rows = minibatch.exclude("query").to(self.device)
+        if self._correct is not None:
+            rows = self._correct(rows)
+        with self._autocast():
+            output = self.loss_module.accumulate(rows.split(self._micro_batch))
+        losses = [getattr(output, f"loss_{name}") for name in LOSSES]
+        found = {name: getattr(output, name) for name in METRICS}
+        metrics = {f"loss/{k}": v.item() for k, v in found.items() if v is not None}
+        total = sum(each.item() for each in losses if each is not None)
+        return {"loss/total": total, **metrics, **self._correction_metrics()}
+
+    def _skip(self, minibatch: TensorDictBase, reason: str) -> dict[str, float]:
+        """Takes no step, and says why; too many of these end the run."""
+        self.optimizer.zero_grad()
+        self.skipped += 1
+        limit = self.cfg.optimizer.max_skipped_steps
+        message = f"No optimizer step: {reason} {describe_rows(minibatch)}"
+        if self.skipped > limit:
+            raise FloatingPointError(
+                f"{message} These were {self.skipped} steps in a row, more than "
+                f"optimizer.max_skipped_steps={limit}; the weights and the checkpoints "
+                f"are those before them."
+            )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return {"optim/skipped": 1.0}
 
     @torch.no_grad()
     def _add_log_probs(self, rows: TensorDictBase) -> None:
@@ -260,8 +313,88 @@ class Learner:
         parameters = dict(self.model.named_parameters())
         for name, value in state["model"].items():
             parameters[name].copy_(value)
+        # The state's values are those of the run that saved it; this run's count.
+        given = [{**group, "params": None} for group in self.optimizer.param_groups]
+        rates = self.scheduler.base_lrs
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": rates})
+        for group, values in zip(self.optimizer.param_groups, given, strict=True):
+            group.update(values | {"params": group["params"]})
+        set_learning_rates(self.scheduler)
+
+
+def describe_rows(rows: TensorDictBase) -> str:
+    """Says which responses a step was to be made of, those with bad numbers first.
+
+    Args:
+        rows: with prompts and rewards.
+    """
+    said = [
+        (math.isfinite(reward), f"{query!r} (reward {reward:g})")
+        for query, reward in zip(
+            rows["query"], rows[REWARD].flatten().tolist(), strict=True
+        )
+    ]
+    # Of a group, once; not finite ones first.
+    texts = list(dict.fromkeys(text for _, text in sorted(said, key=lambda x: x[0])))
+    more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
+    return f"It was to train on {len(rows)} responses to {', '.join(texts[:5])}{more}."
+
+
+def set_learning_rates(scheduler: LambdaLR) -> None:
+    """Sets the learning rates that the schedule has for its current step."""
+    groups = scheduler.optimizer.param_groups
+    pairs = zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    for group, base, factor in pairs:
+        group["lr"] = base * factor(scheduler.last_epoch)
+        group["initial_lr"] = base
+    scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def make_scheduler(
+    cfg: DictConfig, optimizer: torch.optim.Optimizer, steps: int
+) -> LambdaLR:
+    """Returns the schedule of transformers that the configuration names.
+
+    Args:
+        cfg: the configuration.
+        optimizer: whose learning rate it sets.
+        steps: of the whole run.
+
+    Raises:
+        ConfigurationError: if there is none of this name, or it needs more than the
+            numbers of steps.
+    """
+    name = cfg.optimizer.scheduler
+    try:
+        scheduler = get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=cfg.optimizer.warmup_steps,
+            num_training_steps=steps,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"optimizer.scheduler={name!r} is no schedule for this recipe: {error} "
+            f"Give constant_with_warmup, linear, cosine, ..."
+        ) from error
+    if not isinstance(scheduler, LambdaLR):
+        raise ConfigurationError(
+            f"optimizer.scheduler={name!r} needs a metric in each step; give "
+            f"constant_with_warmup, linear, cosine, ..."
+        )
+    return scheduler
+
+
+def check_learner(cfg: DictConfig) -> None:
+    """Checks what the learner is made of, before servers are started for it.
+
+    Raises:
+        ConfigurationError: as the functions that make it.
+    """
+    make_correction(cfg.train.correction)
+    optimizer = make_optimizer(cfg, [torch.nn.Parameter(torch.zeros(1))])
+    make_scheduler(cfg, optimizer, 1)
 
 
 def make_optimizer(

@@ -28,8 +28,9 @@ from grpo_checkpoint import (
 )
 from grpo_config import flatten
 from grpo_data import RIGHT, Problem, evaluate, load_problems
-from grpo_learner import Learner
+from grpo_learner import Learner, check_learner
 from grpo_utils import (
+    check_logger,
     find_model,
     get_inference_model,
     get_ref_model,
@@ -40,6 +41,7 @@ from grpo_utils import (
     make_weight_sync_scheme,
     memory_for_training,
     sampling_parameters,
+    save_model,
 )
 
 PHASES = {
@@ -115,6 +117,9 @@ class Run:
         )
         saved = self.checkpoints.load(cfg)
         self.step = saved["step"] if saved else 0
+        # What is wrong is found before servers are started, which takes minutes.
+        check_logger(cfg)
+        check_learner(cfg)
         path = find_model(cfg, self.folder)
         self.tokenizer = get_tokenizer(path)
         problems = load_problems(cfg, "train")
@@ -173,6 +178,7 @@ class Run:
             self.clock.done("collect")
             self.step += 1
             metrics = describe(batch, self.collector.policy_version)
+            OmegaConf.save(self.cfg, self.folder / "config.yaml", resolve=True)
             self._write_rollouts(batch)
             with memory_for_training(self.cfg, self.engine):
                 metrics |= self.learner.train(batch, self.collector.policy_version)
@@ -193,8 +199,7 @@ class Run:
         if every is not None and self.step % every:
             self._save()
         if self.cfg.logging.save_model:
-            self.model.save_pretrained(self.folder / "model")
-            self.tokenizer.save_pretrained(self.folder / "model")
+            save_model(self.model, self.policy, self.folder / "model")
         line = summarize(
             self.clock.totals,
             self.collector.stats()["bottleneck"],
@@ -239,6 +244,7 @@ class Run:
             return
         columns = {
             "index": batch["index"].flatten().tolist(),
+            "prompt": batch["query"],
             "response": batch["text"].response,
             "reward": batch["next", "reward"].flatten().tolist(),
             "policy_version": batch["next", "policy_version"].flatten().tolist(),

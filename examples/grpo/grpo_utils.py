@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -251,25 +252,50 @@ def make_logger(
         folder: of the run.
         state: of the logger of a run that goes on.
 
+    """
+    return get_logger(
+        cfg.logging.backend,
+        logger_name=str(folder / "logs"),
+        experiment_name=cfg.logging.experiment_name,
+        state_dict=state,
+        # The configuration is logged by log_hparams, in which TorchRL's own "env" does
+        # not replace the section.
+        wandb_kwargs={"project": cfg.logging.project},
+    )
+
+
+def check_logger(cfg: DictConfig) -> None:
+    """Checks that the logger's package is there, before servers are started.
+
     Raises:
-        ConfigurationError: if the logger's package is not installed.
+        ConfigurationError: if it is not installed.
     """
     backend = cfg.logging.backend
+    if backend not in ("tensorboard", "wandb"):
+        return
     try:
-        return get_logger(
-            backend,
-            logger_name=str(folder / "logs"),
-            experiment_name=cfg.logging.experiment_name,
-            state_dict=state,
-            # The configuration is logged by log_hparams, in which TorchRL's own "env"
-            # does not replace the section.
-            wandb_kwargs={"project": cfg.logging.project},
-        )
+        importlib.import_module(backend)
     except ImportError as error:
         raise ConfigurationError(
             f"logging.backend={backend!r} needs a package: {error}. Install it, or "
             f"give logging.backend=csv."
         ) from error
+
+
+def save_model(model: PreTrainedModel, policy: SGLangWrapper, folder: Path) -> None:
+    """Writes a model as transformers reads it, with the chat template of the policy.
+
+    Args:
+        model: what was trained.
+        policy: what has generated; its template is what the model was trained with.
+        folder: to write to.
+    """
+    model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    if policy.chat_template or policy.chat_template_name:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = policy.template
+        tokenizer.save_pretrained(folder)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from torchrl import logger as torchrl_logger
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+from torchrl.objectives.llm import MCAdvantage
 from tqdm import trange
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -36,6 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 from task import Problem, make_env, split_problems
 from torchrl_sglang import (
     AsyncSGLang,
+    GRPOLoss,
     SGLangLLMCollector,
     SGLangWeightSyncScheme,
     SGLangWrapper,

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 
 TOKENS = ("tokens", "full")
 PROMPT = ("tokens", "prompt")
@@ -78,6 +78,19 @@ def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
     return mask & (position >= (width - lengths + prompt).to(mask.device).unsqueeze(-1))
 
 
+def read_written(batch: TensorDictBase, mask: Tensor) -> Tensor:
+    """Returns the tokens of the loss that the policy wrote and nobody has masked.
+
+    Args:
+        batch: the batch; without assistant mask, all tokens of the loss are.
+        mask: ``(B, T)``, the tokens of the loss.
+    """
+    written = read(batch, ASSISTANT_MASK, padding_value=False)
+    if written is None or written.shape != mask.shape:
+        return mask
+    return mask & written.bool()
+
+
 def row_lengths(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Returns the length of each row of a column, ``(B,)``; None if it is missing."""
     value = batch.get(key, None, as_list=True)
@@ -113,6 +126,29 @@ def read_advantage(batch: TensorDictBase, key: NestedKey, shape: torch.Size) -> 
             f"{tuple(value.shape)}."
         )
     return flat.expand(shape)
+
+
+def check_finite(key: NestedKey, values: Tensor, mask: Tensor) -> None:
+    """Refuses numbers that are NaN or infinite, for tokens of the loss.
+
+    Args:
+        key: of the column, for the message.
+        values: ``(B, T)``, or ``(B, 1)`` for one per sequence.
+        mask: ``(B, T)``, the tokens of the loss.
+
+    Raises:
+        NotFiniteError: naming the column and the rows.
+    """
+    wrong = mask & ~values.isfinite()
+    if not wrong.any():
+        return
+    rows = wrong.any(-1).nonzero().flatten().tolist()
+    value = values.expand(mask.shape)[wrong][0].item()
+    raise NotFiniteError(
+        f"The column {key!r} is {value} in row {', '.join(map(str, rows[:8]))} of the "
+        f"batch ({len(rows)} of {len(mask)}), and one such number makes every weight "
+        f"NaN; leave these rows out, and look at what their rewards are made of."
+    )
 
 
 def read_versions(

@@ -20,6 +20,12 @@ from torchrl_sglang.objectives.metrics import (
 PREFIX = "rollout_corr/"
 """What verl's names of metrics begin with."""
 
+NOT_SCORED = (
+    "The batch has no token whose log-probs are known, although the policy wrote some, "
+    "so that nothing can be learnt from it; generate with "
+    "SGLangWrapper(..., return_log_probs=True)."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
@@ -37,6 +43,9 @@ class Sampled:
     """Integer: the weight version that wrote each token; negative if unknown."""
     version: int | None = None
     """Version of the trainer's weights at the start of the step."""
+    written: Tensor | None = None
+    """bool: the tokens that the policy wrote and that were not masked since; None if
+    these are the tokens of the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +73,7 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
         sampled: the batch.
 
     Raises:
-        ConfigurationError: if something is missing that a method needs, or every
-            log-prob is unknown.
+        ConfigurationError: if something is missing that a method needs.
 
     Examples:
         >>> sampled = Sampled(
@@ -143,7 +151,7 @@ def scale_advantage(
     keep = corrected.keep
     scaled = torch.where(keep, advantage * corrected.weights, 0)
     if aggregation == "prompt_mean":
-        return scaled * (keep.shape[0] / keep.any(-1).sum().clamp_min(1))
+        return scaled * keep.shape[0] / keep.any(-1).sum().clamp_min(1)
     return scaled
 
 
@@ -187,17 +195,33 @@ def _check_count(sampled: Sampled) -> None:
         )
 
 
+def check_scored(sampled: Sampled) -> None:
+    """Refuses a batch whose log-probs nobody has computed.
+
+    A batch in which every token was masked, as what is too old by
+    ``on_stale="mask"``, is none of these: it has nothing to train on.
+
+    Raises:
+        ConfigurationError: saying which log-probs.
+    """
+    written = sampled.mask if sampled.written is None else sampled.written
+    written = written & sampled.mask
+    scored = ~sampled.rollout.isnan()
+    if written.any() and not (written & scored).any():
+        raise ConfigurationError(NOT_SCORED)
+    scored = written & scored
+    train = sampled.train
+    if train is not None and scored.any() and train[scored].isnan().all():
+        raise ConfigurationError(
+            "Every log-prob of the trainer is NaN: its weights are not finite, or its "
+            "log-probs were not computed; go back to the last checkpoint that was good."
+        )
+
+
 def _known(sampled: Sampled) -> Tensor:
     """Returns the tokens of the loss whose log-probs are known."""
     known = sampled.mask & sampled.rollout.isfinite()
-    if sampled.train is not None:
-        known = known & sampled.train.isfinite()
-    if sampled.mask.any() and not known.any():
-        raise ConfigurationError(
-            "The batch has no token whose log-probs are known, so that nothing can be "
-            "learnt from it; generate with SGLangWrapper(..., return_log_probs=True)."
-        )
-    return known
+    return known if sampled.train is None else known & sampled.train.isfinite()
 
 
 def _old_policy(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,18 +18,22 @@ from torchrl_sglang.objectives.columns import (
     ATTENTION_MASK,
     POLICY_VERSIONS,
     TOKENS,
+    check_finite,
     read,
     read_mask,
     read_versions,
+    read_written,
 )
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.correct import (
+    NOT_SCORED,
     Corrected,
     Sampled,
     correct,
     scale_advantage,
 )
 from torchrl_sglang.objectives.formulas import masked_mean
+from torchrl_sglang.objectives.parts import Means, own_gradients
 
 
 class GRPOLoss(TorchRLGRPOLoss):
@@ -49,6 +54,12 @@ class GRPOLoss(TorchRLGRPOLoss):
     - the logits of a ragged batch are read where they are. TorchRL 0.14 picks them with
       a mask of their own shape, which with a vocabulary of 150,000 takes more memory
       and time than the model;
+    - with ``aggregation="prompt_mean"`` the penalties of the KL divergences are means
+      over sequences, too, and with ``"none"`` they are those of each token, so that all
+      losses are of one kind;
+    - :meth:`accumulate` has the gradient of a batch from parts of it;
+    - an advantage or a reference log-prob that is NaN or infinite is refused, where a
+      token of the loss has it;
     - ``correction`` applies a configuration of off-policy correction in every forward
       pass, with the log-probs that the loss computes anyway. Batches may be split, and
       used several times. :class:`.OffPolicyCorrection` is for the other configurations,
@@ -103,14 +114,34 @@ class GRPOLoss(TorchRLGRPOLoss):
         self.version_key = version_key
         self.consumer_version = consumer_version
         self._correction_metrics: dict[str, Tensor] = {}
+        # Of the last forward pass: tokens of the loss, before and after the correction.
+        self._tokens: Tensor | None = None
+        self._mask: Tensor | None = None
+        # Of the last forward pass: whether tokens were written, and have log-probs.
+        self._scored: tuple[Tensor, Tensor] | None = None
 
     @property
     def correction_metrics(self) -> dict[str, float]:
-        """Verl's metrics of the last batch; reading them waits for the device."""
+        """Verl's metrics of the last batch; reading them waits for the device.
+
+        After :meth:`accumulate` they are the means of its parts, by their tokens.
+        """
         return {name: value.item() for name, value in self._correction_metrics.items()}
 
     def forward(self, tensordict: TensorDictBase) -> Any:
-        """Returns the losses and metrics of a batch, in TorchRL's class of outputs."""
+        """Returns the losses and metrics of a batch, in TorchRL's class of outputs.
+
+        Raises:
+            ConfigurationError: if the batch lacks a column, or, with a correction, no
+                token that the policy wrote has a log-prob.
+            NotFiniteError: if an advantage or a reference log-prob of a token of the
+                loss is NaN or infinite.
+        """
+        output = self._forward(tensordict)
+        self._check_scored([self._scored])
+        return output
+
+    def _forward(self, tensordict: TensorDictBase) -> Any:
         batch = tensordict.copy()
         advantage = read(batch, self.tensor_keys.advantage, padding_value=0.0)
         if advantage is None or self.tensor_keys.action not in batch.keys(True):
@@ -127,6 +158,12 @@ class GRPOLoss(TorchRLGRPOLoss):
                 f"The advantage must have shape (B, 1, 1) or (B, T, 1), got "
                 f"{tuple(advantage.shape)}."
             )
+        if 1 < mask.shape[1] < advantage.shape[1]:
+            # Padded on the left for a batch that this one is a part of.
+            advantage = advantage[:, -mask.shape[1] :]
+        check_finite(self.tensor_keys.advantage, advantage.squeeze(-1), mask)
+        # Zero times NaN is NaN: also what no token of the loss has must be finite.
+        advantage = torch.where(mask.unsqueeze(-1), advantage, 0)
         if self.kl_mask_threshold is not None and self.kl_mask_threshold > 0:
             distance = 0.5 * log_weight.detach().squeeze(-1).square()
             mask = mask & (distance <= self.kl_mask_threshold)
@@ -141,11 +178,114 @@ class GRPOLoss(TorchRLGRPOLoss):
             advantage = scale_advantage(
                 advantage.squeeze(-1), corrected, aggregation
             ).unsqueeze(-1)
+        self._tokens, self._mask = dist.mask, mask
         output = self._policy_terms(log_weight, log_prob, advantage, mask, batch)
         output["kl_approx"] = masked_mean(kl_approx.detach().squeeze(-1), mask)
         output |= self._entropy_terms(dist, advantage, mask, batch)
-        output |= self._kl_terms(batch, dist, mask)
+        output |= self._kl_terms(batch, log_prob.squeeze(-1), mask)
         return self.output_type.from_tensordict(TensorDict(output))
+
+    def accumulate(self, parts: Iterable[TensorDictBase]) -> Any:
+        """Adds the gradient of a batch to the parameters, from parts of the batch.
+
+        The gradient is that of one pass over the whole batch, however it is cut: each
+        part counts by the tokens, or with ``aggregation="prompt_mean"`` the sequences,
+        that the correction leaves in the loss. It takes the place of ``backward()``;
+        the memory is that of the largest part. Gradients that are there already stay as
+        they are, and are added to.
+
+        A batch that :class:`.OffPolicyCorrection` has corrected may be cut, too.
+
+        Args:
+            parts: the batch, cut along its first dimension; read one after the other.
+
+        Returns:
+            Losses and metrics of the batch, in TorchRL's class of outputs, detached:
+            those of one pass, but for ``ESS``, which is the mean of the parts'.
+
+        Raises:
+            ConfigurationError: if ``aggregation="none"`` leaves the average to the
+                caller, the correction divides by a mean over the batch
+                (``rollout_is_batch_normalize``), or there is no part.
+
+        Examples:
+            >>> loss = GRPOLoss(actor, clip_epsilon=0.2)  # doctest: +SKIP
+            >>> for minibatch in buffer:  # doctest: +SKIP
+            ...     output = loss.accumulate(minibatch.split(4))
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+        """
+        self._check_can_be_cut()
+        means, scored = Means(), list[Any]()
+        with own_gradients(self.parameters()) as gradients:
+            for part in parts:
+                output = self._forward(part)
+                scored.append(self._scored)
+                losses = _fields(output, "loss_")
+                count = self._count()
+                value = torch.stack([each.sum() for each in losses.values()]).sum()
+                with torch.autocast(value.device.type, enabled=False):
+                    torch.autograd.backward(value * gradients.weigh(count))
+                assert self._tokens is not None
+                assert self._mask is not None
+                means.add(losses, count)
+                means.add(_fields(output), self._mask.sum())
+                means.add(self._correction_metrics, self._tokens.sum())
+        if not means:
+            raise ConfigurationError(
+                "accumulate() was given no part of a batch; give batch.split(size)."
+            )
+        self._check_scored(scored)
+        found = means.values()
+        self._correction_metrics = {
+            name: found.pop(name) for name in self._correction_metrics
+        }
+        return self.output_type.from_tensordict(TensorDict(found))
+
+    def _check_scored(self, parts: list[Any]) -> None:
+        """Refuses a batch of which no token that was written has a log-prob.
+
+        Without a correction, what another one has rejected has none, either.
+        """
+        if self.correction is None:
+            return
+        written, known = (torch.stack(each).any() for each in zip(*parts, strict=True))
+        if written and not known:
+            raise ConfigurationError(NOT_SCORED)
+
+    def _check_can_be_cut(self) -> None:
+        """Refuses what depends on how a batch is cut."""
+        if "none" in (self.aggregation, self.reduction):
+            raise ConfigurationError(
+                "aggregation='none' and reduction='none' leave the average over the "
+                "batch to the caller; choose aggregation='token_mean' or 'prompt_mean' "
+                "to accumulate gradients."
+            )
+        if self.correction is not None and self.correction.rollout_is_batch_normalize:
+            raise ConfigurationError(
+                "rollout_is_batch_normalize=True divides the weights by their mean "
+                "over the batch, which parts of it do not know; leave it out, or "
+                "correct the whole batch with OffPolicyCorrection."
+            )
+
+    def _count(self) -> Tensor:
+        """Returns what the losses of the last forward pass are means over."""
+        assert self._mask is not None
+        if self.aggregation != "prompt_mean":
+            return self._mask.sum()
+        # With a correction, sequences without a token left do not count.
+        rows = self._mask.any(-1)
+        return (rows if self.correction is not None else torch.ones_like(rows)).sum()
+
+    def _mean(self, value: Tensor, batch: TensorDictBase) -> Tensor:
+        """Returns a loss of each token, aggregated as the policy's."""
+        mask = self._mask
+        assert mask is not None
+        loss: Tensor = self._aggregate_loss_value(value, mask, batch)
+        if self.aggregation == "prompt_mean" and self.reduction != "none":
+            # TorchRL's mean is over all sequences.
+            loss = loss * mask.shape[0] / self._count().clamp_min(1)
+        return loss
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase) -> Any:
         """Returns log-probs of the tokens and their distribution."""
@@ -186,6 +326,8 @@ class GRPOLoss(TorchRLGRPOLoss):
         assert self.correction is not None
         rollout = read(batch, self.tensor_keys.sample_log_prob, padding_value=0.0)
         assert rollout is not None
+        written = read_written(batch, tokens)
+        self._scored = written.any(), (written & ~rollout.isnan()).any()
         versions = None
         if self.correction.needs_versions:
             versions = read_versions(batch, self.version_key, mask.shape)
@@ -241,11 +383,11 @@ class GRPOLoss(TorchRLGRPOLoss):
         loss = -self.entropy_coeff * entropy
         return {
             "entropy": masked_mean(entropy.detach().squeeze(-1), mask),
-            "loss_entropy": self._aggregate_loss_value(loss, mask, batch),
+            "loss_entropy": self._mean(loss, batch),
         }
 
     def _kl_terms(
-        self, batch: TensorDictBase, dist: Any, mask: Tensor
+        self, batch: TensorDictBase, log_prob: Tensor, mask: Tensor
     ) -> dict[str, Tensor]:
         """Returns the divergences from reference and inference policy."""
         wanted = {}
@@ -256,14 +398,45 @@ class GRPOLoss(TorchRLGRPOLoss):
             wanted["kl_to_inference"] = (key, self.kl_to_inference_coeff)
         output = {}
         for name, (key, coeff) in wanted.items():
-            loss, value = self._kl_to_ref(
-                batch, key=key, coeff=coeff, mask=mask, dist=dist
-            )
-            # TorchRL's is zero where it is masked, and divided by all positions.
-            share = mask.numel() / mask.sum().clamp_min(1)
-            output[f"loss_{name}"] = loss * share
-            output[name] = value.detach() * share
+            other = self._read_log_probs(batch, key, mask)
+            difference = torch.where(mask, other - log_prob, 0)
+            divergence = difference.expm1() - difference
+            output[f"loss_{name}"] = coeff * self._mean(divergence.unsqueeze(-1), batch)
+            output[name] = masked_mean(divergence.detach(), mask)
         return output
+
+    def _read_log_probs(
+        self, batch: TensorDictBase, key: NestedKey, mask: Tensor
+    ) -> Tensor:
+        """Returns log-probs of another policy, ``(B, T)``."""
+        value = batch.get(
+            key,
+            None,
+            as_padded_tensor=True,
+            padding_side=self.ref_log_prob_padding_side,
+            padding_value=self.ref_log_prob_padding_value,
+        )
+        if value is None:
+            raise ConfigurationError(
+                f"The batch has no log-probs {key!r}, which the divergence is to; "
+                f"compute them first, for instance with TorchRL's RetrieveLogProb."
+            )
+        value = value.squeeze(-1) if value.ndim == mask.ndim + 1 else value
+        if value.shape != mask.shape:
+            raise ConfigurationError(
+                f"The log-probs {key!r} have shape {tuple(value.shape)}, those of the "
+                f"policy {tuple(mask.shape)}: they are not of the same tokens."
+            )
+        check_finite(key, value, mask)
+        return torch.where(mask, value, 0)
+
+
+def _fields(output: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Returns the losses of an output, or without a prefix its metrics."""
+    found = output.to_tensordict(retain_none=False).items()
+    return {
+        name: value for name, value in found if name.startswith("loss_") is bool(prefix)
+    }
 
 
 class CISPOLoss(GRPOLoss, TorchRLCISPOLoss):

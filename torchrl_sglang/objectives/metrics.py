@@ -14,9 +14,7 @@ from torchrl_sglang.objectives.config import Rejection
 from torchrl_sglang.objectives.formulas import (
     SAFETY_BOUND,
     Level,
-    masked_max,
     masked_mean,
-    masked_min,
     masked_sum,
 )
 
@@ -33,7 +31,7 @@ def mismatch_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, 
     Args:
         train: log-probs of the trainer's policy, ``(B, T)``.
         rollout: log-probs of the policy that sampled, ``(B, T)``.
-        mask: bool ``(B, T)``, with at least one token.
+        mask: bool ``(B, T)``; without a token every metric is finite.
 
     Examples:
         >>> train, rollout = torch.tensor([[-1.0, -9.0]]), torch.tensor([[-2.0, -9.0]])
@@ -57,8 +55,8 @@ def mismatch_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, 
         "k3_kl": masked_mean(limited.expm1() - limited, mask),
         "log_ppl_diff": masked_mean(difference, rows),
         "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
-        "log_ppl_diff_max": masked_max(difference, rows),
-        "log_ppl_diff_min": masked_min(difference, rows),
+        "log_ppl_diff_max": _max(difference, rows),
+        "log_ppl_diff_min": _min(difference, rows),
         "ppl_ratio": masked_mean(difference.exp(), rows),
         "chi2_token": masked_mean((2 * limited).exp(), mask) - 1,
         "chi2_seq": masked_mean((2 * total).exp(), rows) - 1,
@@ -86,7 +84,7 @@ def weight_metrics(
     Args:
         raw: weights before truncation, ``(B, T)``.
         weights: weights after truncation, ``(B, T)``.
-        mask: bool ``(B, T)``, with at least one token.
+        mask: bool ``(B, T)``; without a token every metric is finite.
         level: ``"token"`` or ``"sequence"``.
         bounds: lower bound, or None, and upper bound.
 
@@ -111,17 +109,17 @@ def weight_metrics(
     return {
         "rollout_is_mean": mean,
         "rollout_is_std": (square - mean.square()).clamp_min(0).sqrt(),
-        "rollout_is_max": masked_max(shown, mask),
-        "rollout_is_min": masked_min(shown, mask),
+        "rollout_is_max": _max(shown, mask),
+        "rollout_is_min": _min(shown, mask),
         "rollout_is_eff_sample_size": mean.square() / square.clamp_min(1e-16),
         "rollout_is_oob_ratio": masked_mean((raw != weights).to(raw.dtype), mask),
         "rollout_is_ratio_fraction_high": _share(values > upper, counted),
         "rollout_is_ratio_fraction_low": _share(values < lower, counted),
         "rollout_is_seq_mean": masked_mean(sequence, rows),
         "rollout_is_seq_std": _std(sequence, rows),
-        "rollout_is_seq_max": masked_max(sequence, rows),
-        "rollout_is_seq_min": masked_min(sequence, rows),
-        "rollout_is_seq_max_deviation": masked_max((sequence - 1).abs(), rows),
+        "rollout_is_seq_max": _max(sequence, rows),
+        "rollout_is_seq_min": _min(sequence, rows),
+        "rollout_is_seq_max_deviation": _max((sequence - 1).abs(), rows),
         "rollout_is_seq_fraction_high": _share(raw_sequence > upper, rows),
         "rollout_is_seq_fraction_low": _share(raw_sequence < lower, rows),
     }
@@ -140,7 +138,7 @@ def rejection_metrics(
         rejection: the criterion.
         log_ratio: ``(B, T)``.
         keep: bool ``(B, T)``: the tokens that it keeps.
-        mask: bool ``(B, T)``, with at least one token.
+        mask: bool ``(B, T)``; without a token every metric is finite.
     """
     values = formulas.rejection_statistic(
         log_ratio, mask, rejection.aggregate, rejection.estimator
@@ -152,8 +150,8 @@ def rejection_metrics(
     prefix = f"rollout_rs_{rejection.name}"
     return {
         f"{prefix}_mean": masked_mean(values.expand_as(counted), counted),
-        f"{prefix}_max": masked_max(values, counted),
-        f"{prefix}_min": masked_min(values, counted),
+        f"{prefix}_max": _max(values, counted),
+        f"{prefix}_min": _min(values, counted),
         **dropped_metrics(prefix, keep, mask),
     }
 
@@ -176,6 +174,16 @@ def dropped_metrics(prefix: str, keep: Tensor, mask: Tensor) -> dict[str, Tensor
 def _share(values: Tensor, mask: Tensor) -> Tensor:
     """Share of the mask for which a condition holds."""
     return masked_mean(values.float(), mask)
+
+
+def _max(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest value of the mask; zero where it is empty."""
+    return torch.where(mask.any(), formulas.masked_max(values, mask), 0)
+
+
+def _min(values: Tensor, mask: Tensor) -> Tensor:
+    """Smallest value of the mask; zero where it is empty."""
+    return -_max(-values, mask)
 
 
 def _std(values: Tensor, mask: Tensor) -> Tensor:

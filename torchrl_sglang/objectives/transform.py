@@ -13,16 +13,19 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import (
     POLICY_VERSIONS,
     TOKENS,
+    check_finite,
     read,
     read_advantage,
     read_mask,
     read_versions,
+    read_written,
     write_rows,
 )
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.correct import (
     Corrected,
     Sampled,
+    check_scored,
     correct,
     scale_advantage,
 )
@@ -47,11 +50,13 @@ class OffPolicyCorrection(Transform):
     - with ``aggregation="prompt_mean"``, sequences without a token left do not count,
       as in verl, although the loss divides by all: the advantage makes up for it.
 
-    The batch that goes in is not changed. Correct the batch of one loss, not a larger
-    one that is split afterwards: denominators are those of the batch. ``metrics`` has
-    verl's metrics of the last batch.
+    The batch that goes in is not changed. Correct the batch of one optimizer step, not
+    a larger one: denominators are those of the batch; :meth:`.GRPOLoss.accumulate`
+    takes parts of what was corrected. ``metrics`` has verl's metrics of the last batch.
 
-    Log-probs that are NaN or infinite are unknown; these tokens are left out.
+    Log-probs that are NaN or infinite are unknown; these tokens are left out. A batch
+    in which every token was masked since it was written, as what is too old by
+    ``on_stale="mask"``, has zero weight.
 
     Args:
         config: a :class:`.RolloutCorrectionConfig`, or the name of one of its presets.
@@ -79,8 +84,9 @@ class OffPolicyCorrection(Transform):
             ``StalenessAwareSampler``. Defaults to None.
 
     Raises:
-        ConfigurationError: if the configuration is not valid, or a batch lacks a column
-            that a method needs.
+        ConfigurationError: if the configuration is not valid, a batch lacks a column
+            that a method needs, or no token that the policy wrote has a log-prob.
+        NotFiniteError: if the advantage of a token of the loss is NaN or infinite.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -158,6 +164,7 @@ class OffPolicyCorrection(Transform):
             )
         with torch.no_grad():
             sampled = self._read(tensordict)
+            check_scored(sampled)
             corrected = correct(self.config, sampled)
             self._metrics = corrected.metrics
             return self._write(tensordict, sampled, corrected)
@@ -179,13 +186,16 @@ class OffPolicyCorrection(Transform):
         versions = None
         if self.config.needs_versions:
             versions = read_versions(batch, self.version_key, shape)
+        advantage = read_advantage(batch, self.advantage_key, shape)
+        check_finite(self.advantage_key, advantage, mask & rollout.isfinite())
         return Sampled(
             rollout=rollout,
             mask=mask,
-            advantage=read_advantage(batch, self.advantage_key, shape),
+            advantage=advantage,
             train=train,
             versions=versions,
             version=self.consumer_version,
+            written=read_written(batch, mask),
         )
 
     def _train_log_probs(

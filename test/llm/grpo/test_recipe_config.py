@@ -146,16 +146,30 @@ def test_results_of_an_earlier_run(compose, tmp_path):
     from grpo_checkpoint import Checkpoints
 
     cfg = compose("sync")
-    for name in ("rollouts.jsonl", "model", "logs"):
+    for name in ("config.yaml", "rollouts.jsonl", "model"):
         folder = tmp_path / f"with_{name}"
         checkpoints = Checkpoints(folder / "checkpoints", keep=1)
         cfg.train.resume = False
         assert checkpoints.load(cfg) is None
-        (folder / name).mkdir()
+        (folder / name).write_text("x")
         with pytest.raises(ConfigurationError, match=f"{name} is of an earlier run"):
             checkpoints.load(cfg)
         cfg.train.resume = True
         assert checkpoints.load(cfg) is None
+
+
+def test_a_run_that_never_trained_does_not_block_the_next(compose, tmp_path):
+    from grpo_checkpoint import Checkpoints
+
+    # What a run leaves that ended before its first step, or while it saved.
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "accuracy.csv").write_text("0,0.5\n")
+    (tmp_path / "rollouts.jsonl").touch()
+    (tmp_path / "checkpoints").mkdir()
+    partial = tmp_path / "checkpoints" / "step_00000001.partial"
+    partial.write_text("half of it")
+    assert Checkpoints(tmp_path / "checkpoints", keep=1).load(compose("sync")) is None
+    assert not partial.exists()
 
 
 def test_what_bounds_a_run():
@@ -269,11 +283,63 @@ def test_ray_does_not_know_of_the_trainer():
         check_gpus([server(True, "1", "2")], ["0", "1"])
 
 
-def test_a_logger_that_is_not_installed(compose, tmp_path):
-    import grpo_utils
+def missing(monkeypatch, module):
+    """Makes a module one that cannot be imported."""
+    monkeypatch.setitem(sys.modules, module, None)
 
-    pytest.importorskip("torchrl.record.loggers")
-    if "wandb" in sys.modules:
-        pytest.skip("wandb is installed.")
-    with pytest.raises(ConfigurationError, match="logging.backend=csv"):
-        grpo_utils.make_logger(compose("sync", "logging.backend=wandb"), tmp_path)
+
+@pytest.mark.parametrize("backend", ["wandb", "tensorboard"])
+def test_a_logger_that_is_not_installed(compose, monkeypatch, backend):
+    import grpo_train
+
+    missing(monkeypatch, backend)
+
+    def start(*args):
+        raise AssertionError("Servers were started.")
+
+    monkeypatch.setattr(grpo_train, "get_inference_model", start)
+    cfg = compose("sync", f"logging.backend={backend}")
+    # The second time as the first one.
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="logging.backend=csv"):
+            grpo_train.train(cfg)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("optimizer.name=Adamw", "did you mean 'AdamW'"),
+        ("optimizer.scheduler=cosin", "optimizer.scheduler='cosin' is no schedule"),
+        ("optimizer.scheduler=reduce_lr_on_plateau", "needs a metric in each step"),
+        ("train.correction=decoupled_tokn_is", "is no preset"),
+    ],
+)
+def test_what_the_learner_lacks_is_found_before_servers_start(
+    compose, monkeypatch, argument, message
+):
+    import grpo_train
+
+    monkeypatch.setattr(grpo_train, "get_inference_model", None)
+    with pytest.raises(ConfigurationError, match=message):
+        grpo_train.train(compose("sync", argument))
+
+
+def test_the_chat_template_of_the_run_is_saved(tiny_model_path, tmp_path):
+    from types import SimpleNamespace
+
+    from transformers import AutoTokenizer
+
+    from grpo_utils import get_tokenizer, save_model
+
+    def saved(name, **template):
+        model = SimpleNamespace(save_pretrained=lambda folder: None)
+        tokenizer = get_tokenizer(tiny_model_path)
+        policy = SimpleNamespace(tokenizer=tokenizer, **template)
+        save_model(model, policy, tmp_path / name)
+        assert tokenizer.chat_template == own
+        return AutoTokenizer.from_pretrained(tmp_path / name).chat_template
+
+    own = get_tokenizer(tiny_model_path).chat_template
+    given = {"template": "{{ messages }}", "chat_template_name": None}
+    assert saved("other", chat_template="{{ messages }}", **given) == "{{ messages }}"
+    assert saved("own", chat_template=None, **given) == own

@@ -34,6 +34,11 @@ def test_other_files(data, compose, tmp_path):
         {"query": "How much?", "answer": "1042", "index": 0}
     ]
     assert data.load_problems(cfg, "test") == []
+    # Line ends within texts, as other languages' JSON writes them.
+    separators = {"question": "a\u2028b\u2029c\x85d", "answer": "x #### 1"}
+    path.write_text(json.dumps(separators, ensure_ascii=False) + "\r\n\n", "utf-8")
+    (problem,) = data.load_problems(cfg, "train")
+    assert problem["query"] == separators["question"]
     path.write_text(json.dumps({"question": "How much?", "answer": "42"}))
     with pytest.raises(ConfigurationError, match="ends with '#### '"):
         data.load_problems(cfg, "train")

@@ -37,7 +37,9 @@ def grpo_train():
 
 def read_rollouts(folder):
     text = (folder / "rollouts.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert all(isinstance(row["prompt"], str) for row in rows)
+    return rows
 
 
 def read_scalar(folder, name):
@@ -87,7 +89,7 @@ def test_a_synchronous_run_that_goes_on(
     assert len({row["index"] for row in rows}) == 16
     other = cfg.copy()
     other.env.repeats = 2
-    with pytest.raises(ConfigurationError, match="was saved with env="):
+    with pytest.raises(ConfigurationError, match=r"saved with env\.repeats=4"):
         grpo_train.train(other)
 
 
