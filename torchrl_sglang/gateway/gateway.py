@@ -395,7 +395,7 @@ class Gateway:
 
     def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt. For the HTTP routes."""
-        return len(self._prompt(session, request).token_ids)
+        return self._prompt(session, request).num_tokens
 
     def token_text(self, token: int) -> str:
         """Returns the text of a token. For the HTTP routes."""

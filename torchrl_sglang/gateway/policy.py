@@ -136,7 +136,7 @@ class Policy:
         text = self._template.decode(ids[:-1] if ended else ids)
         said = without_stop(text, completion.matched_stop)
         message: dict[str, Any] = {"role": "assistant", "content": said}
-        if prompt.text is None:
+        if prompt.new_text is None:
             message |= await self._parse(said, prompt.setting.tools)
         return Reply(completion=completion, text=text, message=message, ended=ended)
 

@@ -308,7 +308,7 @@ async def _events(
 def _usage(turns: list[Turn]) -> Usage:
     first = turns[0]
     return Usage(
-        prompt=len(first.prompt.token_ids),
+        prompt=first.prompt.num_tokens,
         cached=first.completion.cached_tokens,
         response=sum(len(turn.completion.token_ids) for turn in turns),
     )

@@ -19,7 +19,7 @@ from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.template import Setting
 from torchrl_sglang.types import Completion, VersionSpan
 
-FORMAT = 1
+FORMAT = 2
 """Version of the tables below; a change of them is another one."""
 
 APPLICATION = 0x54524C47
@@ -214,16 +214,12 @@ class Store:
 
 def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
     prompt, done = turn.prompt, turn.completion
-    messages, prompt_ids = list(prompt.messages), prompt.token_ids
-    if prompt.parent is not None:
-        parent = session.turns[prompt.parent]
-        prompt_ids = prompt_ids[len(parent.token_ids) :]
-        if prompt.text is None:
-            messages = messages[len(parent.prompt.messages) + 1 :]
+    origin = prompt.origin
+    shared = origin is not None and origin.prompt.setting is prompt.setting
     content = {
-        "messages": messages,
-        "setting": _as_dict(prompt.setting),
-        "prompt_text": prompt.text,
+        "messages": list(prompt.new_messages),
+        "setting": None if shared else _as_dict(prompt.setting),
+        "prompt_text": prompt.new_text,
         "parent": prompt.parent,
         "completion": {name: getattr(done, name) for name in _COMPLETION},
         "text": turn.text,
@@ -236,7 +232,7 @@ def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
         turn.number,
         json.dumps(content, default=_as_dict),
         turn.reward,
-        array(_TOKENS, prompt_ids).tobytes(),
+        array(_TOKENS, prompt.new_token_ids).tobytes(),
         array(_TOKENS, done.token_ids).tobytes(),
         None if done.log_probs is None else array(_VALUES, done.log_probs).tobytes(),
     )
@@ -249,23 +245,21 @@ def _as_dict(value: Any) -> dict[str, Any]:
 def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
     content, reward, prompt_ids, token_ids, log_probs = row
     known = json.loads(content)
-    messages, ids = known["messages"], _from_blob(_TOKENS, prompt_ids)
-    if known["parent"] is not None:
-        parent = session.turns[known["parent"]]
-        ids = [*parent.token_ids, *ids]
-        if known["prompt_text"] is None:
-            messages = [*parent.prompt.messages, parent.reply, *messages]
+    origin = None if known["parent"] is None else session.turn(known["parent"])
+    setting = known["setting"]
+    if setting is None and origin is not None:
+        setting = _as_dict(origin.prompt.setting)
     done = known["completion"]
     done["versions"] = tuple(VersionSpan(**span) for span in done["versions"])
     values = None if log_probs is None else _from_blob(_VALUES, log_probs)
     return Turn(
         number=number,
         prompt=Prompt(
-            messages=messages,
-            setting=Setting(**known["setting"]),
-            token_ids=ids,
-            text=known["prompt_text"],
-            parent=known["parent"],
+            setting=Setting(**setting),
+            new_messages=known["messages"],
+            new_token_ids=_from_blob(_TOKENS, prompt_ids),
+            new_text=known["prompt_text"],
+            origin=origin,
         ),
         completion=Completion(
             token_ids=_from_blob(_TOKENS, token_ids), log_probs=values, **done

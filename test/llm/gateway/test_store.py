@@ -39,15 +39,12 @@ time.sleep(600)
 """
 
 
-def make_turn(number=0, parent=None, *, before=None, **changes):
+def make_turn(number=0, origin=None, **changes):
     prompt = Prompt(
-        messages=[
-            *(before or ()),
-            {"role": "user", "content": "grüß \ud800 \U0001f600"},
-        ],
         setting=Setting(tools=[{"type": "function"}], template_kwargs={"a": [1]}),
-        token_ids=[1, 2, 3, *range(10 * number)],
-        parent=parent,
+        new_messages=[{"role": "user", "content": "grüß \ud800 \U0001f600"}],
+        new_token_ids=[1, 2, 3, *range(10 * number)],
+        origin=origin,
     )
     values = {
         "token_ids": [4, 5],
@@ -97,9 +94,14 @@ def test_a_session_is_read_back_as_it_was(tmp_path):
     session = Session("a", key="k", group="g")
     session.add(make_turn())
     first = session.turns[0]
-    session.add(make_turn(1, 0, before=[*first.prompt.messages, first.reply]))
+    session.add(make_turn(1, first))
     session.add(make_turn(2, log_probs=None, top_token_ids=None, top_log_probs=None))
-    text = Prompt(messages=[], setting=Setting(tools=[]), token_ids=[1], text="tell")
+    text = Prompt(
+        setting=Setting(tools=[]),
+        new_messages=[],
+        new_token_ids=[1],
+        new_text="tell",
+    )
     session.add(
         Turn(
             number=3,
@@ -110,7 +112,6 @@ def test_a_session_is_read_back_as_it_was(tmp_path):
             ended=False,
         )
     )
-    session.turns[1].prompt.token_ids[:5] = first.token_ids
     session.reward = -0.5
     store.save_session(session)
     for turn in session.turns:
@@ -228,7 +229,7 @@ def damage(path, statement):
 @pytest.mark.parametrize(
     ("statement", "problem"),
     [
-        ("pragma user_version = 2", "its format is version 2"),
+        ("pragma user_version = 1", "its format is version 1"),
         ("pragma application_id = 7", "something else"),
         ("update turns set content = '{'", "Expecting"),
         ("update turns set token_ids = x'00'", "bytes length"),
