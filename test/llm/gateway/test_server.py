@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ from contextlib import contextmanager
 import aiohttp
 import pytest
 import requests
+from yarl import URL
 
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import ConfigurationError, GatewayError
+from torchrl_sglang.gateway import server
 from torchrl_sglang.gateway.anthropic import read_count
 from torchrl_sglang.gateway.gateway import Gateway
 
@@ -146,7 +149,8 @@ def test_sessions_are_made_rewarded_and_dropped_over_http(gateway):
     refused = requests.post(url, json={"name": "a/b"}, headers=own, timeout=30)
     assert refused.status_code == 400
     assert requests.delete(f"{url}/a", headers=key, timeout=30).status_code == 200
-    assert requests.get(f"{url}/a", headers=own, timeout=30).status_code == 404
+    assert requests.get(f"{url}/a", headers=own, timeout=30).status_code == 410
+    assert requests.get(f"{url}/b", headers=own, timeout=30).status_code == 404
     assert gateway.sessions == []
 
 
@@ -165,34 +169,37 @@ def test_limits_of_sessions(fake_engine):
         fake_engine, max_sessions=2, max_turns=2, session_seconds=60
     ) as gateway:
         session = gateway.session()
-        assert [post(session).status_code for _ in range(3)] == [200, 200, 429]
+        assert [post(session).status_code for _ in range(3)] == [200, 200, 403]
         answer = post(session)
         assert "max_turns=2" in answer.json()["error"]["message"]
-        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        assert answer.json()["error"]["type"] == "permission_error"
         assert answer.headers["x-should-retry"] == "false"
         anthropic = post(session, "/v1/messages").json()
-        assert anthropic["error"]["type"] == "rate_limit_error"
+        assert anthropic["error"]["type"] == "permission_error"
         gateway.session()
         with pytest.raises(GatewayError, match="max_sessions"):
             gateway.session()
+        # This limit goes away when others are dropped.
         session.url = f"{gateway.url}/sessions/third"
-        assert post(session).status_code == 429
+        answer = post(session, key=gateway.api_key)
+        assert answer.status_code == 429
+        assert "x-should-retry" not in answer.headers
 
 
 def test_requests_at_a_time_share_the_limit_of_turns(fake_engine):
     with Gateway(fake_engine, max_turns=3) as gateway:
         session = gateway.session()
-        assert post(session, n=4).status_code == 429
+        assert post(session, n=4).status_code == 403
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: post(session), range(8)))
-        assert sorted(a.status_code for a in answers) == [200] * 3 + [429] * 5
+        assert sorted(a.status_code for a in answers) == [200] * 3 + [403] * 5
         assert len(session.turns) == 3
 
 
 def test_limits_of_tokens_and_time(fake_engine):
     with Gateway(fake_engine, max_tokens=6) as gateway:
         session = gateway.session()
-        assert [post(session).status_code for _ in range(3)] == [200, 200, 429]
+        assert [post(session).status_code for _ in range(3)] == [200, 200, 403]
         # The last response was cut to what was left.
         assert session.num_tokens == 6
     with Gateway(fake_engine, session_seconds=0.001) as gateway:
@@ -263,9 +270,9 @@ def test_an_error_within_a_stream(fake, fake_engine, path):
     assert "no answer" in json.loads(data.removeprefix("data: "))["error"]["message"]
 
 
-@pytest.mark.parametrize("headers", [RETRY, {"Idempotency-Key": "7"}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_repeated_request_is_answered_once(fake, session, headers, stream):
+def test_a_named_request_is_answered_once(fake, session, stream):
+    headers = {"Idempotency-Key": "7"}
     first = post(session, headers=headers, stream=stream)
     again = post(session, headers=headers, stream=stream)
     assert len(session.turns) == len(fake.payloads()) == 1
@@ -273,6 +280,63 @@ def test_a_repeated_request_is_answered_once(fake, session, headers, stream):
     # Another content is no repetition, whatever the header says, nor another session.
     assert post(session, headers=headers, max_tokens=3).status_code == 200
     assert len(session.turns) == 2
+
+
+@contextmanager
+def hanging_up(session, **body):
+    """A client that has sent a request, and hangs up without reading."""
+    url = URL(session.url)
+    given = {"model": "m", "max_tokens": 4, "messages": HELLO, **body}
+    content = json.dumps(given).encode()
+    head = (
+        f"POST {url.path}/v1/chat/completions HTTP/1.1\r\nHost: {url.authority}\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+        connection.sendall(head.encode() + content)
+        yield
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_no_client_saw_is_not_kept(
+    fake_engine, monkeypatch, tmp_path, stream, kept
+):
+    """A client that hangs up when its answer is complete, but not sent."""
+    path = tmp_path / "sessions" if kept else None
+    complete, goes_on, usage = threading.Event(), threading.Event(), server._usage
+
+    def slow_usage(turns):
+        complete.set()
+        assert goes_on.wait(30)
+        return usage(turns)
+
+    monkeypatch.setattr(server, "_usage", slow_usage)
+    with Gateway(fake_engine, path=path) as gateway:
+        session = gateway.session("a")
+        with hanging_up(session, stream=stream):
+            assert complete.wait(30)
+            assert len(session.turns) == 1
+        goes_on.set()
+        post(session, messages=[{"role": "user", "content": "other"}])
+        assert [turn.number for turn in session.turns] == [1]
+        # Its repetition gets it, and once only.
+        post(session, headers=RETRY, stream=stream)
+        assert [turn.number for turn in session.turns] == [0, 1]
+        post(session, headers=RETRY, stream=stream)
+        assert [turn.number for turn in session.turns] == [0, 1, 2]
+        gateway.set_reward(session, 0.5, turn=0)
+    if kept:
+        (read,) = Gateway(fake_engine, path=path).sessions
+        assert [turn.reward for turn in read.turns] == [0.5, None, None]
+
+
+def test_a_retry_does_not_get_the_answer_of_an_equal_request(fake, session):
+    """Its first attempt never arrived, as where a connection fails."""
+    first = post(session)
+    again = post(session, headers=RETRY)
+    assert len(session.turns) == len(fake.payloads()) == 2
+    assert first.json()["id"] != again.json()["id"]
 
 
 def test_the_same_request_asks_for_another_response(session):
@@ -617,7 +681,8 @@ def test_a_session_that_is_dropped_while_it_generates(fake, fake_engine, tmp_pat
         fake.wait_for("/generate", 1)
         gateway.drop(session)
         run_sync(fake_engine.control.resume())
-        assert asked.result().status_code == 200
+        assert asked.result().status_code == 410
+        assert session.turns == []
     assert Gateway(fake_engine, path=path).sessions == []
 
 
