@@ -495,11 +495,11 @@ def _failure(request: web.Request, error: Exception) -> tuple[int, dict[str, Any
         torchrl_logger.error("The gateway failed.", exc_info=error)
         status, message = 500, f"{type(error).__name__}: {error}"
     kind, code = _KINDS.get(status, ("api_error", None))
-    too_long = isinstance(error, PromptTooLongError)
-    if "/v1/messages" in request.path:
-        if too_long:
-            message = anthropic.too_long(error.tokens, error.longest)
-        return status, anthropic.error(message, kind=kind)
-    if too_long:
+    is_anthropic = "/v1/messages" in request.path
+    if isinstance(error, PromptTooLongError):
         code = "context_length_exceeded"
+        if is_anthropic:
+            message = anthropic.too_long(error.tokens, error.longest)
+    if is_anthropic:
+        return status, anthropic.error(message, kind=kind)
     return status, openai.error(message, kind=kind, code=code)
