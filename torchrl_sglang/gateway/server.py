@@ -38,13 +38,6 @@ NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
 FINAL = frozenset({403, 410})
 """What clients need not ask again."""
 
-ROUTES = (
-    "there are POST /v1/chat/completions, /v1/completions, /v1/messages and "
-    "/v1/messages/count_tokens, and GET /v1/models, also behind /sessions/NAME; "
-    "POST /sessions; GET and DELETE /sessions/NAME, and POST /sessions/NAME/reward; "
-    "GET /health"
-)
-
 DRAIN_SECONDS = 0.01
 """How often it is asked whether a slow client has taken its answer."""
 
@@ -483,12 +476,25 @@ _KINDS = {
 }
 
 
+def _routes(app: web.Application) -> str:
+    """Returns what there is, without what is there for each session, too."""
+    found = (
+        f"{route.method} {route.resource.canonical}"
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    )
+    return ", ".join(each for each in found if "}/v1/" not in each)
+
+
 def _failure(request: web.Request, error: Exception) -> tuple[int, dict[str, Any]]:
     """Returns the status and the content of an error, in the client's dialect."""
     if isinstance(error, web.HTTPException):
         status, message = error.status, error.reason
         if status in (NOT_FOUND, METHOD_NOT_ALLOWED):
-            message = f"There is no {request.method} {request.path!r}; {ROUTES}."
+            message = (
+                f"There is no {request.method} {request.path!r}; there are "
+                f"{_routes(request.app)}, and each /v1/... behind /sessions/NAME."
+            )
     elif isinstance(error, SGLangError):
         status, message = _status(error), str(error)
     else:
