@@ -5,6 +5,8 @@ Source: the Anthropic API reference, "Messages" and "Streaming Messages".
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -156,7 +158,8 @@ def _tools(tools: Any, choice: Any) -> list[Mapping[str, Any]]:
         return []
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ConfigurationError(f"tools={tools!r:.200} must be a list.")
-    if kind not in (None, "auto") or choice.get("disable_parallel_tool_use"):
+    alone = tools and choice.get("disable_parallel_tool_use")
+    if kind not in (None, "auto") or alone:
         raise ConfigurationError(
             f"tool_choice={dict(choice)!r} is not supported: responses are sampled "
             f"freely; give auto or none."
@@ -244,7 +247,16 @@ class Writer:
 
 def _blocks(said: Message) -> Iterator[dict[str, Any]]:
     if reasoning := said.get("reasoning_content"):
-        yield {"type": "thinking", "thinking": reasoning, "signature": ""}
+        signature = base64.b64encode(
+            hashlib.blake2b(reasoning.encode(errors="replace")).digest()
+        )
+        yield {
+            "type": "thinking",
+            "thinking": reasoning,
+            # Clients drop or rewrite blocks without one. What comes back is compared
+            # with what was recorded, so it proves nothing here.
+            "signature": signature.decode(),
+        }
     calls = said.get("tool_calls", ())
     if said["content"] or not calls:
         yield {"type": "text", "text": said["content"]}
@@ -263,8 +275,9 @@ def _as_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
     if block["type"] == "text":
         return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":
+        signature = {"type": "signature_delta", "signature": block["signature"]}
         delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-        return {**block, "thinking": ""}, [delta]
+        return {**block, "thinking": "", "signature": ""}, [delta, signature]
     text = json.dumps(block["input"])
     delta = {"type": "input_json_delta", "partial_json": text}
     return {**block, "input": {}}, [delta]
@@ -289,6 +302,11 @@ def _usage(usage: Usage, response: int) -> dict[str, Any]:
 def error(message: str, *, kind: str) -> dict[str, Any]:
     """Returns the content of an error."""
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def too_long(tokens: int, longest: int) -> str:
+    """Returns that a prompt is too long, in the words that clients search for."""
+    return f"prompt is too long: {tokens} tokens > {longest} maximum"
 
 
 def _event(kind: str, **content: Any) -> bytes:

@@ -39,7 +39,7 @@ def to_rows(sessions: Iterable[Session]) -> list[TensorDict]:
 
 def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDict:
     ids = trajectory.token_ids
-    length = len(trajectory.turns[0].prompt.token_ids)
+    length = trajectory.turns[0].prompt.num_tokens
     mask = torch.zeros(len(ids), dtype=torch.bool)
     values = torch.full((len(ids),), math.nan)
     versions = torch.full((len(ids),), NO_VERSION, dtype=torch.int64)

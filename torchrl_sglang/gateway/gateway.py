@@ -6,6 +6,7 @@ import asyncio
 import re
 import secrets
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agents import Agent, run_agents
 from torchrl_sglang.gateway.export import to_rows
 from torchrl_sglang.gateway.openai import Request
-from torchrl_sglang.gateway.policy import Policy
+from torchrl_sglang.gateway.policy import Policy, Reply, Sampling
 from torchrl_sglang.gateway.server import make_app
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.store import Store
@@ -39,6 +40,9 @@ from torchrl_sglang.gateway.template import ChatTemplate
 
 STOP_SECONDS = 10.0
 START_SECONDS = 30.0
+
+DROPPED = 10_000
+"""Latest sessions that are known to have been dropped."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -67,8 +71,10 @@ class Gateway:
         tool_call_parser: SGLang's name of the model's format of tool calls, such as
             ``"qwen25"``. Defaults to None: tool calls stay text.
         reasoning_parser: the same for reasoning, such as ``"qwen3"``. Defaults to None.
-        host: address to listen on. Defaults to ``"127.0.0.1"``, where a session's path
-            opens it; any other address needs ``api_key``, and each request a key.
+        host: address to listen on. Defaults to ``"127.0.0.1"``, where the path of a
+            session that there is opens it to programs of this machine, not to web
+            pages of other hosts; any other address needs ``api_key``, and each request
+            a key.
         port: defaults to 0, a free one.
         api_key: opens all sessions, and makes new ones over HTTP. Defaults to a random
             one.
@@ -85,7 +91,8 @@ class Gateway:
         session_seconds: how long a session takes turns. Defaults to None, no limit.
         path: an SQLite file that sessions are kept in, and read back from, which one
             gateway has at a time. A client's turn is in it before the client is
-            answered. Defaults to None: in memory only.
+            answered. While it cannot be written, clients are answered 503, and nothing
+            is generated. Defaults to None: in memory only.
 
     Attributes:
         url (str): where it listens.
@@ -145,9 +152,13 @@ class Gateway:
         )
         self._max_sessions = check_count("max_sessions", max_sessions)
         self._max_turns = check_count("max_turns", max_turns)
-        self._max_tokens = max_tokens and check_count("max_tokens", max_tokens)
-        self._seconds = session_seconds and check_seconds(
-            "session_seconds", session_seconds
+        self._max_tokens = (
+            None if max_tokens is None else check_count("max_tokens", max_tokens)
+        )
+        self._seconds = (
+            None
+            if session_seconds is None
+            else check_seconds("session_seconds", session_seconds)
         )
         tokenizer = engine.get_tokenizer() if tokenizer is None else tokenizer
         self._template = ChatTemplate(tokenizer, chat_template)
@@ -165,6 +176,7 @@ class Gateway:
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
+        self._dropped: OrderedDict[str, None] = OrderedDict()
         self._store = None if path is None else Store(path)
         self._runner = _Runner(self, host, self._port)
         for session in self._store.load() if self._store else ():
@@ -214,16 +226,17 @@ class Gateway:
 
         Raises:
             ConfigurationError: if the name is no name.
-            GatewayError: if there are ``max_sessions``.
+            GatewayError: if there are ``max_sessions``, or the file cannot be written.
         """
         name = secrets.token_hex(16) if name is None else name
-        if group is not None and not isinstance(group, str):
-            raise ConfigurationError(f"group={group!r} must be a text.")
+        _check_group(group)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigurationError(
                 f"{name!r} is no name of a session; give up to 128 letters, digits, "
                 f"'.', '_' and '-'."
             )
+        if self._store is not None:
+            self._store.check()
         with self._lock:
             if (found := self._sessions.get(name)) is not None:
                 return found
@@ -237,8 +250,10 @@ class Gateway:
             if self._runner.port:
                 session.url = f"{self.url}/sessions/{name}"
             self._sessions[name] = self._by_key[session.key] = session
-        if self._store is not None:
-            self._store.save_session(session)
+            # Its key stays dropped.
+            self._dropped.pop(name, None)
+            if self._store is not None:
+                self._store.save_session(session)
         return session
 
     @property
@@ -257,21 +272,35 @@ class Gateway:
             found = (
                 self._sessions.get(name) if name else self._by_key.get(str(key or ""))
             )
-        if found is None:
-            what = f"session {name!r}" if name else "session with this key"
+            is_dropped = (name or key) in self._dropped
+        if found is not None:
+            return found
+        what = f"session {name!r}" if name else "session with this key"
+        if is_dropped:
             raise GatewayError(
-                f"There is no {what}; gateway.session() makes one.",
-                status=404 if name else 401,
+                f"The {what} was dropped, and takes nothing more.", status=410
             )
-        return found
+        raise GatewayError(
+            f"There is no {what}; gateway.session() makes one.",
+            status=404 if name else 401,
+        )
 
     def drop(self, session: Session) -> None:
-        """Forgets a session, also in the file."""
+        """Forgets a session, also in the file.
+
+        It takes no turn from then on: requests under way are answered 410, as are later
+        ones with its key or its path.
+        """
         with self._lock:
-            self._sessions.pop(session.name, None)
-            self._by_key.pop(session.key, None)
-        if self._store is not None:
-            self._store.delete(session)
+            if self._sessions.get(session.name) is not session:
+                return
+            session.is_dropped = True
+            del self._sessions[session.name], self._by_key[session.key]
+            self._dropped |= {session.name: None, session.key: None}
+            while len(self._dropped) > 2 * DROPPED:
+                self._dropped.popitem(last=False)
+            if self._store is not None:
+                self._store.delete(session)
 
     def set_reward(
         self, session: Session, reward: float, *, turn: int | None = None
@@ -280,12 +309,13 @@ class Gateway:
 
         Raises:
             ConfigurationError: if it is no finite number, or there is no such turn.
+            GatewayError: if the file cannot be written.
         """
+        if self._store is not None:
+            self._store.check()
         session.set_reward(reward, turn=turn)
         if self._store is not None:
-            self._store.save_session(session)
-            if turn is not None:
-                self._store.save_turn(session, session.turns[turn])
+            self._store.save_reward(session, turn)
 
     def to_tensordict(
         self, sessions: Iterable[Session] | None = None
@@ -351,38 +381,56 @@ class Gateway:
     async def respond(self, session: Session, request: Request) -> list[Turn]:
         """Generates and keeps the responses to a request. For the HTTP routes."""
         number = request.sampling.number
+        _check_takes_turns(session)
         self._check_limits(session, number)
         prompt = self._prompt(session, request)
         self._policy.check_fits(prompt)
-        params = {**self._default, **request.sampling.params, **self._forced}
-        if self._max_tokens is not None:
-            left = (self._max_tokens - session.num_tokens) // number
-            asked = params.get("max_new_tokens", left)
-            if isinstance(asked, int):
-                params["max_new_tokens"] = min(asked, max(left, 1))
-        sampling = replace(request.sampling, params=params)
+        if self._store is not None and self._store.has_failed:
+            await self.written()
+        sampling = self._sampling(session, request)
         session.generating += number
         try:
             replies = await self._policy.respond(prompt, sampling, session=session.name)
+            turns = [_to_turn(session.next_number(), prompt, each) for each in replies]
+            await self.keep(session, turns)
         finally:
             session.generating -= number
-        turns = []
-        for reply in replies:
-            turn = Turn(
-                number=len(session.turns),
-                prompt=prompt,
-                completion=reply.completion,
-                text=reply.text,
-                reply=reply.message,
-                ended=reply.ended,
-            )
-            session.add(turn)
-            turns.append(turn)
-            # One that was dropped meanwhile is in the file no more.
-            if self._store is not None and self._sessions.get(session.name) is session:
-                self._store.save_turn(session, turn)
-        await self.written()
         return turns
+
+    async def keep(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Adds turns to their session, and to the file before. For the HTTP routes.
+
+        Raises:
+            GatewayError: if the session was dropped, or the file cannot be written.
+                None of them is kept then.
+        """
+        # A client that goes on from a turn has seen it.
+        turns = [*_unkept(session, turns[0].prompt.origin), *turns]
+        if self._store is not None:
+            await self._store.save_turns(session, turns)
+        with self._lock:
+            _check_takes_turns(session)
+            for turn in turns:
+                if turn not in session:
+                    session.add(turn)
+
+    def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Removes turns that no client has seen. For the HTTP routes."""
+        with self._lock:
+            gone = [turn for turn in turns if session.remove(turn)]
+            if self._store is not None and gone:
+                self._store.delete_turns(session, gone)
+
+    def _sampling(self, session: Session, request: Request) -> Sampling:
+        """Returns how the responses to a request are drawn."""
+        params = {**self._default, **request.sampling.params, **self._forced}
+        if self._max_tokens is not None:
+            left = self._max_tokens - session.num_tokens
+            left //= request.sampling.number
+            asked = params.get("max_new_tokens", left)
+            if isinstance(asked, int):
+                params["max_new_tokens"] = min(asked, max(left, 1))
+        return replace(request.sampling, params=params)
 
     async def written(self) -> None:
         """Returns when everything so far is in the file. For the HTTP routes.
@@ -395,7 +443,7 @@ class Gateway:
 
     def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt. For the HTTP routes."""
-        return len(self._prompt(session, request).token_ids)
+        return self._prompt(session, request).num_tokens
 
     def token_text(self, token: int) -> str:
         """Returns the text of a token. For the HTTP routes."""
@@ -420,8 +468,49 @@ class Gateway:
         for limit, holds in reached.items():
             if holds:
                 raise GatewayError(
-                    f"The session {session.name!r} has reached {limit}.", status=429
+                    f"The session {session.name!r} has reached {limit}, and takes no "
+                    f"more turns."
                 )
+
+
+def _check_group(group: Any) -> None:
+    if group is None:
+        return
+    try:
+        if isinstance(group, str):
+            group.encode()
+            return
+    except UnicodeEncodeError:
+        pass
+    raise ConfigurationError(f"group={group!r} must be a text in Unicode.")
+
+
+def _check_takes_turns(session: Session) -> None:
+    if session.is_dropped:
+        raise GatewayError(
+            f"The session {session.name!r} was dropped, and takes nothing more.",
+            status=410,
+        )
+
+
+def _to_turn(number: int, prompt: Prompt, reply: Reply) -> Turn:
+    return Turn(
+        number=number,
+        prompt=prompt,
+        completion=reply.completion,
+        text=reply.text,
+        reply=reply.message,
+        ended=reply.ended,
+    )
+
+
+def _unkept(session: Session, turn: Turn | None) -> list[Turn]:
+    """Returns the turns up to this one that their session does not have."""
+    found: list[Turn] = []
+    while turn is not None and turn not in session:
+        found.append(turn)
+        turn = turn.prompt.origin
+    return found[::-1]
 
 
 def _params(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def read_chat(body: Any) -> Request:
             f"tool_choice={choice!r} is not supported: responses are sampled freely; "
             f"give 'auto' or 'none'."
         )
-    if given.pop("parallel_tool_calls", None) is False:
+    if given.pop("parallel_tool_calls", None) is False and tools:
         raise ConfigurationError(
             "parallel_tool_calls=false is not supported: the model decides how many "
             "tools it calls."

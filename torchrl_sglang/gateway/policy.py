@@ -52,6 +52,15 @@ class Reply:
     """Whether its last token ends a turn."""
 
 
+class PromptTooLongError(ConfigurationError):
+    """A conversation leaves no room for a response."""
+
+    tokens: int
+    """Tokens of the conversation."""
+    longest: int
+    """Most tokens that it may have."""
+
+
 class Policy:
     """Asks an engine for responses to conversations.
 
@@ -86,10 +95,14 @@ class Policy:
         """Raises :class:`ConfigurationError` if there is no room for a response."""
         limits = self._engine.capabilities
         longest = min(limits.max_prompt, limits.max_context - 1)
-        if len(prompt.token_ids) > longest:
-            raise ConfigurationError(
-                f"This conversation has {len(prompt.token_ids)} tokens, and the "
-                f"model's maximum context length leaves room for {longest}."
+        if prompt.num_tokens > longest:
+            # Clients search for OpenAI's words.
+            raise PromptTooLongError(
+                f"This model's maximum context length is {longest} tokens. However, "
+                f"your messages resulted in {prompt.num_tokens} tokens. Please reduce "
+                f"the length of the messages.",
+                tokens=prompt.num_tokens,
+                longest=longest,
             )
 
     async def respond(
@@ -136,7 +149,7 @@ class Policy:
         text = self._template.decode(ids[:-1] if ended else ids)
         said = without_stop(text, completion.matched_stop)
         message: dict[str, Any] = {"role": "assistant", "content": said}
-        if prompt.text is None:
+        if prompt.new_text is None:
             message |= await self._parse(said, prompt.setting.tools)
         return Reply(completion=completion, text=text, message=message, ended=ended)
 
@@ -156,7 +169,8 @@ class Policy:
             )
             if parts.get("reasoning_text"):
                 found["reasoning_content"] = parts["reasoning_text"]
-                found["content"] = parts.get("text") or ""
+                # Templates put empty lines between them.
+                found["content"] = (parts.get("text") or "").lstrip("\n")
         if self._tool_call_parser is not None and tools and found["content"]:
             parts = await self._ask(
                 "/parse_function_call",

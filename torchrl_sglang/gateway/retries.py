@@ -1,105 +1,189 @@
-"""Answers a request that a client repeats once."""
+"""Gives each request its own answer, also where a client has to repeat it."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-KEPT = 4096
-"""Most answers that are kept for a retry."""
+KEPT = 256
+"""Most requests of a session that a repetition is expected of."""
+
+LOST = 8
+"""Most answers that nobody has received, of requests with the same content."""
+
+KEPT_SECONDS = 600.0
+"""How long it is expected."""
 
 
 @dataclass(eq=False, slots=True)
-class _Answer:
+class Answer:
     """An answer that is computed, or has been."""
 
     task: asyncio.Task[Any]
     waiting: int = 0
-    """Requests that wait for it."""
+    """Requests that wait for it, or receive it."""
+    delivered: bool = False
+    """Whether one of them has received it."""
+
+    def __await__(self) -> Any:
+        return asyncio.shield(self.task).__await__()
 
     @property
     def is_lost(self) -> bool:
-        """Whether a retry cannot have it."""
+        """Whether nobody will have it unless a repetition does."""
+        return self.is_complete and not self.delivered and not self.waiting
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has been computed."""
         task = self.task
-        if not task.done():
-            return task.cancelling() > 0
-        return task.cancelled() or task.exception() is not None
+        return task.done() and not task.cancelled() and task.exception() is None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it has been computed, or may yet be."""
+        return self.is_complete or not (self.task.done() or self.task.cancelling())
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
     """Requests with the same content."""
 
-    latest: _Answer | None = None
-    """The latest answer to one of them."""
+    answers: list[Answer] = field(default_factory=list)
+    """What is computed for them, or is lost."""
+    asked: int = 0
+    """Requests that repeat none."""
     failures: int = 0
-    """Requests without an answer, which may be repeated yet. While there are any, a
-    retry is one of these, and the latest answer belongs to another request."""
+    """Requests without an answer, which may be repeated yet."""
+    latest: float = field(default_factory=time.monotonic)
+    """When there was one."""
+
+    def repeated(self) -> Answer | None:
+        """Returns the answer to the request that another one repeats.
+
+        ``None`` if it has none. Where others have the same content, only one whose
+        delivery failed can be it, and each answer is given to one repetition.
+        """
+        for answer in self.answers:
+            if answer.is_lost:
+                return answer
+        if self.failures:
+            self.failures -= 1
+        elif self.asked == len(self.answers) == 1:
+            (answer,) = self.answers
+            return answer if answer.is_usable and answer.waiting == 1 else None
+        return None
 
 
 class Answers:
-    """Keeps the latest answers. Used from one event loop only.
+    """The answers of one session. Used from one event loop only.
 
-    A repeated request is one that the client says to be a repetition of: with the
-    header ``Idempotency-Key``, or with ``x-stainless-retry-count``, which the clients
-    of OpenAI and Anthropic send. The same request without these asks for another
-    response.
+    A repeated request is one that the client says to be a repetition: with the header
+    ``x-stainless-retry-count``, which the clients of OpenAI and Anthropic send, or with
+    an ``Idempotency-Key`` that another request had. The same request without these asks
+    for another response.
     """
 
     def __init__(self) -> None:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
 
-    async def once(
+    @asynccontextmanager
+    async def to(
         self,
-        session: str,
         headers: Mapping[str, str],
         content: bytes,
         compute: Callable[[], Awaitable[Any]],
-    ) -> Any:
-        """Returns what ``compute`` does, or did for the request that this repeats.
+        *,
+        keep: Callable[[Any], Awaitable[None]],
+        withdraw: Callable[[Any], None],
+    ) -> AsyncIterator[Answer]:
+        """Gives an answer to a request. The block delivers it, or raises.
 
-        It is cancelled when nobody waits for it any more.
+        It is computed no more when nobody waits for it.
 
         Args:
-            session: key of the session.
             headers: of the request.
             content: of the request, its path included.
-            compute: makes the answer.
+            compute: makes an answer, and keeps it.
+            keep: keeps one that was withdrawn.
+            withdraw: of an answer that nobody has received.
         """
         named = headers.get("Idempotency-Key", "")
-        repeats = named or headers.get("x-stainless-retry-count", "0") != "0"
-        parts = [session.encode(), named.encode(errors="replace"), content]
-        entry = self._entry(hashlib.sha256(b"\0".join(parts)).digest())
-        answer = entry.latest if repeats and not entry.failures else None
-        if repeats and entry.failures:
-            entry.failures -= 1
+        entry = self._entry(named.encode(errors="replace") + b"\0" + content)
+        repeats = headers.get("x-stainless-retry-count", "0") != "0"
+        answer = _known(entry, repeats=repeats, named=bool(named))
         if answer is None or answer.is_lost:
-            answer = entry.latest = _Answer(asyncio.ensure_future(_call(compute)))
+            if answer is not None:
+                entry.answers.remove(answer)
+                compute = _kept_again(answer.task.result(), keep)
+            answer = Answer(asyncio.ensure_future(_call(compute)))
+            entry.answers.append(answer)
         answer.waiting += 1
         try:
-            return await asyncio.shield(answer.task)
-        except asyncio.CancelledError:
-            if answer.waiting == 1:
-                answer.task.cancel()
-                entry.failures += 1
-            raise
-        except Exception:
-            entry.failures += 1
-            raise
+            yield answer
+            answer.delivered = answer.is_complete
         finally:
             answer.waiting -= 1
+            entry.failures += not answer.is_complete
+            _settle(entry, answer, withdraw, named=bool(named))
 
-    def _entry(self, name: bytes) -> _Entry:
+    def _entry(self, content: bytes) -> _Entry:
+        now, name = time.monotonic(), hashlib.sha256(content).digest()
         entry = self._entries.setdefault(name, _Entry())
+        entry.latest = now
         self._entries.move_to_end(name)
-        while len(self._entries) > KEPT:
+        while len(self._entries) > KEPT or (
+            next(iter(self._entries.values())).latest < now - KEPT_SECONDS
+        ):
             self._entries.popitem(last=False)
         return entry
 
 
+def _known(entry: _Entry, *, repeats: bool, named: bool) -> Answer | None:
+    if named:
+        return next((each for each in entry.answers if each.is_usable), None)
+    if repeats:
+        return entry.repeated()
+    entry.asked += 1
+    return None
+
+
+def _settle(
+    entry: _Entry, answer: Answer, withdraw: Callable[[Any], None], *, named: bool
+) -> None:
+    """Decides what becomes of an answer when a request that had it has ended."""
+    if answer.waiting:
+        return
+    if answer.is_lost:
+        withdraw(answer.task.result())
+        lost = [each for each in entry.answers if each.is_lost]
+        if len(lost) > LOST:
+            entry.answers.remove(lost[0])
+        return
+    if answer.is_complete and named:
+        return
+    answer.task.cancel()
+    if answer in entry.answers:
+        entry.answers.remove(answer)
+    if not entry.answers and not entry.failures:
+        entry.asked = 0
+
+
 async def _call(compute: Callable[[], Awaitable[Any]]) -> Any:
     return await compute()
+
+
+def _kept_again(
+    result: Any, keep: Callable[[Any], Awaitable[None]]
+) -> Callable[[], Awaitable[Any]]:
+    async def compute() -> Any:
+        await keep(result)
+        return result
+
+    return compute

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import select
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import msgspec
 from aiohttp import web
 from torchrl._utils import logger as torchrl_logger
+from yarl import URL
 
+from torchrl_sglang.backends.support.urls import is_loopback
 from torchrl_sglang.errors import (
     ConfigurationError,
     GatewayError,
@@ -23,11 +29,20 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.gateway import anthropic, openai
 from torchrl_sglang.gateway.openai import Request, Usage
+from torchrl_sglang.gateway.policy import PromptTooLongError
 from torchrl_sglang.gateway.retries import Answers
 from torchrl_sglang.gateway.session import Session, Turn
 
 MAX_REQUEST_BYTES = 64 << 20
-TOO_MANY = 429
+NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
+FINAL = frozenset({403, 410})
+"""What clients need not ask again."""
+
+DRAIN_SECONDS = 0.01
+"""How often it is asked whether a slow client has taken its answer."""
+
+_HUNG_UP = getattr(select, "POLLRDHUP", 0)
+"""Where the system tells it; that a connection is broken is told everywhere."""
 
 _SSE = {
     "Content-Type": "text/event-stream",
@@ -65,6 +80,12 @@ class Recorder(Protocol):
     async def respond(self, session: Session, request: Request) -> list[Turn]:
         """Generates and keeps responses."""
 
+    async def keep(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Keeps responses that were withdrawn."""
+
+    def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Forgets responses that no client has seen."""
+
     async def written(self) -> None:
         """Returns when everything so far is kept."""
 
@@ -100,7 +121,8 @@ class _Routes:
 
     def __init__(self, gateway: Recorder) -> None:
         self._gateway = gateway
-        self._answers = Answers()
+        # The answers of a session are forgotten with it.
+        self._answers: WeakKeyDictionary[Session, Answers] = WeakKeyDictionary()
 
     @web.middleware
     async def as_errors(
@@ -113,9 +135,7 @@ class _Routes:
             return await handler(request)
         except Exception as error:  # noqa: BLE001 - No defect ends a connection silently.
             status, content = _failure(request, error)
-            # Clients repeat a request that comes too often, but no limit of a session
-            # goes away.
-            headers = {"x-should-retry": "false"} if status == TOO_MANY else {}
+            headers = {"x-should-retry": "false"} if status in FINAL else {}
             return _json_response(content, status=status, headers=headers)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -202,12 +222,22 @@ class _Routes:
                 )
             return self._gateway.find(key=key)
         if owner:
-            return self._gateway.session(name)
+            return self._open(name)
         belongs = self._session_of(key)
         if belongs is not None and belongs.name == name:
             return belongs
         if belongs is not None or not self._gateway.open:
             raise _wrong_key(name, key)
+        _check_local(request)
+        return self._gateway.find(name=name)
+
+    def _open(self, name: str) -> Session:
+        """Returns a session to the owner, a new one where there was none."""
+        try:
+            return self._gateway.find(name=name)
+        except GatewayError as error:
+            if error.status != NOT_FOUND:
+                raise
         return self._gateway.session(name)
 
     def _own(self, request: web.Request) -> Session:
@@ -223,7 +253,9 @@ class _Routes:
     def _session_of(self, key: str | None) -> Session | None:
         try:
             return self._gateway.find(key=key)
-        except GatewayError:
+        except GatewayError as error:
+            if error.status == GONE:
+                raise
             return None
 
     def _is_owner(self, key: str | None) -> bool:
@@ -250,17 +282,67 @@ class _Routes:
         name, now = secrets.token_hex(12), int(time.time())
         write = writer(parsed, name, now, self._gateway.token_text)
 
-        async def compute() -> list[Turn]:
-            return await self._gateway.respond(session, parsed)
+        answers = self._answers.setdefault(session, Answers())
+        seconds = self._gateway.keep_alive_seconds
+        try:
+            async with answers.to(
+                request.headers,
+                request.path.encode() + content,
+                partial(self._gateway.respond, session, parsed),
+                keep=partial(self._gateway.keep, session),
+                withdraw=partial(self._gateway.withdraw, session),
+            ) as answer:
+                if parsed.stream:
+                    return await _stream(request, answer, write, seconds)
+                return await _send(request, answer, write)
+        except ConnectionResetError:
+            torchrl_logger.debug("A client has hung up.")
+            return web.Response()
 
-        answer = self._answers.once(
-            session.key, request.headers, request.path.encode() + content, compute
-        )
-        if parsed.stream:
-            seconds = self._gateway.keep_alive_seconds
-            return await _stream(request, answer, write, seconds)
-        turns = await answer
-        return _json_response(write.answer(turns, _usage(turns)))
+
+async def _send(
+    request: web.Request, answer: Awaitable[list[Turn]], write: Any
+) -> web.StreamResponse:
+    """Sends an answer, and returns when the connection has taken it.
+
+    Raises:
+        ConnectionResetError: if the client has hung up.
+    """
+    turns = await answer
+    response = _json_response(write.answer(turns, _usage(turns)))
+    async with _delivery(request):
+        await response.prepare(request)
+        await response.write_eof()
+    return response
+
+
+@asynccontextmanager
+async def _delivery(request: web.Request) -> AsyncIterator[None]:
+    """Raises ``ConnectionResetError`` if the client has hung up, before or within.
+
+    Ends when the connection has taken all that was written.
+    """
+    _check_open(request.transport, _HUNG_UP)
+    yield
+    # A client that has read everything may hang up.
+    _check_open(request.transport, 0)
+    while request.transport and request.transport.get_write_buffer_size():
+        await asyncio.sleep(DRAIN_SECONDS)
+        _check_open(request.transport, 0)
+
+
+def _check_open(transport: asyncio.Transport | None, events: int) -> None:
+    """Raises ``ConnectionResetError`` if a connection is broken, or has seen events.
+
+    The loop may not know it yet.
+    """
+    number = -1 if transport is None else transport.get_extra_info("socket").fileno()
+    if number >= 0:
+        poll = select.poll()
+        poll.register(number, events)
+        if not poll.poll(0):
+            return
+    raise ConnectionResetError("The client has hung up.")
 
 
 async def _stream(
@@ -269,6 +351,9 @@ async def _stream(
     """Streams an answer, which comes when it is complete.
 
     Tool calls and reasoning are found in whole responses only.
+
+    Raises:
+        ConnectionResetError: if the client has hung up.
     """
     task = asyncio.ensure_future(answer)
     response = web.StreamResponse(headers=_SSE)
@@ -277,13 +362,11 @@ async def _stream(
         await asyncio.wait([task], timeout=seconds)
         if task.done():
             task.result()
-        await response.prepare(request)
-        try:
+        async with _delivery(request):
+            await response.prepare(request)
             async for content in _events(request, task, write, seconds):
                 await response.write(content)
             await response.write_eof()
-        except ConnectionResetError:
-            torchrl_logger.debug("A client has hung up.")
     finally:
         task.cancel()
     return response
@@ -308,7 +391,7 @@ async def _events(
 def _usage(turns: list[Turn]) -> Usage:
     first = turns[0]
     return Usage(
-        prompt=len(first.prompt.token_ids),
+        prompt=first.prompt.num_tokens,
         cached=first.completion.cached_tokens,
         response=sum(len(turn.completion.token_ids) for turn in turns),
     )
@@ -341,6 +424,28 @@ def _bytes(key: str) -> bytes:
     return key.encode(errors="surrogateescape")
 
 
+def _check_local(request: web.Request) -> None:
+    """Raises :class:`GatewayError` for a request that a page of another host may send.
+
+    A browser runs on this machine, too, and sends what any page tells it to. Its pages
+    cannot set these headers.
+    """
+    host, origin = request.headers.get("Host"), request.headers.get("Origin")
+    for name, url in (("Host", host and f"http://{host}"), ("Origin", origin)):
+        if url is not None and not _is_local(url):
+            raise GatewayError(
+                f"{name}: {request.headers[name]!r} is another host; from there, a "
+                f"session opens with its key."
+            )
+
+
+def _is_local(url: str) -> bool:
+    try:
+        return is_loopback(URL(url).host or "")
+    except ValueError:
+        return False
+
+
 def _wrong_key(name: str, key: str | None) -> GatewayError:
     return GatewayError(
         f"This key does not open the session {name!r}."
@@ -365,23 +470,42 @@ _KINDS = {
     401: ("authentication_error", "invalid_api_key"),
     403: ("permission_error", None),
     404: ("not_found_error", None),
+    410: ("not_found_error", None),
     413: ("request_too_large", None),
     429: ("rate_limit_error", "rate_limit_exceeded"),
 }
+
+
+def _routes(app: web.Application) -> str:
+    """Returns what there is, without what is there for each session, too."""
+    found = (
+        f"{route.method} {route.resource.canonical}"
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    )
+    return ", ".join(each for each in found if "}/v1/" not in each)
 
 
 def _failure(request: web.Request, error: Exception) -> tuple[int, dict[str, Any]]:
     """Returns the status and the content of an error, in the client's dialect."""
     if isinstance(error, web.HTTPException):
         status, message = error.status, error.reason
+        if status in (NOT_FOUND, METHOD_NOT_ALLOWED):
+            message = (
+                f"There is no {request.method} {request.path!r}; there are "
+                f"{_routes(request.app)}, and each /v1/... behind /sessions/NAME."
+            )
     elif isinstance(error, SGLangError):
         status, message = _status(error), str(error)
     else:
         torchrl_logger.error("The gateway failed.", exc_info=error)
         status, message = 500, f"{type(error).__name__}: {error}"
     kind, code = _KINDS.get(status, ("api_error", None))
-    if "/v1/messages" in request.path:
-        return status, anthropic.error(message, kind=kind)
-    if "maximum context length" in message:
+    is_anthropic = "/v1/messages" in request.path
+    if isinstance(error, PromptTooLongError):
         code = "context_length_exceeded"
+        if is_anthropic:
+            message = anthropic.too_long(error.tokens, error.longest)
+    if is_anthropic:
+        return status, anthropic.error(message, kind=kind)
     return status, openai.error(message, kind=kind, code=code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -29,20 +30,69 @@ RENDERED_TURNS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What the model reads in a turn."""
+    """What the model reads in a turn.
 
-    messages: Sequence[Message]
-    """The conversation; earlier responses are as the model wrote them."""
+    It holds what it does not share with the turn that it goes on from, so that a
+    session grows with what was said, not with the square of it.
+    """
+
     setting: Setting
     """What else it depends on."""
-    token_ids: list[int]
-    """Its tokens."""
-    text: str | None = None
-    """Instead of messages: the prompt of a plain completion."""
-    parent: int | None = None
-    """Number of the turn whose tokens it begins with."""
+    new_messages: Sequence[Message]
+    """Messages behind that turn's response; all of them where there is none."""
+    new_token_ids: Sequence[int]
+    """Tokens behind that turn's."""
+    new_text: str | None = None
+    """Instead of messages, for a plain completion: the text behind that turn's prompt,
+    which begins with that turn's response."""
+    origin: Turn | None = field(default=None, repr=False)
+    """The turn whose tokens it begins with."""
     rendered: str | None = field(default=None, repr=False, compare=False)
     """The conversation as the template renders it; ``None``: render it anew."""
+    num_tokens: int = field(init=False)
+    """Number of its tokens."""
+
+    def __post_init__(self) -> None:
+        before = 0 if self.origin is None else self.origin.num_tokens
+        object.__setattr__(self, "num_tokens", before + len(self.new_token_ids))
+        # Declarations of tools are large, and each request brings its own.
+        if self.origin is not None and self.origin.prompt.setting == self.setting:
+            object.__setattr__(self, "setting", self.origin.prompt.setting)
+
+    @property
+    def parent(self) -> int | None:
+        """Number of the turn whose tokens it begins with."""
+        return None if self.origin is None else self.origin.number
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation; earlier responses are as the model wrote them."""
+        if self.new_text is not None:
+            before = [turn.prompt.new_text or "" for turn in self._path()]
+            text = "".join([*before, self.new_text])
+            return [{"role": "user", "content": text}]
+        found: list[Message] = []
+        for turn in self._path():
+            found += [*turn.prompt.new_messages, turn.reply]
+        return [*found, *self.new_messages]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens."""
+        found: list[int] = []
+        for turn in self._path():
+            found += turn.prompt.new_token_ids
+            found += turn.completion.token_ids
+        return [*found, *self.new_token_ids]
+
+    def _path(self) -> list[Turn]:
+        """Returns the turns that it goes on from, the first one first."""
+        path: list[Turn] = []
+        turn = self.origin
+        while turn is not None:
+            path.append(turn)
+            turn = turn.prompt.origin
+        return path[::-1]
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -50,7 +100,8 @@ class Turn:
     """One response, and what it responded to."""
 
     number: int
-    """Position in the session."""
+    """Names it in the session. Numbers ascend; one whose turn was never seen is left
+    out."""
     prompt: Prompt
     """What the model read."""
     completion: Completion
@@ -65,6 +116,11 @@ class Turn:
     """Its own reward; ``None``: none was set."""
     created: float = field(default_factory=time.time)
     """Seconds since the epoch."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and response."""
+        return self.prompt.num_tokens + len(self.completion.token_ids)
 
     @property
     def token_ids(self) -> list[int]:
@@ -99,8 +155,7 @@ class Trajectory:
     def spans(self) -> Iterator[tuple[Turn, bool, int, int]]:
         """Yields each turn, whether it is trained, and where its response lies."""
         for turn, trained in zip(self.turns, self.trained, strict=True):
-            start = len(turn.prompt.token_ids)
-            yield turn, trained, start, start + len(turn.completion.token_ids)
+            yield turn, trained, turn.prompt.num_tokens, turn.num_tokens
 
 
 class Session:
@@ -114,7 +169,9 @@ class Session:
     Attributes:
         reward (float | None): of the session as a whole.
         url (str): base URL for Anthropic's clients; empty while no gateway listens.
+        turns (list[Turn]): what clients have seen, in the order of their numbers.
         generating (int): turns that are generated now.
+        is_dropped (bool): whether the gateway has forgotten it; it takes no more turns.
     """
 
     def __init__(self, name: str, *, key: str = "", group: str | None = None) -> None:
@@ -126,6 +183,8 @@ class Session:
         self.created = time.time()
         self.turns: list[Turn] = []
         self.generating = 0
+        self.is_dropped = False
+        self._next = 0
         self._ends: dict[bytes, list[Turn]] = {}
 
     def __repr__(self) -> str:
@@ -164,9 +223,9 @@ class Session:
                 return joined
         rendered = template.render(messages, setting)
         return Prompt(
-            messages=list(messages),
             setting=setting,
-            token_ids=template.encode(rendered),
+            new_messages=list(messages),
+            new_token_ids=template.encode(rendered),
             rendered=rendered,
         )
 
@@ -175,26 +234,36 @@ class Session:
 
         It begins with the tokens of the turn with the longest text that it begins with.
         """
-        parent, known = None, ""
-        for turn in self.turns:
-            before = turn.prompt.text
-            if before is None or not text.startswith(before):
-                continue
-            whole = before + template.decode(turn.completion.token_ids)
-            if text.startswith(whole) and len(whole) >= len(known):
-                parent, known = turn, whole
-        if parent is None:
-            ids = template.encode_start(text)
-        else:
-            rest = text[len(known) :]
-            ids = [*parent.token_ids, *template.encode_behind(rest)]
+        origin, start, end = self._longest(text, template)
+        rest = text[end:]
         return Prompt(
-            messages=[{"role": "user", "content": text}],
             setting=Setting(),
-            token_ids=ids,
-            text=text,
-            parent=None if parent is None else parent.number,
+            new_messages=(),
+            new_token_ids=template.encode_start(rest)
+            if origin is None
+            else template.encode_behind(rest),
+            new_text=text[start:],
+            origin=origin,
         )
+
+    def _longest(
+        self, text: str, template: ChatTemplate
+    ) -> tuple[Turn | None, int, int]:
+        """Returns the turn with the longest text that a text begins with.
+
+        And where that turn's response begins and ends in it.
+        """
+        starts: dict[int | None, int] = {None: 0}
+        found: tuple[Turn | None, int, int] = None, 0, 0
+        for turn in self.turns:
+            start, own = starts.get(turn.prompt.parent), turn.prompt.new_text
+            if start is None or own is None or not text.startswith(own, start):
+                continue
+            start = starts[turn.number] = start + len(own)
+            response = template.decode(turn.completion.token_ids)
+            if text.startswith(response, start) and start + len(response) >= found[2]:
+                found = turn, start, start + len(response)
+        return found
 
     def _earlier(
         self, messages: Sequence[Message], setting: Setting
@@ -214,18 +283,51 @@ class Session:
             for _, turn in sorted(found, key=lambda each: each[0]):
                 yield turn, count
 
+    def next_number(self) -> int:
+        """Returns a number that no turn has had."""
+        self._next += 1
+        return self._next - 1
+
+    def turn(self, number: int) -> Turn:
+        """Returns the turn with a number.
+
+        Raises:
+            ConfigurationError: if there is none.
+        """
+        if type(number) is int:
+            index = bisect_left(self.turns, number, key=_number)
+            for turn in self.turns[index : index + 1]:
+                if turn.number == number:
+                    return turn
+        raise ConfigurationError(
+            f"turn={number!r} of session {self.name!r}, which has {len(self.turns)} "
+            f"turns" + (f" up to {self.turns[-1].number}." if self.turns else ".")
+        )
+
+    def __contains__(self, turn: Turn) -> bool:
+        index = bisect_left(self.turns, turn.number, key=_number)
+        return any(each is turn for each in self.turns[index : index + 1])
+
     def add(self, turn: Turn) -> None:
         """Keeps a turn."""
-        self.turns.append(turn)
+        insort(self.turns, turn, key=_number)
+        self._next = max(self._next, turn.number + 1)
         if len(self.turns) > RENDERED_TURNS:
             # Texts of all turns would grow with the square of their number.
             old = self.turns[-RENDERED_TURNS - 1]
             old.prompt = replace(old.prompt, rendered=None)
-        if turn.prompt.text is None:
-            *_, (_, key) = conversation_keys(
-                [*turn.prompt.messages, turn.reply], turn.prompt.setting.key()
-            )
-            self._ends.setdefault(key, []).append(turn)
+        if turn.prompt.new_text is None:
+            self._ends.setdefault(_end(turn), []).append(turn)
+
+    def remove(self, turn: Turn) -> bool:
+        """Forgets a turn that nothing goes on from, and returns whether it did."""
+        goes_on = any(each.prompt.origin is turn for each in self.turns)
+        if goes_on or turn not in self:
+            return False
+        self.turns.remove(turn)
+        if turn.prompt.new_text is None:
+            self._ends[_end(turn)].remove(turn)
+        return True
 
     def set_reward(self, reward: float, *, turn: int | None = None) -> None:
         """Sets the reward of the session, or of one turn.
@@ -236,13 +338,8 @@ class Session:
         value = as_reward(reward)
         if turn is None:
             self.reward = value
-        elif type(turn) is int and 0 <= turn < len(self.turns):
-            self.turns[turn].reward = value
         else:
-            raise ConfigurationError(
-                f"turn={turn} of session {self.name!r}, which has {len(self.turns)} "
-                f"turns."
-            )
+            self.turn(turn).reward = value
 
     def snapshot(self) -> Session:
         """Returns a copy that later turns and rewards of this session do not change."""
@@ -256,14 +353,17 @@ class Session:
         Each generated token is trained in one of them: in the first that has it.
         """
         # Others may add turns meanwhile.
-        turns = list(self.turns)
-        inner = {turn.prompt.parent for turn in turns}
+        turns = {turn.number: turn for turn in list(self.turns)}
+        inner = {turn.prompt.parent for turn in turns.values()}
         seen: set[int] = set()
         found = []
-        for leaf in turns:
+        for leaf in turns.values():
             if leaf.number in inner:
                 continue
-            path = self._path(leaf)
+            path = [leaf]
+            while (parent := path[-1].prompt.parent) is not None:
+                path.append(turns[parent])
+            path.reverse()
             trained = [turn.number not in seen for turn in path]
             seen.update(turn.number for turn in path)
             rewards = [self.reward, *(turn.reward for turn in path)]
@@ -278,11 +378,16 @@ class Session:
             )
         return found
 
-    def _path(self, turn: Turn) -> list[Turn]:
-        path = [turn]
-        while (parent := path[-1].prompt.parent) is not None:
-            path.append(self.turns[parent])
-        return path[::-1]
+
+def _number(turn: Turn) -> int:
+    return turn.number
+
+
+def _end(turn: Turn) -> bytes:
+    """Returns the key of the conversation that a turn ends."""
+    said = [*turn.prompt.messages, turn.reply]
+    *_, (_, key) = conversation_keys(said, turn.prompt.setting.key())
+    return key
 
 
 MOST_REWARD = torch.finfo(torch.float32).max
@@ -326,9 +431,9 @@ def _join(
     if extension is None:
         return None
     return Prompt(
-        messages=[*before, turn.reply, *after],
         setting=setting,
-        token_ids=[*turn.prompt.token_ids, *done.token_ids, *extension.token_ids],
-        parent=turn.number,
+        new_messages=after,
+        new_token_ids=extension.token_ids,
+        origin=turn,
         rendered=extension.rendered,
     )

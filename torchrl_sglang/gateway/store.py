@@ -8,18 +8,21 @@ import json
 import os
 import sqlite3
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.template import Setting
 from torchrl_sglang.types import Completion, VersionSpan
 
-FORMAT = 1
+FORMAT = 2
 """Version of the tables below; a change of them is another one."""
 
 APPLICATION = 0x54524C47
@@ -41,14 +44,19 @@ _TOKENS, _VALUES = "q", "d"
 """Types of arrays: integers and floats of 64 bits."""
 
 _BLOBS = ("token_ids", "log_probs")
+_Change: TypeAlias = Sequence[tuple[str, tuple[Any, ...]]]
+"""Statements that are executed together, with their values."""
+
 _COMPLETION = [field.name for field in fields(Completion) if field.name not in _BLOBS]
 
 
 class Store:
     """Writes sessions to a file as they grow, and reads them back.
 
-    A thread writes, in the order of the calls. A turn is stored as what its parent does
-    not have. One gateway at a time has the file.
+    A thread writes, in the order of the calls. What fails because of the disk is kept
+    and written before anything else, when it can be, except turns: no client has seen
+    one that could not be written. A turn is stored as what its parent does not have.
+    One gateway at a time has the file.
 
     Args:
         path: of the file; made where there is none, for its owner alone.
@@ -68,7 +76,7 @@ class Store:
                 self._file.close()
                 raise
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="gateway-store")
-        self._last: Future[None] | None = None
+        self._left: deque[_Change] = deque()
         self._error: Exception | None = None
 
     def _open(self) -> None:
@@ -111,51 +119,30 @@ class Store:
 
     def close(self) -> None:
         """Writes what is left, and closes the file. Safe to call twice."""
+        with contextlib.suppress(RuntimeError):  # It has been closed.
+            self._writer.submit(self._flush)
         self._writer.shutdown()
         self._file.close()
+        if self._left:
+            torchrl_logger.error(
+                f"{len(self._left)} changes are not in the file of sessions "
+                f"{self._path!r}, which could not be written: {self._error}."
+            )
 
-    def save_session(self, session: Session) -> None:
-        """Writes a session without its turns, soon.
+    @property
+    def has_failed(self) -> bool:
+        """Whether the latest change could not be written."""
+        return self._error is not None
 
-        Raises:
-            GatewayError: if the file could not be written lately.
-        """
-        row = (
-            session.key,
-            session.name,
-            session.group,
-            session.reward,
-            session.created,
-        )
-        self._submit(
-            lambda: [("insert or replace into sessions values (?, ?, ?, ?, ?)", row)]
-        )
-
-    def save_turn(self, session: Session, turn: Turn) -> None:
-        """Writes one turn, soon, unless its session is deleted before.
+    def check(self) -> None:
+        """Returns if the file can be written, as far as is known.
 
         Raises:
-            GatewayError: if the file could not be written lately.
+            GatewayError: if it still cannot be written.
         """
-        statement = (
-            "insert or replace into turns select ?, ?, ?, ?, ?, ?, ? "
-            "where exists (select 1 from sessions where key = ?)"
-        )
-        self._submit(lambda: [(statement, (*_to_row(session, turn), session.key))])
-
-    def delete(self, session: Session) -> None:
-        """Removes a session, soon.
-
-        Raises:
-            GatewayError: if the file could not be written lately.
-        """
-        key = (session.key,)
-        self._submit(
-            lambda: [
-                ("delete from turns where session = ?", key),
-                ("delete from sessions where key = ?", key),
-            ]
-        )
+        if self._error is not None:
+            self._writer.submit(self._flush).result()
+            self._raise()
 
     async def written(self) -> None:
         """Returns when everything so far is in the file.
@@ -163,29 +150,109 @@ class Store:
         Raises:
             GatewayError: if it could not be written.
         """
-        if self._last is not None:
-            await asyncio.shield(asyncio.wrap_future(self._last))
-        self._check()
+        await asyncio.wrap_future(self._writer.submit(self._flush))
+        self._raise()
 
-    def _submit(self, statements: Any) -> None:
-        self._check()
-        self._last = self._writer.submit(self._write, statements)
+    def save_session(self, session: Session) -> None:
+        """Writes a session without its turns, soon."""
+        about = (session.name, session.group, session.reward, session.created)
+        statement = "insert or replace into sessions values (?, ?, ?, ?, ?)"
+        self._change((statement, (session.key, *about)))
 
-    def _check(self) -> None:
-        if self._error is not None:
+    def save_reward(self, session: Session, turn: int | None) -> None:
+        """Writes the reward of a session or of one of its turns, soon."""
+        if turn is None:
+            statement = "update sessions set reward = ? where key = ?"
+            self._change((statement, (session.reward, session.key)))
+        else:
+            statement = "update turns set reward = ? where session = ? and number = ?"
+            reward = session.turn(turn).reward
+            self._change((statement, (reward, session.key, turn)))
+
+    def delete(self, session: Session) -> None:
+        """Removes a session, soon."""
+        key = (session.key,)
+        self._change(
+            ("delete from turns where session = ?", key),
+            ("delete from sessions where key = ?", key),
+        )
+
+    def delete_turns(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Removes turns, soon."""
+        statement = "delete from turns where session = ? and number = ?"
+        self._change(*((statement, (session.key, turn.number)) for turn in turns))
+
+    async def save_turns(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Returns when turns are in the file, unless their session is deleted.
+
+        Raises:
+            GatewayError: if it cannot be written. They are not in it then.
+        """
+        try:
+            write = self._writer.submit(self._write_turns, session, turns)
+            await asyncio.wrap_future(write)
+        except asyncio.CancelledError:
+            self.delete_turns(session, turns)
+            raise
+        except sqlite3.OperationalError as error:
+            self._raise(error)
+
+    def _change(self, *statements: tuple[str, tuple[Any, ...]]) -> None:
+        def write() -> None:
+            self._left.append(statements)
+            self._flush()
+
+        self._writer.submit(write)
+
+    def _raise(self, error: Exception | None = None) -> None:
+        error = error or self._error
+        if error is not None:
             raise GatewayError(
-                f"The file of sessions {self._path!r} cannot be written: "
-                f"{self._error}.",
+                f"The file of sessions {self._path!r} cannot be written: {error}. It "
+                f"is tried again with the next request.",
                 status=503,
-            ) from self._error
+            ) from error
 
-    def _write(self, statements: Any) -> None:
+    def _write_turns(self, session: Session, turns: Sequence[Turn]) -> None:
+        statement = (
+            "insert or replace into turns select ?, ?, ?, ?, ?, ?, ? "
+            "where exists (select 1 from sessions where key = ?)"
+        )
+        self._flush()
+        if self._left and self._error is not None:
+            raise self._error
+        rows = [(*_to_row(session, turn), session.key) for turn in turns]
+        self._execute([(statement, row) for row in rows])
+
+    def _flush(self) -> None:
+        """Writes the changes that are left, up to the first one that fails."""
+        if self._error is not None and not self._left:
+            # Finds out whether it can be written again.
+            self._left.append([(f"pragma user_version = {FORMAT}", ())])
+        while self._left:
+            try:
+                self._execute(self._left[0])
+            except sqlite3.OperationalError:
+                return
+            except Exception:  # noqa: BLE001 - It would fail again each time.
+                torchrl_logger.exception("A change of a session cannot be kept.")
+            self._left.popleft()
+
+    def _execute(self, change: _Change) -> None:
+        """Makes a change as a whole, or not at all."""
         try:
             with self._file:
-                for statement, row in statements():
+                for statement, row in change:
                     self._file.execute(statement, row)
-        except Exception as error:  # noqa: BLE001 - The next call raises it.
+        except sqlite3.OperationalError as error:
+            if self._error is None:
+                torchrl_logger.warning(
+                    f"The file of sessions {self._path!r} cannot be written: {error}. "
+                    f"Clients are answered 503 until it can be."
+                )
             self._error = error
+            raise
+        self._error = None
 
     def load(self) -> list[Session]:
         """Returns the sessions of the file, in the order in which they began.
@@ -214,16 +281,12 @@ class Store:
 
 def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
     prompt, done = turn.prompt, turn.completion
-    messages, prompt_ids = list(prompt.messages), prompt.token_ids
-    if prompt.parent is not None:
-        parent = session.turns[prompt.parent]
-        prompt_ids = prompt_ids[len(parent.token_ids) :]
-        if prompt.text is None:
-            messages = messages[len(parent.prompt.messages) + 1 :]
+    origin = prompt.origin
+    shared = origin is not None and origin.prompt.setting is prompt.setting
     content = {
-        "messages": messages,
-        "setting": _as_dict(prompt.setting),
-        "prompt_text": prompt.text,
+        "messages": list(prompt.new_messages),
+        "setting": None if shared else _as_dict(prompt.setting),
+        "prompt_text": prompt.new_text,
         "parent": prompt.parent,
         "completion": {name: getattr(done, name) for name in _COMPLETION},
         "text": turn.text,
@@ -236,7 +299,7 @@ def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
         turn.number,
         json.dumps(content, default=_as_dict),
         turn.reward,
-        array(_TOKENS, prompt_ids).tobytes(),
+        array(_TOKENS, prompt.new_token_ids).tobytes(),
         array(_TOKENS, done.token_ids).tobytes(),
         None if done.log_probs is None else array(_VALUES, done.log_probs).tobytes(),
     )
@@ -249,23 +312,21 @@ def _as_dict(value: Any) -> dict[str, Any]:
 def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
     content, reward, prompt_ids, token_ids, log_probs = row
     known = json.loads(content)
-    messages, ids = known["messages"], _from_blob(_TOKENS, prompt_ids)
-    if known["parent"] is not None:
-        parent = session.turns[known["parent"]]
-        ids = [*parent.token_ids, *ids]
-        if known["prompt_text"] is None:
-            messages = [*parent.prompt.messages, parent.reply, *messages]
+    origin = None if known["parent"] is None else session.turn(known["parent"])
+    setting = known["setting"]
+    if setting is None and origin is not None:
+        setting = _as_dict(origin.prompt.setting)
     done = known["completion"]
     done["versions"] = tuple(VersionSpan(**span) for span in done["versions"])
     values = None if log_probs is None else _from_blob(_VALUES, log_probs)
     return Turn(
         number=number,
         prompt=Prompt(
-            messages=messages,
-            setting=Setting(**known["setting"]),
-            token_ids=ids,
-            text=known["prompt_text"],
-            parent=known["parent"],
+            setting=Setting(**setting),
+            new_messages=known["messages"],
+            new_token_ids=_from_blob(_TOKENS, prompt_ids),
+            new_text=known["prompt_text"],
+            origin=origin,
         ),
         completion=Completion(
             token_ids=_from_blob(_TOKENS, token_ids), log_probs=values, **done

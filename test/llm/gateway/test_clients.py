@@ -257,7 +257,7 @@ def test_limits_are_not_asked_again(grammar_engine):
             base_url=session.base_url, api_key=session.key, max_retries=5
         ) as client:
             chat(client)
-            with pytest.raises(openai.RateLimitError, match="max_turns=1"):
+            with pytest.raises(openai.PermissionDeniedError, match="max_turns=1"):
                 chat(client)
 
 

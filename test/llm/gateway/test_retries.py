@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from torchrl_sglang.gateway.retries import KEPT, Answers
+from torchrl_sglang.gateway import retries
+from torchrl_sglang.gateway.retries import KEPT, LOST, Answers
 
 RETRY = {"x-stainless-retry-count": "1"}
 NAMED = {"Idempotency-Key": "a"}
@@ -18,18 +19,44 @@ class Work:
     def __init__(self):
         self.answers = Answers()
         self.begun: list[asyncio.Future[int]] = []
+        self.kept: list[int] = []
+        self.hangs = asyncio.Event()
 
     async def compute(self):
         self.begun.append(asyncio.get_running_loop().create_future())
-        return await self.begun[-1]
+        number = await self.begun[-1]
+        self.kept.append(number)
+        return number
 
-    async def ask(self, headers=(), content=b"content", session="session"):
+    async def keep(self, number):
+        self.kept.append(number)
+
+    async def receive(self, headers, content, fails):
+        async with self.answers.to(
+            headers,
+            content,
+            self.compute,
+            keep=self.keep,
+            withdraw=self.kept.remove,
+        ) as answer:
+            found = await answer
+            if fails:
+                raise ConnectionResetError
+        return found
+
+    async def ask(self, headers=(), content=b"content", *, fails=False):
         """Returns a request that has begun to wait."""
-        asked = self.answers.once(session, dict(headers), content, self.compute)
-        task = asyncio.ensure_future(asked)
-        for _ in range(3):
+        task = asyncio.ensure_future(self.receive(dict(headers), content, fails))
+        for _ in range(5):
             await asyncio.sleep(0)
         return task
+
+    async def lose(self, number, **request):
+        """A request whose answer cannot be delivered."""
+        task = await self.ask(fails=True, **request)
+        self.begun[-1].set_result(number)
+        with pytest.raises(ConnectionResetError):
+            await task
 
 
 def shows(test):
@@ -43,10 +70,72 @@ def shows(test):
 
 @shows
 async def test_a_retry_joins_what_is_computed(work):
+    """The first one may wait at a connection that nobody knows to be broken."""
     first, again = await work.ask(), await work.ask(RETRY)
     assert len(work.begun) == 1
+    other = await work.ask(RETRY)
+    assert len(work.begun) == 2
     work.begun[0].set_result(7)
-    assert [await first, await again, await (await work.ask(RETRY))] == [7, 7, 7]
+    work.begun[1].set_result(8)
+    assert [await first, await again, await other] == [7, 7, 8]
+
+
+@shows
+async def test_a_retry_gets_what_was_not_delivered_and_once(work):
+    await work.lose(7)
+    assert work.kept == []
+    assert await (await work.ask(RETRY)) == 7
+    assert work.kept == [7]
+    await work.ask(RETRY)
+    assert len(work.begun) == 2
+
+
+@shows
+async def test_a_retry_gets_nothing_that_was_delivered(work):
+    first = await work.ask()
+    work.begun[0].set_result(7)
+    assert await first == 7
+    await work.ask(RETRY)
+    assert len(work.begun) == 2
+    assert work.kept == [7]
+
+
+@shows
+async def test_a_retry_does_not_join_where_it_may_be_of_another(work):
+    """Two votes wait, and the first attempt of a third one never arrived."""
+    for count in (1, 2):
+        await work.ask()
+        assert len(work.begun) == count
+    await work.ask(RETRY)
+    assert len(work.begun) == 3
+
+
+@shows
+async def test_one_of_two_deliveries_is_enough(work):
+    first, again = await work.ask(fails=True), await work.ask(RETRY)
+    work.begun[0].set_result(7)
+    with pytest.raises(ConnectionResetError):
+        await first
+    assert await again == 7
+    assert work.kept == [7]
+    await work.ask(RETRY)
+    assert len(work.begun) == 2
+
+
+@shows
+async def test_few_answers_that_nobody_received_are_kept(work):
+    for number in range(LOST + 3):
+        await work.lose(number)
+    found = [await (await work.ask(RETRY)) for _ in range(LOST)]
+    assert found == list(range(3, LOST + 3))
+
+
+@shows
+async def test_a_name_is_answered_alike_whenever_it_comes(work):
+    await work.lose(7, headers=NAMED)
+    for _ in range(3):
+        assert await (await work.ask(NAMED)) == 7
+        assert work.kept == [7]
 
 
 @shows
@@ -112,26 +201,33 @@ async def test_a_retry_of_one_of_several_does_not_get_the_answer_of_another(work
     assert [await other, await again] == [1, 2]
 
 
-@pytest.mark.parametrize("change", [{"content": b"x"}, {"session": "other"}])
-def test_another_request_is_no_repetition(change):
-    async def run(work):
-        first, other = await work.ask(NAMED), await work.ask(NAMED, **change)
-        assert len(work.begun) == 2
-        for each in (first, other):
-            each.cancel()
-        await asyncio.wait([first, other])
-
-    shows(run)()
+@shows
+async def test_another_request_is_no_repetition(work):
+    first, other = await work.ask(NAMED), await work.ask(NAMED, content=b"x")
+    assert len(work.begun) == 2
+    for each in (first, other):
+        each.cancel()
+    await asyncio.wait([first, other])
 
 
 @shows
 async def test_the_oldest_answers_are_forgotten(work):
     for index in range(KEPT + 1):
-        asked = await work.ask(content=str(index).encode())
-        work.begun[-1].set_result(index)
-        await asked
+        await work.lose(index, content=str(index).encode())
     retry = await work.ask(RETRY, content=b"1")
     assert await retry == 1
     assert len(work.begun) == KEPT + 1
     (await work.ask(RETRY, content=b"0")).cancel()
     assert len(work.begun) == KEPT + 2
+
+
+@pytest.mark.parametrize(("seconds", "begun"), [(60.0, 2), (0.0, 3)])
+def test_an_old_answer_is_forgotten(monkeypatch, seconds, begun):
+    async def test(work):
+        monkeypatch.setattr(retries, "KEPT_SECONDS", seconds)
+        await work.lose(7)
+        await work.ask(content=b"other")
+        await work.ask(RETRY)
+        assert len(work.begun) == begun
+
+    shows(test)()

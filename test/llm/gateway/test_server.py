@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,9 +14,11 @@ from contextlib import contextmanager
 import aiohttp
 import pytest
 import requests
+from yarl import URL
 
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import ConfigurationError, GatewayError
+from torchrl_sglang.gateway import server
 from torchrl_sglang.gateway.anthropic import read_count
 from torchrl_sglang.gateway.gateway import Gateway
 
@@ -146,12 +150,88 @@ def test_sessions_are_made_rewarded_and_dropped_over_http(gateway):
     refused = requests.post(url, json={"name": "a/b"}, headers=own, timeout=30)
     assert refused.status_code == 400
     assert requests.delete(f"{url}/a", headers=key, timeout=30).status_code == 200
-    assert requests.get(f"{url}/a", headers=own, timeout=30).status_code == 404
+    assert requests.get(f"{url}/a", headers=own, timeout=30).status_code == 410
+    assert requests.get(f"{url}/b", headers=own, timeout=30).status_code == 404
     assert gateway.sessions == []
 
 
+def test_a_path_opens_only_what_there_is(gateway, session):
+    session.url = f"{gateway.url}/sessions/other"
+    assert post(session).status_code == post(session, key="EMPTY").status_code == 404
+    # With the gateway's own key it is made.
+    assert post(session, key=gateway.api_key).status_code == 200
+    assert post(session).status_code == 200
+    assert [len(each.turns) for each in gateway.sessions] == [0, 2]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_dropped_session_does_not_come_back(gateway, path):
+    session = gateway.session("a")
+    gateway.drop(session)
+    gateway.drop(session)
+    for key in ("", "EMPTY", session.key, gateway.api_key):
+        answer = post(session, path, key=key)
+        assert answer.status_code == 410, key
+        assert "was dropped" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "false"
+    root = requests.post(
+        gateway.url + path,
+        json={"messages": HELLO, "max_tokens": 1},
+        headers={"x-api-key": session.key},
+        timeout=30,
+    )
+    assert root.status_code == 410
+    assert gateway.sessions == session.turns == []
+    # Who asks for the name again gets another session, which the old key does not open.
+    new = gateway.session("a")
+    assert post(new, path, key=session.key).status_code == 410
+    assert post(new, path, key=new.key).status_code == 200
+
+
+def test_few_names_of_dropped_sessions_are_kept(gateway, monkeypatch):
+    monkeypatch.setattr("torchrl_sglang.gateway.gateway.DROPPED", 3)
+    for number in range(5):
+        gateway.drop(gateway.session(str(number)))
+    statuses = []
+    for name in "01234":
+        with pytest.raises(GatewayError) as error:
+            gateway.find(name=name)
+        statuses.append(error.value.status)
+    assert statuses == [404, 404, 410, 410, 410]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:80", "Origin": "http://127.0.0.1:3000"}, 200),
+        ({"Host": "[::1]:80", "Origin": "http://localhost"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "localhost.evil.example:80"}, 403),
+        ({"Host": "127.0.0.1@evil.example"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://localhost@evil.example"}, 403),
+    ],
+)
+def test_a_page_of_another_host_writes_nothing(session, headers, status):
+    """A browser on this machine sends what such a page tells it to."""
+    plain = {"Content-Type": "text/plain", **headers}
+    assert post(session, headers=plain).status_code == status
+    assert len(session.turns) == (status == 200)
+    if headers.get("Host") not in ("", "[::1"):
+        # A page has no key.
+        assert post(session, key=session.key, headers=plain).status_code == 200
+
+
 def test_unknown_paths(gateway, session):
-    assert requests.get(f"{gateway.url}/nothing", timeout=30).status_code == 404
+    unknown = requests.get(f"{gateway.url}/nothing", timeout=30)
+    assert unknown.status_code == 404
+    assert "POST /v1/chat/completions" in unknown.json()["error"]["message"]
+    for odd in ("/v1/responses", "/%ff%00", "/a\\b", "/sessions/%2e%2e%2f"):
+        assert requests.post(session.url + odd, timeout=30).status_code == 404
     assert requests.get(f"{session.url}/v1/messages", timeout=30).status_code == 405
     health = requests.get(f"{gateway.url}/health", timeout=30)
     assert health.json() == {"status": "ok"}
@@ -165,34 +245,37 @@ def test_limits_of_sessions(fake_engine):
         fake_engine, max_sessions=2, max_turns=2, session_seconds=60
     ) as gateway:
         session = gateway.session()
-        assert [post(session).status_code for _ in range(3)] == [200, 200, 429]
+        assert [post(session).status_code for _ in range(3)] == [200, 200, 403]
         answer = post(session)
         assert "max_turns=2" in answer.json()["error"]["message"]
-        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        assert answer.json()["error"]["type"] == "permission_error"
         assert answer.headers["x-should-retry"] == "false"
         anthropic = post(session, "/v1/messages").json()
-        assert anthropic["error"]["type"] == "rate_limit_error"
+        assert anthropic["error"]["type"] == "permission_error"
         gateway.session()
         with pytest.raises(GatewayError, match="max_sessions"):
             gateway.session()
+        # This limit goes away when others are dropped.
         session.url = f"{gateway.url}/sessions/third"
-        assert post(session).status_code == 429
+        answer = post(session, key=gateway.api_key)
+        assert answer.status_code == 429
+        assert "x-should-retry" not in answer.headers
 
 
 def test_requests_at_a_time_share_the_limit_of_turns(fake_engine):
     with Gateway(fake_engine, max_turns=3) as gateway:
         session = gateway.session()
-        assert post(session, n=4).status_code == 429
+        assert post(session, n=4).status_code == 403
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: post(session), range(8)))
-        assert sorted(a.status_code for a in answers) == [200] * 3 + [429] * 5
+        assert sorted(a.status_code for a in answers) == [200] * 3 + [403] * 5
         assert len(session.turns) == 3
 
 
 def test_limits_of_tokens_and_time(fake_engine):
     with Gateway(fake_engine, max_tokens=6) as gateway:
         session = gateway.session()
-        assert [post(session).status_code for _ in range(3)] == [200, 200, 429]
+        assert [post(session).status_code for _ in range(3)] == [200, 200, 403]
         # The last response was cut to what was left.
         assert session.num_tokens == 6
     with Gateway(fake_engine, session_seconds=0.001) as gateway:
@@ -263,9 +346,9 @@ def test_an_error_within_a_stream(fake, fake_engine, path):
     assert "no answer" in json.loads(data.removeprefix("data: "))["error"]["message"]
 
 
-@pytest.mark.parametrize("headers", [RETRY, {"Idempotency-Key": "7"}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_repeated_request_is_answered_once(fake, session, headers, stream):
+def test_a_named_request_is_answered_once(fake, session, stream):
+    headers = {"Idempotency-Key": "7"}
     first = post(session, headers=headers, stream=stream)
     again = post(session, headers=headers, stream=stream)
     assert len(session.turns) == len(fake.payloads()) == 1
@@ -273,6 +356,63 @@ def test_a_repeated_request_is_answered_once(fake, session, headers, stream):
     # Another content is no repetition, whatever the header says, nor another session.
     assert post(session, headers=headers, max_tokens=3).status_code == 200
     assert len(session.turns) == 2
+
+
+@contextmanager
+def hanging_up(session, **body):
+    """A client that has sent a request, and hangs up without reading."""
+    url = URL(session.url)
+    given = {"model": "m", "max_tokens": 4, "messages": HELLO, **body}
+    content = json.dumps(given).encode()
+    head = (
+        f"POST {url.path}/v1/chat/completions HTTP/1.1\r\nHost: {url.authority}\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+        connection.sendall(head.encode() + content)
+        yield
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_no_client_saw_is_not_kept(
+    fake_engine, monkeypatch, tmp_path, stream, kept
+):
+    """A client that hangs up when its answer is complete, but not sent."""
+    path = tmp_path / "sessions" if kept else None
+    complete, goes_on, usage = threading.Event(), threading.Event(), server._usage
+
+    def slow_usage(turns):
+        complete.set()
+        assert goes_on.wait(30)
+        return usage(turns)
+
+    monkeypatch.setattr(server, "_usage", slow_usage)
+    with Gateway(fake_engine, path=path) as gateway:
+        session = gateway.session("a")
+        with hanging_up(session, stream=stream):
+            assert complete.wait(30)
+            assert len(session.turns) == 1
+        goes_on.set()
+        post(session, messages=[{"role": "user", "content": "other"}])
+        assert [turn.number for turn in session.turns] == [1]
+        # Its repetition gets it, and once only.
+        post(session, headers=RETRY, stream=stream)
+        assert [turn.number for turn in session.turns] == [0, 1]
+        post(session, headers=RETRY, stream=stream)
+        assert [turn.number for turn in session.turns] == [0, 1, 2]
+        gateway.set_reward(session, 0.5, turn=0)
+    if kept:
+        (read,) = Gateway(fake_engine, path=path).sessions
+        assert [turn.reward for turn in read.turns] == [0.5, None, None]
+
+
+def test_a_retry_does_not_get_the_answer_of_an_equal_request(fake, session):
+    """Its first attempt never arrived, as where a connection fails."""
+    first = post(session)
+    again = post(session, headers=RETRY)
+    assert len(session.turns) == len(fake.payloads()) == 2
+    assert first.json()["id"] != again.json()["id"]
 
 
 def test_the_same_request_asks_for_another_response(session):
@@ -415,8 +555,15 @@ def test_a_conversation_that_is_too_long(session):
     answer = post(session, messages=messages)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+    words = r"model's maximum context length is (\d+) tokens.*resulted in (\d+) tokens"
+    said = answer.json()["error"]["message"]
+    longest, number = map(int, re.search(words, said).groups())
+    assert longest < 4096 < number
     anthropic = post(session, "/v1/messages", messages=messages)
     assert anthropic.status_code == 400
+    said = anthropic.json()["error"]["message"]
+    # As Claude Code and LangChain search for it.
+    assert re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", said)
     # What is asked for beyond the context is cut.
     assert post(session, max_tokens=10**6).json()["choices"][0]["finish_reason"] == (
         "length"
@@ -534,6 +681,67 @@ def test_a_parser_that_fails_loses_no_turn(fake, fake_engine, fault):
         assert len(session.turns[0].completion.token_ids) == 5
 
 
+THOUGHT = "<think>hm\nso</think>\n\n42"
+
+
+BARE = (
+    "{% for each in messages %}{% if each.reasoning_content %}<think>"
+    "{{ each.reasoning_content }}</think>{% endif %}{{ each.content }}{% endfor %}"
+)
+"""The server says what it is asked."""
+
+
+def thinking(fake_engine):
+    return Gateway(fake_engine, reasoning_parser="qwen3", chat_template=BARE)
+
+
+def test_content_behind_reasoning_begins_with_itself(fake_engine):
+    with thinking(fake_engine) as gateway:
+        session = gateway.session()
+        asked = [{"role": "user", "content": THOUGHT}]
+        found = message(post(session, messages=asked, max_tokens=len(THOUGHT)))
+        (turn,) = session.turns
+        assert found["content"].startswith("42")
+        assert "\n\n42" in turn.text
+        post(session, messages=[*asked, found, *HELLO])
+        assert session.turns[1].prompt.parent == 0
+        assert session.turns[1].prompt.token_ids[: turn.num_tokens] == turn.token_ids
+
+
+def test_thinking_is_signed_and_joins_when_it_comes_back(fake_engine):
+    with thinking(fake_engine) as gateway:
+        session = gateway.session()
+        asked = [{"role": "user", "content": THOUGHT}]
+        given = {"messages": asked, "max_tokens": len(THOUGHT)}
+        answer = post(session, "/v1/messages", **given)
+        blocks = answer.json()["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text"]
+        assert blocks[0]["signature"]
+        assert blocks[1]["text"].startswith("42")
+        said = {"role": "assistant", "content": blocks}
+        post(session, "/v1/messages", messages=[*asked, said, *HELLO])
+        assert session.turns[1].prompt.parent == 0
+        stream = post(session, "/v1/messages", **given, stream=True).text
+        deltas = [
+            json.loads(line.removeprefix("data: ")).get("delta", {})
+            for line in stream.splitlines()
+            if line.startswith("data: ")
+        ]
+        (signed,) = (each for each in deltas if each.get("type") == "signature_delta")
+        assert signed["signature"] == blocks[0]["signature"]
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS])
+def test_one_call_at_a_time_is_no_matter_without_tools(session, tools):
+    status = 400 if tools else 200
+    answer = post(session, tools=tools, parallel_tool_calls=False)
+    assert answer.status_code == status
+    given = [{"name": "add", "input_schema": {"type": "object"}}] if tools else []
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    answer = post(session, "/v1/messages", tools=given, tool_choice=choice)
+    assert answer.status_code == status
+
+
 def test_an_empty_response(session):
     found = message(post(session, max_tokens=0))
     assert found["content"] == ""
@@ -617,7 +825,8 @@ def test_a_session_that_is_dropped_while_it_generates(fake, fake_engine, tmp_pat
         fake.wait_for("/generate", 1)
         gateway.drop(session)
         run_sync(fake_engine.control.resume())
-        assert asked.result().status_code == 200
+        assert asked.result().status_code == 410
+        assert session.turns == []
     assert Gateway(fake_engine, path=path).sessions == []
 
 
@@ -627,6 +836,8 @@ def test_a_session_that_is_dropped_while_it_generates(fake, fake_engine, tmp_pat
         ({"default_sampling_params": {"temprature": 1}}, "'temperature'"),
         ({"forced_sampling_params": {"max_token": 1}}, "'max_new_tokens'"),
         ({"max_turns": 0}, "max_turns"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"session_seconds": 0}, "session_seconds"),
         ({"keep_alive_seconds": 0}, "keep_alive_seconds"),
         ({"request_timeout": -1}, "request_timeout"),
         ({"port": 70_000}, "port"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from helpers.chat_families import family_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.call_forms import written_ids
 from torchrl_sglang.gateway.messages import changes, conversation_keys, rename_calls
 from torchrl_sglang.gateway.session import RENDERED_TURNS, Prompt, Session, Turn
@@ -135,6 +138,79 @@ def test_a_turn_renders_its_conversation_once() -> None:
         turn = add(session, prompt, template.encode(f"{number}<|im_end|>"))
         messages += [turn.reply, USER]
     assert [turn.prompt.parent for turn in session.turns] == [None, 0, 1, 2, 3]
+
+
+def held(turns: int, *, plain: bool) -> int:
+    """Returns the bytes that a session of so many turns holds."""
+    template, session = ChatTemplate(family_tokenizer("qwen2.5")), Session("s")
+    ids, more = template.encode("b" * 200 + "<|im_end|>"), "c" * 200
+    messages: list[Any] = [USER]
+    text = "tell"
+    tracemalloc.start()
+    for number in range(turns):
+        setting = Setting(tools=[{"type": "function", "about": "d" * 200}])
+        if plain:
+            prompt = session.text_prompt(text, template)
+        else:
+            prompt = session.prompt(messages, setting, template)
+        assert prompt.parent == (number - 1 if number else None)
+        turn = add(session, prompt, list(ids))
+        # A client sends its own copies.
+        messages = [dict(each) for each in [*prompt.messages, turn.reply]]
+        messages.append({"role": "user", "content": f"{number} {more}"})
+        text += template.decode(ids) + f"{number} {more}"
+    messages, text = [], ""
+    gc.collect()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert session.turns[-1].token_ids[-len(ids) :] == ids
+    assert session.turns[-1].num_tokens == len(session.turns[-1].token_ids)
+    return size
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_session_grows_with_what_is_said(plain: bool) -> None:
+    """And not with the square of it."""
+    held(2, plain=plain)
+    assert held(80, plain=plain) < 2.5 * held(40, plain=plain)
+
+
+def test_a_long_conversation_is_told_and_forgotten() -> None:
+    """Python's limit of recursion does not apply to it."""
+    session, turn = Session("s"), None
+    for number in range(20_000):
+        prompt = Prompt(
+            setting=Setting(), new_messages=[USER], new_token_ids=[1], origin=turn
+        )
+        turn = Turn(
+            number=number,
+            prompt=prompt,
+            completion=Completion(token_ids=[2], finish_reason="stop"),
+            text="a",
+            reply=said("a"),
+            ended=True,
+        )
+        session.turns.append(turn)
+    (trajectory,) = session.trajectories()
+    assert len(trajectory.token_ids) == len(trajectory.messages) == 40_000
+
+
+def test_turns_that_nobody_saw_leave_their_numbers_out() -> None:
+    template, session = ChatTemplate(family_tokenizer("qwen2.5")), Session("s")
+    prompt = session.prompt([USER], Setting(), template)
+    first, gone, last = (add(session, prompt, [1]) for _ in range(3))
+    assert session.remove(gone)
+    assert not session.remove(gone)
+    session.set_reward(0.5, turn=2)
+    assert [last.reward, first.reward] == [0.5, None]
+    for wrong in (1, 3, -1, True, "0"):
+        with pytest.raises(ConfigurationError, match="2 turns up to 2"):
+            session.set_reward(0.5, turn=wrong)
+    following = session.prompt([USER, said("x"), USER], Setting(), template)
+    assert following.parent is None
+    session.add(gone)
+    assert [turn.number for turn in session.turns] == [0, 1, 2]
+    assert session.next_number() == 3
 
 
 def test_an_old_turn_is_rendered_anew() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import gc
 import math
 import signal
 import sqlite3
@@ -39,15 +42,12 @@ time.sleep(600)
 """
 
 
-def make_turn(number=0, parent=None, *, before=None, **changes):
+def make_turn(number=0, origin=None, **changes):
     prompt = Prompt(
-        messages=[
-            *(before or ()),
-            {"role": "user", "content": "grüß \ud800 \U0001f600"},
-        ],
         setting=Setting(tools=[{"type": "function"}], template_kwargs={"a": [1]}),
-        token_ids=[1, 2, 3, *range(10 * number)],
-        parent=parent,
+        new_messages=[{"role": "user", "content": "grüß \ud800 \U0001f600"}],
+        new_token_ids=[1, 2, 3, *range(10 * number)],
+        origin=origin,
     )
     values = {
         "token_ids": [4, 5],
@@ -97,9 +97,14 @@ def test_a_session_is_read_back_as_it_was(tmp_path):
     session = Session("a", key="k", group="g")
     session.add(make_turn())
     first = session.turns[0]
-    session.add(make_turn(1, 0, before=[*first.prompt.messages, first.reply]))
+    session.add(make_turn(1, first))
     session.add(make_turn(2, log_probs=None, top_token_ids=None, top_log_probs=None))
-    text = Prompt(messages=[], setting=Setting(tools=[]), token_ids=[1], text="tell")
+    text = Prompt(
+        setting=Setting(tools=[]),
+        new_messages=[],
+        new_token_ids=[1],
+        new_text="tell",
+    )
     session.add(
         Turn(
             number=3,
@@ -110,11 +115,9 @@ def test_a_session_is_read_back_as_it_was(tmp_path):
             ended=False,
         )
     )
-    session.turns[1].prompt.token_ids[:5] = first.token_ids
     session.reward = -0.5
     store.save_session(session)
-    for turn in session.turns:
-        store.save_turn(session, turn)
+    asyncio.run(store.save_turns(session, session.turns))
     store.close()
     (again,) = (read := Store(tmp_path / "s")).load()
     read.close()
@@ -126,11 +129,11 @@ def test_a_session_that_is_dropped_is_gone_with_its_later_turns(tmp_path):
     store = Store(tmp_path / "s")
     old, new = Session("a", key="old"), Session("a", key="new")
     store.save_session(old)
-    store.save_turn(old, make_turn())
+    asyncio.run(store.save_turns(old, [make_turn()]))
     store.delete(old)
-    store.save_turn(old, make_turn(1))
+    asyncio.run(store.save_turns(old, [make_turn(1)]))
     store.save_session(new)
-    store.save_turn(new, make_turn())
+    asyncio.run(store.save_turns(new, [make_turn()]))
     store.close()
     (left,) = (read := Store(tmp_path / "s")).load()
     read.close()
@@ -150,11 +153,15 @@ def test_a_turn_of_8000_tokens_does_not_hold_the_loop_up(tmp_path):
     store = Store(tmp_path / "s")
     store.save_session(session)
     times = []
-    for _ in range(50):
-        start = time.thread_time()
-        store.save_turn(session, session.turns[0])
-        times.append(time.thread_time() - start)
+
+    async def save():
+        for _ in range(50):
+            start = time.thread_time()
+            await store.save_turns(session, session.turns)
+            times.append(time.thread_time() - start)
+
     start = time.process_time()
+    asyncio.run(save())
     store.close()
     # Of the processor's time: others may use the machine, too.
     assert sorted(times)[len(times) // 2] < WRITE_SECONDS
@@ -228,7 +235,7 @@ def damage(path, statement):
 @pytest.mark.parametrize(
     ("statement", "problem"),
     [
-        ("pragma user_version = 2", "its format is version 2"),
+        ("pragma user_version = 1", "its format is version 1"),
         ("pragma application_id = 7", "something else"),
         ("update turns set content = '{'", "Expecting"),
         ("update turns set token_ids = x'00'", "bytes length"),
@@ -241,7 +248,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, statement, problem):
     store = Store(path)
     session = Session("a", key="k")
     store.save_session(session)
-    store.save_turn(session, make_turn())
+    asyncio.run(store.save_turns(session, [make_turn()]))
     store.close()
     damage(path, statement)
     for _ in range(2):  # The first one has let go of it.
@@ -274,19 +281,133 @@ def test_two_gateways_on_one_file_are_refused(fake_engine, tmp_path):
         assert [session.name for session in gateway.sessions] == ["a"]
 
 
-def test_a_file_that_cannot_be_written_is_told(fake_engine, tmp_path):
+def ask(session, content="hi"):
+    return requests.post(
+        f"{session.base_url}/chat/completions",
+        json={"model": "m", "messages": [{"role": "user", "content": content}]},
+        headers={"Authorization": f"Bearer {session.key}"},
+        timeout=30,
+    )
+
+
+@contextlib.contextmanager
+def full_disk(gateway):
+    """SQLite says that the disk is full."""
+    file = gateway._store._file
+
+    def limit(pages):
+        file.execute(f"pragma max_page_count = {pages}")
+
+    gateway._store._writer.submit(limit, 1).result()
+    # Free pages would still be used.
+    yield
+    gateway._store._writer.submit(limit, 1 << 30).result()
+
+
+def test_a_file_that_cannot_be_written_is_written_when_it_can_be(
+    fake, fake_engine, tmp_path
+):
+    path = tmp_path / "s"
+    with Gateway(fake_engine, path=path) as gateway:
+        session, other = gateway.session("a"), gateway.session("other")
+        assert ask(session).status_code == 200
+        with full_disk(gateway):
+            # Nothing is free in the pages that there are.
+            refused = ask(session, "x" * 1_500)
+            assert refused.status_code == 503
+            assert "cannot be written" in refused.json()["error"]["message"]
+            generated = len(fake.payloads())
+            gateway.drop(other)
+        assert len(session.turns) == 1
+        for number in range(3):
+            assert ask(session, f"later {number}").status_code == 200
+        assert len(fake.payloads()) == generated + 3
+        gateway.session("b")
+        gateway.set_reward(session, 1.0)
+        gateway.set_reward(session, 0.5, turn=session.turns[-1].number)
+        expected = [turn.number for turn in session.turns]
+        assert len(expected) == 4
+        assert len(session.trajectories()) == 4
+    read, b = Gateway(fake_engine, path=path).sessions
+    assert [turn.number for turn in read.turns] == expected
+    assert [read.reward, read.turns[-1].reward, b.name] == [1.0, 0.5, "b"]
+
+
+def test_changes_are_written_in_their_order_once_they_can_be(tmp_path, caplog):
+    store = Store(tmp_path / "s")
+    first, second = Session("a", key="1"), Session("b", key="2")
+    store.save_session(first)
+    asyncio.run(store.written())
+    failing = [True]
+    execute = store._execute
+
+    def broken(change):
+        if failing[0]:
+            store._error = sqlite3.OperationalError("disk I/O error")
+            raise store._error
+        execute(change)
+
+    store._execute = broken
+    first.reward = 1.0
+    store.save_reward(first, None)
+    store.save_session(second)
+    for _ in range(2):
+        with pytest.raises(GatewayError, match="disk I/O error"):
+            asyncio.run(store.written())
+        with pytest.raises(GatewayError, match="disk I/O error"):
+            store.check()
+        with pytest.raises(GatewayError, match="disk I/O error"):
+            asyncio.run(store.save_turns(second, [make_turn()]))
+    failing[0] = False
+    store.check()
+    assert not store.has_failed
+    asyncio.run(store.save_turns(second, [make_turn()]))
+    store.close()
+    store.close()
+    (one, two) = (read := Store(tmp_path / "s")).load()
+    read.close()
+    assert [one.reward, len(one.turns), len(two.turns)] == [1.0, 0, 1]
+
+
+def test_a_change_that_can_never_be_written_stops_no_other(fake_engine, tmp_path):
+    store = Store(tmp_path / "s")
+    bad, good = Session("a", key="1"), Session("b", key="2")
+    bad.created = object()
+    store.save_session(bad)
+    store.save_session(good)
+    asyncio.run(store.written())
+    store.close()
+    (left,) = (read := Store(tmp_path / "s")).load()
+    read.close()
+    assert left.name == "b"
+    with (
+        Gateway(fake_engine) as gateway,
+        pytest.raises(ConfigurationError, match="Unicode"),
+    ):
+        gateway.session(group="\ud800")
+
+
+def test_a_reward_does_not_bring_a_dropped_session_back(fake_engine, tmp_path):
     with Gateway(fake_engine, path=tmp_path / "s") as gateway:
         session = gateway.session("a")
-        # A key that SQLite has no type for stands for a disk that is full.
-        session.created = object()
+        assert ask(session).status_code == 200
+        gateway.drop(session)
         gateway.set_reward(session, 1.0)
-        answer = requests.post(
-            f"{session.base_url}/chat/completions",
-            json={"model": "m", "messages": [{"role": "user", "content": "hi"}]},
-            headers={"Authorization": f"Bearer {session.key}"},
-            timeout=30,
-        )
-        assert answer.status_code == 503
-        assert "cannot be written" in answer.json()["error"]["message"]
-        with pytest.raises(GatewayError, match="cannot be written"):
-            gateway.session("b")
+        gateway.set_reward(session, 1.0, turn=0)
+    assert Gateway(fake_engine, path=tmp_path / "s").sessions == []
+
+
+def test_turns_are_freed_with_their_session(fake_engine, tmp_path):
+    def alive():
+        gc.collect()
+        return sum(type(each) is Turn for each in gc.get_objects())
+
+    before = alive()
+    with Gateway(fake_engine, path=tmp_path / "s") as gateway:
+        for _ in range(5):
+            session = gateway.session()
+            for number in range(3):
+                assert ask(session, f"{number}").status_code == 200
+            gateway.drop(session)
+        del session
+        assert alive() == before
