@@ -45,7 +45,7 @@ class GroupPool(Generic[T]):
 
     Args:
         limits: how far collection may run ahead.
-        on_stale: what happens to groups that are too old when a batch is taken.
+        on_stale: what happens to complete groups that are too old.
         total: groups to consume; -1 for no end.
         on_close: called with the position of each prompt that is done.
 
@@ -53,7 +53,7 @@ class GroupPool(Generic[T]):
         total (int): groups to consume.
         version (int): policy version of the trainer.
         consumed (int): groups that were taken.
-        stale (int): groups that were too old when a batch was taken.
+        stale (int): complete groups that were too old.
         buffered (bool): groups that are taken go to a replay buffer, where they count
             as ahead of training until an update; otherwise the trainer has them.
     """
@@ -132,7 +132,7 @@ class GroupPool(Generic[T]):
     def complete(
         self, position: int, content: T, *, oldest: int, seconds: float
     ) -> None:
-        """Takes a complete group."""
+        """Takes a complete group; it may be too old already."""
         del self._running[position]
         group = ReadyGroup(
             position=position,
@@ -142,6 +142,7 @@ class GroupPool(Generic[T]):
             version=self.version,
         )
         insort(self._ready, group, key=lambda each: each.position)
+        self._drop_stale()
 
     def give_up(self, position: int, *, retry: bool) -> None:
         """Ends a running group without a result; ``retry``: its prompt starts again."""
@@ -164,7 +165,6 @@ class GroupPool(Generic[T]):
         ``None`` if the batch has to wait. At the end it may be smaller. Their prompts
         are not done before :meth:`close`.
         """
-        self._drop_stale()
         size = size if self.left is None else min(size, self.left)
         if self.exhausted:
             size = min(size, self._outstanding)
@@ -199,10 +199,11 @@ class GroupPool(Generic[T]):
             self.order.close(position)
 
     def set_version(self, version: int) -> None:
-        """Begins a new policy version."""
+        """Begins a new policy version; groups that are too old then are dropped."""
         self.version = version
         held = self._consumed_in_version - self.limits.groups_per_update
         self._consumed_in_version = max(held, 0) if self.buffered else 0
+        self._drop_stale()
 
     @property
     def _bound(self) -> int:
@@ -218,6 +219,7 @@ class GroupPool(Generic[T]):
         ]
 
     def _drop_stale(self) -> None:
+        """Drops what is too old, as soon as it is: others can start in its place."""
         if self._on_stale == "mask":
             return
         fresh = []
