@@ -31,7 +31,11 @@ from torchrl_sglang.collectors.stale_mask import StaleMask
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.tools import Tools, parse_tool_calls
 from torchrl_sglang.collectors.versions import PolicyVersions
-from torchrl_sglang.collectors.weight_sync import attach_weight_sync, check_schemes
+from torchrl_sglang.collectors.weight_sync import (
+    attach_weight_sync,
+    check_schemes,
+    detach_weight_sync,
+)
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
@@ -374,6 +378,8 @@ class AsyncLLMCollector(BaseCollector):
     ) -> None:
         """Ends all conversations and threads. Safe to call twice.
 
+        The scheme's sender forgets the collector: updates are no longer counted.
+
         Args:
             timeout: for the threads to end, in seconds. Defaults to
                 ``timeouts.shutdown``.
@@ -387,6 +393,7 @@ class AsyncLLMCollector(BaseCollector):
         if not check_flag("close_env", close_env):
             raise ConfigurationError("close_env=False is not supported; leave it out.")
         seconds = self.timeouts.shutdown if timeout is None else timeout
+        detach_weight_sync(self)
         self._collection.stop()
         ended = self._collection.join(seconds) and self._batches.join(seconds)
         if not ended and raise_on_error:
