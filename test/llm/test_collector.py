@@ -293,7 +293,8 @@ class Gone:
 
 def test_a_collector_that_cannot_count_is_told(scheme, restored_engine, tokenizer):
     sender = scheme.create_sender()
-    sender.register_collector(Gone())
+    gone = Gone()
+    sender.register_collector(gone)
     collector = attach_weight_sync(make_collector(restored_engine, tokenizer), scheme)
     with pytest.raises(WeightSyncStateError, match="Gone: the actor is gone"):
         sender.update_weights()

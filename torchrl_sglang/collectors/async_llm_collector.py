@@ -32,7 +32,11 @@ from torchrl_sglang.collectors.stale_mask import StaleMask
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.tools import ToolFunctions, Tools, parse_tool_calls
 from torchrl_sglang.collectors.versions import PolicyVersions
-from torchrl_sglang.collectors.weight_sync import attach_weight_sync, check_schemes
+from torchrl_sglang.collectors.weight_sync import (
+    attach_weight_sync,
+    check_schemes,
+    detach_weight_sync,
+)
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
@@ -123,7 +127,8 @@ class AsyncLLMCollector(BaseCollector):
         batches_per_update (int): batches that the trainer takes between two weight
             updates. Defaults to 1.
         max_staleness (int): most weight updates between generating a token and taking
-            it. Defaults to 1.
+            it. A bound, and not the usual value: if training is slower than generation,
+            groups start just in time. Defaults to 1.
         on_stale (str): what happens to a complete group with older tokens, when a batch
             is taken: ``"drop"`` (default), ``"retry"`` (its prompt starts again) or
             ``"mask"`` (its older tokens are excluded from the loss: their assistant
@@ -219,7 +224,8 @@ class AsyncLLMCollector(BaseCollector):
             ("total_groups", total_groups, -1),
             ("seed", seed, 0),
         ):
-            if count is not None:
+            # None is no limit, and no number of anything else.
+            if count is not None or name not in ("max_turns", "max_in_flight"):
                 check_count(name, count, least=least)
         _check_choice("on_stale", on_stale, get_args(OnStale))
         schemes = check_schemes(weight_sync_schemes)
@@ -387,6 +393,8 @@ class AsyncLLMCollector(BaseCollector):
     ) -> None:
         """Ends all conversations and threads. Safe to call twice.
 
+        The scheme's sender forgets the collector: updates are no longer counted.
+
         Args:
             timeout: for the threads to end, in seconds. Defaults to
                 ``timeouts.shutdown``.
@@ -400,6 +408,7 @@ class AsyncLLMCollector(BaseCollector):
         if not check_flag("close_env", close_env):
             raise ConfigurationError("close_env=False is not supported; leave it out.")
         seconds = self.timeouts.shutdown if timeout is None else timeout
+        detach_weight_sync(self)
         self._collection.stop()
         ended = self._collection.join(seconds) and self._batches.join(seconds)
         if not ended and raise_on_error:
@@ -532,11 +541,19 @@ class AsyncLLMCollector(BaseCollector):
             tokens                    response tokens of complete groups
             tokens_per_second         since the start
             engine_idle               share of the time without a request in flight
-            trainer_waits             share of the time in which a batch is waited for
+            trainer_waits             share of the time in which a batch is waited for;
+                                      0 with :meth:`start`, see ``lately``
             age                       updates -> tokens that were taken at this age
             age_in_flight             the part of it when their group was complete
             age_in_queue              the part that was added until it was taken
-            bottleneck                a sentence on what bounds the run
+            lately                    numbers for a logger, since the trainer got its
+                                      last eight batches: ``seconds``,
+                                      ``tokens_per_second``, ``trainer_waits``,
+                                      ``idle`` (no conversation), ``engine_idle``,
+                                      ``conversations``, ``conversations_in_flight``
+                                      (means), and ``age``, the mean of the tokens
+                                      that were taken
+            bottleneck                a sentence on what bounded the run lately
             errors                    recent errors of groups
             ========================= ==================================================
         """

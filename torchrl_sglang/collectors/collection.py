@@ -29,8 +29,16 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.support.blocking import BlockingCalls, DaemonExecutor
 from torchrl_sglang.backends.support.user_code import describe, user_code
 from torchrl_sglang.collectors.group_pool import GroupPool, ReadyGroup
+from torchrl_sglang.collectors.pace import LATELY_BATCHES
 from torchrl_sglang.collectors.prompts import Prompts
-from torchrl_sglang.collectors.stats import Ages, Meter, Shares, find_bottleneck
+from torchrl_sglang.collectors.stats import (
+    Ages,
+    Mark,
+    Meter,
+    Shares,
+    compare,
+    find_bottleneck,
+)
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
@@ -155,7 +163,6 @@ class Collection:
         self.changed = threading.Condition()
         self.running = Meter()
         self.trainer_waits = Meter()
-        self.held_back = Meter()
         self.ages = Ages()
         self.tokens = 0
         self.failed = 0
@@ -173,8 +180,11 @@ class Collection:
         # Groups that the engine failed since one was complete.
         self._engine_failed: set[int] = set()
         self._not_before = 0.0
+        self._more_at = math.inf
         self._wanted = 0
-        self._in_background = False
+        # When the trainer got its last batches.
+        self._marks: deque[Mark] = deque(maxlen=LATELY_BATCHES)
+        self._marked = 0
         self._writing = False
         self._paused = False
         self._stopped = False
@@ -199,9 +209,9 @@ class Collection:
             self._thread = threading.Thread(
                 target=self._run, name="torchrl_sglang-collector", daemon=True
             )
-            for meter in (self.running, self.trainer_waits, self.held_back):
+            for meter in (self.running, self.trainer_waits, self.groups.generating):
                 meter.restart()
-            self.groups.generating.restart()
+            self._marks.append(self._mark())
             self._thread.start()
 
     def stop(self) -> None:
@@ -266,6 +276,7 @@ class Collection:
         """Begins a new policy version."""
         with self.changed:
             self.pool.set_version(version)
+            self._mark_batch()
             self.changed.notify_all()
         self._notify_loop()
 
@@ -287,8 +298,9 @@ class Collection:
             CollectionError: if the collection ended with an error.
         """
         deadline = time.monotonic() + timeout
-        with self.changed, self._waits(size if demand else 0):
-            self._in_background = not demand
+        with self.changed, self._waits(size, demand=demand):
+            if demand:
+                self.pool.pace.ask(size)
             while True:
                 self.check()
                 held = self._paused and not demand
@@ -296,6 +308,9 @@ class Collection:
                 if groups is not None:
                     self._count(groups)
                     self._writing = not demand
+                    if demand:
+                        self.pool.pace.get()
+                    self._mark_batch()
                     break
                 if self.pool.ended or self._stopped:
                     return []
@@ -320,18 +335,16 @@ class Collection:
 
     def stats(self) -> dict[str, Any]:
         """Returns what the groups did; see :meth:`.AsyncLLMCollector.stats`."""
-        running, _ = self.running.mean_and_idle()
-        generating, engine_idle = self.groups.generating.mean_and_idle()
+        _, engine_idle = self.groups.generating.mean_and_idle()
         trainer_waits, _ = self.trainer_waits.mean_and_idle()
-        held_back, _ = self.held_back.mean_and_idle()
-        if self._in_background:
-            # The writer waits, and not the trainer: as long as it is not held back.
-            trainer_waits = 1.0 - held_back
+        with self.changed:
+            lately = self._lately()
+        running = lately["conversations"]
         shares = Shares(
-            trainer_waits=min(trainer_waits, 1.0),
-            held_back=held_back,
-            generating=generating / running if running else 1.0,
-            engine_idle=engine_idle,
+            trainer_waits=lately["trainer_waits"],
+            idle=lately["idle"],
+            generating=lately["conversations_in_flight"] / running if running else 1.0,
+            engine_idle=lately["engine_idle"],
         )
         in_flight = self.groups.generating.value
         seconds = self.running.seconds
@@ -346,25 +359,54 @@ class Collection:
             "tokens": self.tokens,
             "tokens_per_second": self.tokens / seconds if seconds else 0.0,
             "engine_idle": engine_idle,
-            "trainer_waits": shares.trainer_waits,
+            "trainer_waits": min(trainer_waits, 1.0),
             "age": dict(self.ages.total),
             "age_in_flight": dict(self.ages.in_flight),
             "age_in_queue": dict(self.ages.in_queue),
+            "lately": lately,
             "bottleneck": find_bottleneck(shares, self.pool.limits.max_staleness),
             "errors": list(self.errors),
         }
 
+    def _mark(self) -> Mark:
+        return Mark(
+            tokens=self.tokens,
+            taken=self.ages.total.total(),
+            ages=sum(age * count for age, count in self.ages.total.items()),
+            running=self.running.totals(),
+            generating=self.groups.generating.totals(),
+        )
+
+    def _mark_batch(self) -> None:
+        """Begins the recent past anew after the first batch: start-up is not of it."""
+        batches = self.pool.pace.batches
+        if batches != self._marked:
+            if batches == 1:
+                self._marks.clear()
+            self._marks.append(self._mark())
+            self._marked = batches
+
+    def _lately(self) -> dict[str, float]:
+        now = self._mark()
+        before = self._marks[0] if self._marks else now
+        waits = self.pool.pace.trainer_waits
+        if waits is None:
+            # Until the first batch.
+            waits = min(self.trainer_waits.mean_and_idle()[0], 1.0)
+        return compare(before, now, waits)
+
     @contextmanager
-    def _waits(self, wanted: int) -> Iterator[None]:
-        """Counts a consumer that waits for groups."""
+    def _waits(self, size: int, *, demand: bool) -> Iterator[None]:
+        """Counts a consumer that waits for groups, and not the writer of a buffer."""
+        wanted = size if demand else 0
         self._wanted += wanted
-        self.trainer_waits.add(1)
+        self.trainer_waits.add(int(demand))
         self._notify_loop()
         try:
             yield
         finally:
             self._wanted -= wanted
-            self.trainer_waits.add(-1)
+            self.trainer_waits.add(-int(demand))
 
     def _last_error(self) -> str:
         return f" The last error was: {self.errors[-1]}" if self.errors else ""
@@ -426,21 +468,26 @@ class Collection:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sleep(self, wake: asyncio.Event) -> None:
-        """Waits until something changed, or groups may start after a failure."""
-        pause = self._not_before - time.monotonic()
+        """Waits until something changed, or until groups may start by themselves."""
+        now = time.monotonic()
+        # After a failure, or just in time for the trainer.
+        until = self._not_before if self._not_before > now else self._more_at
         try:
-            async with asyncio.timeout(pause if pause > 0 else None):
+            async with asyncio.timeout(
+                max(until - now, 0.0) if until < math.inf else None
+            ):
                 await wake.wait()
         except TimeoutError:
             return
 
     def _admit(self) -> list[int]:
         """Starts as many groups as may start, and returns their positions."""
+        self._more_at = math.inf
         if self._paused or time.monotonic() < self._not_before:
             return []
         with self.changed:
-            free = self.pool.free(self._wanted)
-            self.held_back.add(int(free == 0) - self.held_back.value)
+            free, seconds = self.pool.due(self._wanted)
+            self._more_at = time.monotonic() + seconds
             if self._max_in_flight is not None:
                 slots = self._max_in_flight - self.running.value
                 free = min(free, math.ceil(max(slots, 0) / self.groups.size))

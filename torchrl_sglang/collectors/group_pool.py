@@ -16,6 +16,7 @@ from torchrl_sglang.collectors.admission import (
     free_groups,
     must_wait,
 )
+from torchrl_sglang.collectors.pace import Pace
 from torchrl_sglang.collectors.prompt_order import PromptOrder
 
 OnStale: TypeAlias = Literal["drop", "retry", "mask"]
@@ -45,15 +46,16 @@ class GroupPool(Generic[T]):
 
     Args:
         limits: how far collection may run ahead.
-        on_stale: what happens to groups that are too old when a batch is taken.
+        on_stale: what happens to complete groups that are too old.
         total: groups to consume; -1 for no end.
         on_close: called with the position of each prompt that is done.
+        pace: measures groups and trainer.
 
     Attributes:
         total (int): groups to consume.
         version (int): policy version of the trainer.
         consumed (int): groups that were taken.
-        stale (int): groups that were too old when a batch was taken.
+        stale (int): complete groups that were too old.
         buffered (bool): groups that are taken go to a replay buffer, where they count
             as ahead of training until an update; otherwise the trainer has them.
     """
@@ -65,8 +67,10 @@ class GroupPool(Generic[T]):
         on_stale: OnStale = "drop",
         total: int = -1,
         on_close: Callable[[int], None] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.limits = limits
+        self.pace = pace or Pace(limits)
         self.version = 0
         self.order = PromptOrder(on_close)
         self.consumed = 0
@@ -122,9 +126,18 @@ class GroupPool(Generic[T]):
             free = min(free, self.left - self.running - self.ready)
         return max(free, 0)
 
+    def due(self, wanted: int = 0) -> tuple[int, float]:
+        """Returns how many of the free groups start now, and seconds until more may."""
+        ahead, free = self.ready, self.free(wanted)
+        if self.buffered:
+            # Of those in the buffer, the trainer has what it trains on now.
+            ahead += max(self._consumed_in_version - self.limits.groups_per_update, 0)
+        return self.pace.limit(free, ahead, demanded=not self.buffered)
+
     def start(self) -> int:
         """Starts a group and returns the position of its prompt."""
         position = self.order.take()
+        self.pace.start(position)
         self._running[position] = self.version
         self._first_started.setdefault(position, self.consumed)
         return position
@@ -132,8 +145,9 @@ class GroupPool(Generic[T]):
     def complete(
         self, position: int, content: T, *, oldest: int, seconds: float
     ) -> None:
-        """Takes a complete group."""
+        """Takes a complete group; it may be too old already."""
         del self._running[position]
+        self.pace.end(position, complete=True)
         group = ReadyGroup(
             position=position,
             content=content,
@@ -142,10 +156,12 @@ class GroupPool(Generic[T]):
             version=self.version,
         )
         insort(self._ready, group, key=lambda each: each.position)
+        self._drop_stale()
 
     def give_up(self, position: int, *, retry: bool) -> None:
         """Ends a running group without a result; ``retry``: its prompt starts again."""
         del self._running[position]
+        self.pace.end(position, complete=False)
         if retry:
             self.order.put_back(position)
         else:
@@ -154,6 +170,7 @@ class GroupPool(Generic[T]):
     def end_of_prompts(self, position: int) -> None:
         """There is no prompt at this position, nor behind it."""
         del self._running[position]
+        self.pace.end(position, complete=False)
         self.close([position])
         self.order.end(position)
         self.exhausted = True
@@ -164,7 +181,6 @@ class GroupPool(Generic[T]):
         ``None`` if the batch has to wait. At the end it may be smaller. Their prompts
         are not done before :meth:`close`.
         """
-        self._drop_stale()
         size = size if self.left is None else min(size, self.left)
         if self.exhausted:
             size = min(size, self._outstanding)
@@ -190,6 +206,8 @@ class GroupPool(Generic[T]):
         self._ready = [group for group in self._ready if group.position not in taken]
         self.consumed += len(taken)
         self._consumed_in_version += len(taken)
+        if self.buffered:
+            self._serve_buffer()
         return chosen
 
     def close(self, positions: Iterable[int]) -> None:
@@ -199,10 +217,19 @@ class GroupPool(Generic[T]):
             self.order.close(position)
 
     def set_version(self, version: int) -> None:
-        """Begins a new policy version."""
+        """Begins a new policy version; groups that are too old then are dropped."""
         self.version = version
         held = self._consumed_in_version - self.limits.groups_per_update
         self._consumed_in_version = max(held, 0) if self.buffered else 0
+        if self.buffered:
+            self.pace.ask(self.limits.groups_per_update)
+            self._serve_buffer()
+        self._drop_stale()
+
+    def _serve_buffer(self) -> None:
+        """The trainer has what it trains on next, if the buffer has it."""
+        if self._consumed_in_version >= self.limits.groups_per_update:
+            self.pace.get()
 
     @property
     def _bound(self) -> int:
@@ -218,6 +245,7 @@ class GroupPool(Generic[T]):
         ]
 
     def _drop_stale(self) -> None:
+        """Drops what is too old, as soon as it is: others can start in its place."""
         if self._on_stale == "mask":
             return
         fresh = []

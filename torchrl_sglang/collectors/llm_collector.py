@@ -20,7 +20,11 @@ from torchrl_sglang.collectors.copies import (
     next_input,
     step,
 )
-from torchrl_sglang.collectors.weight_sync import attach_weight_sync, check_schemes
+from torchrl_sglang.collectors.weight_sync import (
+    attach_weight_sync,
+    check_schemes,
+    detach_weight_sync,
+)
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
@@ -76,6 +80,11 @@ class SGLangLLMCollector(LLMCollector):
         super().__init__(*args, **kwargs)
         for scheme in schemes.values():
             attach_weight_sync(self, scheme)
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Ends the collector, and has its scheme's sender forget it."""
+        detach_weight_sync(self)
+        super().shutdown(*args, **kwargs)
 
     # The methods below do what LLMCollector's do, with the copies of copies.py.
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
 from tensordict import TensorDictBase, list_to_stack, set_list_to_stack
+from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
@@ -16,7 +18,11 @@ from torchrl.envs import EnvBase
 from torchrl_sglang.backends.support.checks import check_flag
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector, Pause
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
-from torchrl_sglang.collectors.weight_sync import attach_weight_sync, check_schemes
+from torchrl_sglang.collectors.weight_sync import (
+    attach_weight_sync,
+    check_schemes,
+    detach_weight_sync,
+)
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
@@ -58,7 +64,8 @@ class RayAsyncLLMCollector(BaseCollector):
             give prompts as a dataset or a ``DataLoader``, not as an iterator.
 
     Raises:
-        ConfigurationError: if an argument is wrong, or cannot be pickled.
+        ConfigurationError: if an argument is wrong, or cannot be pickled, or if
+            ``remote_config`` asks for more than the cluster has.
         CollectionTimeoutError: if the actor does not start within five minutes.
         CollectionError: if it ended; by every method, also later.
 
@@ -108,6 +115,7 @@ class RayAsyncLLMCollector(BaseCollector):
                 **kwargs,
             }
         )
+        _check_resources(remote_config or {})
         self._actor = _start_actor(remote_config)
         self._finalizer = weakref.finalize(self, _kill, self._actor)
         try:
@@ -137,9 +145,22 @@ class RayAsyncLLMCollector(BaseCollector):
                 return
             yield batch
 
+    def __len__(self) -> int:
+        """Returns the number of batches; see :class:`.AsyncLLMCollector`."""
+        length: int = self._call("call", "__len__")
+        return length
+
     def start(self) -> None:
         """Collects in the background; see :meth:`.AsyncLLMCollector.start`."""
         self._call("call", "start")
+
+    def check(self) -> None:
+        """Raises the error that ended the collector, if one did.
+
+        Raises:
+            CollectionError: with that error as its cause; also if it was shut down.
+        """
+        self._call("call", "check")
 
     def is_running(self) -> bool:
         """Whether conversations are collected in the background."""
@@ -173,11 +194,18 @@ class RayAsyncLLMCollector(BaseCollector):
         if not check_flag("close_env", close_env):
             raise ConfigurationError("close_env=False is not supported; leave it out.")
         check_flag("raise_on_error", raise_on_error)
+        detach_weight_sync(self)
         seconds = self.timeouts.shutdown if timeout is None else timeout
         if self._finalizer.alive:
             with suppress(CollectionError):
                 self._call("call", "shutdown", seconds=seconds)
             self._finalizer()
+
+    def async_shutdown(
+        self, timeout: float | None = None, close_env: bool = True
+    ) -> None:
+        """The same as :meth:`shutdown`."""
+        self.shutdown(timeout=timeout, close_env=close_env)
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> SyncReport:
         """Sends weights to the servers; see :func:`.attach_weight_sync`.
@@ -211,7 +239,7 @@ class RayAsyncLLMCollector(BaseCollector):
 
     def getattr_rb(self, name: str) -> Any:
         """Returns an attribute of the replay buffer, while the collector can go on."""
-        self._call("call", "check")
+        self.check()
         return getattr(self.replay_buffer, name)
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -313,13 +341,94 @@ def _send(arguments: Mapping[str, Any]) -> Any:
 
     try:
         return ray.put(arguments)
-    except TypeError as error:
+    except Exception as error:
+        named = _find_unpicklable(arguments)
+        if named is None:
+            raise
         reason = str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"The arguments cannot be sent to an actor: {reason} Give prompts as a "
-            f"dataset or a DataLoader, and functions without locks, open files and "
-            f"connections."
+            f"{named} cannot be sent to an actor: {reason} Give prompts as a dataset "
+            f"or a DataLoader, and functions without locks, open files and connections."
         ) from error
+
+
+def _find_unpicklable(arguments: Mapping[str, Any]) -> str | None:
+    """Returns what cannot be pickled: an argument, and what it is in it."""
+    for name, value in arguments.items():
+        if _can_be_pickled(value):
+            continue
+        parts: Mapping[Any, Any] = {}
+        if isinstance(value, Mapping):
+            parts = value
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            parts = dict(enumerate(value))
+        for key, part in parts.items():
+            if not _can_be_pickled(part):
+                return f"{name}[{key!r}]{_what_it_uses(part)}"
+        return f"{name}{_what_it_uses(value)}"
+    return None
+
+
+def _what_it_uses(value: Any) -> str:
+    """Returns a function's name, and the variable that it cannot be pickled with."""
+    if not inspect.isfunction(value):
+        return f", a {type(value).__name__},"
+    found = inspect.getclosurevars(value)
+    for name, used in {**found.globals, **found.nonlocals}.items():
+        if not _can_be_pickled(used):
+            return (
+                f", the function {value.__qualname__!r}, which uses {name!r}, a "
+                f"{type(used).__name__},"
+            )
+    return f", the function {value.__qualname__!r},"
+
+
+def _can_be_pickled(value: Any) -> bool:
+    from ray import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # noqa: BLE001 - Objects raise anything.
+        return False
+    return True
+
+
+def _check_resources(config: Mapping[str, Any]) -> None:
+    """Refuses an actor that the cluster has no place for, and would wait for one.
+
+    Raises:
+        ConfigurationError: on a cluster of this process. Another one may be growing,
+            and there is a warning.
+    """
+    import ray
+    from ray._private import worker
+
+    asked = {
+        "CPU": config.get("num_cpus", 1),
+        "GPU": config.get("num_gpus"),
+        "memory": config.get("memory"),
+        **(config.get("resources") or {}),
+    }
+    # An actor runs on one machine.
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for name, count in asked.items():
+        most = max((node.get(name, 0) for node in nodes), default=0)
+        if count is None or count <= most:
+            continue
+        said = (
+            f"remote_config={dict(config)!r} asks for {count:g} of {name!r}, and no "
+            f"machine of the Ray cluster has more than {most:g}"
+        )
+        node = getattr(worker, "_global_node", None)
+        if node is not None and node.is_head():
+            raise ConfigurationError(
+                f"{said}; ask for less, or start Ray with more, for instance "
+                f"ray_init_config={{'num_cpus': {count:g}}}."
+            )
+        torchrl_logger.warning(
+            f"{said}. The collector starts when the cluster grows by one that has, and "
+            f"gives up after {START_TIMEOUT_SECONDS:g} s."
+        )
 
 
 def _start_actor(remote_config: Mapping[str, Any] | None) -> Any:

@@ -8,8 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-NOTABLE = 0.1
-"""Share of the time below which a wait is not worth a word."""
+SMALL = 0.05
+"""Share of the time below which a trainer's wait is not worth a word."""
+
+LARGE = 0.2
+"""Share of the time above which it is a loss that both sides wait for each other."""
 
 
 @dataclass(kw_only=True)
@@ -61,6 +64,12 @@ class Meter:
                 return float(self.value), float(self.value == 0)
             return self._sum / total, self._idle / total
 
+    def totals(self) -> tuple[float, float, float]:
+        """Returns the time, the number summed over time, and the time at zero."""
+        with self._lock:
+            self._advance()
+            return self._last, self._sum, self._idle
+
     def _advance(self) -> None:
         now = self.clock()
         passed = now - self._last
@@ -70,41 +79,97 @@ class Meter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """What a collection had done at some time; two of them tell what it did between."""
+
+    tokens: int
+    """Response tokens of complete groups."""
+    taken: int
+    """Tokens that were taken."""
+    ages: int
+    """Sum of their ages."""
+    running: tuple[float, float, float]
+    """Totals of the conversations that run."""
+    generating: tuple[float, float, float]
+    """Totals of those that wait for the engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
     """Where the time of a collection goes; each a share of it."""
 
     trainer_waits: float
     """A consumer waits for a batch."""
-    held_back: float
-    """No group may start: enough are running or complete."""
+    idle: float
+    """No conversation runs."""
     generating: float
     """Mean number of conversations that wait for the engine, of all that run."""
     engine_idle: float
     """No request is in flight."""
 
 
+def compare(before: Mark, after: Mark, trainer_waits: float) -> dict[str, float]:
+    """Returns what was done between two marks, as numbers for a logger.
+
+    Examples:
+        >>> before = Mark(
+        ...     tokens=0, taken=0, ages=0, running=(0.0, 0, 0), generating=(0.0, 0, 0)
+        ... )
+        >>> after = Mark(
+        ...     tokens=80, taken=8, ages=4, running=(4.0, 8, 0), generating=(4.0, 4, 1)
+        ... )
+        >>> compare(before, after, 0.25)["tokens_per_second"]
+        20.0
+    """
+    seconds = after.running[0] - before.running[0]
+    span, taken = max(seconds, 1e-9), after.taken - before.taken
+    running, generating = (
+        [(new - old) / span for new, old in zip(*pair, strict=True)]
+        for pair in (
+            (after.running, before.running),
+            (after.generating, before.generating),
+        )
+    )
+    return {
+        "seconds": seconds,
+        "tokens_per_second": (after.tokens - before.tokens) / span,
+        "trainer_waits": trainer_waits,
+        "idle": running[2],
+        "engine_idle": generating[2],
+        "conversations": running[1],
+        "conversations_in_flight": generating[1],
+        "age": (after.ages - before.ages) / taken if taken else 0.0,
+    }
+
+
 def find_bottleneck(shares: Shares, max_staleness: int) -> str:
     """Says in a sentence what bounds the run.
 
+    A trainer that waits loses time that a faster engine would save, and an engine that
+    idles loses what a faster trainer would. Where both lose much, neither would help,
+    but to overlap them more.
+
     Examples:
         >>> shares = Shares(
-        ...     trainer_waits=0.0, held_back=0.9, generating=0.9, engine_idle=0.6
+        ...     trainer_waits=0.16, idle=0.6, generating=0.9, engine_idle=0.6
         ... )
         >>> find_bottleneck(shares, 2)
         'Training bounds the run: batches are complete before it asks for them.'
     """
-    if shares.trainer_waits < NOTABLE:
+    waits, idle = shares.trainer_waits, shares.idle
+    both = min(waits, idle)
+    if waits > SMALL and both >= LARGE and both > max(waits, idle) / 2:
+        return (
+            f"The bound on staleness bounds the run: with max_staleness="
+            f"{max_staleness} the engine idles while the trainer trains, and the "
+            f"trainer waits while the engine generates."
+        )
+    if waits <= max(SMALL, idle):
         return "Training bounds the run: batches are complete before it asks for them."
     if shares.generating < 1 / 2:
         return (
             "The environment bounds the run: most conversations wait for steps, tools "
             "or rewards."
-        )
-    if shares.held_back > NOTABLE and shares.engine_idle > NOTABLE:
-        return (
-            f"The bound on staleness bounds the run: with max_staleness="
-            f"{max_staleness} the engine idles while the trainer waits for its longest "
-            f"responses."
         )
     return "Generation bounds the run: the trainer waits for the engine's responses."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any, TypeVar
@@ -15,6 +16,9 @@ C = TypeVar("C")
 MODEL_ID = "policy"
 """TorchRL's name for the model that collects."""
 
+SENDERS = "_weight_senders"
+"""Attribute of a collector: the senders that it is registered with."""
+
 
 def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
     """Makes a collector's ``update_policy_weights_()`` send weights with a scheme.
@@ -23,7 +27,8 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
     the scheme's sender, and ``update_policy_weights_(weights)`` sends ``weights``. Both
     return a :class:`.SyncReport`, also kept as ``collector.last_sync_report``. Each
     update increments the policy version of every collector attached to the scheme,
-    including updates sent through another collector or the sender itself.
+    including updates sent through another collector or the sender itself, until the
+    collector is shut down or dropped.
 
     ``attach`` is an alias of this function.
 
@@ -63,6 +68,7 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
             f"SGLangWeightSyncScheme(engine)."
         )
     sender = scheme.create_sender()
+    own = weakref.ref(collector)
 
     def update_policy_weights_(
         policy_or_weights: Any = None,
@@ -82,6 +88,10 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
                 f"worker_ids={worker_ids!r} selects collector workers, but the weights "
                 f"go to every SGLang server; leave it out."
             )
+        # The sender only forgets a collector that has ended; its own trainer is told.
+        check = getattr(own(), "check", None)
+        if check is not None:
+            check()
         return sender.update_weights(chosen)
 
     # Set on the instance: a Ray collector's own method would run in its actor, which
@@ -89,7 +99,14 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
     collector.update_policy_weights_ = update_policy_weights_  # type: ignore[attr-defined]
     collector.last_sync_report = sender.last_report  # type: ignore[attr-defined]
     sender.register_collector(collector)
+    collector.__dict__.setdefault(SENDERS, []).append(sender)
     return collector
+
+
+def detach_weight_sync(collector: Any) -> None:
+    """Has the senders of a collector forget it, which is shut down."""
+    for sender in collector.__dict__.pop(SENDERS, ()):
+        sender.unregister_collector(collector)
 
 
 attach = attach_weight_sync

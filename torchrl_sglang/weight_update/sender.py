@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +17,8 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl_sglang.backends.base import RLSGLangEngine, next_version, parse_served_name
 from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
+    CollectionError,
+    CollectionTimeoutError,
     ServerError,
     ServerUnavailableError,
     WeightSyncStateError,
@@ -71,7 +75,7 @@ class SGLangWeightSender:
         self._exporters = ExporterCache()
         # The transport of whole weights; an adapter's keeps no connection.
         self._transport: WeightTransport | None = None
-        self._collectors: list[Any] = []
+        self._collectors: list[Callable[[], Any]] = []
         self._last_report: SyncReport | None = None
 
     @property
@@ -92,9 +96,25 @@ class SGLangWeightSender:
         """Registers a collector whose policy version counts updates, once each.
 
         It has ``increment_version()`` and ``policy_version``, as those of TorchRL do.
-        Its ``last_sync_report`` is set to each update's report.
+        Its ``last_sync_report`` is set to each update's report. The sender does not
+        keep it alive, and forgets it with a warning when it has ended: when one of the
+        two raises :class:`.CollectionError`, or its Ray actor is dead.
         """
-        self._collectors.append(collector)
+        try:
+            self._collectors.append(weakref.ref(collector))
+        except TypeError:
+            # Of a class with slots.
+            self._collectors.append(lambda: collector)
+
+    def unregister_collector(self, collector: Any) -> None:
+        """Forgets a collector, whose policy version counts no more updates.
+
+        ``shutdown()`` of this package's collectors does it. Safe to call twice.
+        """
+        known = [each for each in self._collectors if each() is not None]
+        self._collectors = [each for each in known if each() is not collector]
+        if self._scheme.context is collector:
+            self._scheme.context = None
 
     def init_all_workers_group(
         self,
@@ -408,7 +428,8 @@ class SGLangWeightSender:
                 if collector is not counts_itself:
                     collector.increment_version()
             except Exception as error:  # noqa: BLE001 - A remote one raises anything.
-                uncounted.append(f"{type(collector).__name__}: {error}")
+                if not self._forget_ended(collector, error):
+                    uncounted.append(f"{type(collector).__name__}: {error}")
         if uncounted:
             raise WeightSyncStateError(
                 f"Weights of version {report.version} are on the servers, and "
@@ -448,12 +469,37 @@ class SGLangWeightSender:
                 untouched=True,
             ) from error
         known += [adapter.version or "" for adapter in engine.adapters.values()]
-        known += [str(_policy_version(each)) for each in self._all_collectors()]
+        known += [str(self._count_of(each)) for each in self._all_collectors()]
         return next_version([*known, engine.weight_version, engine.newest_version])
 
     def _all_collectors(self) -> list[Any]:
-        known = [*self._collectors, self._scheme.context]
+        known = [*(each() for each in self._collectors), self._scheme.context]
         return list({id(each): each for each in known if each is not None}.values())
+
+    def _count_of(self, collector: Any) -> int:
+        """Returns a collector's policy version; 0 if it is no number, or has ended."""
+        try:
+            version = getattr(collector, "policy_version", None)
+        except Exception as error:
+            if self._forget_ended(collector, error):
+                return 0
+            raise WeightSyncStateError(
+                f"The registered {type(collector).__name__} does not tell its policy "
+                f"version ({type(error).__name__}: {error}); nothing was sent. If it "
+                f"has ended, call sender.unregister_collector(collector)."
+            ) from error
+        return version if isinstance(version, int) else 0
+
+    def _forget_ended(self, collector: Any, error: Exception) -> bool:
+        """Forgets a collector if its error says that it has ended; returns whether."""
+        if not _has_ended(error):
+            return False
+        self.unregister_collector(collector)
+        torchrl_logger.warning(
+            f"A {type(collector).__name__} has ended and counts no more weight "
+            f"updates: {error}"
+        )
+        return True
 
     def flush_cache(self) -> bool:
         """Empties the prefix caches, as updates do; False if a server is too busy."""
@@ -466,17 +512,13 @@ class SGLangWeightSender:
             self._transport = None
 
 
-def _policy_version(collector: Any) -> int:
-    """Returns a collector's policy version, or 0 if it is no number."""
-    try:
-        version = getattr(collector, "policy_version", None)
-    except Exception as error:
-        raise WeightSyncStateError(
-            f"The registered {type(collector).__name__} does not tell its policy "
-            f"version ({type(error).__name__}: {error}); nothing was sent. If it has "
-            f"ended, make a new sender."
-        ) from error
-    return version if isinstance(version, int) else 0
+def _has_ended(error: Exception) -> bool:
+    """Returns whether an error of a collector says that it will not go on."""
+    if isinstance(error, CollectionError):
+        return not isinstance(error, CollectionTimeoutError)
+    # It has been imported if an actor could raise it.
+    ray = sys.modules.get("ray")
+    return ray is not None and isinstance(error, ray.exceptions.ActorDiedError)
 
 
 def _server_was_lost(error: BaseException | None) -> bool:

@@ -68,6 +68,78 @@ def test_every_prompt_is_done_once(on_stale, seed):
         assert set(taken) | set(given_up) == set(done)
 
 
+class Sequence:
+    """A random sequence of what happens to a pool, whose free places fill at once."""
+
+    def __init__(self, seed: int, on_stale: str, *, buffered: bool) -> None:
+        self.rng = rng = random.Random(seed)
+        limits = Limits(
+            max_staleness=rng.randrange(3), groups_per_update=rng.randrange(1, 5)
+        )
+        total = rng.choice([-1, 12])
+        self.pool: GroupPool[None] = GroupPool(limits, on_stale=on_stale, total=total)
+        self.pool.buffered = buffered
+        self.prompts = rng.choice([10, 10**6])
+        self.size = 1 if buffered else rng.randint(1, limits.groups_per_update)
+        self.running: dict[int, int] = {}
+        self.wanted = 0
+
+    def complete(self) -> None:
+        if self.running:
+            position = self.rng.choice(list(self.running))
+            # Its tokens may all be newer than its start.
+            oldest = self.rng.randint(self.running.pop(position), self.pool.version)
+            self.pool.complete(position, None, oldest=oldest, seconds=0.0)
+
+    def fail(self) -> None:
+        if self.running:
+            position = self.rng.choice(list(self.running))
+            del self.running[position]
+            self.pool.give_up(position, retry=self.rng.random() < 0.7)
+
+    def take(self) -> None:
+        pool = self.pool
+        before = pool.free(), pool.ready, pool.stale
+        batch = pool.take(self.size)
+        self.wanted = 0 if batch or pool.buffered else self.size
+        if batch is None:
+            # It frees no place, which nobody would look for.
+            assert (pool.free(), pool.ready, pool.stale) == before
+        else:
+            pool.close(group.position for group in batch)
+
+    def update(self) -> None:
+        self.pool.set_version(self.pool.version + 1)
+
+    def fill(self) -> None:
+        while self.pool.free(self.wanted):
+            position = self.pool.start()
+            if position >= self.prompts:
+                self.pool.end_of_prompts(position)
+            else:
+                self.running[position] = self.pool.version
+
+    def check(self) -> None:
+        """What a batch needs runs or can start, or the trainer's update is awaited."""
+        pool = self.pool
+        assert pool.running == len(self.running)
+        if not (self.running or pool.ended or pool.take(self.size)):
+            full = pool._consumed_in_version >= pool.limits.capacity
+            assert full if pool.buffered else pool.free(self.size)
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "retry", "mask"])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_if_there_is_room_and_a_prompt_something_runs(on_stale, buffered):
+    for seed in range(600):
+        case = Sequence(seed, on_stale, buffered=buffered)
+        actions = [case.complete, case.complete, case.fail, case.take, case.update]
+        for _ in range(60):
+            case.rng.choice(actions)()
+            case.fill()
+            case.check()
+
+
 def test_a_total_and_a_smaller_last_batch():
     pool = make_pool(total=4)
     positions = [pool.start() for _ in range(pool.free())]

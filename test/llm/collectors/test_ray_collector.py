@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 from contextlib import suppress
@@ -62,23 +63,44 @@ def make(engine, kind=RayAsyncLLMCollector, **kwargs) -> Any:
     return kind(**options)
 
 
-def test_a_collector_in_an_actor(
-    restored_engine, hf_model, scheme, tokenizer, ray_here
-):
-    """Updates count there, tokens are of the version that they name, and it may die."""
-    models = [hf_model, make_tiny_model(tokenizer, seed=11)]
+def test_the_same_methods_as_on_this_machine():
+    """With the same arguments, so that one takes the place of the other."""
+    here, there = AsyncLLMCollector.__dict__, RayAsyncLLMCollector.__dict__
+    special = {"__iter__", "__len__", "__enter__", "__exit__", "__repr__"}
+    names = {name for name in here if name[0] != "_" or name in special}
+    assert names <= there.keys()
+    for name in names:
+        method = here[name]
+        if callable(method):
+            assert inspect.signature(there[name]) == inspect.signature(method), name
+
+
+def test_what_an_actor_cannot_have(restored_engine, ray_here):
+    """It is named: the argument, the function and what that uses."""
     lock = threading.Lock()
 
     def waits(conversation, task):
         with lock:
             return
 
-    with pytest.raises(ConfigurationError, match="cannot be sent to an actor"):
+    used = r"step, the function '.*waits', which uses 'lock', a lock, cannot be sent"
+    with pytest.raises(ConfigurationError, match=used):
         make(restored_engine, step=waits)
-    with pytest.raises(ConfigurationError, match="cannot be sent to an actor"):
+    with pytest.raises(ConfigurationError, match=r"rewards\['b'\], the function"):
+        make(restored_engine, rewards={"a": max, "b": waits})
+    with pytest.raises(ConfigurationError, match="prompts, a generator, cannot be"):
         make(restored_engine, prompts=(task for task in tasks(3)))
+    with pytest.raises(ConfigurationError, match="64 of 'CPU', and no machine .* 8"):
+        make(restored_engine, remote_config={"num_cpus": 64})
     with pytest.raises(ConfigurationError, match="ReplayBuffer of this process"):
         make(restored_engine, replay_buffer=ReplayBuffer())
+
+
+def test_a_collector_in_an_actor(
+    restored_engine, hf_model, scheme, tokenizer, ray_here
+):
+    """Updates count there, tokens are of the version that they name, and it may die."""
+    models = [hf_model, make_tiny_model(tokenizer, seed=11)]
     collector = make(
         restored_engine,
         max_staleness=1,
@@ -123,10 +145,18 @@ def test_a_collector_in_an_actor(
     for call in (collector.stats, partial(next, iter(collector)), collector.resume):
         with pytest.raises(CollectionError, match="actor has ended .* load the state"):
             call()
-    with pytest.raises(WeightSyncStateError, match="does not tell its policy version"):
+    # Its own trainer is told; for others it is forgotten.
+    served = restored_engine.weight_version
+    with pytest.raises(CollectionError, match="actor has ended"):
         collector.update_policy_weights_(models[0])
+    assert restored_engine.weight_version == served
+    other = make(restored_engine, weight_sync_schemes={"policy": scheme})
+    for count in (1, 2):
+        other.update_policy_weights_(models[0])
+        assert other.policy_version == count
     collector.shutdown()
     collector.shutdown()
+    other.shutdown()
     with pytest.raises(CollectionError, match="was shut down"):
         collector.stats()
     with make(restored_engine, AsyncLLMCollector) as again:

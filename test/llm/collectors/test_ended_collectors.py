@@ -1,0 +1,93 @@
+"""Collectors that have ended do not stand in the way of the next one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.collecting import tasks
+from transformers import PreTrainedModel
+
+from torchrl_sglang import (
+    AsyncLLMCollector,
+    AsyncSGLang,
+    RayAsyncLLMCollector,
+    SGLangWeightSyncScheme,
+)
+from torchrl_sglang.errors import CollectionError
+
+
+@pytest.fixture
+def scheme(
+    fake_engine: AsyncSGLang, hf_model: PreTrainedModel, tmp_path: Path
+) -> Iterator[SGLangWeightSyncScheme]:
+    scheme = SGLangWeightSyncScheme(
+        fake_engine, transport="disk", directory=str(tmp_path)
+    )
+    scheme.create_sender().register_model(hf_model)
+    yield scheme
+    scheme.shutdown()
+
+
+@pytest.fixture(params=["here", "ray"])
+def start(request, policy, scheme):
+    """Makes collectors of one scheme, on this machine or in actors."""
+    kind = AsyncLLMCollector
+    if request.param == "ray":
+        pytest.importorskip("ray")
+        request.getfixturevalue("ray_here")
+        kind = RayAsyncLLMCollector
+    made = weakref.WeakSet()
+
+    def start_collector(**kwargs):
+        collector = kind(
+            policy=policy,
+            prompts=tasks(50),
+            groups_per_batch=1,
+            weight_sync_schemes={"policy": scheme},
+            **kwargs,
+        )
+        made.add(collector)
+        return collector
+
+    yield start_collector
+    for collector in made:
+        collector.shutdown()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")  # Ray's own, about futures and processes.
+def test_the_next_collector_updates(start, scheme, caplog):
+    """After one that failed, one that was shut down, and one that was dropped."""
+    sender = scheme.create_sender()
+    failed = start(rewards=lambda conversation, task: 1 / 0, max_retries=0)
+    failed.update_policy_weights_()
+    with pytest.raises(CollectionError):
+        next(iter(failed))
+    version = sender.last_report.version
+    with pytest.raises(CollectionError, match="division by zero"):
+        failed.update_policy_weights_()
+    # Its own trainer is told, and nothing was sent.
+    assert sender.last_report.version == version
+    stopped = start(rewards=lambda conversation, task: 1.0)
+    stopped.shutdown()
+    dropped = weakref.ref(start(rewards=lambda conversation, task: 1.0))
+    gc.collect()
+    assert dropped() is None
+    collector = start(rewards=lambda conversation, task: 1.0)
+    before = collector.policy_version
+    for count in (1, 2, 3):
+        report = collector.update_policy_weights_()
+        assert collector.policy_version == before + count
+        assert collector.last_sync_report is report
+    warned = [each for each in caplog.messages if "has ended and counts no" in each]
+    assert len(warned) == 1
+    assert sender._all_collectors() == [collector]
+    # shutdown() unregisters, also twice.
+    collector.shutdown()
+    collector.shutdown()
+    assert sender._all_collectors() == []
+    assert int(sender.update_weights().version) > int(report.version)
