@@ -9,6 +9,7 @@ from typing import Any
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.collectors.advantages import check_advantages
 from torchrl_sglang.collectors.collection import Collection
 from torchrl_sglang.collectors.consumer_version import ConsumerVersion
 from torchrl_sglang.collectors.stale_mask import StaleMask
@@ -69,6 +70,9 @@ class Batches:
                 for row in complete.rows:
                     self._mask_stale(row, bound)
             rows += complete.rows
+        if not self.batches:
+            size = self._collection.groups.size
+            check_advantages(self._postproc, self._replay_buffer, rows[0], size)
         batch: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
         if self._postproc is not None:
             batch = self._postproc(batch)

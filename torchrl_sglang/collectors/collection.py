@@ -333,8 +333,12 @@ class Collection:
             self._writing = False
             self.changed.notify_all()
 
-    def stats(self) -> dict[str, Any]:
-        """Returns what the groups did; see :meth:`.AsyncLLMCollector.stats`."""
+    def stats(self, down: str = "") -> dict[str, Any]:
+        """Returns what the groups did; see :meth:`.AsyncLLMCollector.stats`.
+
+        Args:
+            down: servers that do not serve, and why.
+        """
         _, engine_idle = self.groups.generating.mean_and_idle()
         trainer_waits, _ = self.trainer_waits.mean_and_idle()
         with self.changed:
@@ -364,7 +368,7 @@ class Collection:
             "age_in_flight": dict(self.ages.in_flight),
             "age_in_queue": dict(self.ages.in_queue),
             "lately": lately,
-            "bottleneck": find_bottleneck(shares, self.pool.limits.max_staleness),
+            "bottleneck": find_bottleneck(shares, self.pool.limits.max_staleness, down),
             "errors": list(self.errors),
         }
 

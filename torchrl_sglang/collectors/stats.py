@@ -142,12 +142,17 @@ def compare(before: Mark, after: Mark, trainer_waits: float) -> dict[str, float]
     }
 
 
-def find_bottleneck(shares: Shares, max_staleness: int) -> str:
+def find_bottleneck(shares: Shares, max_staleness: int, down: str = "") -> str:
     """Says in a sentence what bounds the run.
 
     A trainer that waits loses time that a faster engine would save, and an engine that
     idles loses what a faster trainer would. Where both lose much, neither would help,
     but to overlap them more.
+
+    Args:
+        shares: of the time lately.
+        max_staleness: of the collector.
+        down: servers that do not serve, and why.
 
     Examples:
         >>> shares = Shares(
@@ -157,6 +162,8 @@ def find_bottleneck(shares: Shares, max_staleness: int) -> str:
         'Training bounds the run: batches are complete before it asks for them.'
     """
     waits, idle = shares.trainer_waits, shares.idle
+    if down and waits > SMALL:
+        return f"Servers that do not serve bound the run: {down}."
     both = min(waits, idle)
     if waits > SMALL and both >= LARGE and both > max(waits, idle) / 2:
         return (
