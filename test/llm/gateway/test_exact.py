@@ -24,7 +24,6 @@ from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
-RETRY = {"x-stainless-retry-count": "1"}
 HANG_UP_SECONDS = 0.05
 """Much less than a response of ``LONG`` tokens takes."""
 LONG, SHORT = 400, 24
@@ -121,8 +120,9 @@ class ScriptedAgent:
         await self._plain()
 
     async def _retry(self):
-        said = await self._answer(self._messages)
-        again = await self._ask(self._messages, extra_headers=RETRY)
+        named = {"Idempotency-Key": f"{self._number}-{len(self._messages)}"}
+        said = await self._answer(self._messages, extra_headers=named)
+        again = await self._ask(self._messages, extra_headers=named)
         assert again.to_dict() == said
         self._go_on(said)
 
