@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torchrl.modules import LLMMaskedCategorical
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
+from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+
 VOCABULARY = 7
 
 
@@ -98,13 +100,11 @@ def make_batch(case: Case, layout: str) -> TensorDictBase:
             leaves = [row[name].full for row in rows]
             nested = torch.nested.as_nested_tensor(leaves, layout=torch.jagged)
             stacked[name] = {"full": nested}
-    versions = [row["generation_info"]["weight_version"] for row in rows]
+    versions = [row[POLICY_VERSIONS] for row in rows]
     width = max(map(len, versions))
-    stacked["generation_info"] = {
-        "weight_version": torch.stack(
-            [_left(version, width, padding=-1) for version in versions]
-        )
-    }
+    stacked[POLICY_VERSIONS] = torch.stack(
+        [_left(version, width, padding=-1) for version in versions]
+    )
     stacked["advantage"] = torch.stack([row["advantage"] for row in rows])
     return TensorDict(stacked, batch_size=len(rows))
 
@@ -131,9 +131,7 @@ def _row(row: Row) -> dict[str, object]:
         ),
         "log_probs": LogProbs(full=torch.cat([unscored, rollout]), padded=False),
         "train_log_probs": LogProbs(full=torch.cat([unscored, train]), padded=False),
-        "generation_info": TensorDict(
-            weight_version=torch.tensor(row.versions, dtype=torch.int64)
-        ),
+        POLICY_VERSIONS: torch.tensor(row.versions, dtype=torch.int64),
         "advantage": torch.full((1, 1), row.advantage, dtype=torch.float64),
     }
 

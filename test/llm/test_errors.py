@@ -14,7 +14,7 @@ CARRIED = {
     "SGLangError": {"partly": True, "completions": {0: "a response"}},
     "RequestRefusedError": {"status": 400, "index": 3},
     "ServerUnavailableError": {"transient": True, "status": 500},
-    "WeightTransferError": {"untouched": True},
+    "WeightTransferError": {"server_lost": True, "untouched": True},
     "GatewayError": {"status": 429},
     "GenerationAbortedError": {"index": 3, "requested": True, "partial": "tokens"},
 }

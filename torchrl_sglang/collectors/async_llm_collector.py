@@ -41,7 +41,6 @@ from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
     ConfigurationError,
-    SGLangError,
 )
 from torchrl_sglang.gateway.agents import Agent
 from torchrl_sglang.gateway.gateway import Gateway
@@ -562,7 +561,7 @@ class AsyncLLMCollector(BaseCollector):
             "frames": self._batches.frames,
             "batches": self._batches.batches,
             "policy_version": self.policy_version,
-            **self._collection.stats(_servers_down(self.policy.model)),
+            **self._collection.stats(" ".join(self.policy.model.problems)),
         }
 
     def __enter__(self) -> Self:
@@ -666,19 +665,6 @@ def _make_groups(
         versions,
         size=group_size,
         blocking=blocking,
-    )
-
-
-def _servers_down(engine: Any) -> str:
-    """Returns the servers that do not serve, and why; empty if all do."""
-    try:
-        servers = engine.stats().servers
-    except SGLangError as error:
-        return str(error)
-    return "; ".join(
-        f"{server.url} is {server.state} ({server.reason or 'it does not respond'})"
-        for server in servers
-        if server.running is None or server.state != "serving"
     )
 
 

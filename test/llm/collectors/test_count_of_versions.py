@@ -10,6 +10,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import aiohttp
 import pytest
 import torch
 from helpers.collecting import length_reward, tasks
@@ -18,6 +19,7 @@ from helpers.fake_server import FakeServer
 from torchrl_sglang import (
     AsyncLLMCollector,
     AsyncSGLang,
+    Gateway,
     OffPolicyCorrection,
     RolloutCorrectionConfig,
     SGLangWeightSyncScheme,
@@ -203,9 +205,20 @@ def test_another_count_is_an_error(run, fake):
 
 def test_versions_of_an_agents_tokens_are_the_collectors(run, fake):
     """Tokens that are not the policy's have none."""
-    from test_agents import Agent
 
-    from torchrl_sglang import Gateway
+    async def agent(task, *, base_url, api_key):
+        messages = [{"role": "user", "content": task["query"]}]
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as client:
+            for _ in range(2):
+                body = {"messages": messages, "max_tokens": 5}
+                answer = await client.post(f"{base_url}/chat/completions", json=body)
+                content = await answer.json()
+                messages += [
+                    content["choices"][0]["message"],
+                    {"role": "user", "content": "Go on."},
+                ]
+        return 1.0
 
     fake.weight_version = "21"
     trainer = run(fake)
@@ -213,7 +226,7 @@ def test_versions_of_an_agents_tokens_are_the_collectors(run, fake):
         collector = AsyncLLMCollector(
             policy=trainer.collector.policy,
             prompts=tasks(1),
-            agent=Agent(),
+            agent=agent,
             gateway=gateway,
             groups_per_batch=1,
         )

@@ -219,7 +219,7 @@ def test_a_tool_between_two_turns(engine, tokenizer):
     with AsyncLLMCollector(
         policy=policy,
         prompts=tasks(2),
-        tools={"clock": lambda: "12:00"},
+        tools={"clock": (lambda: "12:00", {"description": "Tells the time."})},
         tool_parser=parse,
         max_turns=2,
         groups_per_batch=2,

@@ -21,6 +21,7 @@ from torchrl_sglang import (
     SGLangWrapper,
 )
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 
 
 def full(batch, key: str = "log_probs") -> torch.Tensor:
@@ -173,7 +174,8 @@ def test_the_version_follows_the_trainer():
     correct = OffPolicyCorrection(config, masking_strategy="rlhf", consumer_version=0)
     batch = make_batch(case, "ragged")
     dropped = []
-    for version in range(8):
+    newest = max(int(row[POLICY_VERSIONS].max()) for row in batch.unbind(0))
+    for version in range(newest, newest + 8):
         correct.consumer_version = version
         correct(batch)
         dropped.append(correct.metrics["rollout_corr/stale_masked_fraction"])
@@ -188,7 +190,7 @@ def test_the_version_follows_the_trainer():
         ({}, "log_probs", "return_log_probs=True"),
         ({}, "advantage", "MCAdvantage"),
         ({}, "masks", "masking_strategy='rlhf' needs"),
-        ({"max_staleness": 1}, "generation_info", "return_generation_info=True"),
+        ({"max_staleness": 1}, POLICY_VERSIONS, "return_generation_info=True"),
         ({"max_staleness": 1}, None, "consumer_version"),
         ({"proximal": "interpolated"}, None, "consumer_version"),
     ],
@@ -220,7 +222,7 @@ def test_shapes_that_do_not_fit():
         consumer_version=3,
     )
     with pytest.raises(ConfigurationError, match="99 versions"):
-        stale(batch.clone().set(("generation_info", "weight_version"), long))
+        stale(batch.clone().set(POLICY_VERSIONS, long))
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,11 @@ def test_what_the_wrapper_generates_can_be_corrected(fake_engine, pad_output):
     for row, values in zip(info.unbind(0), fresh, strict=True):
         row.weight_version = values
     config = RolloutCorrectionConfig(rollout_is=None, bypass_mode=True, max_staleness=1)
-    correct = OffPolicyCorrection(config, consumer_version=2)
+    correct = OffPolicyCorrection(
+        config,
+        version_key=("generation_info", "weight_version"),
+        consumer_version=2,
+    )
     result = correct(batch)
     known = full(result).isfinite() & (full(result) != 0)
     # The last two tokens of each response were written by the last two versions.
