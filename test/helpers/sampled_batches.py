@@ -64,7 +64,7 @@ def make_case(seed: int, *, mismatch: float = 0.6, unknown: float = 0.0) -> Case
                 tokens=integers(0, VOCABULARY, length),
                 rollout=[],
                 advantage=torch.randn((), generator=generator).item(),
-                versions=integers(-1, 6, length),
+                versions=integers(-1, 5, length),
             )
         )
     width = max(len(row.prompt) + len(row.tokens) for row in rows)

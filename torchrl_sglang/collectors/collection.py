@@ -337,7 +337,7 @@ class Collection:
         """Returns what the groups did; see :meth:`.AsyncLLMCollector.stats`.
 
         Args:
-            down: servers that do not serve, and why.
+            down: sentences on servers that do not serve.
         """
         _, engine_idle = self.groups.generating.mean_and_idle()
         trainer_waits, _ = self.trainer_waits.mean_and_idle()

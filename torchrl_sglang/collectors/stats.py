@@ -152,7 +152,7 @@ def find_bottleneck(shares: Shares, max_staleness: int, down: str = "") -> str:
     Args:
         shares: of the time lately.
         max_staleness: of the collector.
-        down: servers that do not serve, and why.
+        down: sentences on servers that do not serve.
 
     Examples:
         >>> shares = Shares(
@@ -163,7 +163,7 @@ def find_bottleneck(shares: Shares, max_staleness: int, down: str = "") -> str:
     """
     waits, idle = shares.trainer_waits, shares.idle
     if down and waits > SMALL:
-        return f"Servers that do not serve bound the run: {down}."
+        return f"Servers that do not serve bound the run: {down}"
     both = min(waits, idle)
     if waits > SMALL and both >= LARGE and both > max(waits, idle) / 2:
         return (

@@ -67,7 +67,8 @@ def test_servers_that_are_down(make, fake):
     with pytest.raises(CollectionTimeoutError):
         list(collector)
     said = collector.stats()["bottleneck"]
-    assert said.startswith(f"Servers that do not serve bound the run: {fake.url} is ")
+    assert said.startswith("Servers that do not serve bound the run: ")
+    assert fake.url in said
 
 
 @pytest.mark.parametrize(
