@@ -76,7 +76,8 @@ def watch(
             f"{engine.capabilities.model_path!r} do not tell the values of these "
             f"weights, and log-probs need awake servers and a model that is whole on "
             f"this rank and can be called with input_ids, got {type(given).__name__}. "
-            f"Register such a model, or leave verify=True out."
+            f"Register such a model, or leave verify=True out. The known limits in the "
+            f"documentation say how to verify one that is spread over ranks (FSDP2)."
         )
     dtypes = {spec.name: spec.dtype for spec in weights.specs}
     served = {engine.capabilities.dtype or torch.bfloat16}
