@@ -631,7 +631,10 @@ def test_many_sessions_at_once(gateway):
 
 def test_tool_calls_and_reasoning_are_parsed(fake_engine):
     with Gateway(
-        fake_engine, tool_call_parser="qwen25", reasoning_parser="qwen3"
+        fake_engine,
+        tool_call_parser="qwen25",
+        reasoning_parser="qwen3",
+        chat_template=BARE,
     ) as gateway:
         session = gateway.session()
         said = f"<think>hm</think>so{CALL}"

@@ -390,7 +390,7 @@ def test_an_inference_wrapper_is_not_what_is_trained(engine, tokenizer):
 def test_server_that_dies(tiny_model_path, new_model):
     """An error within seconds, not a trainer that waits in a collective for ever."""
     with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as engine:
-        scheme = SGLangWeightSyncScheme(engine)
+        scheme = SGLangWeightSyncScheme(engine, restart_timeout=0)
         sender = scheme.create_sender()
         sender.register_model(new_model)
         sender.update_weights()
