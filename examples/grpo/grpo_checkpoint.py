@@ -49,9 +49,6 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
         folder.mkdir(parents=True, exist_ok=True)
-        # Of a run that was killed while it wrote one.
-        for partial in folder.glob("step_*.partial"):
-            partial.unlink()
 
     def paths(self) -> list[Path]:
         """Returns all complete checkpoints, the newest last."""
@@ -99,7 +96,10 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        for old in self.paths()[: -self._keep]:
+        # Of a run that was killed while it wrote one. Not before this run has been
+        # let go on: a second start by mistake leaves those of the first alone.
+        partials = self._folder.glob("step_*.partial")
+        for old in (*self.paths()[: -self._keep], *partials):
             old.unlink()
         return path
 

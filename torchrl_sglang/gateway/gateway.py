@@ -178,6 +178,7 @@ class Gateway:
         self._by_key: dict[str, Session] = {}
         self._dropped: OrderedDict[str, None] = OrderedDict()
         self._store = None if path is None else Store(path)
+        self._file_closed = False
         self._runner = _Runner(self, host, self._port)
         for session in self._store.load() if self._store else ():
             self._sessions[session.name] = self._by_key[session.key] = session
@@ -211,11 +212,25 @@ class Gateway:
             session.url = f"{self.url}/sessions/{session.name}"
 
     def shutdown(self) -> None:
-        """Listens no more; requests under way are aborted. Sessions stay readable."""
+        """Listens no more; requests under way are aborted. Sessions stay readable.
+
+        With ``path``, rewards are set before: the file is closed.
+        """
         self._runner.stop()
         if self._store is not None:
             self._store.close()
             self._store = None
+            self._file_closed = True
+
+    def _check_file(self) -> None:
+        """Raises :class:`GatewayError` if there is a file that takes nothing."""
+        if self._file_closed:
+            raise GatewayError(
+                "The file of sessions was closed by shutdown(), so that this would not "
+                "be in it; do it before, or open the file with another gateway."
+            )
+        if self._store is not None:
+            self._store.check()
 
     def session(self, name: str | None = None, *, group: str | None = None) -> Session:
         """Returns a session, a new one where there is none of that name.
@@ -235,8 +250,7 @@ class Gateway:
                 f"{name!r} is no name of a session; give up to 128 letters, digits, "
                 f"'.', '_' and '-'."
             )
-        if self._store is not None:
-            self._store.check()
+        self._check_file()
         with self._lock:
             if (found := self._sessions.get(name)) is not None:
                 return found
@@ -309,10 +323,9 @@ class Gateway:
 
         Raises:
             ConfigurationError: if it is no finite number, or there is no such turn.
-            GatewayError: if the file cannot be written.
+            GatewayError: if the file cannot be written, or was closed.
         """
-        if self._store is not None:
-            self._store.check()
+        self._check_file()
         session.set_reward(reward, turn=turn)
         if self._store is not None:
             self._store.save_reward(session, turn)
@@ -404,20 +417,44 @@ class Gateway:
             GatewayError: if the session was dropped, or the file cannot be written.
                 None of them is kept then.
         """
-        # A client that goes on from a turn has seen it.
-        turns = [*_unkept(session, turns[0].prompt.origin), *turns]
-        if self._store is not None:
-            await self._store.save_turns(session, turns)
+        origin = turns[0].prompt.origin
         with self._lock:
-            _check_takes_turns(session)
-            for turn in turns:
-                if turn not in session:
-                    session.add(turn)
+            # A client that goes on from a turn has seen it.
+            turns = [*_unkept(session, origin), *turns]
+            pinned = turns if origin is None else [origin, *turns]
+            session.pinned += pinned
+        try:
+            if self._store is not None:
+                await self._save(session, turns)
+            with self._lock:
+                _check_takes_turns(session)
+                for turn in turns:
+                    if turn not in session:
+                        session.add(turn)
+        finally:
+            with self._lock:
+                for turn in pinned:
+                    session.pinned.remove(turn)
+
+    async def _save(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Writes turns to the file; none that only a cancelled call has kept."""
+        assert self._store is not None
+        try:
+            await self._store.save_turns(session, turns)
+        except asyncio.CancelledError:
+            with self._lock:
+                alone = [t for t in turns if session.pinned.count(t) == 1]
+                gone = [turn for turn in alone if turn not in session]
+            if self._store is not None:
+                self._store.delete_turns(session, gone)
+            raise
 
     def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
         """Removes turns that no client has seen. For the HTTP routes."""
         with self._lock:
-            gone = [turn for turn in turns if session.remove(turn)]
+            # Others go on from those that are pinned: their clients have seen them.
+            loose = [turn for turn in turns if turn not in session.pinned]
+            gone = [turn for turn in loose if session.remove(turn)]
             if self._store is not None and gone:
                 self._store.delete_turns(session, gone)
 
@@ -427,9 +464,10 @@ class Gateway:
         if self._max_tokens is not None:
             left = self._max_tokens - session.num_tokens
             left //= request.sampling.number
-            asked = params.get("max_new_tokens", left)
-            if isinstance(asked, int):
-                params["max_new_tokens"] = min(asked, max(left, 1))
+            asked = params.get("max_new_tokens")
+            params["max_new_tokens"] = min(
+                asked if isinstance(asked, int) else left, max(left, 1)
+            )
         return replace(request.sampling, params=params)
 
     async def written(self) -> None:

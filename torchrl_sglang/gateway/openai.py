@@ -185,6 +185,8 @@ def _request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
         value = given.pop(name)
         if value is None or name in _ABOUT:
             continue
+        if name == "modalities" and value == ["text"]:
+            continue
         if name in _REFUSED:
             raise ConfigurationError(f"{name} is not supported; {_REFUSED[name]}.")
         own = _SAMPLING.get(name) or SAMPLING_ALIASES.get(name, name)

@@ -8,7 +8,7 @@ import secrets
 import select
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -366,6 +366,8 @@ async def _stream(
             await response.prepare(request)
             async for content in _events(request, task, write, seconds):
                 await response.write(content)
+        with suppress(ConnectionError):
+            # Clients hang up when they have read the last event, before this.
             await response.write_eof()
     finally:
         task.cancel()

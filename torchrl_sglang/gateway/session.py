@@ -182,6 +182,8 @@ class Session:
         self.reward: float | None = None
         self.created = time.time()
         self.turns: list[Turn] = []
+        # Turns that are being kept, and the turns that they go on from.
+        self.pinned: list[Turn] = []
         self.generating = 0
         self.is_dropped = False
         self._next = 0

@@ -185,15 +185,14 @@ class Store:
     async def save_turns(self, session: Session, turns: Sequence[Turn]) -> None:
         """Returns when turns are in the file, unless their session is deleted.
 
+        A call that is cancelled may write them nevertheless.
+
         Raises:
             GatewayError: if it cannot be written. They are not in it then.
         """
         try:
             write = self._writer.submit(self._write_turns, session, turns)
             await asyncio.wrap_future(write)
-        except asyncio.CancelledError:
-            self.delete_turns(session, turns)
-            raise
         except sqlite3.OperationalError as error:
             self._raise(error)
 

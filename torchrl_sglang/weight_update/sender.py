@@ -19,7 +19,9 @@ from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
+    RequestRefusedError,
     ServerError,
+    ServerTimeoutError,
     ServerUnavailableError,
     WeightSyncStateError,
     WeightTransferError,
@@ -256,7 +258,7 @@ class SGLangWeightSender:
                 return self._send(source, given, verify)
             except WeightTransferError as error:
                 # The ranks that do not see the servers decide by this, too.
-                if _server_was_lost(error) and self._is_restarting():
+                if _may_be_lost(error) and self._is_restarting():
                     raise error.replace(server_lost=True) from error.__cause__
                 raise
 
@@ -519,6 +521,18 @@ def _has_ended(error: Exception) -> bool:
     # It has been imported if an actor could raise it.
     ray = sys.modules.get("ray")
     return ray is not None and isinstance(error, ray.exceptions.ActorDiedError)
+
+
+def _may_be_lost(error: BaseException | None) -> bool:
+    """Returns whether an error can come of a server that is gone: none has answered.
+
+    A collective with it breaks with an error of its own.
+    """
+    while error is not None:
+        if isinstance(error, (RequestRefusedError, ServerTimeoutError)):
+            return False
+        error = error.__cause__
+    return True
 
 
 def _server_was_lost(error: BaseException | None) -> bool:

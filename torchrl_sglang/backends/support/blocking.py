@@ -160,9 +160,12 @@ class BlockingCalls:
             del call
 
     def _abandon(self, call: _Call) -> None:
+        if call.future.cancel():
+            # It has not begun, and will not.
+            return
         with self._lock:
             if not call.future.running():
-                # It is done, or has been cancelled before it began.
+                # It is done.
                 return
             call.abandoned = True
             self._threads -= 1
