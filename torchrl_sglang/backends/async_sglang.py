@@ -634,6 +634,10 @@ class AsyncSGLang(TorchRLCalls):
         self._fleet.notice_deaths()
         return self._fleet.restarting
 
+    @property
+    def awaits_weights(self) -> bool:
+        return self._fleet.awaits_weights
+
     def look_at_servers(self) -> None:
         self._check_open()
         self._fleet.suspect()

@@ -387,6 +387,10 @@ class TakesWeights(Protocol):
     def restarting(self) -> Sequence[str]:
         """Servers that have ended and that this engine starts again."""
 
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether no server serves before a weight update; makes no request."""
+
     def look_at_servers(self) -> None:
         """Polls which servers respond, and what other engine objects sent them.
 

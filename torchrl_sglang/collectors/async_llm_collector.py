@@ -313,7 +313,9 @@ class AsyncLLMCollector(BaseCollector):
         self._collection.start()
         while True:
             batch = self._batches.next(
-                self.groups_per_batch, timeout=self.timeouts.batch
+                self.groups_per_batch,
+                timeout=self.timeouts.batch,
+                on_wait=self._refresh_weights,
             )
             if batch is None:
                 return
@@ -450,6 +452,18 @@ class AsyncLLMCollector(BaseCollector):
         served = report.version if report is not None and report.version else None
         self._versions.add(served or self.policy.model.weight_version)
         self._set_version()
+
+    def _served_again(self, served: str) -> None:
+        """Takes another version of the servers for the current weights."""
+        self._versions.add_served(served)
+
+    def _refresh_weights(self) -> SyncReport | None:
+        """Sends weights that all servers have lost; ``None``: no scheme is attached.
+
+        :meth:`iterator` calls it while it waits; see
+        :meth:`.SGLangWeightSender.refresh`.
+        """
+        return None
 
     def _set_version(self) -> None:
         version = self._versions.current

@@ -55,10 +55,17 @@ class Batches:
         return self._writer is not None and self._writer.is_alive()
 
     def next(
-        self, size: int, *, timeout: float, demand: bool = True
+        self,
+        size: int,
+        *,
+        timeout: float,
+        demand: bool = True,
+        on_wait: Callable[[], object] | None = None,
     ) -> TensorDictBase | None:
         """Returns a batch, which a buffer also has; ``None`` at the end."""
-        taken = self._collection.take(size, timeout=timeout, demand=demand)
+        taken = self._collection.take(
+            size, timeout=timeout, demand=demand, on_wait=on_wait
+        )
         if not taken:
             return None
         pool = self._collection.pool

@@ -68,6 +68,9 @@ BACKOFF_SECONDS = 1.0
 MOST_FAILURES = 8
 """Groups in a row that are given up before the collection ends with their error."""
 
+ON_WAIT_SECONDS = 1.0
+"""Interval at which a consumer that waits looks for what only it can do."""
+
 KEPT_ERRORS = 16
 """Number of recent errors that statistics report."""
 
@@ -281,7 +284,12 @@ class Collection:
         self._notify_loop()
 
     def take(
-        self, size: int, *, timeout: float, demand: bool = True
+        self,
+        size: int,
+        *,
+        timeout: float,
+        demand: bool = True,
+        on_wait: Callable[[], object] | None = None,
     ) -> list[ReadyGroup[Complete]]:
         """Returns the groups of a batch; none at the end.
 
@@ -292,12 +300,14 @@ class Collection:
             timeout: in seconds.
             demand: start groups for it beyond the pool's bound, if it needs them;
                 otherwise it is taken in the background, and not during a pause.
+            on_wait: called each second while there are not enough, in this thread.
 
         Raises:
             CollectionTimeoutError: if they are not complete in time.
             CollectionError: if the collection ended with an error.
         """
         deadline = time.monotonic() + timeout
+        look_at = time.monotonic() + ON_WAIT_SECONDS
         with self.changed, self._waits(size, demand=demand):
             if demand:
                 self.pool.pace.ask(size)
@@ -322,7 +332,15 @@ class Collection:
                         f"{self.pool.stale} were too old."
                         f"{self._last_error()}"
                     )
-                self.changed.wait(left)
+                self.changed.wait(min(left, ON_WAIT_SECONDS))
+                if on_wait is not None and time.monotonic() >= look_at:
+                    look_at = time.monotonic() + ON_WAIT_SECONDS
+                    # Others may go on meanwhile.
+                    self.changed.release()
+                    try:
+                        on_wait()
+                    finally:
+                        self.changed.acquire()
         self._notify_loop()
         return groups
 

@@ -38,6 +38,10 @@ class PolicyVersions:
             # Weights that were served before do not become newer.
             self._version_of.setdefault(served, self.current)
 
+    def add_served(self, served: str) -> None:
+        """Takes another version of the servers for the current one."""
+        self._version_of.setdefault(served, self.current)
+
     def restart(self, version: int) -> None:
         """Goes on with another count; what is served now has this version."""
         self._version_of = dict.fromkeys(self._version_of, version)

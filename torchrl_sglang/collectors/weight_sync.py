@@ -97,6 +97,7 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
     # Set on the instance: a Ray collector's own method would run in its actor, which
     # does not have the scheme.
     collector.update_policy_weights_ = update_policy_weights_  # type: ignore[attr-defined]
+    collector._refresh_weights = sender.refresh  # type: ignore[attr-defined]
     collector.last_sync_report = sender.last_report  # type: ignore[attr-defined]
     sender.register_collector(collector)
     collector.__dict__.setdefault(SENDERS, []).append(sender)

@@ -79,6 +79,7 @@ class SGLangWeightSender:
         self._transport: WeightTransport | None = None
         self._collectors: list[Callable[[], Any]] = []
         self._last_report: SyncReport | None = None
+        self._sent_registered = False
 
     @property
     def last_report(self) -> SyncReport | None:
@@ -227,19 +228,49 @@ class SGLangWeightSender:
             )
             return self._count(report, counts_itself)
         verify = self._options.verify if verify is None else verify
+        report = self._send_until(given, verify)
+        self._sent_registered = given is self._model
+        return self._count(report, counts_itself)
+
+    def refresh(self) -> SyncReport | None:
+        """Sends the registered model again if no server has its weights any more.
+
+        That is so when all servers have ended and this engine has started them again:
+        they generate only after a weight update. An :class:`.AsyncLLMCollector` calls it
+        while the trainer waits for a batch. It counts no policy version.
+
+        Returns:
+            SyncReport | None: ``None`` if nothing was to be sent, or the weights of the
+            last update were not the registered model's, or are spread over ranks.
+        """
+        engine, model = self._engine, self._model
+        if not (self._sent_registered and engine.awaits_weights):
+            return None
+        if find_ranks(self._find_source(model), self._options.process_group):
+            return None
+        torchrl_logger.warning(
+            "All servers were started again, so that they are sent the weights again."
+        )
+        report = self._send_until(model, verify=False)
+        for collector in self._all_collectors():
+            served_again = getattr(collector, "_served_again", None)
+            if served_again is not None:
+                served_again(report.version)
+        return report
+
+    def _send_until(self, given: Any, verify: bool) -> SyncReport:
+        """Sends weights; again, if a server ends meanwhile that is started again."""
         deadline = time.monotonic() + self._options.restart_timeout
         lost: WeightTransferError | None = None
         while True:
             try:
-                report = self._attempt(given, verify, deadline, lost)
+                return self._attempt(given, verify, deadline, lost)
             except WeightTransferError as error:
                 # What is read once cannot be sent a second time.
                 again = error.server_lost and not isinstance(given, Iterator)
                 if not again or time.monotonic() >= deadline:
                     raise
                 lost = error
-            else:
-                return self._count(report, counts_itself)
 
     def _attempt(
         self,

@@ -137,6 +137,12 @@ class Fleet:
         return [r.url for r in self.replicas if r.state == "serving"]
 
     @property
+    def awaits_weights(self) -> bool:
+        """Whether none serves, and one that was started again waits for weights."""
+        stale = any(replica.state == "stale" for replica in self.replicas)
+        return stale and not self.serving and self.generates
+
+    @property
     def restarting(self) -> list[str]:
         """Servers that have ended and are started again."""
         return [r.url for r in self.replicas if r.state == "down" and self.owns(r)]
