@@ -236,8 +236,8 @@ class SGLangWeightSender:
         """Sends the registered model again if no server has its weights any more.
 
         That is so when all servers have ended and this engine has started them again:
-        they generate only after a weight update. An :class:`.AsyncLLMCollector` calls it
-        while the trainer waits for a batch. It counts no policy version.
+        they generate only after a weight update. An :class:`.AsyncLLMCollector` calls
+        it while the trainer waits for a batch. It counts no policy version.
 
         Returns:
             SyncReport | None: ``None`` if nothing was to be sent, or the weights of the
