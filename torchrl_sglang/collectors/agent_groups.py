@@ -16,7 +16,6 @@ from torchrl_sglang.collectors.groups import (
     ROW_COLUMNS,
     check_names,
     check_task,
-    to_values,
 )
 from torchrl_sglang.collectors.stats import Meter
 from torchrl_sglang.collectors.user_functions import check_call, name_of, naming
@@ -36,7 +35,7 @@ class AgentRun:
     session: Session
     """Its turns and its reward when it ended."""
     task: Mapping[str, Any]
-    """What it did it for."""
+    """Columns of what it did it for."""
     policy_version: int
     """Policy version when it began."""
 
@@ -91,16 +90,22 @@ class AgentGroups:
         turn: Callable[[], Any],
     ) -> Group:
         """Returns a complete group of agents with the same task."""
-        check_task(task, COLUMNS)
+        columns = check_task(task, COLUMNS)
 
         async def one() -> AgentRun:
             async with turn():
-                return await self._run(f"group-{position}", task, policy_version())
+                return await self._run(
+                    f"group-{position}", dict(task), columns, policy_version()
+                )
 
         return await together(one() for _ in range(self.size))
 
     async def _run(
-        self, group: str, task: Mapping[str, Any], policy_version: int
+        self,
+        group: str,
+        task: dict[str, Any],
+        columns: Mapping[str, Any],
+        policy_version: int,
     ) -> AgentRun:
         session = self._gateway.session(group=group)
         self.generating.add(1)
@@ -126,7 +131,7 @@ class AgentGroups:
             )
         # Its client may still have requests in flight.
         return AgentRun(
-            session=session.snapshot(), task=task, policy_version=policy_version
+            session=session.snapshot(), task=columns, policy_version=policy_version
         )
 
     def oldest(self, group: Group) -> int:
@@ -144,7 +149,6 @@ class AgentGroups:
         """Returns a TensorDict for each trajectory, in the layout of the gateway."""
         rows: list[TensorDictBase] = []
         for run in group:
-            values = to_values(run.task)
             oldest = self._versions.oldest(
                 (turn.completion, run.policy_version) for turn in run.session.turns
             )
@@ -152,7 +156,7 @@ class AgentGroups:
             for row, path in zip(to_rows([run.session]), trajectories, strict=True):
                 row.set("policy_version", torch.full((), oldest))
                 row.set(POLICY_VERSIONS, self._of_tokens(path, run.policy_version))
-                for name, value in values.items():
+                for name, value in run.task.items():
                     row.set(name, value)
                 rows.append(row)
         return rows

@@ -534,7 +534,7 @@ class AsyncLLMCollector(BaseCollector):
         self._batches.frames = int(state_dict["frames"])
         self._batches.batches = int(state_dict["batches"])
         self._versions.restart(pool.version)
-        self._set_version()
+        self._consumer_version.set(pool.version)
 
     def stats(self) -> dict[str, Any]:
         """Returns what the collector has done, and what bounds it.

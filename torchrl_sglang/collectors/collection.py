@@ -491,13 +491,9 @@ class Collection:
 
     async def _sleep(self, wake: asyncio.Event) -> None:
         """Waits until something changed, or until groups may start by themselves."""
-        now = time.monotonic()
-        # After a failure, or just in time for the trainer.
-        until = self._not_before if self._not_before > now else self._more_at
+        left = max(self._more_at - time.monotonic(), 0.0)
         try:
-            async with asyncio.timeout(
-                max(until - now, 0.0) if until < math.inf else None
-            ):
+            async with asyncio.timeout(left if left < math.inf else None):
                 await wake.wait()
         except TimeoutError:
             return
@@ -505,7 +501,11 @@ class Collection:
     def _admit(self) -> list[int]:
         """Starts as many groups as may start, and returns their positions."""
         self._more_at = math.inf
-        if self._paused or time.monotonic() < self._not_before:
+        if self._paused:
+            return []
+        if time.monotonic() < self._not_before:
+            # After a failure of the engine.
+            self._more_at = self._not_before
             return []
         with self.changed:
             free, seconds = self.pool.due(self._wanted)

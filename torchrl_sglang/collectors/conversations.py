@@ -7,6 +7,7 @@ more to say.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,7 +15,8 @@ from typing import Any, TypeAlias
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.support.blocking import BlockingCalls
-from torchrl_sglang.backends.support.user_code import describe
+from torchrl_sglang.backends.support.user_code import together
+from torchrl_sglang.collectors.endings import Endings, warn
 from torchrl_sglang.collectors.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.tools import Tools
@@ -68,7 +70,8 @@ class Conversation:
     """
 
     task: Task
-    """The element of the prompts that it is about."""
+    """The element of the prompts that it is about: a dict of its own. What functions
+    change in it is not written to the batch."""
     sample: int
     """Number of this conversation in its group."""
     messages: list[Message]
@@ -83,16 +86,18 @@ class Conversation:
     """For the user's functions."""
     opening: EncodedPrompt
     """What the model reads first; the same for all conversations of a group."""
-    _at_end: list[Callable[[], Any]] = field(default_factory=list)
+    _endings: Endings = field(default_factory=Endings)
 
     def at_end(self, function: Callable[[], Any]) -> None:
         """Calls a function when the conversation has been scored, or has failed.
 
         The functions are called once each, the last one first, in threads of the
-        collector or, if they are coroutine functions, on its event loop. What they
-        raise is logged.
+        collector or, if they are coroutine functions, on its event loop. One that is
+        given after the end is called at once. What they raise is logged. A shutdown
+        waits half of its timeout for them; what is left then is called in threads that
+        end with the process.
         """
-        self._at_end.append(function)
+        self._endings.add(function)
 
     @property
     def response(self) -> str:
@@ -168,7 +173,7 @@ class Conversations:
             )
         return [
             Conversation(
-                task=task, sample=sample, messages=list(messages), opening=opening
+                task=dict(task), sample=sample, messages=list(messages), opening=opening
             )
             for sample in range(size)
         ]
@@ -193,17 +198,31 @@ class Conversations:
                 conversation.truncated = True
                 return
 
-    async def end(self, conversation: Conversation) -> None:
-        """Calls what the conversation's functions left for its end."""
-        while conversation._at_end:
-            function = conversation._at_end.pop()
+    async def end(self, conversations: Sequence[Conversation]) -> None:
+        """Calls what their functions left for their end, side by side."""
+        current = asyncio.current_task()
+        ending = asyncio.ensure_future(together(map(self._end, conversations)))
+        try:
+            if current is None or not current.cancelling():
+                await asyncio.shield(ending)
+        finally:
+            # At a shutdown. Otherwise they have been called.
+            await asyncio.wait([ending], timeout=self._timeouts.shutdown / 2)
+            if not ending.done():
+                ending.cancel()
+                left = [each._endings.call_in_thread() for each in conversations]
+                torchrl_logger.warning(
+                    f"Functions that {len(left)} conversations left for their end took "
+                    f"too long for the shutdown; those of {sum(left)} that were not "
+                    f"called yet are called in threads."
+                )
+
+    async def _end(self, conversation: Conversation) -> None:
+        for function in conversation._endings.take():
             try:
                 await self._blocking.call(function, seconds=self._timeouts.step)
             except Exception as error:  # noqa: BLE001 - A user's function raises anything.
-                torchrl_logger.warning(
-                    f"{name_of(function)!r}, which was given to at_end(), failed: "
-                    f"{describe(error)}"
-                )
+                warn(function, error)
 
     async def _respond(
         self,

@@ -28,7 +28,12 @@ from torchrl_sglang.backends.support.blocking import BlockingCalls
 from torchrl_sglang.backends.support.user_code import describe, together
 from torchrl_sglang.collectors.collection import TokenSpan
 from torchrl_sglang.collectors.copies import step
-from torchrl_sglang.collectors.groups import ROW_COLUMNS, check_names, check_task
+from torchrl_sglang.collectors.groups import (
+    ROW_COLUMNS,
+    check_names,
+    check_task,
+    to_values,
+)
 from torchrl_sglang.collectors.rewards import check_rewards
 from torchrl_sglang.collectors.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
@@ -237,7 +242,7 @@ class EnvironmentGroups:
         self, task: Mapping[str, Any], policy_version: Callable[[], int]
     ) -> Episode:
         """Runs one conversation; its environment is not used again if it fails."""
-        environment: _Environment = await self._call(self._environments.get, "made")
+        environment = await self._get()
         episode: Episode = []
         try:
             prompt = await self._use(environment, "reset", self._reset, task)
@@ -255,6 +260,29 @@ class EnvironmentGroups:
             raise
         self._environments.put(environment)
         return episode
+
+    async def _get(self) -> _Environment:
+        """Returns an environment; one that comes too late is the next one's."""
+        lock = threading.Lock()
+        wanted, made = True, []
+
+        def get() -> None:
+            environment = self._environments.get()
+            with lock:
+                if wanted:
+                    made.append(environment)
+                    return
+            self._environments.put(environment)
+
+        try:
+            await self._call(get, "made")
+        except BaseException:
+            with lock:
+                wanted = False
+            for environment in made:
+                self._environments.put(environment)
+            raise
+        return made[0]
 
     async def _use(
         self,
@@ -291,7 +319,7 @@ class EnvironmentGroups:
 
     def _reset(self, env: EnvBase, task: Mapping[str, Any]) -> _Prompt:
         """Returns what an environment wants a response to first."""
-        td = TensorDict(dict(task))
+        td = TensorDict(to_values(task))
         return self._read(env.reset(lazy_stack([td.copy()])), td)
 
     def _read(self, td: TensorDictBase, task: TensorDictBase) -> _Prompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -20,7 +21,14 @@ from torchrl_sglang.collectors.groups import (
 from torchrl_sglang.collectors.rewards import Rewards
 from torchrl_sglang.collectors.versions import PolicyVersions
 
-Group = Sequence[Conversation]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Complete conversations about a task."""
+
+    conversations: Sequence[Conversation]
+    task: Mapping[str, Any]
+    """Its columns."""
 
 
 class FunctionGroups:
@@ -67,7 +75,7 @@ class FunctionGroups:
         turn: Callable[[], Any],
     ) -> Group:
         """Returns the complete conversations about a task."""
-        check_task(task, self._columns)
+        columns = check_task(task, self._columns)
         group = self._conversations.begin(task, self.size)
 
         async def one(conversation: Conversation) -> None:
@@ -82,17 +90,16 @@ class FunctionGroups:
             await together(one(conversation) for conversation in group)
             await self._rewards.add(group)
         finally:
-            for conversation in group:
-                await self._conversations.end(conversation)
-        return group
+            await self._conversations.end(group)
+        return Group(conversations=group, task=columns)
 
     def oldest(self, group: Group) -> int:
         """Returns the policy version of a group's oldest token."""
-        return oldest_version(group, self._versions)
+        return oldest_version(group.conversations, self._versions)
 
     def spans(self, group: Group) -> Iterator[TokenSpan]:
         """Yields policy version and number of tokens of each part of the responses."""
-        for conversation in group:
+        for conversation in group.conversations:
             for turn in conversation.turns:
                 yield from self._versions.spans(
                     turn.response.completion, turn.policy_version
@@ -100,7 +107,7 @@ class FunctionGroups:
 
     def write(self, group: Group) -> list[TensorDictBase]:
         """Returns a group in TorchRL's layout; see :class:`.GroupWriter`."""
-        return list(self._writer.write(group))
+        return list(self._writer.write(group.conversations, group.task))
 
     def close(self) -> None:
         """Ends the threads of functions."""

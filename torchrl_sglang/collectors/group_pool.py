@@ -265,7 +265,8 @@ class GroupPool(Generic[T]):
         return {
             "prompts": self.order.state_dict(),
             "consumed": self.consumed,
-            "consumed_in_version": self._consumed_in_version,
+            # The trainer of a buffer goes on with what is in it.
+            "consumed_in_version": self._consumed_in_version if self.buffered else 0,
             "version": self.version,
         }
 

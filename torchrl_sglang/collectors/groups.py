@@ -70,15 +70,30 @@ class GroupWriter:
         self._versions = versions
         self.columns = ROW_COLUMNS | codec.columns | {"history", "step_count"}
 
-    def write(self, conversations: Sequence[Conversation]) -> list[TensorDict]:
-        """Returns one TensorDict for each turn."""
+    def write(
+        self, conversations: Sequence[Conversation], task: Mapping[str, Any]
+    ) -> list[TensorDict]:
+        """Returns one TensorDict for each turn.
+
+        Args:
+            conversations: a complete group.
+            task: its columns, as :func:`check_task` returned them before any function
+                could change them.
+
+        Raises:
+            ConfigurationError: if a function gave a reward the name of another column,
+                or one that is not finite.
+        """
+        taken = self.columns | frozenset(task)
         rows = []
         for conversation in conversations:
-            rows += self._write_conversation(conversation)
+            check_names(conversation.rewards, taken, "a reward")
+            rows += self._write_conversation(conversation, task)
         return rows
 
-    def _write_conversation(self, conversation: Conversation) -> list[TensorDict]:
-        task = to_values(conversation.task)
+    def _write_conversation(
+        self, conversation: Conversation, task: Mapping[str, Any]
+    ) -> list[TensorDict]:
         messages = [to_message(message) for message in conversation.messages]
         turns = conversation.turns
         containers = self._codec.containers(
@@ -170,8 +185,12 @@ def check_names(names: Iterable[Any], columns: frozenset[str], what: str) -> Non
             )
 
 
-def check_task(task: Mapping[str, Any], columns: frozenset[str]) -> None:
+def check_task(task: Mapping[str, Any], columns: frozenset[str]) -> dict[str, Any]:
     """Checks that a task can be written, before anything is generated for it.
+
+    Returns:
+        dict: its columns. The functions of the user, which get the task itself, cannot
+        change them.
 
     Raises:
         TaskError: if it cannot.
@@ -180,7 +199,7 @@ def check_task(task: Mapping[str, Any], columns: frozenset[str]) -> None:
         check_names(task, columns, "a value of the task")
     except ConfigurationError as error:
         raise TaskError(str(error)) from error
-    to_values(task)
+    return to_values(task)
 
 
 def to_values(task: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torchrl_sglang.backends.support.user_code import (
     describe,
     together,
 )
+from torchrl_sglang.collectors.user_functions import name_of, naming
 from torchrl_sglang.errors import ConfigurationError
 
 ToolFunctions: TypeAlias = (
@@ -110,7 +111,10 @@ class Tools:
         if self._parser is parse_tool_calls:
             found = parse_tool_calls(response)
         else:
-            found = await blocking.call(self._parser, response, seconds=seconds)
+            with naming(f"The tool_parser {name_of(self._parser)!r}"):
+                found = await blocking.call(self._parser, response, seconds=seconds)
+                # It may be anything else.
+                found = {"calls": list(found["calls"])}
         results = await together(
             self._run(each, conversation, blocking, seconds) for each in found["calls"]
         )
@@ -119,12 +123,12 @@ class Tools:
     async def _run(
         self, call: ToolCall, conversation: Any, blocking: BlockingCalls, seconds: float
     ) -> str:
-        function = self._functions.get(call.tool)
-        if function is None:
-            known = ", ".join(sorted(self._functions))
-            return f"Error: there is no tool {call.tool!r}; there are: {known}."
-        bound = {str(name): value for name, value in call.args.items()}
         try:
+            function = self._functions.get(call.tool)
+            if function is None:
+                known = ", ".join(sorted(self._functions))
+                return f"Error: there is no tool {call.tool!r}; there are: {known}."
+            bound = {str(name): value for name, value in dict(call.args or {}).items()}
             if CONVERSATION in bound:
                 raise TypeError(f"{call.tool}() has no argument {CONVERSATION!r}")
             if _takes_conversation(function):

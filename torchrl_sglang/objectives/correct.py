@@ -184,8 +184,10 @@ def _check_count(sampled: Sampled) -> None:
     """Refuses tokens that are newer than the trainer: another count has them."""
     assert sampled.versions is not None
     assert sampled.version is not None
+    if not sampled.mask.numel():
+        return
     newest = torch.where(sampled.mask, sampled.versions, -1).max()
-    if sampled.mask.numel() and newest > sampled.version:
+    if newest > sampled.version:
         raise ConfigurationError(
             f"A token has version {int(newest)}, and consumer_version is "
             f"{sampled.version}. No token is newer than the trainer's weights, so that "

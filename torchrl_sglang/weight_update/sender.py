@@ -267,8 +267,7 @@ class SGLangWeightSender:
                 return self._attempt(given, verify, deadline, lost)
             except WeightTransferError as error:
                 # What is read once cannot be sent a second time.
-                again = error.server_lost and not isinstance(given, Iterator)
-                if not again or time.monotonic() >= deadline:
+                if not error.server_lost or isinstance(given, Iterator):
                     raise
                 lost = error
 
@@ -288,8 +287,13 @@ class SGLangWeightSender:
             try:
                 return self._send(source, given, verify)
             except WeightTransferError as error:
-                # The ranks that do not see the servers decide by this, too.
-                if _may_be_lost(error) and self._is_restarting():
+                # All ranks decide by this: they do not see the servers, and their
+                # deadlines are not the same to the millisecond.
+                if (
+                    _may_be_lost(error)
+                    and self._is_restarting()
+                    and time.monotonic() < deadline
+                ):
                     raise error.replace(server_lost=True) from error.__cause__
                 raise
 

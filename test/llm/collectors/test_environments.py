@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -128,3 +129,40 @@ def test_environments_that_always_raise(make_with_env):
     collector = make_with_env(partial(make_env, Fails), prompts=tasks(3), max_retries=0)
     with pytest.raises(CollectionError, match="never"):
         next(iter(collector))
+
+
+def test_one_that_is_made_too_late_is_used_later(make_with_env):
+    """Whose sibling failed does not wait for it; another conversation takes it."""
+    made = []
+
+    def slow():
+        made.append(1)
+        if len(made) % 4 == 2:
+            raise ValueError("no sandbox now")
+        time.sleep(0.2 if len(made) > 1 else 0.0)
+        return make_env(Reward)
+
+    collector = make_with_env(
+        slow, group_size=4, groups_per_batch=1, max_retries=100, num_threads=8
+    )
+    batches = iter(collector)
+    for _ in range(4):
+        next(batches)
+    kept = collector._collection.groups._environments
+    collector._collection.pause()
+    wait_until(lambda: collector.stats()["groups_running"] == 0)
+    wait_until(lambda: len(kept._idle) == len(kept._known))
+    assert collector.stats()["groups_retried"] > 0
+
+
+@pytest.mark.parametrize("value", [2**70, {1: 2}, None, [1, [2]]], ids=str)
+def test_values_of_tasks(make_with_env, value):
+    collector = make_with_env(
+        lambda: make_env(Reward),
+        prompts=[{"query": "q", "answer": value}],
+        group_size=2,
+        total_groups=1,
+        groups_per_batch=1,
+    )
+    batch = next(iter(collector))
+    assert batch[0]["answer"] == value

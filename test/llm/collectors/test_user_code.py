@@ -477,6 +477,77 @@ def test_a_tool_without_a_schema(make):
     make(tools={"search": (search, schema)})
 
 
+def test_functions_change_no_columns(make):
+    """A function has a dict of its own; what it writes there is not the batch's."""
+
+    def step(conversation, task):
+        assert "done" not in task
+        task["done"] = task["answer"] = True
+        task.pop("query")
+
+    batch = next(iter(make(step=step, group_size=2, groups_per_batch=1)))
+    assert batch["done"].dtype == torch.bool
+    assert not batch["done"].any()
+    assert batch["next", "done"].all()
+    assert list(batch["answer"]) == ["0", "0"]
+    assert list(batch["query"]) == ["question 0", "question 0"]
+
+
+@pytest.mark.parametrize("name", ["reward", "done", "query", "policy_version"])
+def test_a_reward_that_a_function_names(make, name):
+    def step(conversation, task):
+        conversation.rewards[name] = 5.0
+
+    collector = make(step=step, groups_per_batch=1, max_retries=0)
+    with pytest.raises(CollectionError, match=f"A reward is named '{name}'"):
+        next(iter(collector))
+
+
+def test_a_reward_of_the_step(make):
+    def step(conversation, task):
+        conversation.rewards["steps"] = 5.0
+
+    batch = next(iter(make(step=step, group_size=2, groups_per_batch=1)))
+    assert batch["next", "steps"].flatten().tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "told"),
+    [("add", None, "missing"), ([], {}, "unhashable"), ("add", 3, "TypeError")],
+)
+def test_calls_of_a_sloppy_parser(make, tool, arguments, told):
+    """The policy is told of its calls; the conversation goes on."""
+
+    def reward(conversation, task):
+        return float(told in conversation.messages[2]["content"])
+
+    def parse_once(response, calls=[]):  # noqa: B006
+        calls.append(1)
+        call = type("Call", (), {"tool": tool, "args": arguments})
+        return {"calls": [call] if len(calls) == 1 else []}
+
+    collector = make(
+        tools=[add],
+        tool_parser=parse_once,
+        rewards=reward,
+        group_size=1,
+        groups_per_batch=1,
+    )
+    assert next(iter(collector))["next", "reward"][-1].item() == 1.0
+
+
+@pytest.mark.parametrize("found", [None, {}, {"calls": None}, "text"], ids=str)
+def test_a_parser_that_returns_something_else_is_named(make, found):
+    collector = make(
+        tools=[add],
+        tool_parser=lambda response: found,
+        groups_per_batch=1,
+        max_retries=0,
+    )
+    with pytest.raises(CollectionError, match="The tool_parser '<lambda>' raised"):
+        next(iter(collector))
+
+
 def test_a_sandbox_for_each_conversation(make):
     """Tools get the conversation; what they left for its end is called."""
     closed = []

@@ -1,0 +1,88 @@
+"""What the functions of a conversation left for its end: sandboxes that they close.
+
+Each function is called once, whatever happens: when the conversation has ended, at a
+shutdown that does not wait for it, and at once if it is given after the end, as by a
+function that took too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.backends.support.user_code import describe
+from torchrl_sglang.collectors.user_functions import name_of
+
+
+class Endings:
+    """The functions that a conversation ends with, the last one first.
+
+    Examples:
+        >>> endings = Endings()
+        >>> endings.add(print)
+        >>> [function.__name__ for function in endings.take()]
+        ['print']
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._functions: list[Callable[[], Any]] = []
+        self._ended = False
+
+    def add(self, function: Callable[[], Any]) -> None:
+        """Keeps a function for the end; calls it in a thread if that is over."""
+        with self._lock:
+            self._functions.append(function)
+            ended = self._ended
+        if ended:
+            self.call_in_thread()
+
+    def take(self) -> Iterator[Callable[[], Any]]:
+        """Yields the functions that nobody has taken yet, and begins the end."""
+        while True:
+            with self._lock:
+                self._ended = True
+                if not self._functions:
+                    return
+                function = self._functions.pop()
+            yield function
+
+    def call_in_thread(self) -> bool:
+        """Calls what is left in a thread that nothing waits for.
+
+        Returns:
+            bool: whether something is left.
+        """
+        with self._lock:
+            self._ended = True
+            left = bool(self._functions)
+        if left:
+            threading.Thread(
+                target=self._call_all, name="torchrl_sglang-endings", daemon=True
+            ).start()
+        return left
+
+    def _call_all(self) -> None:
+        for function in self.take():
+            try:
+                value = function()
+                if inspect.isawaitable(value):
+                    asyncio.run(_result(value))
+            except BaseException as error:  # noqa: BLE001 - A user's raises anything.
+                warn(function, error)
+
+
+def warn(function: Callable[[], Any], error: BaseException) -> None:
+    """Logs that a function failed; the conversation is over."""
+    torchrl_logger.warning(
+        f"{name_of(function)!r}, which was given to at_end(), failed: {describe(error)}"
+    )
+
+
+async def _result(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
