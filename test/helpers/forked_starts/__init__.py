@@ -157,7 +157,8 @@ def trainers(python: Path) -> Kind:
             not arguments[0].startswith("-") or arguments[0] in ("-c", "-m")
         ),
         read_by_imports=(*_LIBRARIES, "LANG", "LC_", "PYTHON"),
-        applied_later=frozenset({"OMP_NUM_THREADS", "PYTHONPATH"}),
+        # Ray sets the second one in a process that has used it.
+        applied_later=frozenset({"OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH"}),
         environments=(dict(os.environ),),
         most=1,
     )

@@ -171,7 +171,7 @@ class Exporter:
 
 
 def test_a_node_is_lost_while_it_takes_weights(nodes, tokenizer):
-    """The next update reaches the other one, and the one after it both."""
+    """The next update reaches the other one at least, and the one after it both."""
     engine = nodes.engine
     exporter = Exporter(partial(nodes.lose, 1))
     sender = SGLangWeightSyncScheme(engine, bucket_bytes=100_000).create_sender()
@@ -181,9 +181,13 @@ def test_a_node_is_lost_while_it_takes_weights(nodes, tokenizer):
     exporter.model, exporter.armed = make_tiny_model(tokenizer, seed=32), True
     with pytest.raises(WeightSyncError):
         sender.update_weights(exporter)
+    # It waits for the lost one if Ray has told of it by then.
     sender.update_weights(exporter)
     assert error(engine, exporter.model) < TOLERANCE
-    wait_until(lambda: states(engine) == ["serving", "stale"], SECONDS)
+    wait_until(
+        lambda: states(engine) in (["serving", "stale"], ["serving", "serving"]),
+        SECONDS,
+    )
     exporter.model = make_tiny_model(tokenizer, seed=33)
     report = sender.update_weights(exporter)
     assert states(engine) == ["serving", "serving"]

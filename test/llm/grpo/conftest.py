@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from helpers import recipe as recipe_helper
 from helpers.memory_saver import write_saver_python
 from helpers.recipe import FOLDER, SMALL
 from omegaconf import DictConfig
+from torchrl._utils import logger as torchrl_logger
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +23,12 @@ def recipe() -> Path:
 
 
 @pytest.fixture
-def compose(tmp_path: Path) -> Callable[..., DictConfig]:
+def compose(tmp_path: Path) -> Iterator[Callable[..., DictConfig]]:
     """Composes a configuration for a CPU, as hydra does for the scripts."""
-    return partial(recipe_helper.compose, tmp_path / "run")
+    # The recipe makes its process quiet, and this one is that of other tests, too.
+    level = torchrl_logger.level
+    yield partial(recipe_helper.compose, tmp_path / "run")
+    torchrl_logger.setLevel(level)
 
 
 @pytest.fixture

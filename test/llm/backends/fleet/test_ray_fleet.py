@@ -89,7 +89,8 @@ def test_a_node_is_lost(nodes, tiny_model_path, tmp_path):
         assert generate(engine) == expected
         assert ray.get(holder.generate.remote(), timeout=SECONDS) == expected
         add_node(cluster, 3, **SERVER)
-        wait_until(lambda: len(urls(engine)) == 2, SECONDS)
+        # Until its loss is noticed, it counts as serving.
+        wait_until(lambda: urls(engine) != before and len(urls(engine)) == 2, SECONDS)
         after = urls(engine)
         assert after[0].startswith(f"http://{address(3)}:")
         assert after[1] == before[1]
