@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torchrl
-from omegaconf import OmegaConf
 
 FILES = ("grpo_utils.py", "grpo-sync.py", "grpo-async.py")
 UTILS, SYNC, ASYNC = FILES
@@ -232,6 +231,8 @@ def copy_recipe(folder: Path, model: str) -> Path:
     Returns:
         The folder.
     """
+    from omegaconf import OmegaConf
+
     source = Path(torchrl.__file__).parents[1] / "sota-implementations" / "grpo"
     texts = {name: (source / name).read_text() for name in FILES}
     for replacement in (*NAMES, *TORCHRL, *NO_GPU):

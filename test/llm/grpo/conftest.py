@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from helpers import recipe as recipe_helper
 from helpers.memory_saver import write_saver_python
 from helpers.recipe import FOLDER, SMALL
-from omegaconf import DictConfig
 from torchrl._utils import logger as torchrl_logger
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 @pytest.fixture(scope="session")

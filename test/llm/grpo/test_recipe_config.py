@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 from helpers.forked_starts import trainer_python
-from omegaconf import OmegaConf
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ServerPlacement
+
+OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from helpers.echo_engine import make_interpreter
 from helpers.ray_cluster import ray_cluster
 
@@ -29,6 +28,8 @@ from torchrl_sglang.errors import ConfigurationError, ServerStartError
 
 def on_ray(specs: Sequence[dict[str, Any]], *, start_timeout: float) -> RayServers:
     """Starts servers with different arguments on Ray, which users cannot ask for."""
+    import ray
+
     demand = Demand(resources={"CPU": 0.1})
     group = ray.util.placement_group([demand.as_bundle()] * len(specs))
     return RayServers(
@@ -68,6 +69,7 @@ def make_launcher(
         "python": make_interpreter(tmp_path),
     }
     if request.param == "ray":
+        pytest.importorskip("ray")
         request.getfixturevalue("cluster")
     with ExitStack() as stack:
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 import requests
 from helpers.ray_cluster import ray_cluster
 
 from torchrl_sglang import AsyncSGLang, RayLauncher
 from torchrl_sglang.backends.support.urls import is_loopback
+
+ray = pytest.importorskip("ray")
 
 pytestmark = pytest.mark.slow
 

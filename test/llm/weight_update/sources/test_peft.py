@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -18,6 +17,8 @@ from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.weights import read_buckets
+
+peft = pytest.importorskip("peft")
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
