@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from torchrl_sglang import (
     AsyncLLMCollector,
     AsyncSGLang,
-    GRPOLoss,
+    CorrectedGRPOLoss,
     SGLangLLMCollector,
     SGLangWeightSyncScheme,
     SGLangWrapper,
@@ -91,7 +91,7 @@ class Trainer:
             input_mode="tokens",
             generate=False,
         )
-        self._loss = GRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
+        self._loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
         # A rate that keeps random weights as they are: the work is the same.
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-7, weight_decay=0.0

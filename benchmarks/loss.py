@@ -25,7 +25,7 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from torchrl_sglang import GRPOLoss
+from torchrl_sglang import CorrectedGRPOLoss
 from torchrl_sglang.cli.bench.models import BUILT_IN, save_model
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 
@@ -121,7 +121,10 @@ def main() -> None:
         model, tokenizer=make_tiny_tokenizer(), input_mode="tokens", generate=False
     )
     options = {"clip_epsilon": 0.2, "entropy_bonus": False}
-    losses = {"GRPOLoss": GRPOLoss, "TorchRL's GRPOLoss": TorchRLGRPOLoss}
+    losses = {
+        "CorrectedGRPOLoss": CorrectedGRPOLoss,
+        "TorchRL's GRPOLoss": TorchRLGRPOLoss,
+    }
     runs = {"cross entropy": of_the_model(model, batch)}
     for name, kind in losses.items():
         loss = kind(actor, **options)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.collectors.weight_sync import attach, attach_weight_sync
     from torchrl_sglang.gateway.gateway import Gateway
     from torchrl_sglang.objectives.config import RolloutCorrectionConfig
-    from torchrl_sglang.objectives.losses import CISPOLoss, GRPOLoss
+    from torchrl_sglang.objectives.losses import CorrectedCISPOLoss, CorrectedGRPOLoss
     from torchrl_sglang.objectives.transform import OffPolicyCorrection
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _HOME = {
     "AsyncLLMCollector": "collectors.async_llm_collector",
     "AsyncSGLang": "backends.async_sglang",
-    "CISPOLoss": "objectives.losses",
-    "GRPOLoss": "objectives.losses",
+    "CorrectedCISPOLoss": "objectives.losses",
+    "CorrectedGRPOLoss": "objectives.losses",
     "Gateway": "gateway.gateway",
     "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.outputs",
@@ -61,9 +61,9 @@ _HOME = {
 __all__ = [
     "AsyncLLMCollector",
     "AsyncSGLang",
-    "CISPOLoss",
     "CollectorTimeouts",
-    "GRPOLoss",
+    "CorrectedCISPOLoss",
+    "CorrectedGRPOLoss",
     "Gateway",
     "GenerationInfo",
     "OffPolicyCorrection",

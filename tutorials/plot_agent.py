@@ -163,7 +163,7 @@ gateway.drop(session)
 import torch
 from torchrl.modules.llm import TransformersWrapper
 
-from torchrl_sglang import GRPOLoss, SGLangWeightSyncScheme
+from torchrl_sglang import CorrectedGRPOLoss, SGLangWeightSyncScheme
 
 GROUP_SIZE, TASKS, STEPS = 8, 6, 20
 
@@ -173,7 +173,7 @@ sender.register_model(model)
 actor = TransformersWrapper(
     model, tokenizer=engine.get_tokenizer(), input_mode="tokens", generate=False
 )
-loss = GRPOLoss(actor, entropy_bonus=False, masking_strategy="rlhf")
+loss = CorrectedGRPOLoss(actor, entropy_bonus=False, masking_strategy="rlhf")
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 generator = torch.Generator().manual_seed(0)
 

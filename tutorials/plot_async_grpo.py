@@ -70,13 +70,13 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_sglang import GRPOLoss, OffPolicyCorrection
+from torchrl_sglang import CorrectedGRPOLoss, OffPolicyCorrection
 
 actor = TransformersWrapper(
     model, tokenizer=engine.get_tokenizer(), input_mode="tokens", generate=False
 )
 correct = OffPolicyCorrection("decoupled_token_is", actor_network=actor)
-loss = GRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
+loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 buffer = ReplayBuffer(
     storage=LazyStackStorage(GROUPS * GROUP_SIZE),

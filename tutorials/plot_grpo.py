@@ -100,12 +100,12 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_sglang import GRPOLoss
+from torchrl_sglang import CorrectedGRPOLoss
 
 actor = TransformersWrapper(
     model, tokenizer=tokenizer, input_mode="tokens", generate=False
 )
-loss = GRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
+loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 buffer = ReplayBuffer(
     storage=LazyStackStorage(GROUPS * GROUP_SIZE),

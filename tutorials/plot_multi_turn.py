@@ -128,12 +128,12 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_sglang import GRPOLoss
+from torchrl_sglang import CorrectedGRPOLoss
 
 actor = TransformersWrapper(
     model, tokenizer=engine.get_tokenizer(), input_mode="tokens", generate=False
 )
-loss = GRPOLoss(actor, entropy_bonus=False)
+loss = CorrectedGRPOLoss(actor, entropy_bonus=False)
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 buffer = ReplayBuffer(
     storage=LazyStackStorage(1000),

@@ -22,7 +22,11 @@ from torchrl.objectives.llm import MCAdvantage
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from grpo_config import is_changed
-from torchrl_sglang import GRPOLoss, OffPolicyCorrection, RolloutCorrectionConfig
+from torchrl_sglang import (
+    CorrectedGRPOLoss,
+    OffPolicyCorrection,
+    RolloutCorrectionConfig,
+)
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 
 TRAINING_KEYS = (
@@ -102,7 +106,7 @@ class Learner:
             if recomputes
             else None
         )
-        self.loss_module = GRPOLoss(
+        self.loss_module = CorrectedGRPOLoss(
             self.actor,
             clip_epsilon=train.clip_epsilon,
             entropy_bonus=train.entropy_coeff > 0,

@@ -36,7 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 from task import Problem, make_env, split_problems
 from torchrl_sglang import (
     AsyncSGLang,
-    GRPOLoss,
+    CorrectedGRPOLoss,
     SGLangLLMCollector,
     SGLangWeightSyncScheme,
     SGLangWrapper,
@@ -169,7 +169,7 @@ class Learner:
         self.actor = TransformersWrapper(
             model, tokenizer=tokenizer, input_mode="tokens", generate=False
         )
-        self.loss_module = GRPOLoss(
+        self.loss_module = CorrectedGRPOLoss(
             self.actor, clip_epsilon=config.clip_epsilon, entropy_bonus=False
         )
         self.optimizer = torch.optim.AdamW(

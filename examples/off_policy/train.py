@@ -36,7 +36,11 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
 from torchrl.modules import LLMMaskedCategorical
 
-from torchrl_sglang import GRPOLoss, OffPolicyCorrection, RolloutCorrectionConfig
+from torchrl_sglang import (
+    CorrectedGRPOLoss,
+    OffPolicyCorrection,
+    RolloutCorrectionConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +224,7 @@ def train(
     torch.manual_seed(config.seed)
     policy = Policy(config)
     engine = Engine(policy, setting)
-    loss = GRPOLoss(policy, masking_strategy="rlhf", entropy_bonus=False)
+    loss = CorrectedGRPOLoss(policy, masking_strategy="rlhf", entropy_bonus=False)
     correct = None
     if correction is not None:
         correct = OffPolicyCorrection(

@@ -49,8 +49,8 @@ HEAVY = {"sglang", "vllm", "torchvision", "ray", "sglang_router"}
 PUBLIC = {
     "AsyncLLMCollector": "collectors.async_llm_collector",
     "AsyncSGLang": "backends.async_sglang",
-    "CISPOLoss": "objectives.losses",
-    "GRPOLoss": "objectives.losses",
+    "CorrectedCISPOLoss": "objectives.losses",
+    "CorrectedGRPOLoss": "objectives.losses",
     "Gateway": "gateway.gateway",
     "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.outputs",

@@ -36,7 +36,7 @@ from torchrl_sglang.objectives.formulas import masked_mean
 from torchrl_sglang.objectives.parts import Means, own_gradients
 
 
-class GRPOLoss(TorchRLGRPOLoss):
+class CorrectedGRPOLoss(TorchRLGRPOLoss):
     r"""TorchRL's ``GRPOLoss`` with averages that leave padding out, and corrections.
 
     Objective and gradient of the policy are those of TorchRL's class. What differs:
@@ -86,7 +86,7 @@ class GRPOLoss(TorchRLGRPOLoss):
         >>> actor = TransformersWrapper(
         ...     model, tokenizer=tokenizer, input_mode="tokens", generate=False
         ... )
-        >>> loss = GRPOLoss(actor, correction="bypass_ppo_clip_k3_rs")
+        >>> loss = CorrectedGRPOLoss(actor, correction="bypass_ppo_clip_k3_rs")
         >>> loss.correction.rollout_rs
         'seq_mean_k3'
     """
@@ -209,7 +209,7 @@ class GRPOLoss(TorchRLGRPOLoss):
                 (``rollout_is_batch_normalize``), or there is no part.
 
         Examples:
-            >>> loss = GRPOLoss(actor, clip_epsilon=0.2)  # doctest: +SKIP
+            >>> loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2)  # doctest: +SKIP
             >>> for minibatch in buffer:  # doctest: +SKIP
             ...     output = loss.accumulate(minibatch.split(4))
             ...     optimizer.step()
@@ -439,7 +439,7 @@ def _fields(output: Any, prefix: str = "") -> dict[str, Tensor]:
     }
 
 
-class CISPOLoss(GRPOLoss, TorchRLCISPOLoss):
+class CorrectedCISPOLoss(CorrectedGRPOLoss, TorchRLCISPOLoss):
     r"""CISPO: REINFORCE with a clipped importance weight that has no gradient.
 
     .. math::
@@ -451,13 +451,13 @@ class CISPOLoss(GRPOLoss, TorchRLCISPOLoss):
     so that every token has a gradient, however far its ratio is clipped. MiniMax-M1,
     https://arxiv.org/abs/2506.13585. TorchRL 0.14's ``CISPOLoss``
     differentiates the clipped weight itself: it has no gradient for clipped tokens.
-    Averages are those of :class:`.GRPOLoss`.
+    Averages are those of :class:`.CorrectedGRPOLoss`.
 
     Args:
-        actor_network: as for :class:`.GRPOLoss`.
+        actor_network: as for :class:`.CorrectedGRPOLoss`.
 
     Keyword Args:
-        **kwargs: as for :class:`.GRPOLoss`. The paper sets no lower bound:
+        **kwargs: as for :class:`.CorrectedGRPOLoss`. The paper sets no lower bound:
             ``clip_epsilon=(0.999, high)``.
 
     Examples:
@@ -465,7 +465,7 @@ class CISPOLoss(GRPOLoss, TorchRLCISPOLoss):
         >>> actor = TransformersWrapper(
         ...     model, tokenizer=tokenizer, input_mode="tokens", generate=False
         ... )
-        >>> loss = CISPOLoss(actor, clip_epsilon=(0.999, 2.0))
+        >>> loss = CorrectedCISPOLoss(actor, clip_epsilon=(0.999, 2.0))
         >>> round(loss.clip_epsilon_high.item(), 3)
         2.0
     """

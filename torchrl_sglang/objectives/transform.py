@@ -51,8 +51,9 @@ class OffPolicyCorrection(Transform):
       as in verl, although the loss divides by all: the advantage makes up for it.
 
     The batch that goes in is not changed. Correct the batch of one optimizer step, not
-    a larger one: denominators are those of the batch; :meth:`.GRPOLoss.accumulate`
-    takes parts of what was corrected. ``metrics`` has verl's metrics of the last batch.
+    a larger one: denominators are those of the batch, and
+    :meth:`.CorrectedGRPOLoss.accumulate` takes parts of what was corrected. ``metrics``
+    has verl's metrics of the last batch.
 
     Log-probs that are NaN or infinite are unknown; these tokens are left out. A batch
     in which every token was masked since it was written, as what is too old by

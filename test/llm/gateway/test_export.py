@@ -12,7 +12,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_sglang import Gateway, GRPOLoss, OffPolicyCorrection
+from torchrl_sglang import CorrectedGRPOLoss, Gateway, OffPolicyCorrection
 from torchrl_sglang.errors import ConfigurationError
 
 CLIP = 0.2
@@ -216,7 +216,7 @@ def train_batch(gateway):
     return buffer[:]
 
 
-@pytest.mark.parametrize("kind", [GRPOLoss, TorchRLGRPOLoss])
+@pytest.mark.parametrize("kind", [CorrectedGRPOLoss, TorchRLGRPOLoss])
 @pytest.mark.parametrize("strategy", ["sft", "rlhf"])
 def test_each_trained_token_has_its_gradient(gateway, hf_model, actor, kind, strategy):
     batch = train_batch(gateway)
@@ -237,7 +237,7 @@ def test_with_off_policy_correction(gateway, hf_model, actor):
     correct = OffPolicyCorrection(
         "decoupled_token_is", actor_network=actor, masking_strategy="rlhf"
     )
-    loss = GRPOLoss(actor, entropy_bonus=False, **options)
+    loss = CorrectedGRPOLoss(actor, entropy_bonus=False, **options)
     objective = loss(correct(batch)).loss_objective
     expected = gradient(hf_model, by_hand(hf_model, batch, gateway, truncated))
     found = gradient(hf_model, objective)

@@ -15,8 +15,8 @@ from torchrl.objectives.llm import CISPOLoss as TorchRLCISPOLoss
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
 from torchrl_sglang import (
-    CISPOLoss,
-    GRPOLoss,
+    CorrectedCISPOLoss,
+    CorrectedGRPOLoss,
     OffPolicyCorrection,
     RolloutCorrectionConfig,
 )
@@ -58,7 +58,7 @@ def test_torchrls_cispo_has_no_gradient_for_clipped_tokens():
     """The fault that ours is there for, in the installed version."""
     case = make_case(2)
     _, theirs = gradient(TorchRLCISPOLoss, case, make_batch(case, "ragged"))
-    _, ours = gradient(CISPOLoss, case, make_batch(case, "ragged"))
+    _, ours = gradient(CorrectedCISPOLoss, case, make_batch(case, "ragged"))
     clipped = clipped_tokens(case)
     assert clipped
     for index, position, _, _ in clipped:
@@ -80,10 +80,12 @@ def test_cispo_against_its_formula(seed):
             terms.append(-weight * row.advantage * log_probs[index, position, token])
     expected = torch.stack(terms).mean()
     (expected_gradient,) = torch.autograd.grad(expected, logits)
-    output, found = gradient(CISPOLoss, case, make_batch(case, "ragged"))
+    output, found = gradient(CorrectedCISPOLoss, case, make_batch(case, "ragged"))
     torch.testing.assert_close(found, expected_gradient, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(output.loss_objective, expected, atol=1e-6, rtol=1e-6)
-    assert isinstance(make_loss(CISPOLoss, TableActor(case.logits)), TorchRLCISPOLoss)
+    assert isinstance(
+        make_loss(CorrectedCISPOLoss, TableActor(case.logits)), TorchRLCISPOLoss
+    )
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean", "none"])
@@ -94,7 +96,7 @@ def test_the_objective_is_torchrls(seed, threshold, aggregation):
     options = {"aggregation": aggregation, "kl_mask_threshold": threshold}
     batch = make_batch(case, "padded" if seed % 2 else "ragged")
     expected, expected_gradient = gradient(TorchRLGRPOLoss, case, batch, **options)
-    found, found_gradient = gradient(GRPOLoss, case, batch, **options)
+    found, found_gradient = gradient(CorrectedGRPOLoss, case, batch, **options)
     torch.testing.assert_close(found.loss_objective, expected.loss_objective)
     torch.testing.assert_close(found_gradient, expected_gradient)
     torch.testing.assert_close(found.ESS, expected.ESS)
@@ -132,7 +134,7 @@ def averages(kind, case, batch) -> dict[str, float]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_averages_are_over_the_tokens_of_the_loss(seed):
     case = make_case(seed)
-    found = averages(GRPOLoss, case, with_reference(case, "ragged"))
+    found = averages(CorrectedGRPOLoss, case, with_reference(case, "ragged"))
     pairs = [
         (train, rollout)
         for row in case.rows
@@ -174,8 +176,8 @@ def test_padding_changes_torchrls_averages_and_not_ours():
     case = make_case(3)
     narrow = with_reference(case, "padded")
     wide_case, wide = widen(case, with_reference(case, "padded"), 9)
-    assert averages(GRPOLoss, wide_case, wide) == pytest.approx(
-        averages(GRPOLoss, case, narrow)
+    assert averages(CorrectedGRPOLoss, wide_case, wide) == pytest.approx(
+        averages(CorrectedGRPOLoss, case, narrow)
     )
     theirs = averages(TorchRLGRPOLoss, case, narrow)
     padded = averages(TorchRLGRPOLoss, wide_case, wide)
@@ -192,7 +194,7 @@ def test_the_mask_of_the_divergence_is_about_the_sampling_policy():
     case = make_case(2)
     batch = make_batch(case, "ragged")
     assert ("next", "ref_log_probs", "full") not in batch.keys(True)
-    for kind in (TorchRLGRPOLoss, GRPOLoss):
+    for kind in (TorchRLGRPOLoss, CorrectedGRPOLoss):
         _, found = gradient(kind, case, batch, kl_mask_threshold=0.05)
         for index, row in enumerate(case.rows):
             for t in range(len(row.tokens)):
@@ -211,15 +213,15 @@ def test_an_advantage_per_token_meets_its_token():
         length = len(source.prompt) + len(source.tokens)
         advantage = torch.full((length, 1), source.advantage, dtype=torch.float64)
         rows.append(row.set("advantage", advantage))
-    expected, _ = gradient(GRPOLoss, case, make_batch(case, "ragged"))
-    found, _ = gradient(GRPOLoss, case, lazy_stack(rows))
+    expected, _ = gradient(CorrectedGRPOLoss, case, make_batch(case, "ragged"))
+    found, _ = gradient(CorrectedGRPOLoss, case, lazy_stack(rows))
     torch.testing.assert_close(found.loss_objective, expected.loss_objective)
 
 
 def test_a_batch_in_which_every_token_is_masked():
     case = make_case(2)
     output, found = gradient(
-        GRPOLoss, case, make_batch(case, "ragged"), kl_mask_threshold=1e-15
+        CorrectedGRPOLoss, case, make_batch(case, "ragged"), kl_mask_threshold=1e-15
     )
     assert not found.any()
     for name in ("loss_objective", "ESS", "clip_fraction", "kl_approx"):
@@ -259,7 +261,7 @@ def test_a_correction_in_the_loss_is_that_of_the_transform(name, aggregation):
         )
         actor = TableActor(case.logits)
         loss = make_loss(
-            GRPOLoss,
+            CorrectedGRPOLoss,
             actor,
             aggregation=aggregation,
             correction=config,
@@ -280,13 +282,13 @@ def test_what_the_losses_refuse():
     case = make_case(2)
     actor = TableActor(case.logits)
     with pytest.raises(ConfigurationError, match="give it to OffPolicyCorrection"):
-        make_loss(GRPOLoss, actor, correction="decoupled_token_is")
+        make_loss(CorrectedGRPOLoss, actor, correction="decoupled_token_is")
     batch = make_batch(case, "padded")
     with pytest.raises(ConfigurationError, match="MCAdvantage"):
-        make_loss(GRPOLoss, actor)(batch.exclude("advantage"))
+        make_loss(CorrectedGRPOLoss, actor)(batch.exclude("advantage"))
     flat = batch.clone().set("advantage", torch.zeros(len(batch), 1))
     with pytest.raises(ConfigurationError, match="must have shape"):
-        make_loss(GRPOLoss, actor)(flat)
+        make_loss(CorrectedGRPOLoss, actor)(flat)
 
 
 def saved_index(loss, batch) -> int:
@@ -310,7 +312,7 @@ def test_the_logits_of_a_ragged_batch_have_no_index_each(hf_model, tokenizer, st
     case = make_case(1)
     batch = make_batch(case, "ragged")
     found, saved = [], []
-    for kind in (TorchRLGRPOLoss, GRPOLoss):
+    for kind in (TorchRLGRPOLoss, CorrectedGRPOLoss):
         actor = TransformersWrapper(
             hf_model, tokenizer=tokenizer, input_mode="tokens", generate=False
         )

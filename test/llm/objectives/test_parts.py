@@ -11,8 +11,8 @@ from tensordict import lazy_stack
 from torch import nn
 
 from torchrl_sglang import (
-    CISPOLoss,
-    GRPOLoss,
+    CorrectedCISPOLoss,
+    CorrectedGRPOLoss,
     OffPolicyCorrection,
     RolloutCorrectionConfig,
 )
@@ -75,7 +75,7 @@ def numbered(case: Case, *, unscored: int | None = None):
     return lazy_stack(rows)
 
 
-def make_loss(actor, kind=GRPOLoss, **kwargs):
+def make_loss(actor, kind=CorrectedGRPOLoss, **kwargs):
     return kind(
         actor,
         clip_epsilon=(0.2, 0.3),
@@ -125,13 +125,15 @@ def test_the_gradient_is_that_of_one_pass(name, aggregation, dtype):
         case = make_case(seed, unknown=0.2 if seed % 3 == 2 else 0.0)
         batch = numbered(case, unscored=0 if seed % 4 == 3 else None)
         options = {"correction": IN_LOSS[name], "aggregation": aggregation}
-        check(case, batch, GRPOLoss, dtype, **options)
+        check(case, batch, CorrectedGRPOLoss, dtype, **options)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
 def test_cispo(aggregation):
     case = make_case(3)
-    check(case, numbered(case), CISPOLoss, torch.float64, aggregation=aggregation)
+    check(
+        case, numbered(case), CorrectedCISPOLoss, torch.float64, aggregation=aggregation
+    )
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
@@ -154,7 +156,7 @@ def test_a_batch_that_was_corrected_whole(config, aggregation):
             config, masking_strategy="rlhf", aggregation=aggregation
         )
         batch = correct(numbered(case, unscored=0 if seed % 2 else None))
-        check(case, batch, GRPOLoss, torch.float64, aggregation=aggregation)
+        check(case, batch, CorrectedGRPOLoss, torch.float64, aggregation=aggregation)
 
 
 def test_gradients_that_are_there_are_added_to():
@@ -242,7 +244,7 @@ def test_a_batch_that_is_wholly_masked_has_no_weight(aggregation, strategy):
     unknown = correct.metrics["rollout_corr/unknown_masked_fraction"]
     assert unknown == (1.0 if strategy == "sft" else 0.0)
     for correction in (None, "bypass_ppo_clip_k3_rs"):
-        loss = GRPOLoss(
+        loss = CorrectedGRPOLoss(
             SlicedActor(case, torch.float64),
             masking_strategy=strategy,
             aggregation=aggregation,
@@ -260,7 +262,7 @@ def test_log_probs_that_are_missing_are_no_masked_tokens():
     batch = numbered(case)
     for row in batch.unbind(0):
         row["log_probs", "full"].fill_(math.nan)
-    loss = GRPOLoss(
+    loss = CorrectedGRPOLoss(
         SlicedActor(case, torch.float64),
         masking_strategy="rlhf",
         correction="bypass_ppo_clip_k3_rs",
