@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
     from torchrl_sglang.collectors.ray_collector import RayAsyncLLMCollector
     from torchrl_sglang.collectors.timeouts import CollectorTimeouts
-    from torchrl_sglang.collectors.weight_sync import attach, attach_weight_sync
+    from torchrl_sglang.collectors.weight_sync import attach_weight_sync
     from torchrl_sglang.gateway.gateway import Gateway
     from torchrl_sglang.objectives.config import RolloutCorrectionConfig
     from torchrl_sglang.objectives.losses import CorrectedCISPOLoss, CorrectedGRPOLoss
@@ -51,7 +51,6 @@ _HOME = {
     "SGLangWeightSender": "weight_update.sender",
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
-    "attach": "collectors.weight_sync",
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
     "make_sglang_server": "backends.launch.local",
@@ -77,7 +76,6 @@ __all__ = [
     "SGLangWeightSyncScheme",
     "SGLangWrapper",
     "__version__",
-    "attach",
     "attach_weight_sync",
     "get_model_metadata",
     "make_sglang_server",

@@ -65,7 +65,6 @@ PUBLIC = {
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
     "__version__": None,
-    "attach": "collectors.weight_sync",
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
     "make_sglang_server": "backends.launch.local",
@@ -138,6 +137,19 @@ ENGINE_ORDER = [
 ]
 """Each folder or file of ``backends`` imports itself and those before it."""
 
+COLLECTORS_ORDER = [
+    "timeouts",
+    "copies",
+    "weight_sync",
+    "scheduling",
+    "runtime",
+    "groups",
+    "llm_collector",
+    "async_llm_collector",
+    "ray_collector",
+]
+"""The same of ``collectors``."""
+
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_the_engine_is_reached_through_its_base(path):
@@ -149,15 +161,23 @@ def test_the_engine_is_reached_through_its_base(path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "backends").rglob("*.py")), ids=relative
+    ("path", "order"),
+    [
+        pytest.param(path, order, id=relative(path))
+        for layer, order in (
+            ("backends", ENGINE_ORDER),
+            ("collectors", COLLECTORS_ORDER),
+        )
+        for path in sorted((ROOT / layer).rglob("*.py"))
+    ],
 )
-def test_imports_within_the_engine_point_down(path):
-    own = relative(path).split("/")[1].removesuffix(".py")
+def test_imports_within_a_layer_point_down(path, order):
+    layer, own, *_ = relative(path).removesuffix(".py").split("/")
     for name, _ in imports(path):
-        package, _, inner = name.partition(f"{PACKAGE}.backends.")
+        package, _, inner = name.partition(f"{PACKAGE}.{layer}.")
         other = inner.partition(".")[0]
         if not package and other:
-            later = ENGINE_ORDER.index(own) - ENGINE_ORDER.index(other)
+            later = order.index(own) - order.index(other)
             assert later >= 0, f"{own} imports {name}"
 
 

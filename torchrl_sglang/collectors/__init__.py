@@ -4,13 +4,12 @@
 TorchRL's ``LLMCollector`` with the argument ``weight_sync_schemes`` and quick rollouts,
 for which ``copies.py`` copies nested TensorDicts.
 
-``async_llm_collector.py`` keeps the engine full while the trainer trains::
+``async_llm_collector.py`` keeps the engine full while the trainer trains, and
+``ray_collector.py`` runs all of it in a Ray actor. It is made of three folders::
 
-    prompts.py --> conversations.py (plain functions) --> groups.py --> batches.py
-    prompts.py --> environments.py (TorchRL's) -----------------------> batches.py
-
-``collection.py`` runs them on an event loop of its own, and ``ray_collector.py`` runs
-all of it in a Ray actor. All decisions are pure: ``admission.py`` (when a group
-starts, which groups make up a batch), ``group_pool.py`` and ``prompt_order.py`` (what
-runs, what is done), ``versions.py``, ``stats.py``.
+    scheduling/ (pure: which group starts, which groups make up a batch)
+        |
+    runtime/    (an event loop that runs them, and hands batches to the trainer)
+        |
+    groups/     (the conversations of a group: of functions, agents, environments)
 """

@@ -16,22 +16,26 @@ from torchrl.envs import EnvBase
 
 from torchrl_sglang.backends.support.blocking import BlockingCalls
 from torchrl_sglang.backends.support.checks import check_count, check_flag
-from torchrl_sglang.collectors.admission import Limits
-from torchrl_sglang.collectors.agent_groups import AgentGroups
-from torchrl_sglang.collectors.batches import Batches
-from torchrl_sglang.collectors.collection import Collection, Groups
-from torchrl_sglang.collectors.consumer_version import ConsumerVersion
-from torchrl_sglang.collectors.conversations import Conversations, Step
-from torchrl_sglang.collectors.environments import EnvironmentGroups
-from torchrl_sglang.collectors.function_groups import FunctionGroups
-from torchrl_sglang.collectors.group_pool import GroupPool, OnStale
-from torchrl_sglang.collectors.groups import GroupWriter
-from torchrl_sglang.collectors.prompts import make_prompts
-from torchrl_sglang.collectors.rewards import RewardFunctions, Rewards
-from torchrl_sglang.collectors.stale_mask import StaleMask
+from torchrl_sglang.collectors.groups.agents import AgentGroups
+from torchrl_sglang.collectors.groups.conversations import Conversations, Step
+from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
+from torchrl_sglang.collectors.groups.functions import FunctionGroups
+from torchrl_sglang.collectors.groups.rewards import RewardFunctions, Rewards
+from torchrl_sglang.collectors.groups.rows import GroupWriter
+from torchrl_sglang.collectors.groups.tools import (
+    ToolFunctions,
+    Tools,
+    parse_tool_calls,
+)
+from torchrl_sglang.collectors.groups.versions import PolicyVersions
+from torchrl_sglang.collectors.runtime.batches import Batches
+from torchrl_sglang.collectors.runtime.collection import Collection, Groups
+from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
+from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
+from torchrl_sglang.collectors.scheduling.admission import Limits
+from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, OnStale
+from torchrl_sglang.collectors.scheduling.prompts import make_prompts
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
-from torchrl_sglang.collectors.tools import ToolFunctions, Tools, parse_tool_calls
-from torchrl_sglang.collectors.versions import PolicyVersions
 from torchrl_sglang.collectors.weight_sync import (
     attach_weight_sync,
     check_schemes,

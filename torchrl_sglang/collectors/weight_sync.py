@@ -30,8 +30,6 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
     including updates sent through another collector or the sender itself, until the
     collector is shut down or dropped.
 
-    ``attach`` is an alias of this function.
-
     Args:
         collector (LLMCollector | RayLLMCollector): a ``RayLLMCollector``'s weights are
             sent by the process that holds it.
@@ -108,10 +106,6 @@ def detach_weight_sync(collector: Any) -> None:
     """Has the senders of a collector forget it, which is shut down."""
     for sender in collector.__dict__.pop(SENDERS, ()):
         sender.unregister_collector(collector)
-
-
-attach = attach_weight_sync
-"""Alias of :func:`attach_weight_sync`."""
 
 
 def check_schemes(given: Any) -> Mapping[str, SGLangWeightSyncScheme]:

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from torchrl_sglang.collectors.admission import (
+from torchrl_sglang.collectors.scheduling.admission import (
     Limits,
     choose_groups,
     free_groups,
     must_wait,
 )
-from torchrl_sglang.collectors.group_pool import GroupPool
+from torchrl_sglang.collectors.scheduling.group_pool import GroupPool
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 5])

@@ -22,7 +22,7 @@ from torchrl.data import (
 from torchrl.objectives.llm import MCAdvantage
 
 from torchrl_sglang import AsyncLLMCollector, CollectorTimeouts, SGLangWrapper
-from torchrl_sglang.collectors.prompts import make_prompts
+from torchrl_sglang.collectors.scheduling.prompts import make_prompts
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from torchrl_sglang.collectors.admission import Limits
-from torchrl_sglang.collectors.group_pool import GroupPool
+from torchrl_sglang.collectors.scheduling.admission import Limits
+from torchrl_sglang.collectors.scheduling.group_pool import GroupPool
 
 
 def make_pool(on_stale="drop", total=-1, **kwargs) -> GroupPool:

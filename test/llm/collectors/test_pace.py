@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from torchrl_sglang.collectors.admission import Limits
-from torchrl_sglang.collectors.group_pool import GroupPool
-from torchrl_sglang.collectors.pace import Pace
+from torchrl_sglang.collectors.scheduling.admission import Limits
+from torchrl_sglang.collectors.scheduling.group_pool import GroupPool
+from torchrl_sglang.collectors.scheduling.pace import Pace
 
 GROUPS = 8
 

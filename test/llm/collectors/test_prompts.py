@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader, Dataset
 
-from torchrl_sglang.collectors.prompts import make_prompts
+from torchrl_sglang.collectors.scheduling.prompts import make_prompts
 from torchrl_sglang.errors import ConfigurationError
 
 TASKS = [{"query": f"q{number}", "answer": number} for number in range(5)]

@@ -9,7 +9,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.objectives.llm import MCAdvantage
 
 from torchrl_sglang import CollectorTimeouts
-from torchrl_sglang.collectors.stats import Shares, find_bottleneck
+from torchrl_sglang.collectors.runtime.stats import Shares, find_bottleneck
 from torchrl_sglang.errors import CollectionTimeoutError, ConfigurationError
 
 

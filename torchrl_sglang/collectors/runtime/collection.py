@@ -28,10 +28,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.support.blocking import BlockingCalls, DaemonExecutor
 from torchrl_sglang.backends.support.user_code import describe, user_code
-from torchrl_sglang.collectors.group_pool import GroupPool, ReadyGroup
-from torchrl_sglang.collectors.pace import LATELY_BATCHES
-from torchrl_sglang.collectors.prompts import Prompts
-from torchrl_sglang.collectors.stats import (
+from torchrl_sglang.collectors.runtime.stats import (
     Ages,
     Mark,
     Meter,
@@ -39,6 +36,9 @@ from torchrl_sglang.collectors.stats import (
     compare,
     find_bottleneck,
 )
+from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, ReadyGroup
+from torchrl_sglang.collectors.scheduling.pace import LATELY_BATCHES
+from torchrl_sglang.collectors.scheduling.prompts import Prompts
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,

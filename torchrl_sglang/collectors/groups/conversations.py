@@ -16,11 +16,11 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.support.blocking import BlockingCalls
 from torchrl_sglang.backends.support.user_code import together
-from torchrl_sglang.collectors.endings import Endings, warn
-from torchrl_sglang.collectors.stats import Meter
+from torchrl_sglang.collectors.groups.endings import Endings, warn
+from torchrl_sglang.collectors.groups.tools import Tools
+from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
+from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
-from torchrl_sglang.collectors.tools import Tools
-from torchrl_sglang.collectors.user_functions import check_call, name_of, naming
 from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.policies.turns import EncodedPrompt, Response, TurnCodec
 

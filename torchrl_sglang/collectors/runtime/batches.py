@@ -9,10 +9,10 @@ from typing import Any
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.collectors.advantages import check_advantages
-from torchrl_sglang.collectors.collection import Collection
-from torchrl_sglang.collectors.consumer_version import ConsumerVersion
-from torchrl_sglang.collectors.stale_mask import StaleMask
+from torchrl_sglang.collectors.runtime.advantages import check_advantages
+from torchrl_sglang.collectors.runtime.collection import Collection
+from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
+from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
 from torchrl_sglang.errors import CollectionError
 
 FOREVER_SECONDS = 10.0 * 365 * 24 * 3600

@@ -26,19 +26,19 @@ from torchrl.envs import EnvBase
 
 from torchrl_sglang.backends.support.blocking import BlockingCalls
 from torchrl_sglang.backends.support.user_code import describe, together
-from torchrl_sglang.collectors.collection import TokenSpan
 from torchrl_sglang.collectors.copies import step
-from torchrl_sglang.collectors.groups import (
+from torchrl_sglang.collectors.groups.rewards import check_rewards
+from torchrl_sglang.collectors.groups.rows import (
     ROW_COLUMNS,
     check_names,
     check_task,
     to_values,
 )
-from torchrl_sglang.collectors.rewards import check_rewards
-from torchrl_sglang.collectors.stats import Meter
+from torchrl_sglang.collectors.groups.user_functions import naming
+from torchrl_sglang.collectors.groups.versions import PolicyVersions
+from torchrl_sglang.collectors.runtime.collection import TokenSpan
+from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
-from torchrl_sglang.collectors.user_functions import naming
-from torchrl_sglang.collectors.versions import PolicyVersions
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async

@@ -11,15 +11,15 @@ from tensordict import TensorDictBase
 
 from torchrl_sglang.backends.support.blocking import BlockingCalls
 from torchrl_sglang.backends.support.user_code import together
-from torchrl_sglang.collectors.collection import TokenSpan
-from torchrl_sglang.collectors.groups import (
+from torchrl_sglang.collectors.groups.rows import (
     ROW_COLUMNS,
     check_names,
     check_task,
 )
-from torchrl_sglang.collectors.stats import Meter
-from torchrl_sglang.collectors.user_functions import check_call, name_of, naming
-from torchrl_sglang.collectors.versions import PolicyVersions
+from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
+from torchrl_sglang.collectors.groups.versions import PolicyVersions
+from torchrl_sglang.collectors.runtime.collection import TokenSpan
+from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.errors import CollectionError
 from torchrl_sglang.gateway.agents import Agent, run_agent
 from torchrl_sglang.gateway.export import CONTAINERS, to_rows

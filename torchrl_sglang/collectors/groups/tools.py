@@ -17,7 +17,7 @@ from torchrl_sglang.backends.support.user_code import (
     describe,
     together,
 )
-from torchrl_sglang.collectors.user_functions import name_of, naming
+from torchrl_sglang.collectors.groups.user_functions import name_of, naming
 from torchrl_sglang.errors import ConfigurationError
 
 ToolFunctions: TypeAlias = (

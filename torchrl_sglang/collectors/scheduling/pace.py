@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from torchrl_sglang.collectors.admission import Limits
+from torchrl_sglang.collectors.scheduling.admission import Limits
 
 LATELY_BATCHES = 8
 """Batches that decisions are made from."""

@@ -16,7 +16,7 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.support.user_code import describe
-from torchrl_sglang.collectors.user_functions import name_of
+from torchrl_sglang.collectors.groups.user_functions import name_of
 
 
 class Endings:

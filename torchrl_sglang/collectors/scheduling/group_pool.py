@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from torchrl_sglang.collectors.admission import (
+from torchrl_sglang.collectors.scheduling.admission import (
     Limits,
     choose_groups,
     free_groups,
     must_wait,
 )
-from torchrl_sglang.collectors.pace import Pace
-from torchrl_sglang.collectors.prompt_order import PromptOrder
+from torchrl_sglang.collectors.scheduling.pace import Pace
+from torchrl_sglang.collectors.scheduling.prompt_order import PromptOrder
 
 OnStale: TypeAlias = Literal["drop", "retry", "mask"]
 """What happens to a group with tokens older than ``max_staleness`` updates."""

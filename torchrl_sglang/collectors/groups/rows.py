@@ -15,9 +15,9 @@ import torch
 from tensordict import NestedKey, TensorDict
 
 from torchrl_sglang.backends.support.user_code import describe
-from torchrl_sglang.collectors.conversations import Conversation
-from torchrl_sglang.collectors.rewards import finite
-from torchrl_sglang.collectors.versions import PolicyVersions
+from torchrl_sglang.collectors.groups.conversations import Conversation
+from torchrl_sglang.collectors.groups.rewards import finite
+from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.outputs import (

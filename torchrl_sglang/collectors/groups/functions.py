@@ -10,16 +10,16 @@ from tensordict import TensorDictBase
 
 from torchrl_sglang.backends.support.blocking import BlockingCalls
 from torchrl_sglang.backends.support.user_code import together
-from torchrl_sglang.collectors.collection import TokenSpan
-from torchrl_sglang.collectors.conversations import Conversation, Conversations
-from torchrl_sglang.collectors.groups import (
+from torchrl_sglang.collectors.groups.conversations import Conversation, Conversations
+from torchrl_sglang.collectors.groups.rewards import Rewards
+from torchrl_sglang.collectors.groups.rows import (
     GroupWriter,
     check_names,
     check_task,
     oldest_version,
 )
-from torchrl_sglang.collectors.rewards import Rewards
-from torchrl_sglang.collectors.versions import PolicyVersions
+from torchrl_sglang.collectors.groups.versions import PolicyVersions
+from torchrl_sglang.collectors.runtime.collection import TokenSpan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
