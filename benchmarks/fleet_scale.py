@@ -209,7 +209,7 @@ class Measuring:
         }
 
     def _control(self, engine: Any) -> None:
-        from torchrl_sglang.backends.support.event_loop import run_sync
+        from torchrl_sglang.support.event_loop import run_sync
 
         control = engine.control
         for name, call in {
@@ -250,7 +250,7 @@ class Measuring:
 
     def _abort(self, engine: Any) -> None:
         """Cancels callers, as a collector does that has enough responses."""
-        from torchrl_sglang.backends.support.event_loop import run_async
+        from torchrl_sglang.support.event_loop import run_async
 
         seconds: list[float] = []
 

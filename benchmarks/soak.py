@@ -25,9 +25,9 @@ from pathlib import Path
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch.watchdog import descendants
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.cli.bench.models import start_engine
 from torchrl_sglang.errors import SGLangError
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 
 BATCH = 200

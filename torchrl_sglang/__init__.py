@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
-    from torchrl_sglang.backends.base import RLSGLangEngine
+    from torchrl_sglang.backends.contract import RLSGLangEngine
     from torchrl_sglang.backends.launch.local import make_sglang_server
     from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
     from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
@@ -42,7 +42,7 @@ _HOME = {
     "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.outputs",
     "OffPolicyCorrection": "objectives.transform",
-    "RLSGLangEngine": "backends.base",
+    "RLSGLangEngine": "backends.contract",
     "RayAsyncLLMCollector": "collectors.ray_collector",
     "RayLauncher": "backends.launch.ray_launcher",
     "RolloutCorrectionConfig": "objectives.config",

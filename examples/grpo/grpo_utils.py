@@ -26,7 +26,7 @@ from torchrl_sglang import (
     SGLangWeightSyncScheme,
     SGLangWrapper,
 )
-from torchrl_sglang.backends.base import visible_devices
+from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ServerPlacement
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self, TypeAlias
 import msgspec
 from aiohttp import web
 
-from torchrl_sglang.backends.generation.sampling import SAMPLING_PARAMETERS
+from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
 
 __all__ = ["FakeServer", "Fault"]
 

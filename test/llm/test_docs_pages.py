@@ -14,14 +14,14 @@ import pytest
 
 import torchrl_sglang
 from torchrl_sglang import errors
-from torchrl_sglang.backends.generation.sampling import (
-    SAMPLING_ALIASES,
-    SAMPLING_PARAMETERS,
-)
 from torchrl_sglang.backends.launch.cpu import engine_python
 from torchrl_sglang.backends.launch.server_command import find_flags
 from torchrl_sglang.backends.launch.vllm_arguments import RENAMED
 from torchrl_sglang.policies import sampling
+from torchrl_sglang.requests.sampling import (
+    SAMPLING_ALIASES,
+    SAMPLING_PARAMETERS,
+)
 from torchrl_sglang.weight_update.transports.registry import TRANSPORTS
 
 SOURCE = Path(__file__).parents[2] / "docs" / "source"

@@ -41,7 +41,6 @@ from torchrl_sglang.backends.launch.server_command import (
     check_names,
     to_flags,
 )
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.backends.torchrl_calls import (
     IGNORED_VARIABLES,
     WEIGHT_UPDATE_GROUP,
@@ -53,6 +52,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 
 URL = "http://127.0.0.1:9"
 SHORT = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0.0}

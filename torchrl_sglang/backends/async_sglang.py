@@ -18,7 +18,6 @@ from typing import Any, Literal, Self
 
 import torch
 
-from torchrl_sglang.backends.base import WeightUpdate
 from torchrl_sglang.backends.client.capabilities import (
     check_takes_weights,
     find_out,
@@ -46,10 +45,10 @@ from torchrl_sglang.backends.fleet.supervisor import (
     Supervisor,
     revive,
 )
+from torchrl_sglang.backends.fleet.weights_state import WeightUpdate
 from torchrl_sglang.backends.generation.batch import Generation
 from torchrl_sglang.backends.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from torchrl_sglang.backends.generation.openai import post_openai
-from torchrl_sglang.backends.generation.request import Batch, GenerateRequest, to_batch
 from torchrl_sglang.backends.launch.launcher import Launcher, launch
 from torchrl_sglang.backends.launch.make import make_launcher
 from torchrl_sglang.backends.launch.paths import absolute_paths
@@ -59,20 +58,6 @@ from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
 from torchrl_sglang.backends.launch.router import router_arguments
 from torchrl_sglang.backends.lora.payload import prepare_adapter
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
-from torchrl_sglang.backends.support.checks import (
-    check_count,
-    check_flag,
-    check_seconds,
-    given_once,
-)
-from torchrl_sglang.backends.support.event_loop import (
-    iterate,
-    iterate_sync,
-    run_async,
-    run_sync,
-    weakly,
-)
-from torchrl_sglang.backends.support.urls import address_facing, is_this_machine
 from torchrl_sglang.backends.torchrl_calls import (
     TorchRLCalls,
     warn_of_ignored_variables,
@@ -83,6 +68,21 @@ from torchrl_sglang.errors import (
     SGLangError,
     WeightSyncStateError,
 )
+from torchrl_sglang.requests.request import Batch, GenerateRequest, to_batch
+from torchrl_sglang.support.checks import (
+    check_count,
+    check_flag,
+    check_seconds,
+    given_once,
+)
+from torchrl_sglang.support.event_loop import (
+    iterate,
+    iterate_sync,
+    run_async,
+    run_sync,
+    weakly,
+)
+from torchrl_sglang.support.urls import address_facing, is_this_machine
 from torchrl_sglang.types import (
     Adapter,
     Completion,

@@ -11,20 +11,20 @@ from typing import Any, NoReturn
 import torch
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.fleet.weights_state import next_version
-from torchrl_sglang.backends.support.checks import (
-    check_count,
-    check_port,
-    check_seconds,
-)
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
     UnsupportedByServerError,
     WeightSyncStateError,
 )
+from torchrl_sglang.support.checks import (
+    check_count,
+    check_port,
+    check_seconds,
+)
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import Completion
 
 WEIGHT_UPDATE_GROUP = "weight_update_group"

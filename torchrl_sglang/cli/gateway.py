@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_sglang.backends.support.urls import LOOPBACK, is_loopback
 from torchrl_sglang.cli.interrupts import Interrupted, uninterrupted
 from torchrl_sglang.cli.options import (
     Parser,
@@ -22,6 +21,7 @@ from torchrl_sglang.cli.options import (
 )
 from torchrl_sglang.cli.serve import wait
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.urls import LOOPBACK, is_loopback
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang

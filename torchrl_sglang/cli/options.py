@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchrl_sglang.backends.support.checks import nearest
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import nearest
 
 KEY_VARIABLE = "TORCHRL_SGLANG_API_KEY"
 """The environment variable that holds the servers' key."""

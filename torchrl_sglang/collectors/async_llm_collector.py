@@ -14,8 +14,6 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_sglang.backends.support.blocking import BlockingCalls
-from torchrl_sglang.backends.support.checks import check_count, check_flag
 from torchrl_sglang.collectors.groups.agents import AgentGroups
 from torchrl_sglang.collectors.groups.conversations import Conversations, Step
 from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
@@ -50,6 +48,8 @@ from torchrl_sglang.gateway.agents import Agent
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import TurnCodec, check_policy
+from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.checks import check_count, check_flag
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 

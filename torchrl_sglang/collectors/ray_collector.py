@@ -15,7 +15,6 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_sglang.backends.support.checks import check_flag
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector, Pause
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.weight_sync import (
@@ -28,6 +27,7 @@ from torchrl_sglang.errors import (
     CollectionTimeoutError,
     ConfigurationError,
 )
+from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 

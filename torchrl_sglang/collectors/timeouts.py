@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from torchrl_sglang.backends.support.checks import check_seconds
+from torchrl_sglang.support.checks import check_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

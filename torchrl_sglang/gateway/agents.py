@@ -9,14 +9,14 @@ from typing import Any, Protocol, TypeAlias
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.support.blocking import BlockingCalls
-from torchrl_sglang.backends.support.user_code import (
+from torchrl_sglang.errors import ConfigurationError, GatewayError
+from torchrl_sglang.gateway.session import Session, as_reward
+from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.user_code import (
     CallTimeoutError,
     describe,
     together,
 )
-from torchrl_sglang.errors import ConfigurationError, GatewayError
-from torchrl_sglang.gateway.session import Session, as_reward
 
 Agent: TypeAlias = Callable[..., Any]
 """``async def agent(task, *, base_url, api_key)``; it returns a reward, or ``None`` if

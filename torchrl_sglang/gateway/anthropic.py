@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from torchrl_sglang.backends.support.checks import nearest
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.messages import Message, text_of
 from torchrl_sglang.gateway.openai import Request, Usage, finish_reason
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.session import Turn
 from torchrl_sglang.gateway.template import Setting
+from torchrl_sglang.support.checks import nearest
 
 _SAMPLING = {
     "max_tokens": "max_new_tokens",

@@ -15,19 +15,7 @@ from typing import Any, Self
 from aiohttp import web
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from torchrl_sglang.backends.base import (
-    SAMPLING_ALIASES,
-    SAMPLING_PARAMETERS,
-    RLSGLangEngine,
-    hint,
-)
-from torchrl_sglang.backends.support.checks import (
-    check_count,
-    check_mapping,
-    check_port,
-    check_seconds,
-)
-from torchrl_sglang.backends.support.urls import is_loopback
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agents import Agent, run_agents
 from torchrl_sglang.gateway.export import to_rows
@@ -37,6 +25,14 @@ from torchrl_sglang.gateway.server import make_app
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.template import ChatTemplate
+from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
+from torchrl_sglang.support.checks import (
+    check_count,
+    check_mapping,
+    check_port,
+    check_seconds,
+)
+from torchrl_sglang.support.urls import is_loopback
 
 STOP_SECONDS = 10.0
 START_SECONDS = 30.0

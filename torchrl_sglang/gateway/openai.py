@@ -13,16 +13,12 @@ from typing import Any
 
 import msgspec
 
-from torchrl_sglang.backends.base import (
-    SAMPLING_ALIASES,
-    SAMPLING_PARAMETERS,
-    hint,
-)
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.messages import Message, from_openai
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.session import Turn
 from torchrl_sglang.gateway.template import Setting
+from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
 
 MOST_SAMPLES = 128
 MOST_TOP_LOGPROBS = 20

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.support.event_loop import run_async
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError, ServerError, SGLangError
 from torchrl_sglang.gateway.call_forms import written_ids
 from torchrl_sglang.gateway.messages import Message, without_stop
@@ -23,6 +22,7 @@ from torchrl_sglang.policies.engine_call import (
     ask_async,
     turn_end_tokens,
 )
+from torchrl_sglang.support.event_loop import run_async
 from torchrl_sglang.types import Completion
 
 

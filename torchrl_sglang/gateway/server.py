@@ -18,7 +18,6 @@ from aiohttp import web
 from torchrl._utils import logger as torchrl_logger
 from yarl import URL
 
-from torchrl_sglang.backends.support.urls import is_loopback
 from torchrl_sglang.errors import (
     ConfigurationError,
     GatewayError,
@@ -32,6 +31,7 @@ from torchrl_sglang.gateway.openai import Request, Usage
 from torchrl_sglang.gateway.policy import PromptTooLongError
 from torchrl_sglang.gateway.retries import Answers
 from torchrl_sglang.gateway.session import Session, Turn
+from torchrl_sglang.support.urls import is_loopback
 
 MAX_REQUEST_BYTES = 64 << 20
 NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from torchrl_sglang.backends.support.checks import check_count, check_flag, nearest
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.formulas import Aggregate, Estimator
+from torchrl_sglang.support.checks import check_count, check_flag, nearest
 
 REJECTIONS = (
     "token_k1",

@@ -3,5 +3,5 @@
 Data flows ``inputs`` (prompts to token ids) -> ``engine_call`` (completions) ->
 ``outputs`` (containers), driven by ``sglang_wrapper``; every mode takes this way.
 ``sampling`` translates the sampling parameters. Knows TorchRL and tokenizers, and the
-engine through ``backends/base.py`` only.
+engine through ``backends/contract.py`` only.
 """

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from torchrl_sglang.backends.base import check_each
-from torchrl_sglang.backends.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.requests.sampling import check_each
+from torchrl_sglang.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.types import ServerCapabilities
 
 InputMode = Literal["history", "text", "tokens"]

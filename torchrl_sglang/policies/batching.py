@@ -15,12 +15,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from torchrl_sglang.backends.support.checks import check_count, check_seconds
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
     SGLangError,
 )
+from torchrl_sglang.support.checks import check_count, check_seconds
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -12,17 +12,17 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from torchrl_sglang.backends.base import (
-    GenerateRequest,
-    RLSGLangEngine,
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.errors import ConfigurationError, SGLangError
+from torchrl_sglang.policies.chat import decode
+from torchrl_sglang.policies.sampling import as_texts
+from torchrl_sglang.requests.request import GenerateRequest
+from torchrl_sglang.requests.resume import (
     cut,
     join_completions,
     resume_request,
     stops_of,
 )
-from torchrl_sglang.errors import ConfigurationError, SGLangError
-from torchrl_sglang.policies.chat import decode
-from torchrl_sglang.policies.sampling import as_texts
 from torchrl_sglang.types import Completion, ServerCapabilities
 
 Outcome = Completion | SGLangError

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchrl_sglang.backends.base import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
-from torchrl_sglang.backends.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
+from torchrl_sglang.support.checks import check_count, check_flag, to_python
 
 DEFAULT_MAX_TOKENS = 16
 """Default response length, the same as vLLM's."""

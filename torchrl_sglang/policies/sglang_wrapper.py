@@ -27,13 +27,8 @@ from tensordict import (
 )
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from torchrl_sglang.backends.base import (
-    RLSGLangEngine,
-    check_logprobs_mode,
-    connect,
-    start,
-)
-from torchrl_sglang.backends.support.checks import check_flag
+from torchrl_sglang.backends.async_sglang import AsyncSGLang
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.arguments import (
@@ -49,6 +44,8 @@ from torchrl_sglang.policies.chat import find_template
 from torchrl_sglang.policies.engine_call import SampleRequest, ask, turn_end_tokens
 from torchrl_sglang.policies.inputs import Prompts, read_history, read_text, read_tokens
 from torchrl_sglang.policies.sampling import SamplingParams, check_numbers, translate
+from torchrl_sglang.requests.request import check_logprobs_mode
+from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.types import Completion, LogProbsMode
 
 
@@ -665,9 +662,9 @@ def _to_engine(model: RLSGLangEngine | str) -> RLSGLangEngine:
     if isinstance(model, RLSGLangEngine):
         return model
     if isinstance(model, str) and model.startswith(("http://", "https://")):
-        return connect(model)
+        return AsyncSGLang.connect(model)
     if isinstance(model, (str, os.PathLike)):
-        return start(model)
+        return AsyncSGLang.from_pretrained(model)
     raise ConfigurationError(
         f"model must be an RLSGLangEngine, the URL of a server, or the name of a "
         f"model. Got {type(model)}"

@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.support.event_loop import run_sync
 
 __all__ = ["Fault", "FaultyProxy", "Injection"]
 

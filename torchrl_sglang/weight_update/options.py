@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import CONTROL_TIMEOUT_SECONDS, RLSGLangEngine
-from torchrl_sglang.backends.support.checks import check_flag, check_seconds
+from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_flag, check_seconds
 from torchrl_sglang.types import PauseMode
 from torchrl_sglang.weight_update.transports.base import (
     CPU,

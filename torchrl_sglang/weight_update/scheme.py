@@ -11,22 +11,20 @@ import torch.distributed as dist
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from torchrl_sglang.backends.base import (
-    CONTROL_TIMEOUT_SECONDS,
-    RLSGLangEngine,
-    connect,
-)
-from torchrl_sglang.backends.support.checks import check_flag
-from torchrl_sglang.backends.support.event_loop import run_sync
-from torchrl_sglang.backends.support.urls import (
-    hide_passwords,
-    normalize_url,
-    split_credentials,
-)
+from torchrl_sglang.backends.async_sglang import AsyncSGLang
+from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import (
     ConfigurationError,
     UnsupportedByServerError,
     WeightSyncStateError,
+)
+from torchrl_sglang.support.checks import check_flag
+from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.urls import (
+    hide_passwords,
+    normalize_url,
+    split_credentials,
 )
 from torchrl_sglang.types import ModelMetadata, PauseMode
 from torchrl_sglang.weight_update.options import (
@@ -238,7 +236,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             WeightSyncStateError: if none was given yet.
         """
         if self._engine is None and self._url is not None:
-            self.use_engine(connect(self._url))
+            self.use_engine(AsyncSGLang.connect(self._url))
         if self._engine is None:
             raise WeightSyncStateError(
                 "The scheme has no engine: give one to SGLangWeightSyncScheme(engine), "

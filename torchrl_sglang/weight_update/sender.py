@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torchrl._utils import logger as torchrl_logger
 from torchrl.weight_update import WeightSyncScheme
 
-from torchrl_sglang.backends.base import RLSGLangEngine, next_version, parse_served_name
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.backends.fleet.weights_state import next_version
+from torchrl_sglang.backends.lora.names import parse_served_name
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
@@ -26,6 +27,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
     WeightTransferError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.options import SchemeOptions

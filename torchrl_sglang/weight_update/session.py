@@ -18,13 +18,9 @@ from dataclasses import dataclass, field
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import (
-    CONTROL_TIMEOUT_SECONDS,
-    ControlPlane,
-    RLSGLangEngine,
-    WeightUpdate,
-)
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS, ControlPlane
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.backends.fleet.weights_state import WeightUpdate
 from torchrl_sglang.errors import (
     RequestRefusedError,
     ServerError,
@@ -33,6 +29,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
     WeightTransferError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import PauseMode, SyncReport
 from torchrl_sglang.weight_update.transports.base import WeightTransport
 from torchrl_sglang.weight_update.weights import Weights

@@ -20,14 +20,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchrl_sglang.backends.base import CONTROL_TIMEOUT_SECONDS, RLSGLangEngine
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import (
     RequestRefusedError,
     UnsupportedByServerError,
     WeightMismatchError,
     WeightSyncStateError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.weight_update.sources.base import wrapped
 from torchrl_sglang.weight_update.sources.peft import peft_model_in
 from torchrl_sglang.weight_update.weights import Weights

@@ -21,8 +21,6 @@ from helpers.fake_server import FakeServer
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.generation.sampling import SAMPLING_PARAMETERS
-from torchrl_sglang.backends.support.event_loop import run_sync, submit
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -31,6 +29,8 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
 )
+from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
+from torchrl_sglang.support.event_loop import run_sync, submit
 
 TOLERANCE = 1e-4
 GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}

@@ -11,7 +11,6 @@ from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
 from torchrl_sglang.backends.launch.server_command import find_flags
 from torchrl_sglang.backends.launch.vllm_arguments import ARGUMENTS
-from torchrl_sglang.backends.support.checks import nearest
 from torchrl_sglang.cli import main, parse
 from torchrl_sglang.cli.gateway import GATEWAY_KEY_VARIABLE
 from torchrl_sglang.cli.options import (
@@ -22,6 +21,7 @@ from torchrl_sglang.cli.options import (
     start_arguments,
 )
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import nearest
 
 OWN = {"--json": False, "--port": True, "--num-replicas": True, "-h": False}
 

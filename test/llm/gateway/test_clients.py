@@ -21,8 +21,8 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.support.event_loop import run_sync
 
 HELLO = [{"role": "user", "content": "hello"}]
 AS_ANTHROPIC = {

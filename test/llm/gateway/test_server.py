@@ -16,11 +16,11 @@ import pytest
 import requests
 from yarl import URL
 
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway import server
 from torchrl_sglang.gateway.anthropic import read_count
 from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.support.event_loop import run_sync
 
 HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {}}}

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import ServerUnavailableError
+from torchrl_sglang.support.event_loop import run_sync
 
 ONE = {"max_new_tokens": 2, "ignore_eos": True}
 
@@ -166,7 +166,7 @@ def test_waiting_for_requests(fake, client):
 def test_what_hangs_ends_with_it(tiny_model_path, client):
     from helpers.fake_server import FakeServer
 
-    from torchrl_sglang.backends.support.event_loop import submit
+    from torchrl_sglang.support.event_loop import submit
 
     with FakeServer(tiny_model_path) as fake, fake.misbehaving("hang"):
         call = submit(

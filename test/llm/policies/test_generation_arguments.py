@@ -17,12 +17,12 @@ from tensordict import TensorDict
 from torchrl.modules.llm.policies import Text
 
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 
 TOLERANCE = 1e-4
 PROMPTS = ["hi", "what is 2+2?", "x"]

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_sglang import SGLangWrapper
-from torchrl_sglang.backends.generation.sampling import SAMPLING_PARAMETERS
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.sampling import translate
+from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
 
 GREEDY = {"temperature": 0.0}
 

@@ -42,7 +42,7 @@ from torchrl_sglang.backends.client.model_info import (
     fused_from_config,
     metadata_from_config,
 )
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update.ranks import Ranks
 from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights

@@ -14,7 +14,7 @@ from torchrl._utils import logger as torchrl_logger
 import torchrl_sglang
 from torchrl_sglang import SGLangWeightSyncScheme
 from torchrl_sglang.backends.launch.router import make_sglang_router
-from torchrl_sglang.backends.support.urls import is_loopback
+from torchrl_sglang.support.urls import is_loopback
 from torchrl_sglang.weight_update.transports.process_group import listen_at
 
 Place = tuple[int, str, int]

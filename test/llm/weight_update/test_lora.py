@@ -14,14 +14,14 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import Tokens
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
-from torchrl_sglang.backends.base import read_folder
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.lora.payload import read_folder
 from torchrl_sglang.errors import (
     ConfigurationError,
     WeightMismatchError,
     WeightSyncStateError,
     WeightTransferError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.weight_update.sources.peft import (
     adapter_source,
     is_plain_lora,

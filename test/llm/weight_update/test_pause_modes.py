@@ -24,8 +24,8 @@ from tensordict import TensorDict
 from torchrl.modules.llm.policies import Tokens
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import GenerationAbortedError, WeightSyncStateError
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 

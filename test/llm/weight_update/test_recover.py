@@ -96,7 +96,7 @@ TRAINER = """
 import dataclasses, sys, threading, time
 import torch
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.support.event_loop import submit
+from torchrl_sglang.support.event_loop import submit
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.sources.resolve import open_weights

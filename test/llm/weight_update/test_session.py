@@ -10,8 +10,8 @@ import torch
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import RequestRefusedError, WeightTransferError
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.weights import Weights
 

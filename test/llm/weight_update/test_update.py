@@ -26,7 +26,6 @@ from torchrl_sglang import (
     SGLangWrapper,
     get_model_metadata,
 )
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -34,6 +33,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
     WeightTransferError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 PROMPT = "the prefix of this prompt is cached"

@@ -27,8 +27,6 @@ import aiohttp
 import msgspec
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.support.checks import check_seconds
-from torchrl_sglang.backends.support.event_loop import run_sync, submit
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -36,6 +34,8 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
 )
+from torchrl_sglang.support.checks import check_seconds
+from torchrl_sglang.support.event_loop import run_sync, submit
 
 KEEPALIVE_SECONDS = 3.0
 """Idle connections close after this; SGLang's uvicorn closes them after 5 s."""

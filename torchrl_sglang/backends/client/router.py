@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_sglang.backends.client.http import HttpClient, Method, Response
-from torchrl_sglang.backends.support.urls import hide_passwords, split_credentials
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
     ServerTimeoutError,
     ServerUnavailableError,
 )
+from torchrl_sglang.support.urls import hide_passwords, split_credentials
 
 WORKER_TIMEOUT_SECONDS = 45.0
 """Default timeout for a change of the worker list; a router gives up after 30 s."""

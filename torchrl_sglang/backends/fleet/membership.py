@@ -41,13 +41,13 @@ from torchrl_sglang.backends.fleet.weights_state import (
     WeightsState,
     WeightUpdate,
 )
-from torchrl_sglang.backends.support.checks import some_of
 from torchrl_sglang.errors import (
     ServerDiedError,
     ServerUnavailableError,
     SGLangError,
     WeightSyncStateError,
 )
+from torchrl_sglang.support.checks import some_of
 
 ROUTER_CALLS = 8
 """Most servers at once that a router adds or removes."""

@@ -25,13 +25,13 @@ from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.weights_state import WeightsState, version_order
-from torchrl_sglang.backends.support.checks import some_of
 from torchrl_sglang.errors import (
     ServerError,
     ServerTimeoutError,
     ServerUnavailableError,
     SGLangError,
 )
+from torchrl_sglang.support.checks import some_of
 from torchrl_sglang.types import ServerCapabilities, ServerStats
 
 POLL_TIMEOUT_SECONDS = 5.0

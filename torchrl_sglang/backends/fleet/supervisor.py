@@ -37,8 +37,8 @@ from torchrl_sglang.backends.fleet.replica import (
     RouterHandle,
     ServerHandle,
 )
-from torchrl_sglang.backends.support.event_loop import get_loop
 from torchrl_sglang.errors import ServerTimeoutError, SGLangError
+from torchrl_sglang.support.event_loop import get_loop
 from torchrl_sglang.types import ServerCapabilities
 
 H = TypeVar("H", ServerHandle, RouterHandle)

@@ -30,13 +30,6 @@ from torchrl_sglang.backends.generation.log_probs import (
     depends_on_server,
     plan_scoring,
 )
-from torchrl_sglang.backends.generation.request import (
-    Batch,
-    GenerateRequest,
-    check_request,
-    cut_by_context,
-)
-from torchrl_sglang.backends.generation.sampling import counts_tokens, is_resumable
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
@@ -44,6 +37,13 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
 )
+from torchrl_sglang.requests.request import (
+    Batch,
+    GenerateRequest,
+    check_request,
+    cut_by_context,
+)
+from torchrl_sglang.requests.sampling import counts_tokens, is_resumable
 from torchrl_sglang.types import Completion
 
 DEATH_GRACE_SECONDS = 2.0

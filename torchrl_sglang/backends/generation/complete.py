@@ -21,16 +21,6 @@ from torchrl_sglang.backends.fleet.weights_state import version_order
 from torchrl_sglang.backends.generation.dispatch import Dispatcher, Outcome, Response
 from torchrl_sglang.backends.generation.in_flight import Ticket
 from torchrl_sglang.backends.generation.log_probs import to_scoring_request, with_scores
-from torchrl_sglang.backends.generation.request import GenerateRequest
-from torchrl_sglang.backends.generation.resume import (
-    Stops,
-    cut,
-    ended,
-    join_completions,
-    no_tokens,
-    resume_request,
-    stops_of,
-)
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -39,6 +29,16 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
     WeightSyncStateError,
+)
+from torchrl_sglang.requests.request import GenerateRequest
+from torchrl_sglang.requests.resume import (
+    Stops,
+    cut,
+    ended,
+    join_completions,
+    no_tokens,
+    resume_request,
+    stops_of,
 )
 from torchrl_sglang.types import Adapter, Completion, VersionSpan
 

@@ -28,8 +28,6 @@ from torchrl_sglang.backends.generation.reply import (
     decode_reply,
     parse_completion,
 )
-from torchrl_sglang.backends.generation.request import GenerateRequest, to_payload
-from torchrl_sglang.backends.generation.sampling import dropped_by_router
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.errors import (
     GenerationAbortedError,
@@ -37,6 +35,8 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
 )
+from torchrl_sglang.requests.request import GenerateRequest, to_payload
+from torchrl_sglang.requests.sampling import dropped_by_router
 from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 
 MAX_ATTEMPTS = 5

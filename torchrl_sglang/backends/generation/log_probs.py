@@ -21,13 +21,13 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.generation.dispatch import seconds_left
-from torchrl_sglang.backends.generation.request import GenerateRequest, response_limit
-from torchrl_sglang.backends.generation.sampling import changes_logits, temperature_of
 from torchrl_sglang.errors import (
     ConfigurationError,
     SGLangError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.requests.request import GenerateRequest, response_limit
+from torchrl_sglang.requests.sampling import changes_logits, temperature_of
 from torchrl_sglang.types import Completion, ServerCapabilities
 
 GREEDY_TEMPERATURE = 1e-6

@@ -9,13 +9,13 @@ from typing import Any
 from torchrl_sglang.backends.generation.batch import explain_unavailable
 from torchrl_sglang.backends.generation.dispatch import Dispatcher
 from torchrl_sglang.backends.generation.in_flight import Ticket
-from torchrl_sglang.backends.generation.request import GENERATE_TIMEOUT_SECONDS
-from torchrl_sglang.backends.support.checks import check_mapping, check_seconds
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.requests.request import GENERATE_TIMEOUT_SECONDS
+from torchrl_sglang.support.checks import check_mapping, check_seconds
 
 KEPT_BY_ROUTER = frozenset({"/v1/completions"})
 """Paths whose requests sglang-router 0.3.2 passes on whole. Of a chat it drops, with

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from torchrl_sglang.backends.client.http import NOT_JSON, Response
-from torchrl_sglang.backends.generation.request import GenerateRequest
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
     ServerUnavailableError,
     SGLangError,
 )
+from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.types import Completion, VersionSpan
 
 NAN_STOP = "NaN happened"

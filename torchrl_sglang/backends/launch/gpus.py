@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torchrl_sglang.backends.support.checks import check_count
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_count
 
 _GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 

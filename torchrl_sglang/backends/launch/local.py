@@ -32,9 +32,9 @@ from torchrl_sglang.backends.launch.process import (
 )
 from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.backends.launch.vllm_arguments import translate_vllm_names
-from torchrl_sglang.backends.support.checks import check_count, check_seconds
-from torchrl_sglang.backends.support.urls import LOOPBACK
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_count, check_seconds
+from torchrl_sglang.support.urls import LOOPBACK
 
 CORES_PER_START = 2
 """Processes of a starting server that are busy with imports."""

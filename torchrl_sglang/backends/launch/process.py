@@ -34,8 +34,8 @@ from torchrl_sglang.backends.fleet.replica import NotStartedError, stop_all
 from torchrl_sglang.backends.launch.ports import PortLease
 from torchrl_sglang.backends.launch.start_log import find_remedy
 from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
-from torchrl_sglang.backends.support.event_loop import on_background_loop
 from torchrl_sglang.errors import ServerStartError, SGLangError
+from torchrl_sglang.support.event_loop import on_background_loop
 
 START_TIMEOUT_SECONDS = 600.0
 """Default timeout for a start: a large model loads for minutes."""

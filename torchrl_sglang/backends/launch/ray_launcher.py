@@ -30,14 +30,14 @@ from torchrl_sglang.backends.launch.ray_placement import (
     shortage,
 )
 from torchrl_sglang.backends.launch.ray_servers import Place, RayServers
-from torchrl_sglang.backends.support.checks import (
+from torchrl_sglang.errors import ConfigurationError, ServerStartError
+from torchrl_sglang.support.checks import (
     check_count,
     check_mapping,
     check_seconds,
     to_python,
 )
-from torchrl_sglang.backends.support.urls import is_loopback
-from torchrl_sglang.errors import ConfigurationError, ServerStartError
+from torchrl_sglang.support.urls import is_loopback
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 

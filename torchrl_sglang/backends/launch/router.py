@@ -26,10 +26,10 @@ from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.ports import lease_port
 from torchrl_sglang.backends.launch.process import Command, ServerProcess
-from torchrl_sglang.backends.support.checks import check_count, nearest
-from torchrl_sglang.backends.support.event_loop import run_sync
-from torchrl_sglang.backends.support.urls import is_loopback, url_of
 from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
+from torchrl_sglang.support.checks import check_count, nearest
+from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.urls import is_loopback, url_of
 
 START_TIMEOUT_SECONDS = 60.0
 """Default timeout for a start; the router is ready 0.1 s after its servers are."""

@@ -40,9 +40,9 @@ from torchrl_sglang.backends.launch.vllm_arguments import (
     INERT,
     translate_vllm_names,
 )
-from torchrl_sglang.backends.support.checks import nearest, to_python
-from torchrl_sglang.backends.support.urls import is_loopback, url_of
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import nearest, to_python
+from torchrl_sglang.support.urls import is_loopback, url_of
 
 SERVER_ENVIRONMENT = {
     # Otherwise /health generates a token, which takes a second and fails while

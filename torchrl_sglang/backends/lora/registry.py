@@ -45,7 +45,6 @@ from torchrl_sglang.backends.lora.names import (
 )
 from torchrl_sglang.backends.lora.payload import Content
 from torchrl_sglang.backends.lora.retirement import UNLOAD_SECONDS, Retirement
-from torchrl_sglang.backends.support.checks import seconds_or
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -53,6 +52,7 @@ from torchrl_sglang.errors import (
     SGLangError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.support.checks import seconds_or
 from torchrl_sglang.types import Adapter, ServerCapabilities
 
 LOAD_SECONDS = 120.0

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchrl_sglang.backends.support.urls import hide_passwords
 from torchrl_sglang.cli.bench.models import BUILT_IN, Load, start_engine
 from torchrl_sglang.cli.options import (
     Parser,
@@ -29,6 +28,7 @@ from torchrl_sglang.cli.options import (
     start_arguments,
 )
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.urls import hide_passwords
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang

@@ -35,7 +35,7 @@ from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
-    from torchrl_sglang.backends.generation.request import GenerateRequest
+    from torchrl_sglang.requests.request import GenerateRequest
 
 GROUP_SIZE = 8
 """Responses to one prompt."""

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_sglang.backends.support.blocking import BlockingCalls
-from torchrl_sglang.backends.support.user_code import together
 from torchrl_sglang.collectors.groups.rows import (
     ROW_COLUMNS,
     check_names,
@@ -26,6 +24,8 @@ from torchrl_sglang.gateway.export import CONTAINERS, to_rows
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.session import Session, Trajectory, Turn
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.user_code import together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

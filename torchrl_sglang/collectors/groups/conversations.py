@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.support.blocking import BlockingCalls
-from torchrl_sglang.backends.support.user_code import together
 from torchrl_sglang.collectors.groups.endings import Endings, warn
 from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
@@ -23,6 +21,8 @@ from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.policies.turns import EncodedPrompt, Response, TurnCodec
+from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.user_code import together
 
 Message: TypeAlias = Mapping[str, Any]
 """``{"role": ..., "content": ...}`` and the other fields of TorchRL's ``History``."""

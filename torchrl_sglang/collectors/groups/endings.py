@@ -15,8 +15,8 @@ from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.support.user_code import describe
 from torchrl_sglang.collectors.groups.user_functions import name_of
+from torchrl_sglang.support.user_code import describe
 
 
 class Endings:

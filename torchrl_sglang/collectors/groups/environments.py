@@ -24,8 +24,6 @@ from tensordict import (
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
-from torchrl_sglang.backends.support.blocking import BlockingCalls
-from torchrl_sglang.backends.support.user_code import describe, together
 from torchrl_sglang.collectors.copies import step
 from torchrl_sglang.collectors.groups.rewards import check_rewards
 from torchrl_sglang.collectors.groups.rows import (
@@ -44,6 +42,8 @@ from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import Prompts
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.user_code import describe, together
 from torchrl_sglang.types import Completion
 
 

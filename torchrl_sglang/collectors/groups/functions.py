@@ -8,8 +8,6 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_sglang.backends.support.blocking import BlockingCalls
-from torchrl_sglang.backends.support.user_code import together
 from torchrl_sglang.collectors.groups.conversations import Conversation, Conversations
 from torchrl_sglang.collectors.groups.rewards import Rewards
 from torchrl_sglang.collectors.groups.rows import (
@@ -20,6 +18,8 @@ from torchrl_sglang.collectors.groups.rows import (
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.collection import TokenSpan
+from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.user_code import together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

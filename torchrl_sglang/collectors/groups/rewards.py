@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_sglang.backends.support.blocking import BlockingCalls
-from torchrl_sglang.backends.support.user_code import together
 from torchrl_sglang.collectors.groups.conversations import Conversation
 from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.session import as_reward
+from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.user_code import together
 
 RewardFunctions: TypeAlias = (
     Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDict
 
-from torchrl_sglang.backends.support.user_code import describe
 from torchrl_sglang.collectors.groups.conversations import Conversation
 from torchrl_sglang.collectors.groups.rewards import finite
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
@@ -28,6 +27,7 @@ from torchrl_sglang.policies.outputs import (
     unchecked,
 )
 from torchrl_sglang.policies.turns import TurnCodec
+from torchrl_sglang.support.user_code import describe
 
 ROW_COLUMNS = frozenset(
     {

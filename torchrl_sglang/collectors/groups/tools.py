@@ -11,14 +11,14 @@ from typing import Any, TypeAlias, get_type_hints
 
 from torchrl.envs.llm.transforms.tools import ToolCall
 
-from torchrl_sglang.backends.support.blocking import BlockingCalls
-from torchrl_sglang.backends.support.user_code import (
+from torchrl_sglang.collectors.groups.user_functions import name_of, naming
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.user_code import (
     CallTimeoutError,
     describe,
     together,
 )
-from torchrl_sglang.collectors.groups.user_functions import name_of, naming
-from torchrl_sglang.errors import ConfigurationError
 
 ToolFunctions: TypeAlias = (
     Mapping[str, Callable[..., Any] | tuple[Callable[..., Any], Mapping[str, Any]]]

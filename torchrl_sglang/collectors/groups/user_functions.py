@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchrl_sglang.backends.support.user_code import CallTimeoutError, describe
 from torchrl_sglang.errors import ConfigurationError, UserFunctionError
+from torchrl_sglang.support.user_code import CallTimeoutError, describe
 
 
 @contextmanager

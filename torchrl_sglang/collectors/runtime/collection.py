@@ -26,8 +26,6 @@ from typing import Any, Protocol, TypeAlias
 from tensordict import TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.support.blocking import BlockingCalls, DaemonExecutor
-from torchrl_sglang.backends.support.user_code import describe, user_code
 from torchrl_sglang.collectors.runtime.stats import (
     Ages,
     Mark,
@@ -49,6 +47,8 @@ from torchrl_sglang.errors import (
     UserFunctionError,
     WeightSyncStateError,
 )
+from torchrl_sglang.support.blocking import BlockingCalls, DaemonExecutor
+from torchrl_sglang.support.user_code import describe, user_code
 
 TokenSpan: TypeAlias = tuple[int, int]
 """Policy version and number of tokens."""

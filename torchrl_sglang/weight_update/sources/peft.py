@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrl_sglang.backends.base import fits_servers, read_folder
+from torchrl_sglang.backends.lora.payload import fits_servers, read_folder
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.sources.base import (
     Source,

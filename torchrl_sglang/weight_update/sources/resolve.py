@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from torchrl_sglang.backends.base import RLSGLangEngine
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.types import FusedParameter, ModelMetadata
 from torchrl_sglang.weight_update.sources.base import (

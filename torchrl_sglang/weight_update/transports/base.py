@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.support.checks import check_count, check_seconds
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import (
     RequestRefusedError,
     UnsupportedByServerError,
     WeightTransferError,
 )
+from torchrl_sglang.support.checks import check_count, check_seconds
 from torchrl_sglang.types import WeightRoute
 from torchrl_sglang.weight_update.weights import Weights
 

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.support.checks import check_port, check_seconds, some_of
-from torchrl_sglang.backends.support.event_loop import submit
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import WeightTransferError
+from torchrl_sglang.support.checks import check_port, check_seconds, some_of
+from torchrl_sglang.support.event_loop import submit
 from torchrl_sglang.weight_update.transports import process_group
 from torchrl_sglang.weight_update.transports.base import (
     TransportOptions,

@@ -24,9 +24,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.multiprocessing import reductions
 
-from torchrl_sglang.backends.base import RLSGLangEngine
-from torchrl_sglang.backends.support.event_loop import submit
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
+from torchrl_sglang.support.event_loop import submit
 from torchrl_sglang.weight_update.transports.base import WeightTransport, send_to_each
 from torchrl_sglang.weight_update.transports.placement import (
     find_facts,

@@ -24,8 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.base import MARK, RLSGLangEngine, write_mark
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.backends.client.model_info import MARK, write_mark
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -33,6 +33,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightTransferError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.weight_update.transports.base import (
     CPU,
     TransportOptions,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_sglang.backends.base import check_name
-from torchrl_sglang.backends.support.checks import check_flag
+from torchrl_sglang.backends.lora.names import check_name
 from torchrl_sglang.errors import ConfigurationError, SGLangError, WeightTransferError
+from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.weight_update.transports.base import (
     TransportOptions,
     WeightTransport,

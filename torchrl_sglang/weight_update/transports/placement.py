@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrl_sglang.backends.base import RLSGLangEngine, visible_devices
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.types import ServerPlacement
 
 

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.support.urls import is_loopback
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.urls import is_loopback
 
 LISTEN_BACKLOG = 512
 POLL_SECONDS = 0.05

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from torchrl_sglang.backends.support.checks import nearest
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import nearest
 from torchrl_sglang.weight_update.transports.base import (
     TransportOptions,
     WeightTransport,

@@ -12,12 +12,12 @@ from helpers.fake_server import FakeServer
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.control import ControlPlane, _load
 from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
     ServerUnavailableError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 
 
 @dataclasses.dataclass

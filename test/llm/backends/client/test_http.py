@@ -27,8 +27,6 @@ from torchrl_sglang.backends.client.http import (
     HttpClient,
     Response,
 )
-from torchrl_sglang.backends.support.event_loop import run_sync
-from torchrl_sglang.backends.support.urls import normalize_url
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -36,6 +34,8 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
 )
+from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.urls import normalize_url
 
 
 @pytest.fixture
@@ -355,7 +355,7 @@ def test_a_client_pickles_to_its_settings(fake, clone):
 
 FORK = """
 import os, sys
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.backends.client.http import HttpClient
 
 client = HttpClient()

@@ -13,8 +13,8 @@ import pytest
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.event_loop import run_sync
 
 CONFIGURATION = """
 from transformers import Qwen2Config

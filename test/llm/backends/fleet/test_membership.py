@@ -12,12 +12,12 @@ import pytest
 
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import RemoteRouter, Replica
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ServerDiedError,
     ServerUnavailableError,
     WeightSyncStateError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 
 URLS = ["http://a", "http://b", "http://c"]
 

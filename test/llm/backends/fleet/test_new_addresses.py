@@ -12,7 +12,7 @@ import pytest
 from helpers.fake_launcher import FakeDirectory, FakeLauncher, make_engine
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.support.event_loop import run_sync
 
 pytestmark = pytest.mark.filterwarnings(
     # A machine that has vanished closes no connection.

@@ -24,12 +24,12 @@ from torchrl_sglang.backends.fleet.poller import ServerPoller
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.supervisor import Supervisor, hangs
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
-from torchrl_sglang.backends.support.event_loop import run_sync, weakly
 from torchrl_sglang.errors import (
     ServerTimeoutError,
     ServerUnavailableError,
     WeightSyncStateError,
 )
+from torchrl_sglang.support.event_loop import run_sync, weakly
 
 SHORT = {"max_new_tokens": 4}
 

@@ -13,7 +13,7 @@ from helpers.ray_cluster import add_node, address, ray_cluster
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.support.event_loop import run_sync
 
 pytest.importorskip("ray")
 

@@ -20,8 +20,8 @@ from torchrl_sglang.backends.client.http import HttpClient, encode
 from torchrl_sglang.backends.client.model_info import ModelReader
 from torchrl_sglang.backends.fleet.replica import MOST_COMPARED, Replica, Routing
 from torchrl_sglang.backends.lora.registry import MOST_ASKED
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import GenerationAbortedError
+from torchrl_sglang.support.event_loop import run_sync
 
 BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "fleet_scale.py"
 

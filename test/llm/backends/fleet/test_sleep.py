@@ -28,7 +28,6 @@ from torchrl_sglang.backends.client.capabilities import sleep_obstacles
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.sleep import check_can_sleep
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
@@ -38,6 +37,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9]

@@ -10,8 +10,8 @@ import pytest
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import GenerationAbortedError, ServerUnavailableError
+from torchrl_sglang.support.event_loop import run_sync
 
 KEPT = 3
 """Tokens of a response when it is aborted."""

@@ -18,12 +18,12 @@ from torchrl_sglang.backends.generation.log_probs import (
     scales_logits,
     with_scores,
 )
-from torchrl_sglang.backends.generation.sampling import changes_logits
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.requests.sampling import changes_logits
 from torchrl_sglang.types import Completion, VersionSpan
 
 PROMPTS = [[5], [6, 7], [8, 9, 10]]

@@ -12,21 +12,21 @@ import torch
 
 from torchrl_sglang.backends.client.http import Response
 from torchrl_sglang.backends.generation.reply import decode_reply, parse_completion
-from torchrl_sglang.backends.generation.request import (
-    GenerateRequest,
-    check_prompt,
-    to_payload,
-)
-from torchrl_sglang.backends.generation.sampling import (
-    SAMPLING_PARAMETERS,
-    check_sampling_params,
-)
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
     RequestRefusedError,
     ServerUnavailableError,
     UnsupportedByServerError,
+)
+from torchrl_sglang.requests.request import (
+    GenerateRequest,
+    check_prompt,
+    to_payload,
+)
+from torchrl_sglang.requests.sampling import (
+    SAMPLING_PARAMETERS,
+    check_sampling_params,
 )
 from torchrl_sglang.types import VersionSpan
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_sglang.backends.generation.request import GenerateRequest
-from torchrl_sglang.backends.generation.resume import (
+from torchrl_sglang.requests.request import GenerateRequest
+from torchrl_sglang.requests.resume import (
     ended,
     join_completions,
     resume_request,
 )
-from torchrl_sglang.backends.generation.sampling import counts_tokens, is_resumable
+from torchrl_sglang.requests.sampling import counts_tokens, is_resumable
 from torchrl_sglang.types import Completion, VersionSpan
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_sglang.backends.generation.resume import cut, stops_of
+from torchrl_sglang.requests.resume import cut, stops_of
 from torchrl_sglang.types import Completion, VersionSpan
 
 WORDS = ["a", "b", "cd", "e", "é"]

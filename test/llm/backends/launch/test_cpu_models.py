@@ -12,7 +12,7 @@ import pytest
 from helpers.tiny_models import IMAGE_TOKENS, save_tiny_moe, save_tiny_vision_model
 
 from torchrl_sglang import make_sglang_server
-from torchrl_sglang.backends.support.event_loop import run_sync
+from torchrl_sglang.support.event_loop import run_sync
 
 VERSIONS = ["0.5.23", pytest.param("0.5.20", marks=pytest.mark.slow)]
 PARAMS = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0.0}

@@ -11,7 +11,7 @@ import requests
 from helpers.ray_cluster import ray_cluster
 
 from torchrl_sglang import AsyncSGLang, RayLauncher
-from torchrl_sglang.backends.support.urls import is_loopback
+from torchrl_sglang.support.urls import is_loopback
 
 ray = pytest.importorskip("ray")
 

@@ -25,10 +25,6 @@ from helpers.fake_server import FakeServer
 from torchrl_sglang import AsyncSGLang, make_sglang_server
 from torchrl_sglang.backends.client.http import HttpClient, Response
 from torchrl_sglang.backends.generation.dispatch import ROUTING_KEY_HEADER
-from torchrl_sglang.backends.generation.sampling import (
-    SAMPLING_PARAMETERS,
-    dropped_by_router,
-)
 from torchrl_sglang.backends.launch import router as router_module
 from torchrl_sglang.backends.launch.process import ServerProcess
 from torchrl_sglang.backends.launch.router import (
@@ -39,7 +35,6 @@ from torchrl_sglang.backends.launch.router import (
     usable_policies,
 )
 from torchrl_sglang.backends.launch.watchdog import descendants, is_alive
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerStartError,
@@ -47,6 +42,11 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.requests.sampling import (
+    SAMPLING_PARAMETERS,
+    dropped_by_router,
+)
+from torchrl_sglang.support.event_loop import run_sync
 
 SECONDS = 60.0
 """For something to happen, on a loaded machine."""

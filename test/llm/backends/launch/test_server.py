@@ -33,13 +33,13 @@ from torchrl_sglang.backends.launch.process import (
 )
 from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.backends.launch.watchdog import descendants, is_alive
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerDiedError,
     ServerError,
     ServerStartError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 
 SECONDS = 60.0
 """For a tree to be gone, on a loaded machine."""

@@ -18,7 +18,6 @@ from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.lora.payload import prepare_adapter
-from torchrl_sglang.backends.support.event_loop import run_sync
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -27,6 +26,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightMismatchError,
 )
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import VersionSpan
 
 TOLERANCE = 1e-4

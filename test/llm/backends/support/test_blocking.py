@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from torchrl_sglang.backends.support.blocking import BlockingCalls
+from torchrl_sglang.support.blocking import BlockingCalls
 
 
 @pytest.fixture

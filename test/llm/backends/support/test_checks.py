@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.backends.support.checks import (
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import (
     check_count,
     check_flag,
     check_mapping,
     check_port,
     check_seconds,
 )
-from torchrl_sglang.errors import ConfigurationError
 
 NO_DURATIONS = ("3", None, True, np.True_, -1, math.nan, [3])
 IDS = [5, 6, 7]

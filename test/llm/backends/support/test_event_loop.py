@@ -12,8 +12,8 @@ import weakref
 
 import pytest
 
-from torchrl_sglang.backends.support import event_loop
-from torchrl_sglang.backends.support.event_loop import (
+from torchrl_sglang.support import event_loop
+from torchrl_sglang.support.event_loop import (
     get_loop,
     iterate_sync,
     run_async,
@@ -156,7 +156,7 @@ def test_a_closed_loop_keeps_nothing_that_is_posted_to_it():
 
 COLLECTION = """
 import asyncio, faulthandler, gc, weakref
-from torchrl_sglang.backends.support.event_loop import run_async, submit
+from torchrl_sglang.support.event_loop import run_async, submit
 
 faulthandler.dump_traceback_later(60, exit=True)
 
@@ -280,8 +280,8 @@ def test_an_interrupt_cancels_what_was_waited_for():
 
 FORK = """
 import os, sys, asyncio, threading
-from torchrl_sglang.backends.support import event_loop
-from torchrl_sglang.backends.support.event_loop import run_sync, get_loop, submit
+from torchrl_sglang.support import event_loop
+from torchrl_sglang.support.event_loop import run_sync, get_loop, submit
 
 async def pid():
     return os.getpid()

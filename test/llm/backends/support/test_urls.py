@@ -18,8 +18,9 @@ from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.launch.router import make_sglang_router
-from torchrl_sglang.backends.support.event_loop import run_sync
-from torchrl_sglang.backends.support.urls import (
+from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
+from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.urls import (
     address_facing,
     hide_passwords,
     is_loopback,
@@ -27,7 +28,6 @@ from torchrl_sglang.backends.support.urls import (
     split_credentials,
     url_of,
 )
-from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 
 ELSEWHERE = "http://198.51.100.7:30000"
 """An address that is kept for documentation: no machine has it."""

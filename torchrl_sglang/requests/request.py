@@ -12,20 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
-from torchrl_sglang.backends.generation.sampling import (
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.requests.sampling import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
     check_sampling_params,
     check_token_ids,
     hint,
 )
-from torchrl_sglang.backends.support.checks import (
+from torchrl_sglang.support.checks import (
     check_flag,
     check_mapping,
     check_seconds,
     to_python,
 )
-from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import LogProbsMode, ServerCapabilities
 
 GENERATE_TIMEOUT_SECONDS = 1800.0

@@ -1,44 +1,22 @@
-"""The engine's interface for the layers above, and its helpers that they import.
+"""The engine's contract, which the layers above build upon.
 
-:class:`RLSGLangEngine` combines three protocols: an engine generates, takes weights and
-holds adapters. :class:`~torchrl_sglang.AsyncSGLang` implements them; a test or an
-application can bring another engine.
+:class:`~torchrl_sglang.AsyncSGLang` implements it; a test or an application can bring
+another engine, and is told by Python which methods it lacks.
 """
 
 from __future__ import annotations
 
 import abc
-import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS, ControlPlane
-from torchrl_sglang.backends.client.model_info import MARK, write_mark
-from torchrl_sglang.backends.fleet.weights_state import WeightUpdate, next_version
-from torchrl_sglang.backends.generation.request import (
-    GenerateRequest,
-    check_logprobs_mode,
-    to_batch,
-)
-from torchrl_sglang.backends.generation.resume import (
-    cut,
-    join_completions,
-    resume_request,
-    stops_of,
-)
-from torchrl_sglang.backends.generation.sampling import (
-    SAMPLING_ALIASES,
-    SAMPLING_PARAMETERS,
-    check_each,
-    hint,
-)
-from torchrl_sglang.backends.launch.gpus import visible_devices
-from torchrl_sglang.backends.lora.names import check_name, parse_served_name
-from torchrl_sglang.backends.lora.payload import fits_servers, read_folder
+from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.fleet.weights_state import WeightUpdate
+from torchrl_sglang.requests.request import GenerateRequest, to_batch
 from torchrl_sglang.types import (
     Adapter,
     Completion,
@@ -49,65 +27,33 @@ from torchrl_sglang.types import (
     ServerPlacement,
 )
 
-__all__ = [
-    "CONTROL_TIMEOUT_SECONDS",
-    "MARK",
-    "SAMPLING_ALIASES",
-    "SAMPLING_PARAMETERS",
-    "ControlPlane",
-    "GenerateRequest",
-    "Generates",
-    "HoldsAdapters",
-    "RLSGLangEngine",
-    "TakesWeights",
-    "WeightUpdate",
-    "check_each",
-    "check_logprobs_mode",
-    "check_name",
-    "connect",
-    "cut",
-    "fits_servers",
-    "hint",
-    "join_completions",
-    "next_version",
-    "parse_served_name",
-    "read_folder",
-    "resume_request",
-    "start",
-    "stops_of",
-    "visible_devices",
-    "write_mark",
-]
 
+class RLSGLangEngine(abc.ABC):
+    """An SGLang engine for reinforcement learning: it generates and takes new weights.
 
-def connect(url: str) -> RLSGLangEngine:
-    """Connects to a server that runs already; see :meth:`.AsyncSGLang.connect`."""
-    engine: RLSGLangEngine = _engine_class().connect(url)
-    return engine
+    Every method that waits has a timeout, and every error is one of this package.
 
-
-def start(model: str | os.PathLike[str]) -> RLSGLangEngine:
-    """Starts a server for a model; see :meth:`.AsyncSGLang.from_pretrained`."""
-    engine: RLSGLangEngine = _engine_class().from_pretrained(model)
-    return engine
-
-
-def _engine_class() -> Any:
-    # By name, as that module imports this one.
-    module = importlib.import_module("torchrl_sglang.backends.async_sglang")
-    return module.AsyncSGLang
-
-
-class Generates(Protocol):
-    """An engine that generates."""
+    Examples:
+        >>> isinstance(engine, RLSGLangEngine), engine.num_replicas
+        (True, 1)
+        >>> engine.adapters, engine.get_fused_parameters(), sorted(engine.asleep)
+        ({}, {}, [])
+    """
 
     capabilities: ServerCapabilities
     """What the servers can do."""
 
+    control: ControlPlane
+    """Control calls to every server; to be awaited on the background loop."""
+
+    # It generates.
+
     @property
+    @abc.abstractmethod
     def weight_version(self) -> str:
         """Version of the weights, or of the default adapter if an update sent one."""
 
+    @abc.abstractmethod
     def get_tokenizer(self, name: str | None = None) -> Any:
         """Returns the tokenizer of the served model, loaded at the first call.
 
@@ -214,6 +160,7 @@ class Generates(Protocol):
             return_partial=return_partial,
         )
 
+    @abc.abstractmethod
     def generate_requests(
         self,
         requests: Sequence[GenerateRequest],
@@ -225,6 +172,7 @@ class Generates(Protocol):
     ) -> list[Completion]:
         """The same as :meth:`generate`, for requests that are made already."""
 
+    @abc.abstractmethod
     async def agenerate_requests(
         self,
         requests: Sequence[GenerateRequest],
@@ -235,18 +183,19 @@ class Generates(Protocol):
     ) -> list[Completion]:
         """The same as :meth:`generate_requests`, to be awaited on any event loop."""
 
+    @abc.abstractmethod
     def flush_cache(self) -> bool:
         """Empties the prefix cache; returns False if a server is too busy to."""
 
-
-class HoldsAdapters(Protocol):
-    """An engine that holds LoRA adapters."""
+    # It holds LoRA adapters.
 
     @property
+    @abc.abstractmethod
     def adapters(self) -> dict[str, Adapter]:
         """Name -> LoRA adapter that requests can select."""
 
     @property
+    @abc.abstractmethod
     def default_adapter(self) -> str | None:
         """Name of the LoRA adapter of requests that select none; ``None``: no adapter.
 
@@ -259,8 +208,10 @@ class HoldsAdapters(Protocol):
         """
 
     @default_adapter.setter
+    @abc.abstractmethod
     def default_adapter(self, name: str | None) -> None: ...
 
+    @abc.abstractmethod
     def load_adapter(
         self,
         name: str,
@@ -301,6 +252,7 @@ class HoldsAdapters(Protocol):
                 they used before.
         """
 
+    @abc.abstractmethod
     def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
         """Drops a LoRA adapter from every server, after the requests that use it.
 
@@ -314,42 +266,44 @@ class HoldsAdapters(Protocol):
                 it is dropped after the last one that does.
         """
 
+    @abc.abstractmethod
     def published_adapters(self, *, timeout: float) -> frozenset[str]:
         """Asks the servers for the names of adapters for requests that select none.
 
         Weight updates published them, or :meth:`load_adapter` with ``default=True``.
         """
 
+    @abc.abstractmethod
     def withdraw_adapters(self, *, timeout: float) -> None:
         """Has servers drop the published adapters, before an update of whole weights.
 
         Generation must be paused, or nothing may run: requests with one are aborted.
         """
 
-
-class TakesWeights(Protocol):
-    """An engine whose servers take new weights."""
-
-    control: ControlPlane
-    """Control calls to every server; to be awaited on the background loop."""
+    # It takes weights.
 
     @property
+    @abc.abstractmethod
     def server_url(self) -> str:
         """Address that generation requests go to."""
 
     @property
+    @abc.abstractmethod
     def model_path(self) -> str:
         """Folder or hub name of the served model, as it can be read on this machine."""
 
     @property
+    @abc.abstractmethod
     def placements(self) -> tuple[ServerPlacement, ...]:
         """Where the running servers are, in the order of their ranks."""
 
     @property
+    @abc.abstractmethod
     def newest_version(self) -> str:
         """Newest version that weights or an adapter of these servers have had."""
 
     @property
+    @abc.abstractmethod
     def base_problem(self) -> str | None:
         """Why an adapter over the servers' weights may not make a policy.
 
@@ -357,9 +311,11 @@ class TakesWeights(Protocol):
         """
 
     @property
+    @abc.abstractmethod
     def asleep(self) -> frozenset[str]:
         """Tags of the servers' memory that is released; empty while they are awake."""
 
+    @abc.abstractmethod
     def get_model_metadata(self) -> ModelMetadata:
         """Returns (dtype, shape) of every parameter, under Hugging Face's names.
 
@@ -367,12 +323,14 @@ class TakesWeights(Protocol):
         takes, with the dtype that it serves them in.
         """
 
+    @abc.abstractmethod
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
         """Returns the parameters that a module fuses and a checkpoint does not.
 
         The names of :meth:`get_model_metadata` are a checkpoint's.
         """
 
+    @abc.abstractmethod
     def get_master_address(self) -> str:
         """Returns the address of this machine at which servers meet a sender.
 
@@ -380,23 +338,28 @@ class TakesWeights(Protocol):
         machine's address as they see it.
         """
 
+    @abc.abstractmethod
     def get_master_port(self) -> int:
         """Returns a free port for that meeting; a new one at every call."""
 
     @property
+    @abc.abstractmethod
     def restarting(self) -> Sequence[str]:
         """Servers that have ended and that this engine starts again."""
 
     @property
+    @abc.abstractmethod
     def awaits_weights(self) -> bool:
         """Whether no server serves before a weight update; makes no request."""
 
+    @abc.abstractmethod
     def look_at_servers(self) -> None:
         """Polls which servers respond, and what other engine objects sent them.
 
         The engine polls by itself where a request fails, and before a weight update.
         """
 
+    @abc.abstractmethod
     def weight_update(self) -> AbstractContextManager[WeightUpdate]:
         """Reserves the engine for one weight update; a second one is refused meanwhile.
 
@@ -406,6 +369,7 @@ class TakesWeights(Protocol):
                 old weights (``hicache_storage_backend`` before SGLang 0.5.20).
         """
 
+    @abc.abstractmethod
     def interrupt_requests(self, *, timeout: float) -> None:
         """Aborts requests in flight that would not go on exactly with new weights.
 
@@ -416,6 +380,7 @@ class TakesWeights(Protocol):
             timeout: in seconds; what has not come back then is left alone.
         """
 
+    @abc.abstractmethod
     def revive(self, *, timeout: float = 600.0) -> None:
         """Restarts servers that do not respond, and waits for all that are started.
 
@@ -432,18 +397,7 @@ class TakesWeights(Protocol):
             ServerDiedError: if every server has been restarted too often.
         """
 
-
-class RLSGLangEngine(Generates, TakesWeights, HoldsAdapters):
-    """An SGLang engine for reinforcement learning: it generates and takes new weights.
-
-    Every method that waits has a timeout, and every error is one of this package.
-
-    Examples:
-        >>> isinstance(engine, RLSGLangEngine), engine.num_replicas
-        (True, 1)
-        >>> engine.adapters, engine.get_fused_parameters(), sorted(engine.asleep)
-        ({}, {}, [])
-    """
+    # It runs, sleeps and ends.
 
     @abc.abstractmethod
     def sleep(

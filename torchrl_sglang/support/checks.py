@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from torchrl_sglang.backends.support.urls import hide_passwords
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.urls import hide_passwords
 
 T = TypeVar("T")
 

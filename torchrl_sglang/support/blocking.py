@@ -21,7 +21,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from torchrl_sglang.backends.support.user_code import (
+from torchrl_sglang.support.user_code import (
     CallTimeoutError,
     await_user,
     describe,

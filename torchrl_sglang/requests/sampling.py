@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from torchrl_sglang.backends.support.checks import nearest, to_python
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.support.checks import nearest, to_python
 from torchrl_sglang.types import ServerCapabilities
 
 LARGEST_BIAS = 3e38

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torchrl_sglang.backends.generation.request import GenerateRequest, longest_prompt
+from torchrl_sglang.requests.request import GenerateRequest, longest_prompt
 from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerateRequest)
