@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +18,11 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agents import Agent, run_agents
+from torchrl_sglang.gateway.dialects.base import Dialect
+from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
-from torchrl_sglang.gateway.openai import Request
 from torchrl_sglang.gateway.policy import Policy, Reply, Sampling
+from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.server import make_app
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.store import Store
@@ -85,6 +87,8 @@ class Gateway:
         max_tokens: most generated tokens of a session; each of several requests at a
             time may generate what is left. Defaults to None, no limit.
         session_seconds: how long a session takes turns. Defaults to None, no limit.
+        dialects: that clients may speak, see :class:`.Dialect`. Defaults to OpenAI's
+            completions and Anthropic's messages.
         path: an SQLite file that sessions are kept in, and read back from, which one
             gateway has at a time. A client's turn is in it before the client is
             answered. While it cannot be written, clients are answered 503, and nothing
@@ -131,8 +135,10 @@ class Gateway:
         max_turns: int = 1_000,
         max_tokens: int | None = None,
         session_seconds: float | None = None,
+        dialects: Sequence[Dialect] = DIALECTS,
         path: str | Path | None = None,
     ) -> None:
+        self.dialects: Sequence[Dialect] = _check_dialects(dialects)
         self.open = is_loopback(host)
         if not self.open and not api_key:
             raise ConfigurationError(
@@ -545,6 +551,18 @@ def _unkept(session: Session, turn: Turn | None) -> list[Turn]:
         found.append(turn)
         turn = turn.prompt.origin
     return found[::-1]
+
+
+def _check_dialects(dialects: Sequence[Dialect]) -> tuple[Dialect, ...]:
+    wrong = [each for each in dialects if not isinstance(each, Dialect)]
+    if wrong or not dialects:
+        raise ConfigurationError(
+            f"dialects must be objects of classes of Dialect, got {dialects!r}."
+        )
+    paths = Counter(each.path for dialect in dialects for each in dialect.endpoints)
+    if twice := [path for path, count in paths.items() if count > 1]:
+        raise ConfigurationError(f"Two of dialects have {', '.join(twice)}.")
+    return tuple(dialects)
 
 
 def _params(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:

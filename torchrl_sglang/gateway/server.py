@@ -26,9 +26,16 @@ from torchrl_sglang.errors import (
     SGLangError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.gateway import anthropic, openai
-from torchrl_sglang.gateway.openai import Request, Usage
+from torchrl_sglang.gateway.dialects.base import (
+    AnswerInfo,
+    Dialect,
+    Endpoint,
+    Failure,
+    Writer,
+)
+from torchrl_sglang.gateway.dialects.registry import find_dialect
 from torchrl_sglang.gateway.policy import PromptTooLongError
+from torchrl_sglang.gateway.request import Request, Usage
 from torchrl_sglang.gateway.retries import Answers
 from torchrl_sglang.gateway.session import Session, Turn
 from torchrl_sglang.support.urls import is_loopback
@@ -58,6 +65,8 @@ class Recorder(Protocol):
     """Names that clients are told."""
     api_key: str
     """Opens every session."""
+    dialects: Sequence[Dialect]
+    """That clients may speak."""
     open: bool
     """Whether a session's path is enough to use it."""
     keep_alive_seconds: float
@@ -99,14 +108,14 @@ class Recorder(Protocol):
 def make_app(gateway: Recorder) -> web.Application:
     """Returns the routes of a gateway."""
     routes = _Routes(gateway)
+    endpoints = [each for dialect in gateway.dialects for each in dialect.endpoints]
     app = web.Application(
         client_max_size=MAX_REQUEST_BYTES, middlewares=[routes.as_errors]
     )
     for prefix in ("", "/sessions/{session}"):
-        app.router.add_post(f"{prefix}/v1/chat/completions", routes.chat)
-        app.router.add_post(f"{prefix}/v1/completions", routes.completion)
-        app.router.add_post(f"{prefix}/v1/messages", routes.messages)
-        app.router.add_post(f"{prefix}/v1/messages/count_tokens", routes.count)
+        for endpoint in endpoints:
+            handler = routes.count if endpoint.write is None else routes.answer
+            app.router.add_post(f"{prefix}{endpoint.path}", partial(handler, endpoint))
         app.router.add_get(f"{prefix}/v1/models", routes.models)
     app.router.add_get("/health", routes.health)
     app.router.add_post("/sessions", routes.create)
@@ -134,24 +143,19 @@ class _Routes:
         try:
             return await handler(request)
         except Exception as error:  # noqa: BLE001 - No defect ends a connection silently.
-            status, content = _failure(request, error)
-            headers = {"x-should-retry": "false"} if status in FINAL else {}
-            return _json_response(content, status=status, headers=headers)
+            failure = _failure(request, error)
+            headers = {"x-should-retry": "false"} if failure.status in FINAL else {}
+            content = self._dialect(request).error(failure)
+            return _json_response(content, status=failure.status, headers=headers)
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, openai.read_chat, openai.Writer)
-
-    async def completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, openai.read_completion, openai.Writer)
-
-    async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, anthropic.read_messages, anthropic.Writer)
-
-    async def count(self, request: web.Request) -> web.StreamResponse:
+    async def count(
+        self, endpoint: Endpoint, request: web.Request
+    ) -> web.StreamResponse:
         session = self._session(request)
-        parsed = anthropic.read_count(await _json(request))
+        parsed = endpoint.read(await _json(request))
         number = self._gateway.count(session, parsed)
-        return _json_response({"input_tokens": number})
+        assert endpoint.count is not None
+        return _json_response(endpoint.count(number))
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -212,7 +216,7 @@ class _Routes:
 
     def _session(self, request: web.Request) -> Session:
         """Returns the session that a request belongs to."""
-        name, key = request.match_info.get("session"), _key(request)
+        name, key = request.match_info.get("session"), self._key(request)
         owner = self._is_owner(key)
         if name is None:
             if key is None or owner:
@@ -242,7 +246,7 @@ class _Routes:
 
     def _own(self, request: web.Request) -> Session:
         """Returns a session to somebody who has its key."""
-        name, key = request.match_info["session"], _key(request)
+        name, key = request.match_info["session"], self._key(request)
         if self._is_owner(key):
             return self._gateway.find(name=name)
         belongs = self._session_of(key)
@@ -263,24 +267,32 @@ class _Routes:
         return hmac.compare_digest(_bytes(key or ""), _bytes(own))
 
     def _check_owner(self, request: web.Request) -> None:
-        key = _key(request)
+        key = self._key(request)
         if not self._is_owner(key):
             raise GatewayError(
                 "Sessions are made with the gateway's own key.",
                 status=401 if key is None else 403,
             )
 
-    async def _answer(
-        self,
-        request: web.Request,
-        read: Callable[[Any], Request],
-        writer: Callable[..., Any],
+    def _dialect(self, request: web.Request) -> Dialect:
+        return find_dialect(self._gateway.dialects, request.path)
+
+    def _key(self, request: web.Request) -> str | None:
+        return self._dialect(request).key(request.headers)
+
+    async def answer(
+        self, endpoint: Endpoint, request: web.Request
     ) -> web.StreamResponse:
         session = self._session(request)
         content = await request.read()
-        parsed = read(await _json(request))
-        name, now = secrets.token_hex(12), int(time.time())
-        write = writer(parsed, name, now, self._gateway.token_text)
+        parsed = endpoint.read(await _json(request))
+        assert endpoint.write is not None
+        info = AnswerInfo(
+            name=secrets.token_hex(12),
+            created=int(time.time()),
+            token_text=self._gateway.token_text,
+        )
+        write = endpoint.write(parsed, info)
 
         answers = self._answers.setdefault(session, Answers())
         seconds = self._gateway.keep_alive_seconds
@@ -293,7 +305,8 @@ class _Routes:
                 withdraw=partial(self._gateway.withdraw, session),
             ) as answer:
                 if parsed.stream:
-                    return await _stream(request, answer, write, seconds)
+                    dialect = self._dialect(request)
+                    return await _stream(request, answer, write, dialect, seconds)
                 return await _send(request, answer, write)
         except ConnectionResetError:
             torchrl_logger.debug("A client has hung up.")
@@ -301,7 +314,7 @@ class _Routes:
 
 
 async def _send(
-    request: web.Request, answer: Awaitable[list[Turn]], write: Any
+    request: web.Request, answer: Awaitable[list[Turn]], write: Writer
 ) -> web.StreamResponse:
     """Sends an answer, and returns when the connection has taken it.
 
@@ -346,7 +359,11 @@ def _check_open(transport: asyncio.Transport | None, events: int) -> None:
 
 
 async def _stream(
-    request: web.Request, answer: Awaitable[list[Turn]], write: Any, seconds: float
+    request: web.Request,
+    answer: Awaitable[list[Turn]],
+    write: Writer,
+    dialect: Dialect,
+    seconds: float,
 ) -> web.StreamResponse:
     """Streams an answer, which comes when it is complete.
 
@@ -364,7 +381,7 @@ async def _stream(
             task.result()
         async with _delivery(request):
             await response.prepare(request)
-            async for content in _events(request, task, write, seconds):
+            async for content in _events(request, task, write, dialect, seconds):
                 await response.write(content)
         with suppress(ConnectionError):
             # Clients hang up when they have read the last event, before this.
@@ -375,7 +392,11 @@ async def _stream(
 
 
 async def _events(
-    request: web.Request, task: asyncio.Task[list[Turn]], write: Any, seconds: float
+    request: web.Request,
+    task: asyncio.Task[list[Turn]],
+    write: Writer,
+    dialect: Dialect,
+    seconds: float,
 ) -> AsyncIterator[bytes]:
     """Yields the content of a stream: signs of life, then the answer or an error."""
     while not task.done():
@@ -385,8 +406,8 @@ async def _events(
         turns = task.result()
         content = b"".join(write.events(turns, _usage(turns)))
     except Exception as error:  # noqa: BLE001 - The status has been sent already.
-        _, failure = _failure(request, error)
-        content = b"event: error\ndata: " + msgspec.json.encode(failure) + b"\n\n"
+        failure = msgspec.json.encode(dialect.error(_failure(request, error)))
+        content = b"event: error\ndata: " + failure + b"\n\n"
     yield content
 
 
@@ -397,14 +418,6 @@ def _usage(turns: list[Turn]) -> Usage:
         cached=first.completion.cached_tokens,
         response=sum(len(turn.completion.token_ids) for turn in turns),
     )
-
-
-def _key(request: web.Request) -> str | None:
-    """Returns the API key of a request, in either dialect."""
-    if key := request.headers.get("x-api-key"):
-        return key
-    kind, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" and key.strip() else None
 
 
 async def _json(request: web.Request) -> dict[str, Any]:
@@ -488,8 +501,8 @@ def _routes(app: web.Application) -> str:
     return ", ".join(each for each in found if "}/v1/" not in each)
 
 
-def _failure(request: web.Request, error: Exception) -> tuple[int, dict[str, Any]]:
-    """Returns the status and the content of an error, in the client's dialect."""
+def _failure(request: web.Request, error: Exception) -> Failure:
+    """Returns what a client is told of an error."""
     if isinstance(error, web.HTTPException):
         status, message = error.status, error.reason
         if status in (NOT_FOUND, METHOD_NOT_ALLOWED):
@@ -503,11 +516,9 @@ def _failure(request: web.Request, error: Exception) -> tuple[int, dict[str, Any
         torchrl_logger.error("The gateway failed.", exc_info=error)
         status, message = 500, f"{type(error).__name__}: {error}"
     kind, code = _KINDS.get(status, ("api_error", None))
-    is_anthropic = "/v1/messages" in request.path
+    too_long = None
     if isinstance(error, PromptTooLongError):
-        code = "context_length_exceeded"
-        if is_anthropic:
-            message = anthropic.too_long(error.tokens, error.longest)
-    if is_anthropic:
-        return status, anthropic.error(message, kind=kind)
-    return status, openai.error(message, kind=kind, code=code)
+        code, too_long = "context_length_exceeded", (error.tokens, error.longest)
+    return Failure(
+        status=status, message=message, kind=kind, code=code, too_long=too_long
+    )

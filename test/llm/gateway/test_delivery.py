@@ -10,7 +10,7 @@ import pytest
 
 from torchrl_sglang import Gateway
 from torchrl_sglang.errors import GatewayError
-from torchrl_sglang.gateway.openai import read_chat
+from torchrl_sglang.gateway.dialects.openai import read_chat
 
 TURNS = 60
 

@@ -18,7 +18,7 @@ from yarl import URL
 
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway import server
-from torchrl_sglang.gateway.anthropic import read_count
+from torchrl_sglang.gateway.dialects.anthropic import read_count
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.support.event_loop import run_sync
 

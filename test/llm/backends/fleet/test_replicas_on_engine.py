@@ -165,11 +165,17 @@ def test_the_router_killed(engine, session_engine):
 
 
 def test_all_servers_killed(engine):
+    expected = tokens(generate(engine, prompts(4)))
     for server in engine.servers:
         os.kill(server.pid, signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(ServerDiedError, match="The end of its log"):
-        generate(engine, prompts(4))
+    # Unless one is there again before the other one's end is noticed.
+    answers = generate(engine, prompts(4), return_exceptions=True)
+    for answer, token_ids in zip(answers, expected, strict=True):
+        if isinstance(answer, ServerDiedError):
+            assert "The end of its log" in str(answer)
+        else:
+            assert answer.token_ids == token_ids
     assert time.monotonic() - start < 60
     wait_for(engine, ["serving", "serving"])
     generate(engine, prompts(4))

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.dialects.base import (
+    AnswerInfo,
+    Dialect,
+    Endpoint,
+    Failure,
+    Writer,
+)
 from torchrl_sglang.gateway.messages import Message, from_openai
 from torchrl_sglang.gateway.policy import Sampling
+from torchrl_sglang.gateway.request import Request, Usage, finish_reason
 from torchrl_sglang.gateway.session import Turn
 from torchrl_sglang.gateway.template import Setting
 from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
@@ -54,42 +61,6 @@ _REFUSED = {
     "suffix": "leave it out",
     "best_of": "use n",
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
-    """Tokens of a request."""
-
-    prompt: int
-    """Tokens that the model read."""
-    cached: int
-    """Of these, tokens from the prefix cache."""
-    response: int
-    """Tokens that it wrote."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A request of any dialect."""
-
-    messages: Sequence[Message] = ()
-    """The conversation."""
-    text: str | None = None
-    """Instead of it: the prompt of a plain completion."""
-    setting: Setting = field(default_factory=Setting)
-    """Tools and variables of the template."""
-    sampling: Sampling
-    """How responses are drawn."""
-    model: str
-    """The model's name, as the client says it."""
-    stream: bool = False
-    """Answer with server-sent events."""
-    logprobs: bool = False
-    """Tell the log-probs."""
-    usage: bool = False
-    """Tell the usage at the end of a stream."""
-    echo: bool = False
-    """Tell the prompt, too."""
 
 
 def read_chat(body: Any) -> Request:
@@ -245,28 +216,20 @@ def tool_calls_of(message: Message) -> list[dict[str, Any]]:
     ]
 
 
-class Writer:
+class CompletionWriter(Writer):
     """Writes the answers to one request.
 
     Args:
         request: of a client.
-        name: of the answer.
-        created: seconds since the epoch.
-        token_text: returns the text of a token.
+        info: of the answer.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        name: str,
-        created: int,
-        token_text: Callable[[int], str],
-    ) -> None:
+    def __init__(self, request: Request, info: AnswerInfo) -> None:
         self._request = request
-        self._token_text = token_text
+        self._token_text = info.token_text
         self._is_chat = request.text is None
-        self._about = {"created": created, "model": request.model}
-        self._id = name
+        self._about = {"created": info.created, "model": request.model}
+        self._id = info.name
 
     def answer(self, turns: Sequence[Turn], usage: Usage) -> dict[str, Any]:
         """Returns the whole answer."""
@@ -385,18 +348,6 @@ class Writer:
         return {"token": text, "logprob": known, "bytes": list(text.encode())}
 
 
-def finish_reason(turn: Turn) -> str:
-    """Returns why a response ended, in OpenAI's words."""
-    if turn.completion.finish_reason == "length" and not turn.ended:
-        return "length"
-    return "tool_calls" if turn.reply.get("tool_calls") else "stop"
-
-
-def error(message: str, *, kind: str, code: str | None) -> dict[str, Any]:
-    """Returns the content of an error."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt,
@@ -408,3 +359,23 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+class Completions(Dialect):
+    """OpenAI's chat completions and completions."""
+
+    endpoints = (
+        Endpoint(path="/v1/chat/completions", read=read_chat, write=CompletionWriter),
+        Endpoint(path="/v1/completions", read=read_completion, write=CompletionWriter),
+    )
+
+    def error(self, failure: Failure) -> dict[str, Any]:
+        """Returns the content of an error."""
+        return {
+            "error": {
+                "message": failure.message,
+                "type": failure.kind,
+                "param": None,
+                "code": failure.code,
+            }
+        }

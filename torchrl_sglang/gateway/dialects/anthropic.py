@@ -8,15 +8,22 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.dialects.base import (
+    AnswerInfo,
+    Dialect,
+    Endpoint,
+    Failure,
+    Writer,
+)
 from torchrl_sglang.gateway.messages import Message, text_of
-from torchrl_sglang.gateway.openai import Request, Usage, finish_reason
 from torchrl_sglang.gateway.policy import Sampling
+from torchrl_sglang.gateway.request import Request, Usage, finish_reason
 from torchrl_sglang.gateway.session import Turn
 from torchrl_sglang.gateway.template import Setting
 from torchrl_sglang.support.checks import nearest
@@ -189,25 +196,17 @@ def _thinking(given: Any) -> dict[str, Any]:
     return {"enable_thinking": kind != "disabled"}
 
 
-class Writer:
+class MessageWriter(Writer):
     """Writes the answers to one request.
 
     Args:
         request: of a client.
-        name: of the answer.
-        created: unused, as this dialect does not say it.
-        token_text: unused, as this dialect has no log-probs.
+        info: of the answer.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        name: str,
-        created: int,
-        token_text: Callable[[int], str],
-    ) -> None:
+    def __init__(self, request: Request, info: AnswerInfo) -> None:
         self._head = {
-            "id": f"msg_{name}",
+            "id": f"msg_{info.name}",
             "type": "message",
             "role": "assistant",
             "model": request.model,
@@ -299,16 +298,28 @@ def _usage(usage: Usage, response: int) -> dict[str, Any]:
     }
 
 
-def error(message: str, *, kind: str) -> dict[str, Any]:
-    """Returns the content of an error."""
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def too_long(tokens: int, longest: int) -> str:
-    """Returns that a prompt is too long, in the words that clients search for."""
-    return f"prompt is too long: {tokens} tokens > {longest} maximum"
-
-
 def _event(kind: str, **content: Any) -> bytes:
     data = msgspec.json.encode({"type": kind, **content})
     return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+class Messages(Dialect):
+    """Anthropic's messages."""
+
+    endpoints = (
+        Endpoint(path="/v1/messages", read=read_messages, write=MessageWriter),
+        Endpoint(
+            path="/v1/messages/count_tokens",
+            read=read_count,
+            count=lambda tokens: {"input_tokens": tokens},
+        ),
+    )
+
+    def error(self, failure: Failure) -> dict[str, Any]:
+        """Returns the content of an error."""
+        message = failure.message
+        if failure.too_long is not None:
+            # The words that clients search for.
+            tokens, longest = failure.too_long
+            message = f"prompt is too long: {tokens} tokens > {longest} maximum"
+        return {"type": "error", "error": {"type": failure.kind, "message": message}}

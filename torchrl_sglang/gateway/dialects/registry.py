@@ -1,0 +1,27 @@
+"""The dialects of every gateway: a file and a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchrl_sglang.gateway.dialects.anthropic import Messages
+from torchrl_sglang.gateway.dialects.base import Dialect
+from torchrl_sglang.gateway.dialects.openai import Completions
+
+DIALECTS: tuple[Dialect, ...] = (Completions(), Messages())
+"""The first one answers what belongs to none."""
+
+
+def find_dialect(dialects: Sequence[Dialect], path: str) -> Dialect:
+    """Returns the dialect of a request's path, also of one that has no route.
+
+    Examples:
+        >>> type(find_dialect(DIALECTS, "/sessions/a/v1/messages")).__name__
+        'Messages'
+        >>> type(find_dialect(DIALECTS, "/health")).__name__
+        'Completions'
+    """
+    for dialect in dialects:
+        if any(endpoint.path in path for endpoint in dialect.endpoints):
+            return dialect
+    return dialects[0]

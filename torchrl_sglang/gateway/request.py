@@ -1,0 +1,54 @@
+"""A request of any dialect, and what is told of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torchrl_sglang.gateway.messages import Message
+from torchrl_sglang.gateway.policy import Sampling
+from torchrl_sglang.gateway.session import Turn
+from torchrl_sglang.gateway.template import Setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Tokens of a request."""
+
+    prompt: int
+    """Tokens that the model read."""
+    cached: int
+    """Of these, tokens from the prefix cache."""
+    response: int
+    """Tokens that it wrote."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A request of any dialect."""
+
+    messages: Sequence[Message] = ()
+    """The conversation."""
+    text: str | None = None
+    """Instead of it: the prompt of a plain completion."""
+    setting: Setting = field(default_factory=Setting)
+    """Tools and variables of the template."""
+    sampling: Sampling
+    """How responses are drawn."""
+    model: str
+    """The model's name, as the client says it."""
+    stream: bool = False
+    """Answer with server-sent events."""
+    logprobs: bool = False
+    """Tell the log-probs."""
+    usage: bool = False
+    """Tell the usage at the end of a stream."""
+    echo: bool = False
+    """Tell the prompt, too."""
+
+
+def finish_reason(turn: Turn) -> str:
+    """Returns why a response ended, in OpenAI's words."""
+    if turn.completion.finish_reason == "length" and not turn.ended:
+        return "length"
+    return "tool_calls" if turn.reply.get("tool_calls") else "stop"
