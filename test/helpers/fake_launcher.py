@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from helpers.fake_server import FakeServer
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.async_sglang import Settings
-from torchrl_sglang.backends.fleet.replica import Directory, Location, ServerHandle
-from torchrl_sglang.backends.launch.router import router_arguments
+from torchrl_sglang.backends.fleet.replica import Directory, Location
+from torchrl_sglang.backends.launch.launcher import Launcher
 from torchrl_sglang.errors import ServerUnavailableError
 
 _PUBLISHED: dict[int, tuple[str, ...]] = {}
@@ -39,8 +37,7 @@ class FakeDirectory:
 class FakeHandle:
     """A fake server on a machine of its own, as a handle."""
 
-    pid = 0
-    log_path = Path("log")
+    log_file = ""
 
     def __init__(self, server: FakeServer, host: str) -> None:
         self.server = server.__enter__()
@@ -74,15 +71,13 @@ class FakeHandle:
         self.state = "dead"
 
 
-class FakeLauncher:
+class FakeLauncher(Launcher):
     """Starts fake servers on machines; a server starts again on another one.
 
     ``at_start`` is called with each server before it serves.
     """
 
     at_once = 8
-    api_key = None
-    router_host = "127.0.0.1"
 
     def __init__(
         self,
@@ -93,6 +88,7 @@ class FakeLauncher:
         at_start: Callable[[FakeServer], object] = lambda server: None,
         **arguments: Any,
     ) -> None:
+        self.model_path = model_path
         self.num_servers = num_servers
         self.directory = directory
         self.handles: list[FakeHandle] = []
@@ -109,11 +105,10 @@ class FakeLauncher:
         self._latest[rank] = handle
         return handle
 
-    restart = start
-
-    def stop(self, servers: Iterable[ServerHandle]) -> None:
-        for server in servers:
-            server.stop()
+    def bind(self, num_replicas: int, spec: Any, **options: Any) -> Launcher:
+        """As a placement, which is of one engine."""
+        assert num_replicas == self.num_servers
+        return self
 
     def where(self, rank: int) -> Location:
         handle = self._latest.get(rank)
@@ -130,7 +125,10 @@ def make_engine(
     launcher: FakeLauncher, *, router_policy: str | None = None, **settings: Any
 ) -> AsyncSGLang:
     """Starts a launcher's servers as an engine that owns them."""
-    router = router_arguments(
-        launcher.num_servers, policy=router_policy, api_key=None, router_args={}
+    return AsyncSGLang.from_pretrained(
+        launcher.model_path,
+        num_replicas=launcher.num_servers,
+        launcher=launcher,
+        router_policy=router_policy,
+        **settings,
     )
-    return AsyncSGLang._launched(launcher, Settings(**settings), router=router)

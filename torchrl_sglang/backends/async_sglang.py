@@ -49,12 +49,11 @@ from torchrl_sglang.backends.fleet.weights_state import WeightUpdate
 from torchrl_sglang.backends.generation.batch import Generation
 from torchrl_sglang.backends.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from torchrl_sglang.backends.generation.openai import post_openai
-from torchrl_sglang.backends.launch.launcher import Launcher, launch
+from torchrl_sglang.backends.launch.launcher import Launcher, Placement, launch
 from torchrl_sglang.backends.launch.make import make_launcher
 from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
-from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
 from torchrl_sglang.backends.launch.router import router_arguments
 from torchrl_sglang.backends.lora.payload import prepare_adapter
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
@@ -223,7 +222,7 @@ class AsyncSGLang(TorchRLCalls):
         dp_size: int | None = None,
         *,
         num_replicas: int = 1,
-        launcher: Literal["local", "ray"] | RayLauncher = "local",
+        launcher: Literal["local", "ray"] | Placement = "local",
         device: str | None = None,
         cuda_devices: Sequence[Any] | None = None,
         python: str | os.PathLike[str] | None = None,
@@ -253,9 +252,9 @@ class AsyncSGLang(TorchRLCalls):
             dp_size: number of copies of the model in each server. Defaults to 1;
                 weights are broadcast to servers with one only.
             num_replicas: number of servers.
-            launcher (str | RayLauncher): where they run: ``"local"`` on this machine,
-                ``"ray"`` on the nodes of a Ray cluster, or a :class:`.RayLauncher`,
-                which says on which.
+            launcher (str | Placement): where they run: ``"local"`` on this machine,
+                ``"ray"`` on the nodes of a Ray cluster, a :class:`.RayLauncher`, which
+                says on which, or another :class:`.Placement`.
             device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` where there is one.
             cuda_devices: GPUs for the servers, as this process counts them: a list for
                 all of them, or one for each. By default the last of the visible ones,

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal, Protocol
 
 from torchrl_sglang.errors import ServerStartError
@@ -45,12 +44,8 @@ class ServerHandle(Protocol):
         """Name or address of its machine."""
 
     @property
-    def pid(self) -> int:
-        """Process id of the root of its process tree."""
-
-    @property
-    def log_path(self) -> Path:
-        """File that it logs to."""
+    def log_file(self) -> str:
+        """Where its log is; ``""`` if that is not known before it runs."""
 
     @property
     def state(self) -> str:

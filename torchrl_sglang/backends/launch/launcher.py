@@ -1,4 +1,4 @@
-"""Launcher: the protocol for starting an engine's servers, wherever they run.
+"""Placement and Launcher: how an engine's servers start, wherever they run.
 
 A launcher knows where and how its servers run; :func:`launch` knows the order of
 events: all servers start, or none, and then their router.
@@ -6,12 +6,13 @@ events: all servers start, or none, and then their router.
 
 from __future__ import annotations
 
+import abc
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torchrl._utils import logger as torchrl_logger
 from yarl import URL
@@ -25,8 +26,9 @@ from torchrl_sglang.backends.fleet.replica import (
     stop_all,
 )
 from torchrl_sglang.backends.launch.process import READY_POLL_SECONDS
-from torchrl_sglang.backends.launch.router import RouterProcess, make_sglang_router
+from torchrl_sglang.backends.launch.router import RouterProcess
 from torchrl_sglang.backends.launch.start_log import find_phase
+from torchrl_sglang.support.urls import LOOPBACK
 
 PROGRESS_SECONDS = 10.0
 """How often it is logged what a start waits for."""
@@ -38,43 +40,93 @@ PHASE_LINES = 100
 """Last lines of a server's log that its phase is looked for in."""
 
 
-class Launcher(Protocol):
-    """Starts the servers of one engine. Each has a rank, from 0."""
+ParallelStart = bool | Literal["staggered"] | None
 
-    @property
-    def num_servers(self) -> int:
-        """Number of servers."""
 
-    @property
-    def at_once(self) -> int:
-        """Number of servers that start at the same time."""
+class Launcher(abc.ABC):
+    """Starts the servers of one engine. Each has a rank, from 0.
 
-    @property
-    def api_key(self) -> str | None:
-        """Key that all servers ask for; ``None``: they ask for none."""
+    The suite ``torchrl_sglang.testing.launcher_contract`` says whether it does.
+    """
+
+    num_servers: int
+    """Number of servers."""
+    at_once: int = 1
+    """Number of servers that start at the same time."""
+    api_key: str | None = None
+    """Key that all servers ask for; ``None``: they ask for none."""
+    directory: Directory | None = None
+    """Where copies of the engine find servers; ``None`` if none ever moves."""
 
     @property
     def router_host(self) -> str:
         """Address on which a router is reached by all who reach the servers."""
+        return LOOPBACK
 
-    @property
-    def directory(self) -> Directory | None:
-        """Where copies of the engine find servers; ``None`` if none ever moves."""
-
+    @abc.abstractmethod
     def start(self, rank: int) -> ServerHandle:
         """Begins to start a server; does not wait until it is ready."""
 
     def restart(self, rank: int) -> ServerHandle:
         """Begins to start a server that has ended again.
 
-        Its address may be another one, which is known when it is ready.
+        Its address may be another one, which is known when it is ready; then there is a
+        :attr:`directory`. By default it is started as before.
         """
+        return self.start(rank)
 
     def stop(self, servers: Iterable[ServerHandle]) -> None:
         """Stops servers, and releases what is reserved for any; none starts again."""
+        stop_all(servers)
 
     def where(self, rank: int) -> Location:
-        """Returns where a server runs, or ran last."""
+        """Returns where a server runs, or ran last. By default that is unknown."""
+        return Location(host="", gpus=None, visible_gpus=None)
+
+    def start_router(self, urls: Sequence[str], **arguments: Any) -> RouterHandle:
+        """Begins to start a router in front of servers with these addresses.
+
+        By default it is a process on this machine.
+
+        Args:
+            urls: of the servers.
+            **arguments: ``policy``, ``api_key``, ``host``, ``port`` where it had one
+                before, and those of ``router_args``.
+        """
+        return RouterProcess(urls, **arguments)
+
+
+class Placement(Protocol):
+    """Says where the servers of an engine run; ``launcher=`` takes any.
+
+    ``"local"`` stands for :class:`.LocalPlacement` and ``"ray"`` for
+    :class:`.RayLauncher`.
+    """
+
+    def bind(
+        self,
+        num_replicas: int,
+        spec: Mapping[str, Any],
+        *,
+        start_timeout: float,
+        parallel: ParallelStart,
+        cuda_devices: Sequence[Any] | None,
+    ) -> Launcher:
+        """Returns what starts servers, and starts none of them.
+
+        Args:
+            num_replicas: number of servers.
+            spec: ``model`` and the other arguments of
+                :func:`~torchrl_sglang.make_sglang_server` that were given, for each
+                server the same.
+            start_timeout: of each server, in seconds.
+            parallel: as ``parallel_start`` was given.
+            cuda_devices: as it was given. A placement that assigns GPUs by itself
+                refuses it.
+
+        Raises:
+            ConfigurationError: if an argument is wrong.
+        """
 
 
 def start_servers(
@@ -92,8 +144,7 @@ def start_servers(
             servers.append(server)
             starting.append(server)
             on_gpus = f" on GPU {','.join(gpus)}" if gpus else ""
-            # That of a server on another machine is known later.
-            log = f" Its log: {server.log_path}" if server.log_path.name else ""
+            log = f" Its log: {server.log_file}" if server.log_file else ""
             progress(f"{server.name} is starting at {server.url}{on_gpus}.{log}")
         _wait_for_fewer(starting, 1, progress)
         undo.pop_all()
@@ -164,10 +215,11 @@ def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
                 **router,
                 "api_key": launcher.api_key,
             }
-            running = make_sglang_router([server.url for server in servers], **router)
+            running = launcher.start_router([each.url for each in servers], **router)
+            running.wait_ready()
             # The same port, so that everyone who has its address finds it again.
             again = {**router, "port": URL(running.url).port}
-            start_router = functools.partial(RouterProcess, **again)
+            start_router = functools.partial(launcher.start_router, **again)
         undo.pop_all()
     return Launched(
         replicas=replicas,

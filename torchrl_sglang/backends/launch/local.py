@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from yarl import URL
 
 from torchrl_sglang.backends.fleet.replica import (
-    Directory,
     Location,
     ServerHandle,
     stop_all,
@@ -22,7 +21,11 @@ from torchrl_sglang.backends.launch.gpus import (
     devices_per_server,
     visible_devices,
 )
-from torchrl_sglang.backends.launch.launcher import start_servers
+from torchrl_sglang.backends.launch.launcher import (
+    Launcher,
+    ParallelStart,
+    start_servers,
+)
 from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.process import (
     START_TIMEOUT_SECONDS,
@@ -34,7 +37,6 @@ from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.backends.launch.vllm_arguments import translate_vllm_names
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_count, check_seconds
-from torchrl_sglang.support.urls import LOOPBACK
 
 CORES_PER_START = 2
 """Processes of a starting server that are busy with imports."""
@@ -42,7 +44,25 @@ CORES_PER_START = 2
 COUNTED = ("random_seed", "seed", "port", "nccl_port", "grpc_port")
 """Arguments that count up from server to server, so that samples differ."""
 
-ParallelStart = bool | Literal["staggered"] | None
+
+class LocalPlacement:
+    """Places servers on this machine; the :class:`.Placement` ``"local"``."""
+
+    def bind(
+        self,
+        num_replicas: int,
+        spec: Mapping[str, Any],
+        *,
+        start_timeout: float,
+        parallel: ParallelStart,
+        cuda_devices: Sequence[Any] | None,
+    ) -> LocalLauncher:
+        """Checks the arguments of servers, and starts none."""
+        return LocalLauncher(
+            replica_specs(num_replicas, spec, cuda_devices=cuda_devices),
+            start_timeout=start_timeout,
+            parallel=parallel,
+        )
 
 
 def make_sglang_server(
@@ -113,7 +133,7 @@ def make_sglang_server(
     return server
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts servers as processes on this machine; see :class:`.Launcher`.
 
     ``specs`` has the arguments of :func:`make_sglang_server` for each server. They
@@ -121,9 +141,6 @@ class LocalLauncher:
     as there are cores for (``"staggered"``); by default all at once on GPUs, and
     staggered on CPU.
     """
-
-    directory: Directory | None = None
-    """A server that is started again keeps its address."""
 
     def __init__(
         self,
@@ -147,7 +164,6 @@ class LocalLauncher:
             on_cpu=not all(_is_on_gpu(spec) for spec in specs),
         )
         self.api_key = next((spec.get("api_key") for spec in specs), None)
-        self.router_host = LOOPBACK
         self._specs: list[dict[str, Any]] = []
         self._commands: dict[int, Command] = {}
         for rank, given in enumerate(specs):

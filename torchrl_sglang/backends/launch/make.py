@@ -1,47 +1,49 @@
-"""The choice of a launcher: this machine, or a Ray cluster."""
+"""The placements that have a name, and what ``launcher=`` becomes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl_sglang.backends.launch.launcher import Launcher
-from torchrl_sglang.backends.launch.local import (
-    LocalLauncher,
-    ParallelStart,
-    replica_specs,
-)
+from torchrl_sglang.backends.launch.launcher import Launcher, Placement
+from torchrl_sglang.backends.launch.local import LocalPlacement
 from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
 from torchrl_sglang.errors import ConfigurationError
 
+PLACEMENTS: Mapping[str, Callable[[], Placement]] = {
+    "local": LocalPlacement,
+    "ray": RayLauncher,
+}
+"""What a name stands for."""
+
 
 def make_launcher(
-    launcher: object,
+    launcher: str | Placement,
     num_replicas: int,
     spec: Mapping[str, Any],
-    *,
-    cuda_devices: Sequence[Any] | None,
-    start_timeout: float,
-    parallel: ParallelStart,
+    **options: Any,
 ) -> Launcher:
-    """Returns what starts the servers of an engine; see from_pretrained()."""
-    if launcher == "local":
-        return LocalLauncher(
-            replica_specs(num_replicas, spec, cuda_devices=cuda_devices),
-            start_timeout=start_timeout,
-            parallel=parallel,
-        )
-    if launcher == "ray":
-        launcher = RayLauncher()
-    if not isinstance(launcher, RayLauncher):
+    """Returns what starts the servers of an engine.
+
+    Args:
+        launcher: a name, or a placement.
+        num_replicas: as for :meth:`.Placement.bind`.
+        spec: likewise.
+        **options: likewise.
+
+    Raises:
+        ConfigurationError: if it is something else, or an argument is wrong.
+    """
+    placement: Any = launcher
+    if isinstance(launcher, str) and launcher in PLACEMENTS:
+        placement = PLACEMENTS[launcher]()
+    bind = getattr(placement, "bind", None)
+    bound = None
+    if callable(bind) and not isinstance(placement, type):
+        bound = bind(num_replicas, spec, **options)
+    if not isinstance(bound, Launcher):
         raise ConfigurationError(
-            f"launcher={launcher!r} is neither 'local', 'ray' nor a RayLauncher."
+            f"launcher={launcher!r} is neither {', '.join(map(repr, PLACEMENTS))} nor "
+            f"a Placement, such as a RayLauncher, whose bind() returns a Launcher."
         )
-    if cuda_devices is not None:
-        raise ConfigurationError(
-            f"cuda_devices={cuda_devices!r} is for launcher='local': Ray assigns the "
-            f"GPUs; leave it out, or give RayLauncher(placement_group=...)."
-        )
-    return launcher.bind(
-        num_replicas, spec, start_timeout=start_timeout, parallel=parallel
-    )
+    return bound

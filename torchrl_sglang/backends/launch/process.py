@@ -103,19 +103,27 @@ class Command:
 
 
 class ServerProcess:
-    """A running command, with all processes below it."""
+    """A running command, with all processes below it.
+
+    Args:
+        command: starts the server.
+        name: of the server in messages.
+        host: its machine, where the command starts it on another one, as ssh does.
+        start_timeout: in seconds.
+    """
 
     def __init__(
         self,
         command: Command,
         *,
         name: str = "SGLang server",
+        host: str | None = None,
         start_timeout: float = START_TIMEOUT_SECONDS,
     ) -> None:
         self.command = command
         self.url = command.url
         self.name = name
-        self.host = socket.gethostname()
+        self.host = host or socket.gethostname()
         self._start_timeout = start_timeout
         self._owner_pid = os.getpid()
         self._ready = False
@@ -166,6 +174,11 @@ class ServerProcess:
             # They would be made anew in each server's folder, 10 s for each.
             defaults["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
         return {**defaults, **self.command.environment, **own}
+
+    @property
+    def log_file(self) -> str:
+        """Path of the log."""
+        return str(self.log_path)
 
     @property
     def pid(self) -> int:

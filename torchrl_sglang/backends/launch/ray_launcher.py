@@ -14,11 +14,8 @@ from typing import Any, Literal, get_args
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.launch.gpus import devices_per_server
-from torchrl_sglang.backends.launch.local import (
-    ParallelStart,
-    counted_specs,
-    known_arguments,
-)
+from torchrl_sglang.backends.launch.launcher import ParallelStart
+from torchrl_sglang.backends.launch.local import counted_specs, known_arguments
 from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
 from torchrl_sglang.backends.launch.ray_placement import (
@@ -161,6 +158,7 @@ class RayLauncher:
         *,
         start_timeout: float = START_TIMEOUT_SECONDS,
         parallel: ParallelStart = None,
+        cuda_devices: Sequence[Any] | None = None,
     ) -> RayServers:
         """Has Ray place servers with these arguments, and starts none of them.
 
@@ -168,6 +166,11 @@ class RayLauncher:
             ConfigurationError: if an argument is wrong, here or on a node.
             ServerStartError: if Ray does not place the servers in time.
         """
+        if cuda_devices is not None:
+            raise ConfigurationError(
+                f"cuda_devices={cuda_devices!r} is for launcher='local': Ray assigns "
+                f"the GPUs; leave it out, or give RayLauncher(placement_group=...)."
+            )
         check_count("num_replicas", num_replicas)
         known = known_arguments(spec)
         _check_arguments(known)

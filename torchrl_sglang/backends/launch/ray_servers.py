@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
@@ -29,7 +28,7 @@ from torchrl_sglang.backends.fleet.replica import (
     ServerHandle,
     stop_all,
 )
-from torchrl_sglang.backends.launch.launcher import PROGRESS_SECONDS
+from torchrl_sglang.backends.launch.launcher import PROGRESS_SECONDS, Launcher
 from torchrl_sglang.backends.launch.process import (
     HEALTH_TIMEOUT_SECONDS,
     READY_POLL_SECONDS,
@@ -90,7 +89,7 @@ class Place:
         return ray.remote(**options)(ServerHost).remote()
 
 
-class RayServers:
+class RayServers(Launcher):
     """Starts servers on the nodes of a Ray cluster; see :class:`.Launcher`.
 
     ``specs`` has the arguments of each server, and ``seats`` those of its actors: for
@@ -117,7 +116,7 @@ class RayServers:
         self._start_timeout = start_timeout
         # Also without a call of stop(): what is reserved is released.
         self._release = weakref.finalize(self, release)
-        self.directory = RayDirectory()
+        self.directory = self._directory = RayDirectory()
         self._servers: list[RayServer] = []
         try:
             for rank in range(self.num_servers):
@@ -189,7 +188,7 @@ class RayServers:
         try:
             stop_all({*servers, *self._servers})
         finally:
-            self.directory.end()
+            self._directory.end()
             self._release()
 
     def where(self, rank: int) -> Location:
@@ -219,7 +218,7 @@ class RayServer:
         self.placed = False
         """Whether Ray has placed its actors."""
         self.pid = 0
-        self.log_path = Path()
+        self.log_file = ""
         nowhere = Location(host="", gpus=None, visible_gpus=None)
         self.location: Location = nowhere if before is None else before.location
         self._spec = spec
@@ -315,7 +314,7 @@ class RayServer:
         started = yield from _results(
             [_call(host, "start", *arguments) for host in self._hosts]
         )
-        self.pid, self.log_path = started[0].pid, Path(started[0].log_path)
+        self.pid, self.log_file = started[0].pid, started[0].log_path
         ready = [_call(host, "wait_ready") for host in self._hosts]
         yield from _results(ready)
         yield from self._reach()

@@ -24,6 +24,7 @@ from torchrl_sglang.backends.launch.ray_placement import Demand, own_seats
 from torchrl_sglang.backends.launch.ray_servers import Place, RayServers
 from torchrl_sglang.backends.launch.start_log import find_phase, find_remedy
 from torchrl_sglang.errors import ConfigurationError, ServerStartError
+from torchrl_sglang.testing.launcher_contract import LauncherContract
 
 
 def on_ray(specs: Sequence[dict[str, Any]], *, start_timeout: float) -> RayServers:
@@ -108,6 +109,20 @@ def end(server: ServerHandle) -> None:
     known = threading.Event()
     while server.state == "ready":
         known.wait(0.01)
+
+
+class TestContract(LauncherContract):
+    """The suite that others use, over every launcher of this package."""
+
+    @pytest.fixture(autouse=True)
+    def launchers(self, make_launcher):
+        self.make_launcher = make_launcher
+
+    def make(self, num_servers):
+        return self.make_launcher(*[{} for _ in range(num_servers)])
+
+    def end(self, server):
+        end(server)
 
 
 def test_a_start_does_not_wait_and_a_server_is_ready_when_it_answers(

@@ -591,7 +591,6 @@ def test_removing_a_server_cuts_nothing_off(servers):
         thread, answers = in_background(router.url, long(400))
         wait_for(lambda: running(first) == running(second) == 4)
         run_sync(router.remove_worker(first.url))
-        assert running(first) == 4
         assert {version(a) for a in send_all(router.url, [GREEDY] * 4)} == {"second"}
         thread.join(SECONDS)
         assert [a.json()["meta_info"]["completion_tokens"] for a in answers] == [
