@@ -41,7 +41,7 @@ class SSH:
             raise ConfigurationError(
                 "SSH takes no cuda_devices, environment or api_key; give key_file."
             )
-        command = ["python", "-m", "torchrl_sglang", "serve", str(given.pop("model"))]
+        command = ["python3", "-m", "torchrl_sglang", "serve", str(given.pop("model"))]
         for name, value in given.items():
             flag = f"--{name.replace('_', '-')}"
             command += [flag] if value is True else [flag, str(value)]

@@ -24,10 +24,10 @@ PATIENCE = 120.0
 
 @pytest.fixture
 def ssh(monkeypatch, tmp_path):
-    """Runs what is to run on another host on this one, with a Python named python."""
+    """Runs what is to run on another host on this one, with a Python named python3."""
     programs = {
         "ssh": '#!/bin/sh\nshift 2\nexec sh -c "$*"\n',
-        "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
+        "python3": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
