@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.forked_starts import forked_starts
+from helpers.without_servers import starts_nothing
 
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.watchdog import (
@@ -20,6 +21,23 @@ from torchrl_sglang.backends.launch.watchdog import (
     shared_files,
 )
 from torchrl_sglang.errors import ConfigurationError
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-servers",
+        action="store_true",
+        help="run only the tests that start no server and no process",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    if config.getoption("--without-servers"):
+        left = [item for item in items if starts_nothing(item)]
+        config.hook.pytest_deselected(items=[i for i in items if i not in {*left}])
+        items[:] = left
 
 
 def pytest_configure(config: pytest.Config) -> None:
