@@ -11,6 +11,7 @@ tokens           ``(Lp,)`` int64       ``(Lr,)`` int64       ``(Lp + Lr,)`` int6
 log-probs        ``(Lp,)`` or unset    ``(Lr,)`` float32     ``(Lp + Lr,)``, NaN where
                                                              the prompt was not scored
 masks            attention: ones; assistant: zeros for the prompt, ones for the response
+token columns                          ``(Lr, *shape)``      ``(Lp + Lr, *shape)``
 ================ ===================== ===================== ==========================
 
 TensorDicts are built without their checks, which would take ten times as long.
@@ -40,7 +41,8 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.chat import decode
 from torchrl_sglang.policies.inputs import Prompts
-from torchrl_sglang.types import Completion
+from torchrl_sglang.requests.token_values import concatenate, unknown_values
+from torchrl_sglang.types import Completion, TokenLayout, TokenValues
 
 
 class GenerationInfo(TensorClass["nocast"]):  # type: ignore[name-defined]
@@ -114,7 +116,7 @@ Rows = dict[str, Any]
 Sample = dict[str, Rows]
 """Container (``"text"``, ``"tokens"``, ...) -> its rows for one sample."""
 
-_CONTAINERS = {
+CONTAINERS = {
     "text": Text,
     "tokens": Tokens,
     "masks": Masks,
@@ -134,7 +136,10 @@ _FILL: dict[str, float] = {"masks": False, "log_probs": 0.0, "generation_info": 
 _FILL_OF_FIELD: dict[str, float] = {"top_log_probs": 0.0}
 """Field -> padding value, where it differs from its container's."""
 
-_RESPONSE_FIELDS = ("response", "weight_version", "top_token_ids", "top_log_probs")
+_RESPONSE_FIELDS = (
+    *("response", "response_counts"),
+    *("weight_version", "top_token_ids", "top_log_probs"),
+)
 """Fields with one value per response token and none for the prompt."""
 
 
@@ -228,6 +233,43 @@ def _generated(
             rows["prompt"] = rows["full"][:length].clone()
         sample["log_probs"] = rows
     return sample
+
+
+def add_columns(
+    samples: Sequence[Sample],
+    prompts: Prompts,
+    completions: Sequence[Completion],
+    layouts: Sequence[TokenLayout],
+) -> None:
+    """Adds a container for each token column of the generated samples."""
+    repeats = len(completions) // len(prompts.token_ids)
+    for index, (sample, completion) in enumerate(
+        zip(samples, completions, strict=True)
+    ):
+        length = len(prompts.token_ids[index // repeats])
+        for layout in layouts:
+            response = completion.columns.get(layout.name)
+            if response is None:
+                response = unknown_values(layout, len(completion.token_ids))
+            before = completion.prompt_columns.get(layout.name)
+            if before is None:
+                before = unknown_values(layout, length)
+            full = concatenate([before, response])
+            sample[layout.name] = column_rows(response, full)
+
+
+def column_rows(response: TokenValues, full: TokenValues) -> Rows:
+    """Returns the fields of the container of a token column.
+
+    Those of lists are the lists of all tokens one after the other, and the length of
+    each.
+    """
+    rows: Rows = {}
+    for field, values in (("response", response), ("full", full)):
+        rows[field] = torch.from_numpy(values.values.copy())
+        if values.counts is not None:
+            rows[f"{field}_counts"] = torch.from_numpy(values.counts.copy())
+    return rows
 
 
 def scored(
@@ -389,13 +431,15 @@ def assemble(
     pad_output: bool,
     padding_value: int,
     device: torch.device | None,
+    layouts: Sequence[TokenLayout] = (),
 ) -> dict[str, Any]:
     """Returns each container of the batch, of batch size ``shape``, on ``device``.
 
     ``samples`` are in row-major order; conversations are on ``device`` already.
+    ``layouts`` are those of the samples' token columns.
     """
     if pad_output:
-        pad_samples(samples, padding_value)
+        pad_samples(samples, padding_value, layouts)
     padded = _constant(MetaData, pad_output, device)
     containers = {}
     for name in samples[0]:
@@ -404,9 +448,11 @@ def assemble(
             unchecked({**_on(sample[name], device), **common}, device)
             for sample in samples
         ]
-        cls = _CONTAINERS[name]
-        unset = cls.__expected_keys__ - set(rows[0].keys())
-        containers[name] = wrap(cls, stack(rows, shape), dict.fromkeys(unset))
+        cls = CONTAINERS.get(name)
+        containers[name] = stack(rows, shape)
+        if cls is not None:
+            unset = cls.__expected_keys__ - set(rows[0].keys())
+            containers[name] = wrap(cls, containers[name], dict.fromkeys(unset))
     return containers
 
 
@@ -471,10 +517,14 @@ def wrap(cls: Any, content: TensorDictBase, others: Mapping[str, Any]) -> Any:
 
 
 def pad_samples(
-    samples: Sequence[dict[str, dict[str, Any]]], padding_value: int
+    samples: Sequence[dict[str, dict[str, Any]]],
+    padding_value: int,
+    layouts: Sequence[TokenLayout] = (),
 ) -> None:
     """Pads prompts on the left and responses on the right, in place."""
     fill = {"tokens": padding_value, **_FILL}
+    fill |= {layout.name: layout.padding for layout in layouts}
+    lists = {layout.name for layout in layouts if layout.is_ragged}
     # A scored sequence has no response and is padded like a prompt.
     splits = [
         len(sample["tokens"]["prompt" if "prompt" in sample["tokens"] else "full"])
@@ -487,6 +537,10 @@ def pad_samples(
             rows = [sample[name][field] for sample in samples]
             value = _FILL_OF_FIELD.get(field, fill[name])
             starts = [0] * len(rows) if field in _RESPONSE_FIELDS else splits
+            if field.endswith("_counts"):
+                value = 0
+            elif name in lists:
+                starts = [0] * len(rows)
             placed = list(zip(samples, rows, starts, strict=True))
             left = max(starts)
             width = left + max(len(row) - start for _, row, start in placed)

@@ -71,11 +71,23 @@ def gpu_servers(
                 path = str(save_tiny_model(folder / "large", **LARGE_MODEL))
             names[name] = key = repr(settings)
             if key not in started:
-                started[key] = pool.submit(start, path, **settings)
+                started[key] = pool.submit(_start, path, **settings)
         for future in started.values():
             # Those that started are ended, too, if another one fails.
             stack.callback(lambda future=future: future.result().shutdown())
         yield {name: started[key].result() for name, key in names.items()}
+
+
+def _start(path: str, **settings: Any) -> AsyncSGLang:
+    """Starts a server, which compiles kernels at its first requests."""
+    engine = start(path, **settings)
+    for temperature in (0.0, 1.0):
+        engine.generate(
+            input_ids=[5, 6, 7],
+            sampling_params={"max_new_tokens": 8, "temperature": temperature},
+            return_logprobs=True,
+        )
+    return engine
 
 
 def _fixtures(item: pytest.Item) -> list[str]:
