@@ -16,7 +16,7 @@ import requests
 import torch
 from helpers.log_probs import TOLERANCE
 from helpers.log_probs import score as score_by
-from helpers.yes_no import CHOICES, YES_NO, expected
+from helpers.yes_no import CHOICES, YES_NO, ask, expected
 from tensordict import TensorDict, lazy_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -352,6 +352,25 @@ def test_names_that_are_taken(fake_engine):
         SGLangWrapper(fake_engine, generate=False, token_columns=[YES_NO])
     policy = SGLangWrapper(fake_engine, token_columns=[YES_NO])
     assert policy.get_new_version(generate=False).token_columns == ()
+
+
+def test_rows_travel(fake_engine):
+    """To another process, where the shape is that of its servers."""
+    by_model = TokenColumn(
+        name="routes",
+        dtype="int16",
+        shape=shape_of,
+        request=ask,
+        field="routed_experts",
+    )
+    policy = SGLangWrapper(fake_engine, token_columns=["sampling_support", by_model])
+    copy = pickle.loads(pickle.dumps(policy))
+    assert copy.token_columns == policy.token_columns
+    assert copy.token_layouts[1].shape == (fake_engine.capabilities.tp_size, 2)
+
+
+def shape_of(capabilities):
+    return capabilities.tp_size, 2
 
 
 FIXED = TokenLayout(name="routes", dtype="int16", shape=(2,))

@@ -18,7 +18,13 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_sglang.gateway.session import Session, Trajectory
 from torchrl_sglang.policies import outputs
-from torchrl_sglang.requests.token_values import concatenate, unknown_values
+from torchrl_sglang.requests.token_values import (
+    LOG_PROB,
+    WEIGHT_VERSION,
+    concatenate,
+    unknown_values,
+    values_of,
+)
 from torchrl_sglang.types import TokenLayout, TokenValues
 
 NO_VERSION = -1
@@ -43,19 +49,15 @@ def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDi
     ids, layouts = trajectory.token_ids, _layouts(trajectory)
     length = trajectory.turns[0].prompt.num_tokens
     mask = torch.zeros(len(ids), dtype=torch.bool)
-    values = torch.full((len(ids),), math.nan)
-    versions = torch.full((len(ids),), NO_VERSION, dtype=torch.int64)
     mixed, cached = False, 0
     for turn, trained, start, end in trajectory.spans():
         done = turn.completion
         mask[start:end] = trained
-        if trained and done.log_probs:
-            values[start:end] = torch.tensor(done.log_probs, dtype=torch.float32)
-        for span in done.versions:
-            if span.version.isdigit():
-                versions[start + span.start : start + span.end] = int(span.version)
         mixed |= done.mixed_state
         cached += done.cached_tokens
+    values = torch.from_numpy(_column(trajectory, LOG_PROB).values)
+    values[~mask] = math.nan
+    versions = torch.from_numpy(_column(trajectory, WEIGHT_VERSION).values)
     final = trajectory.turns[-1]
     tokens = torch.tensor(ids, dtype=torch.int64)
     reason = final.completion.finish_reason
@@ -112,12 +114,11 @@ def _column(trajectory: Trajectory, layout: TokenLayout) -> TokenValues:
     parts, name, known = [], layout.name, 0
     for turn, _, start, end in trajectory.spans():
         prompt = turn.completion.prompt_columns.get(name)
-        response = turn.completion.columns.get(name)
         parts += [
             unknown_values(layout, start - known)
             if prompt is None
             else prompt[known:start],
-            unknown_values(layout, end - start) if response is None else response,
+            values_of(turn.completion, layout),
         ]
         known = end
     return concatenate(parts)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,15 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.chat import decode
 from torchrl_sglang.policies.inputs import Prompts
-from torchrl_sglang.requests.token_values import concatenate, unknown_values
+from torchrl_sglang.requests.token_values import (
+    LOG_PROB,
+    TOP_LOG_PROBS,
+    TOP_TOKENS,
+    WEIGHT_VERSION,
+    concatenate,
+    unknown_values,
+    values_of,
+)
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues
 
 
@@ -130,15 +139,17 @@ _NOTHING: Mapping[str, Any] = {}
 _NO_TOOLS = {"tool_calls": None, "tool_responses": None}
 """Unset fields of a generated :class:`~torchrl.data.llm.History`."""
 
-_FILL: dict[str, float] = {"masks": False, "log_probs": 0.0, "generation_info": -1}
+_FILL = {"masks": False, "log_probs": LOG_PROB.padding, "generation_info": -1}
 """Container -> padding value; tokens are padded with the padding token."""
 
-_FILL_OF_FIELD: dict[str, float] = {"top_log_probs": 0.0}
+_FILL_OF_FIELD = {
+    each.name: each.padding for each in (WEIGHT_VERSION, TOP_TOKENS, TOP_LOG_PROBS)
+}
 """Field -> padding value, where it differs from its container's."""
 
 _RESPONSE_FIELDS = (
     *("response", "response_counts"),
-    *("weight_version", "top_token_ids", "top_log_probs"),
+    *_FILL_OF_FIELD,
 )
 """Fields with one value per response token and none for the prompt."""
 
@@ -219,7 +230,7 @@ def _generated(
         },
     }
     if log_probs:
-        response = _row(completion.log_probs or (), np.float32)
+        response = _tensor(values_of(completion, LOG_PROB))
         known = completion.prompt_log_probs
         # NaN means not computed; 0.0 would mean certain.
         before = (
@@ -248,9 +259,7 @@ def add_columns(
     ):
         length = len(prompts.token_ids[index // repeats])
         for layout in layouts:
-            response = completion.columns.get(layout.name)
-            if response is None:
-                response = unknown_values(layout, len(completion.token_ids))
+            response = values_of(completion, layout)
             before = completion.prompt_columns.get(layout.name)
             if before is None:
                 before = unknown_values(layout, length)
@@ -266,10 +275,15 @@ def column_rows(response: TokenValues, full: TokenValues) -> Rows:
     """
     rows: Rows = {}
     for field, values in (("response", response), ("full", full)):
-        rows[field] = torch.from_numpy(values.values.copy())
+        rows[field] = _tensor(values)
         if values.counts is not None:
             rows[f"{field}_counts"] = torch.from_numpy(values.counts.copy())
     return rows
+
+
+def _tensor(values: TokenValues) -> torch.Tensor:
+    """Returns values as a tensor that owns its memory."""
+    return torch.from_numpy(values.values.copy())
 
 
 def scored(
@@ -317,25 +331,19 @@ def add_info(
     length the server reports the length as the reason even then.
     """
     for sample, completion, end in zip(samples, completions, ended, strict=True):
-        versions = [-1] * len(completion.token_ids)
-        for span in completion.versions:
-            if span.version.isdigit():
-                length = span.end - span.start
-                versions[span.start : span.end] = [int(span.version)] * length
         truncated = completion.finish_reason == "length" and not end
         rows: Rows = {
             "finish_reason": non_tensor("stop" if end else completion.finish_reason),
             "truncated": torch.full((), truncated),
             "cached_tokens": torch.full((), completion.cached_tokens),
-            "weight_version": _row(versions, np.int64),
+            "weight_version": _tensor(values_of(completion, WEIGHT_VERSION)),
             "mixed_state": torch.full((), completion.mixed_state),
             "logprobs_mode": non_tensor(completion.logprobs_mode or ""),
         }
         if completion.top_token_ids is not None:
-            width = (-1, top_logprobs)
-            tokens, values = completion.top_token_ids, completion.top_log_probs
-            rows["top_token_ids"] = _row(tokens, np.int64).reshape(width)
-            rows["top_log_probs"] = _row(values, np.float32).reshape(width)
+            for each in (TOP_TOKENS, TOP_LOG_PROBS):
+                layout = replace(each, shape=(top_logprobs,))
+                rows[each.name] = _tensor(values_of(completion, layout))
         sample["generation_info"] = rows
 
 

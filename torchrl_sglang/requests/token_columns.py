@@ -123,6 +123,10 @@ class TokenColumn:
         )
 
 
+def _ask_for_sampling_support(start: int) -> dict[str, Any]:
+    return {"return_sampling_mask": True}
+
+
 def _no_sampling_support(
     params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> str | None:
@@ -148,7 +152,7 @@ _ROWS = (
         name="sampling_support",
         dtype="int32",
         shape=None,
-        request=lambda start: {"return_sampling_mask": True},
+        request=_ask_for_sampling_support,
         field="output_token_sampling_mask",
         field_type=list[list[int]],
         dropped_by_router=True,

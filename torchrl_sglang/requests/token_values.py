@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues
+
+LOG_PROB = TokenLayout(name="log_probs", dtype="float32", unknown=math.nan, padding=0.0)
+"""Log-probability of each response token."""
+
+WEIGHT_VERSION = TokenLayout(name="weight_version", dtype="int64")
+"""Weight version of each response token; -1 where it is no number, or not known."""
+
+TOP_TOKENS = TokenLayout(name="top_token_ids", dtype="int64")
+"""Top-k tokens at each position, for some k."""
+
+TOP_LOG_PROBS = TokenLayout(
+    name="top_log_probs", dtype="float32", unknown=math.nan, padding=0.0
+)
+"""Their log-probabilities."""
+
+_LISTS = tuple(each.name for each in (LOG_PROB, TOP_TOKENS, TOP_LOG_PROBS))
+"""Fields of a completion with an entry for each response token, beside its tokens."""
+
+
+def values_of(completion: Completion, layout: TokenLayout) -> TokenValues:
+    """Returns a quantity of each token of a response; unknown where it has none."""
+    length = len(completion.token_ids)
+    if layout.name == WEIGHT_VERSION.name:
+        found = unknown_values(layout, length)
+        for span in completion.versions:
+            if span.version.isdigit():
+                found.values[span.start : span.end] = int(span.version)
+        return found
+    if layout.name in _LISTS:
+        rows = getattr(completion, layout.name)
+        known = None if rows is None else to_token_values(rows, layout)
+    else:
+        known = completion.columns.get(layout.name)
+    return unknown_values(layout, length) if known is None else known
 
 
 def to_token_values(rows: Sequence[Any], layout: TokenLayout) -> TokenValues:
@@ -53,10 +88,6 @@ def concatenate(parts: Sequence[TokenValues]) -> TokenValues:
         values=np.concatenate([part.values for part in parts]),
         counts=np.concatenate(counts) if counts else None,
     )
-
-
-_LISTS = ("log_probs", "top_token_ids", "top_log_probs")
-"""Fields of a completion with an entry for each response token, beside its tokens."""
 
 
 def truncate_values(completion: Completion, size: int) -> dict[str, Any]:
