@@ -66,6 +66,7 @@ PUBLIC = {
     "SGLangWeightSender": "weight_update.sender",
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
+    "SharedCollector": "collectors.shared_collector",
     "TokenColumn": "requests.token_columns",
     "__version__": None,
     "attach_weight_sync": "collectors.weight_sync",
