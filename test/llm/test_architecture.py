@@ -175,6 +175,7 @@ COLLECTORS_ORDER = [
     "llm_collector",
     "async_llm_collector",
     "ray_collector",
+    "shared_collector",
 ]
 """The same of ``collectors``."""
 
