@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.requests.token_columns import TokenColumn
+    from torchrl_sglang.weight_update.encodings.base import WeightEncoding
     from torchrl_sglang.weight_update.scheme import (
         SGLangWeightReceiver,
         SGLangWeightSyncScheme,
@@ -55,6 +56,7 @@ _HOME = {
     "SGLangWrapper": "policies.sglang_wrapper",
     "SharedCollector": "collectors.shared_collector",
     "TokenColumn": "requests.token_columns",
+    "WeightEncoding": "weight_update.encodings.base",
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
     "make_sglang_server": "backends.launch.local",
@@ -81,6 +83,7 @@ __all__ = [
     "SGLangWrapper",
     "SharedCollector",
     "TokenColumn",
+    "WeightEncoding",
     "__version__",
     "attach_weight_sync",
     "get_model_metadata",

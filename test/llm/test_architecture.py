@@ -68,6 +68,7 @@ PUBLIC = {
     "SGLangWrapper": "policies.sglang_wrapper",
     "SharedCollector": "collectors.shared_collector",
     "TokenColumn": "requests.token_columns",
+    "WeightEncoding": "weight_update.encodings.base",
     "__version__": None,
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
@@ -149,9 +150,11 @@ REACHES_ENGINE = {
     "lora.names.parse_served_name",
     "lora.payload.fits_servers",
     "lora.payload.read_folder",
+    "session",
 }
 """What the layers above import of the engine: the contract, two types in it, the class
-whose objects they make of an address, and pure functions."""
+whose objects they make of an address, the order of a weight update, and pure functions.
+"""
 
 ENGINE_ORDER = [
     "client",
@@ -160,6 +163,7 @@ ENGINE_ORDER = [
     "generation",
     "launch",
     "contract",
+    "session",
     "torchrl_calls",
     "async_sglang",
 ]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends import session
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.fleet.weights_state import next_version
 from torchrl_sglang.errors import (
@@ -25,7 +27,7 @@ from torchrl_sglang.support.checks import (
     check_seconds,
 )
 from torchrl_sglang.support.event_loop import run_sync
-from torchrl_sglang.types import Completion
+from torchrl_sglang.types import Completion, WeightRoute
 
 WEIGHT_UPDATE_GROUP = "weight_update_group"
 """SGLang's own name for the process group that weights are broadcast in."""
@@ -151,36 +153,26 @@ class TorchRLCalls(RLSGLangEngine):
             ServerError: if a server did not receive it. Generation is refused until an
                 update succeeds.
         """
-        timeout = check_seconds("timeout", timeout)
-        control = self.control
-        control.check_weight_route("distributed")
+        tensor = _Announced(name=name, dtype=dtype, shape=torch.Size(shape))
+        transfer = _Broadcast(self, check_seconds("timeout", timeout))
         with self.weight_update() as update:
-            current = run_sync(control.weight_versions())
+            current = run_sync(self.control.weight_versions())
             version = next_version([*current, self.weight_version, self.newest_version])
-            # The engine refuses to generate from here on; no request may run.
-            update.mark_inconsistent(f"The parameter {name!r} is being received.")
-            if any(map(sum, run_sync(control.loads()))):
-                update.abort()
-                raise WeightSyncStateError(
-                    f"{name!r} cannot be received while the servers compute requests; "
-                    f"wait for them, or write SGLangWeightSyncScheme(engine)"
-                    f".create_sender().update_weights(model), which pauses them."
+            try:
+                session.update_weights(
+                    self,
+                    transfer,
+                    tensor,
+                    version=version,
+                    # The trainer's collective does not wait for running requests.
+                    pause_mode="none",
+                    held=update,
                 )
-            run_sync(control.begin_weight_update())
-            run_sync(
-                control.update_weights_from(
-                    "distributed",
-                    group_name=WEIGHT_UPDATE_GROUP,
-                    names=[name],
-                    dtypes=[str(dtype).removeprefix("torch.")],
-                    shapes=[list(shape)],
-                    weight_version=version,
-                    timeout=timeout,
-                )
-            )
-            run_sync(control.end_weight_update())
-            run_sync(control.flush_cache())
-            update.commit(version)
+            except WeightSyncStateError as error:
+                raise error.replace(
+                    note="SGLangWeightSyncScheme(engine).create_sender()"
+                    ".update_weights(model) pauses requests."
+                ) from None
         return version
 
     def update_weights(self, weights: Any) -> NoReturn:
@@ -189,6 +181,55 @@ class TorchRLCalls(RLSGLangEngine):
             "An engine does not send weights; write "
             "SGLangWeightSyncScheme(engine).create_sender().update_weights(weights)."
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Announced:
+    """One tensor that the trainer broadcasts."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def specs(self) -> tuple[Self, ...]:
+        return (self,)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class _Broadcast:
+    """Has servers receive what the trainer broadcasts in a collective of its own."""
+
+    name = "broadcast"
+    route: WeightRoute = "distributed"
+    in_session = True
+    adapter_only = False
+    why = "The trainer called update_weights_from_distributed()."
+    connected = True
+
+    def __init__(self, engine: RLSGLangEngine, timeout: float) -> None:
+        self._control = engine.control
+        self._timeout = timeout
+
+    def connect(self) -> None:
+        """Does nothing: the trainer has called :meth:`init_weight_update_group`."""
+
+    def send(self, weights: _Announced, *, version: str) -> int:
+        """Tells the servers of the tensor, and returns when they have it."""
+        receiving = self._control.update_weights_from(
+            "distributed",
+            group_name=WEIGHT_UPDATE_GROUP,
+            names=[weights.name],
+            dtypes=[str(weights.dtype).removeprefix("torch.")],
+            shapes=[list(weights.shape)],
+            weight_version=version,
+            timeout=self._timeout,
+        )
+        run_sync(receiving)
+        return 1
 
 
 def _choose(numbers: list[Any], actor_index: int | None) -> Any:

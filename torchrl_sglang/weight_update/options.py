@@ -15,6 +15,12 @@ from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_flag, check_seconds
 from torchrl_sglang.types import PauseMode
+from torchrl_sglang.weight_update.encodings.base import WeightEncoding
+from torchrl_sglang.weight_update.encodings.registry import (
+    ENCODINGS,
+    IDENTITY,
+    find_encoding,
+)
 from torchrl_sglang.weight_update.transports.base import (
     CPU,
     TransportOptions,
@@ -50,6 +56,7 @@ class SchemeOptions(TransportOptions):
     pause_mode: PauseMode = "continue"
     flush_cache: bool = True
     verify: bool = False
+    encoding: WeightEncoding | str = IDENTITY
     process_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +84,12 @@ class SchemeOptions(TransportOptions):
         self._set("control_timeout", seconds)
         self._set("flush_cache", check_flag("flush_cache", self.flush_cache))
         self._set("verify", check_flag("verify", self.verify))
+        self._set("encoding", find_encoding(self.encoding))
+        if self.verify and self.encoding is not ENCODINGS[IDENTITY]:
+            raise ConfigurationError(
+                "verify=True compares the servers with what was read, and an encoding "
+                "sends something else; leave one of the two out."
+            )
         if self.device is not None:
             self._set("device", _to_device(self.device))
 

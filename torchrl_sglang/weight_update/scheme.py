@@ -27,6 +27,8 @@ from torchrl_sglang.support.urls import (
     split_credentials,
 )
 from torchrl_sglang.types import ModelMetadata, PauseMode
+from torchrl_sglang.weight_update.encodings.base import WeightEncoding
+from torchrl_sglang.weight_update.encodings.registry import IDENTITY
 from torchrl_sglang.weight_update.options import (
     RESTART_TIMEOUT_SECONDS,
     SchemeOptions,
@@ -107,6 +109,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             where a server tells them, must be equal, and its log-probs of a few prompts
             must be those of the model that was sent, if it can be called. Defaults to
             False.
+        encoding (str or WeightEncoding): what is sent of each tensor: ``"identity"``
+            (default), the tensor itself, or what an encoding of your own makes of it.
         process_group (ProcessGroup, optional): the ranks that make the weights
             together, where these do not tell, as DTensors do: those of an exporter with
             collectives of its own. All call the sender; the first one sends.
@@ -150,6 +154,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         restart_timeout: float = RESTART_TIMEOUT_SECONDS,
         wait_for: WaitFor = "any",
         verify: bool = False,
+        encoding: WeightEncoding | str = IDENTITY,
         process_group: dist.ProcessGroup | None = None,
         server_url: str | None = None,
         gpus_per_replica: int | None = None,
@@ -185,6 +190,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             pause_mode="continue" if pause_mode is None else pause_mode,
             flush_cache=flush_cache,
             verify=verify,
+            encoding=encoding,
             process_group=process_group,
         )
         self._expected = {

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchrl._utils import logger as torchrl_logger
 from torchrl.weight_update import WeightSyncScheme
 
+from torchrl_sglang.backends import session
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.fleet.weights_state import next_version
 from torchrl_sglang.backends.lora.names import parse_served_name
@@ -29,7 +30,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
-from torchrl_sglang.weight_update import session
+from torchrl_sglang.weight_update.encodings.base import check_servers, encode_weights
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.ranks import find_ranks, is_copy
 from torchrl_sglang.weight_update.sources.base import Source, module_tensors
@@ -388,6 +389,10 @@ class SGLangWeightSender:
         with engine.weight_update() as update:
             version = self._next_version()
             check = None
+            encoding: Any = self._options.encoding
+            if not adapter:
+                check_servers(encoding, engine.capabilities)
+                weights = encode_weights(weights, encoding)
             if verify:
                 weights, check = watch(engine, weights, given, version=version)
             return session.update_weights(
@@ -400,6 +405,7 @@ class SGLangWeightSender:
                 verify=check,
                 control_timeout=self._options.control_timeout,
                 held=update,
+                quantized=encoding.quantized,
             )
 
     def _get_transport(

@@ -10,12 +10,12 @@ from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, difference, new_model, start
 from helpers.log_probs import PROMPT
 
 from torchrl_sglang import SGLangWeightSyncScheme
+from torchrl_sglang.backends import session
 from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
     WeightTransferError,
 )
-from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 pytestmark = NEEDS_GPU

@@ -17,6 +17,7 @@ from helpers.forked_starts import forked_process, processes_below, trainer_pytho
 from helpers.log_probs import TOLERANCE
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.backends import session
 from torchrl_sglang.errors import (
     RequestRefusedError,
     ServerUnavailableError,
@@ -25,7 +26,6 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model
-from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import (
     BroadcastOptions,
@@ -98,7 +98,7 @@ import torch
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.support.event_loop import submit
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
-from torchrl_sglang.weight_update import session
+from torchrl_sglang.backends import session
 from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import (
     BroadcastOptions,

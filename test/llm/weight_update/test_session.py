@@ -10,9 +10,9 @@ import torch
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends import session
 from torchrl_sglang.errors import RequestRefusedError, WeightTransferError
 from torchrl_sglang.support.event_loop import run_sync
-from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.weights import Weights
 
 BEGIN, PAUSE, FLUSH = "/begin_weight_update", "/pause_generation", "/flush_cache"

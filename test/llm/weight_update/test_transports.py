@@ -28,6 +28,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
+from torchrl_sglang.backends import session
 from torchrl_sglang.backends.launch.watchdog import descendants
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -37,7 +38,6 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
-from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 PROMPT = "the prefix of this prompt is cached"

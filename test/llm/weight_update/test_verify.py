@@ -9,13 +9,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.backends import session
 from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightMismatchError,
     WeightSyncStateError,
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
-from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 from torchrl_sglang.weight_update.verify import (

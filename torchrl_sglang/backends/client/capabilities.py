@@ -94,14 +94,21 @@ def check_takes_weights(capabilities: ServerCapabilities) -> None:
         )
 
 
-def check_weight_route(capabilities: ServerCapabilities, route: WeightRoute) -> None:
+def check_weight_route(
+    capabilities: ServerCapabilities,
+    route: WeightRoute,
+    *,
+    quantized: str | None = None,
+) -> None:
     """Raises :class:`UnsupportedByServerError` if whole weights would break a server.
 
     Args:
         capabilities: of the servers.
         route: that the weights would come by.
+        quantized: the servers that they were encoded for, by
+            ``ServerCapabilities.quantized``.
     """
-    if capabilities.quantized is not None:
+    if capabilities.quantized not in (None, quantized):
         raise UnsupportedByServerError(
             f"The servers hold quantised weights ({capabilities.quantized!r}): SGLang "
             f"has transformed them when it loaded them, and would take others without "

@@ -348,13 +348,16 @@ class ControlPlane:
         payload = {"group_name": group_name}
         await self._all("/destroy_weights_update_group", payload, timeout)
 
-    def check_weight_route(self, route: WeightRoute) -> None:
+    def check_weight_route(
+        self, route: WeightRoute, *, quantized: str | None = None
+    ) -> None:
         """Raises :class:`.UnsupportedByServerError` if weights would break a server.
 
         Args:
             route: that the weights would come by.
+            quantized: the servers that they were encoded for.
         """
-        check_weight_route(self.capabilities, route)
+        check_weight_route(self.capabilities, route, quantized=quantized)
 
     @property
     def _selected(self) -> dict[str, Any]:

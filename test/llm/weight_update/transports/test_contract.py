@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers.log_probs import TOLERANCE, difference
 
+from torchrl_sglang.backends import session
 from torchrl_sglang.errors import WeightTransferError
-from torchrl_sglang.weight_update import session
 from torchrl_sglang.weight_update.sources.peft import adapter_source
 from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights
 from torchrl_sglang.weight_update.transports.registry import TRANSPORTS

@@ -12,9 +12,10 @@ assumed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -30,9 +31,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync
-from torchrl_sglang.types import PauseMode, SyncReport
-from torchrl_sglang.weight_update.transports.base import WeightTransport
-from torchrl_sglang.weight_update.weights import Weights
+from torchrl_sglang.types import PauseMode, SyncReport, WeightRoute
 
 TAKE_OVER_SECONDS = 20.0
 """After this long, another sender's open session is considered abandoned. ``recover()``
@@ -44,10 +43,56 @@ CLEANUP_SECONDS = 5.0
 """Timeout of each call after a failure."""
 
 
+class Content(Protocol):
+    """What one update sends."""
+
+    @property
+    def specs(self) -> Sized:
+        """Descriptions of the tensors."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors, as they are sent."""
+
+
+class Transfer(Protocol):
+    """Carries the bytes of updates, and orders nothing."""
+
+    @property
+    def name(self) -> str:
+        """Its name in reports."""
+
+    @property
+    def why(self) -> str:
+        """Why it was chosen."""
+
+    @property
+    def route(self) -> WeightRoute | None:
+        """What servers load whole weights from; ``None``: it sends none."""
+
+    @property
+    def in_session(self) -> bool:
+        """Servers take tensors only between begin and end calls, if they have these."""
+
+    @property
+    def adapter_only(self) -> bool:
+        """It loads a LoRA adapter beside the served weights, so nothing is paused."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether :meth:`connect` has nothing to do."""
+
+    def connect(self) -> None:
+        """Connects to the servers; touches no weights."""
+
+    def send(self, weights: Any, *, version: str) -> int:
+        """Makes every server load the weights; returns the number of transfers."""
+
+
 def update_weights(
     engine: RLSGLangEngine,
-    transport: WeightTransport,
-    weights: Weights,
+    transport: Transfer,
+    weights: Content,
     *,
     version: str,
     pause_mode: PauseMode,
@@ -56,6 +101,7 @@ def update_weights(
     control_timeout: float = CONTROL_TIMEOUT_SECONDS,
     held: WeightUpdate | None = None,
     checkpoint: bool = False,
+    quantized: str | None = None,
 ) -> SyncReport:
     """Sends weights, or a LoRA adapter, to every server of an engine.
 
@@ -63,12 +109,13 @@ def update_weights(
     alone: published adapters are dropped from every server before it generates again.
     ``held`` is the engine's weight update, if the caller has begun it. ``checkpoint``:
     the servers load what they were started with; they may hold half of an update, so
-    any failure leaves them inconsistent. ``"continue"`` always flushes prefix caches:
+    any failure leaves them inconsistent. ``quantized``: the servers that the weights
+    were encoded for. ``"continue"`` always flushes prefix caches:
     retracted requests keep the cache key of the old version.
     """
     start = time.perf_counter()
     if transport.route is not None:
-        engine.control.check_weight_route(transport.route)
+        engine.control.check_weight_route(transport.route, quantized=quantized)
     with engine.weight_update() if held is None else nullcontext(held) as update:
         session = _Session(
             engine=engine,
@@ -114,7 +161,7 @@ class _Session:
 
     engine: RLSGLangEngine
     update: WeightUpdate
-    transport: WeightTransport
+    transport: Transfer
     version: str
     pause_mode: PauseMode
     timeout: float
@@ -142,7 +189,7 @@ class _Session:
         finally:
             self.seconds[name] = time.perf_counter() - start
 
-    def publish(self, weights: Weights) -> int:
+    def publish(self, weights: Content) -> int:
         """Loads an adapter beside the served weights, while generation goes on."""
         problem = self.engine.base_problem
         if problem is not None and self.update.was_inconsistent:
@@ -159,7 +206,7 @@ class _Session:
         with self.phase("send"):
             return self.transport.send(weights, version=self.version)
 
-    def replace(self, weights: Weights, *, flush: bool, checkpoint: bool) -> int:
+    def replace(self, weights: Content, *, flush: bool, checkpoint: bool) -> int:
         """Replaces the served weights; a failure leaves the servers safe."""
         try:
             with self.phase("pause"):
@@ -260,7 +307,7 @@ class _Session:
             # Requests that other clients send meanwhile wait.
             self.update.flushed()
 
-    def _send(self, weights: Weights) -> int:
+    def _send(self, weights: Content) -> int:
         """Sends the weights, in an update session where the transport needs one."""
         in_session = self.transport.in_session
         if in_session:

@@ -1,0 +1,158 @@
+"""The base class of encodings, and the stage that applies one."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from torchrl_sglang.errors import UnsupportedByServerError, WeightMismatchError
+from torchrl_sglang.types import ServerCapabilities
+from torchrl_sglang.weight_update.weights import TensorSpec, Weights
+
+
+class WeightEncoding(abc.ABC):
+    """Maps each tensor that a model serves to what is sent of it.
+
+    Both methods are called on every tensor of an update, ``plan`` for all of them
+    before the first byte is sent. One tensor at a time is encoded, where it is.
+
+    Examples:
+        Weights with a scale, as block-quantised servers take them:
+
+        >>> from dataclasses import replace
+        >>> import torch
+        >>> class Scaled(WeightEncoding):
+        ...     name = "scaled"
+        ...     quantized = "fp8"
+        ...
+        ...     def plan(self, spec):
+        ...         if not spec.name.endswith("proj.weight"):
+        ...             return (spec,)
+        ...         scale = replace(
+        ...             spec, name=f"{spec.name}_scale_inv", shape=torch.Size([1])
+        ...         )
+        ...         return spec, scale
+        ...
+        ...     def encode(self, spec, tensor):
+        ...         scale = tensor.abs().max()
+        ...         yield (tensor / scale).to(spec.dtype)
+        ...         yield scale.reshape(1).to(spec.dtype)
+        >>> scheme = SGLangWeightSyncScheme(engine, encoding=Scaled())
+        >>> scheme.options.encoding.name
+        'scaled'
+    """
+
+    name: ClassVar[str]
+    """Its name in ``SGLangWeightSyncScheme(encoding=...)``."""
+    quantized: ClassVar[str | None] = None
+    """The servers that take what it makes, by ``ServerCapabilities.quantized``;
+    ``None``: those that hold the weights as a checkpoint has them."""
+
+    @abc.abstractmethod
+    def plan(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """Returns what is sent of a tensor: ``(spec,)`` sends it as it is.
+
+        Args:
+            spec: name, type and shape as the servers' loader takes them.
+        """
+
+    @abc.abstractmethod
+    def encode(self, spec: TensorSpec, tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Yields the tensors of :meth:`plan`, in its order and of its types and shapes.
+
+        It is not called for tensors that are sent as they are.
+
+        Args:
+            spec: of the tensor.
+            tensor: of ``spec.shape``, on any device and of any floating-point type.
+        """
+
+
+class Identity(WeightEncoding):
+    """Sends every tensor as it is."""
+
+    name = "identity"
+
+    def plan(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """Returns the tensor."""
+        return (spec,)
+
+    def encode(self, spec: TensorSpec, tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Yields the tensor."""
+        yield tensor
+
+
+def check_servers(encoding: WeightEncoding, capabilities: ServerCapabilities) -> None:
+    """Refuses an encoding that is for servers with other weights.
+
+    Raises:
+        UnsupportedByServerError: naming both. Servers that no encoding is for are
+            refused by the engine.
+    """
+    if encoding.quantized not in (None, capabilities.quantized):
+        raise UnsupportedByServerError(
+            f"encoding={encoding.name!r} makes weights for servers that hold them as "
+            f"{encoding.quantized!r}, and these hold them as "
+            f"{capabilities.quantized or 'the checkpoint has them'!r}. Nothing was "
+            f"sent."
+        )
+
+
+def encode_weights(weights: Weights, encoding: WeightEncoding) -> Weights:
+    """Returns the weights that are sent instead, tensor by tensor as they are read.
+
+    A LoRA adapter is sent as it is.
+
+    Raises:
+        WeightMismatchError: if two tensors would have one name. Later, where the
+            tensors are not those that were planned.
+    """
+    if weights.adapter is not None:
+        return weights
+    plan = {spec.name: tuple(encoding.plan(spec)) for spec in weights.specs}
+    specs = {spec.name: spec for spec in weights.specs}
+    if all(plan[name] == (spec,) for name, spec in specs.items()):
+        return weights
+    sent = [part for parts in plan.values() for part in parts]
+    names = [part.name for part in sent]
+    for name in {name for name in names if names.count(name) > 1}:
+        raise WeightMismatchError(
+            f"encoding={encoding.name!r} makes two tensors of the name {name!r}; "
+            f"nothing was sent."
+        )
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.read():
+            if plan[name] == (specs[name],):
+                yield name, tensor
+            else:
+                yield from _encode(encoding, specs[name], plan[name], tensor)
+            # Not held while the next one is made.
+            del tensor
+
+    return replace(weights, specs=tuple(sent), read=read, stable=False)
+
+
+def _encode(
+    encoding: WeightEncoding,
+    spec: TensorSpec,
+    parts: tuple[TensorSpec, ...],
+    tensor: torch.Tensor,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what is sent of one tensor, as it was planned."""
+    with torch.no_grad():
+        made = list(encoding.encode(spec, tensor))
+    del tensor
+    found = [(each.dtype, each.shape) for each in made]
+    planned = [(part.dtype, part.shape) for part in parts]
+    if found != planned:
+        raise WeightMismatchError(
+            f"encoding={encoding.name!r} made {found} of {spec.name}, and planned "
+            f"{planned}."
+        )
+    for part in parts:
+        yield part.name, made.pop(0)
