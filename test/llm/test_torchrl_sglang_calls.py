@@ -313,9 +313,7 @@ def test_a_tensor_is_refused_while_requests_run(engine):
         first = pool.submit(next, answers)
         while not engine.get_num_unfinished_requests(0):
             assert not first.done()
-        with pytest.raises(
-            WeightSyncStateError, match=r"(?s)pauses none .*SGLang"
-        ):
+        with pytest.raises(WeightSyncStateError, match=r"(?s)pauses none .*SGLang"):
             engine.update_weights_from_distributed("a", torch.float32, (1,))
         engine.abort()
         with pytest.raises(GenerationAbortedError):

@@ -1,10 +1,13 @@
-"""Every fault at every step of an update, against a server that computes nothing.
+"""Every fault at every step of an update by every transport, on a fake server.
 
 ``test_faults.py`` runs a diagonal of this on a real server, and all of it among the
-slow tests. Here the version that the server reports stands for its weights.
+slow tests; it has the broadcast, for which a server computes with the trainer. Here the
+version that the server reports stands for its weights.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import pytest
 import requests
@@ -14,6 +17,7 @@ from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import WeightSyncError, WeightSyncStateError
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
+from torchrl_sglang.weight_update.transports.registry import TRANSPORTS
 
 FAULTS = ("refuse", "fail", "stall", "late", "cut", "lose")
 HANGS = ("stall", "late")
@@ -26,26 +30,53 @@ ASK = "/model_info"
 PAUSE = "/pause_generation"
 FLUSH = "/flush_cache"
 BEGIN = "/begin_weight_update"
-SEND = "/update_weights_from_tensor"
 END = "/end_weight_update"
 RESUME = "/continue_generation"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The calls of a transport."""
+
+    send: str
+    """Path of the call that the server loads weights by."""
+    calls: tuple[int, ...] = (1,)
+    """Which of these calls meet a fault."""
+    in_session: bool = True
+    """There are begin and end calls around them."""
+
+
+WHOLE = {
+    "cuda_ipc": Steps("/update_weights_from_tensor", calls=(1, 2)),
+    "disk": Steps("/update_weights_from_disk", in_session=False),
+}
+"""Transports of whole weights -> their calls."""
+
+ON_A_REAL_SERVER = {"broadcast"}
+PUBLISH = "/load_lora_adapter_from_tensors"
+
+
+def test_every_transport_is_here():
+    assert {*WHOLE, *ON_A_REAL_SERVER, "lora"} == {*TRANSPORTS}
 
 
 class Trainer:
     """A trainer whose engine is reached through a proxy."""
 
-    def __init__(self, server, model):
+    def __init__(self, server, model, transport="cuda_ipc", **options):
         self.server = server
         self.model = model
+        self.transport = transport
         self.proxy = FaultyProxy(server.url)
         self.engine = AsyncSGLang.connect(self.proxy.url, max_attempts=1)
         self.schemes = {
             timeout: SGLangWeightSyncScheme(
                 self.engine,
-                transport="cuda_ipc",
+                transport=transport,
                 bucket_bytes=100_000,
                 send_timeout=timeout,
                 control_timeout=timeout,
+                **options,
             )
             for timeout in (TIMEOUT, 60.0)
         }
@@ -62,7 +93,8 @@ class Trainer:
         self.proxy.clear()
         message = str(caught.value)
         assert self.proxy.url in message
-        assert "send the weights again" in message.lower() or "tried again" in message
+        advice = ("end the weights again", "tried again", "still use the weights from")
+        assert any(words in message for words in advice)
         return caught.value
 
     def check_untouched(self) -> None:
@@ -78,8 +110,17 @@ class Trainer:
     def check_heals(self) -> None:
         self.version = self.sender.update_weights(self.model).version
         self.check_untouched()
+        self.check_no_session()
+
+    def check_no_session(self) -> None:
         ended = requests.post(self.server.url + END, json={}, timeout=60)
         assert ended.status_code == 400, "No session is open."
+
+    def close(self) -> None:
+        for scheme in self.schemes.values():
+            scheme.shutdown()
+        self.engine.shutdown()
+        self.proxy.close()
 
     def is_silent(self) -> bool:
         """Whether the server gives nobody a token."""
@@ -95,7 +136,7 @@ class Trainer:
     def paused(self) -> bool:
         """Whether the last of pauses and resumes that the server saw was a pause."""
         seen = [path for _, path, _ in self.server.requests if path in (PAUSE, RESUME)]
-        return seen[-1] == PAUSE
+        return seen[-1:] == [PAUSE]
 
 
 def matrix(*steps):
@@ -111,22 +152,30 @@ def matrix(*steps):
     ]
 
 
-@pytest.fixture(scope="module")
-def trainer(tiny_model_path, tokenizer):
+@pytest.fixture(scope="module", params=sorted(WHOLE))
+def trainer(request, tiny_model_path, tokenizer, tmp_path_factory):
+    options = {}
+    if request.param == "disk":
+        options["directory"] = tmp_path_factory.mktemp("weights")
     with FakeServer(tiny_model_path) as server:
         server.silent_while_paused = True
-        trainer = Trainer(server, make_tiny_model(tokenizer))
+        model = make_tiny_model(tokenizer)
+        trainer = Trainer(server, model, request.param, **options)
         yield trainer
-        for scheme in trainer.schemes.values():
-            scheme.shutdown()
-        trainer.engine.shutdown()
-        trainer.proxy.close()
+        trainer.close()
+
+
+@pytest.fixture
+def steps(trainer) -> Steps:
+    return WHOLE[trainer.transport]
 
 
 @pytest.mark.parametrize(
     ("path", "fault"), matrix((ASK,), (PAUSE,), (FLUSH,), (BEGIN,))
 )
-def test_before_the_first_byte(trainer, path, fault):
+def test_before_the_first_byte(trainer, steps, path, fault):
+    if path == BEGIN and not steps.in_session:
+        pytest.skip("this transport has no session")
     # A broken connection that has been used before is tried again for a question.
     injection = trainer.proxy.inject(path, fault, times=20 if path == ASK else 1)
     if (path, fault) == (FLUSH, "refuse"):
@@ -145,14 +194,17 @@ def test_before_the_first_byte(trainer, path, fault):
 
 
 @pytest.mark.parametrize(
-    ("path", "number", "fault"), matrix((SEND, 1), (SEND, 2), (END, 1))
+    ("step", "number", "fault"), matrix(("send", 1), ("send", 2), ("end", 1))
 )
-def test_after_the_first_byte(trainer, path, number, fault):
+def test_after_the_first_byte(trainer, steps, step, number, fault):
+    if number not in steps.calls or (step == "end" and not steps.in_session):
+        pytest.skip("this transport has no such call")
+    path = steps.send if step == "send" else END
     injection = trainer.proxy.inject(path, fault, first=number)
     error = trainer.fails(injection)
     if error.untouched:
         # A request that the server cannot have carried out.
-        assert (path, number) == (SEND, 1)
+        assert (step, number) == ("send", 1)
         assert fault not in ("late", "lose")
         trainer.check_untouched()
     else:
@@ -170,3 +222,26 @@ def test_resuming(trainer, fault):
     with pytest.raises(WeightSyncStateError, match="send the weights again"):
         trainer.engine.generate(input_ids=[5])
     trainer.check_heals()
+
+
+@pytest.fixture(scope="module")
+def lora_trainer(tiny_model_path, peft_models):
+    with FakeServer(tiny_model_path, enable_lora=True) as server:
+        trainer = Trainer(server, peft_models.make(1), "lora")
+        yield trainer
+        trainer.close()
+
+
+@pytest.mark.parametrize("fault", matrix(()))
+def test_publishing_an_adapter(lora_trainer, fault):
+    """Requests carry the adapter from before, or none, until one is published."""
+    trainer = lora_trainer
+    before = trainer.engine.weight_version
+    error = trainer.fails(trainer.proxy.inject(PUBLISH, fault, times=20))
+    assert error.untouched
+    (answer,) = trainer.engine.generate(input_ids=[5], timeout=60)
+    assert trainer.engine.weight_version == answer.adapter_version == before
+    assert not trainer.is_silent()
+    trainer.version = trainer.sender.update_weights(trainer.model).version
+    (answer,) = trainer.engine.generate(input_ids=[5], timeout=60)
+    assert answer.adapter_version == trainer.version != before

@@ -22,7 +22,7 @@ from contextlib import (
 )
 from dataclasses import replace
 from itertools import chain
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -574,19 +574,20 @@ class AdapterRegistry:
             if error is None:
                 fleet.adapter_loaded(replica, handle, adapter.served_as)
             elif replica.handle is handle and replica.runs:
-                raise self._translate(adapter, error) from error
+                self._raise(adapter, error)
 
-    def _translate(self, adapter: Adapter, error: SGLangError) -> SGLangError:
+    def _raise(self, adapter: Adapter, error: SGLangError) -> NoReturn:
+        """Raises why an adapter was not loaded."""
         if not isinstance(error, RequestRefusedError):
-            return error
+            raise error
         names = ("max_lora_rank", "lora_target_modules", "max_loras_per_batch")
         args = self._capabilities.server_args
         told = ", ".join(f"{name}={args.get(name)}" for name in names)
-        return ConfigurationError(
+        raise ConfigurationError(
             f"The LoRA adapter {adapter.name!r} was refused: {error} The servers have "
             f"{told}; start them with others, or load another adapter. Requests use "
             f"what they used before."
-        )
+        ) from error
 
     async def close(self) -> None:
         """Ends background work. Servers that keep running drop replaced adapters."""
