@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-TEMPLATES = Path(__file__).parents[1] / "llm/gateway/templates"
+TEMPLATES = Path(__file__).parents[1] / "llm/chat/templates"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ import msgspec
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.chat.call_forms import written_ids
+from torchrl_sglang.chat.messages import Message, without_stop
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError, ServerError, SGLangError
-from torchrl_sglang.gateway.call_forms import written_ids
-from torchrl_sglang.gateway.messages import Message, without_stop
 from torchrl_sglang.gateway.session import Prompt
-from torchrl_sglang.gateway.template import ChatTemplate
 from torchrl_sglang.policies.engine_call import (
     SampleRequest,
     ask_async,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.messages import Message
 
 _ID_LENGTH = 9
 _PROBE = "probevalue"

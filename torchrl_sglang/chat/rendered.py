@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.gateway.messages import Message
+from torchrl_sglang.chat.messages import Message
 
 # Letters only: no template trims, escapes or splits them.
 _MARK = "QxmarkZ"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_sglang.chat.call_forms import CallForm, find_form
+from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.rendered import Response, after_marks, after_text, marked
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.call_forms import CallForm, find_form
-from torchrl_sglang.gateway.messages import Message
-from torchrl_sglang.gateway.rendered import Response, after_marks, after_text, marked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
