@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.objectives.transform import OffPolicyCorrection
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+    from torchrl_sglang.requests.token_columns import TokenColumn
     from torchrl_sglang.weight_update.scheme import (
         SGLangWeightReceiver,
         SGLangWeightSyncScheme,
@@ -51,6 +52,7 @@ _HOME = {
     "SGLangWeightSender": "weight_update.sender",
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
+    "TokenColumn": "requests.token_columns",
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
     "make_sglang_server": "backends.launch.local",
@@ -75,6 +77,7 @@ __all__ = [
     "SGLangWeightSender",
     "SGLangWeightSyncScheme",
     "SGLangWrapper",
+    "TokenColumn",
     "__version__",
     "attach_weight_sync",
     "get_model_metadata",
