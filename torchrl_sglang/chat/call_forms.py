@@ -59,6 +59,18 @@ class CallForm:
         return {**call, "id": self.write_id(call.get("id", "")), "function": function}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Unchanged(CallForm):
+    """Messages as they are."""
+
+    def write(self, message: Message) -> dict[str, Any]:
+        """Returns a message with its own calls."""
+        return dict(message)
+
+
+UNCHANGED = _Unchanged()
+
+
 def find_form(render: Callable[[Sequence[Message]], str]) -> CallForm:
     """Returns the form of tool calls that a template renders.
 

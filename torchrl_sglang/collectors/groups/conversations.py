@@ -234,8 +234,8 @@ class Conversations:
         turns = conversation.turns
         prompt = conversation.opening
         if turns:
-            known = [*turns[-1].prompt.token_ids, *turns[-1].token_ids]
-            prompt = self._codec.encode(conversation.messages, known)
+            earlier = turns[-1].prompt, turns[-1].response
+            prompt = self._codec.encode(conversation.messages, earlier)
             if not self._codec.fits(prompt):
                 return False
         version = policy_version()
