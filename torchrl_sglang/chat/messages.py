@@ -11,7 +11,8 @@ from torchrl_sglang.errors import ConfigurationError
 
 Message = Mapping[str, Any]
 """``role``, ``content`` (a text), and where there are any ``reasoning_content``,
-``tool_calls`` (with arguments as objects), ``name`` and ``tool_call_id``."""
+``tool_calls`` (with arguments as objects), ``name``, ``tool_call_id``, and the other
+fields of TorchRL's ``History``."""
 
 ROLES = ("system", "user", "assistant", "tool")
 _SAME_ROLE = {"developer": "system", "function": "tool"}

@@ -21,6 +21,7 @@ from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.engine_call import ask_async
 from torchrl_sglang.policies.inputs import Prompts
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.types import Completion
 
 
@@ -124,8 +125,7 @@ class TurnCodec:
     @property
     def longest(self) -> int:
         """Most tokens of a prompt that leaves room for a response."""
-        limits = self._policy.model.capabilities
-        return min(limits.max_prompt, limits.max_context - 1)
+        return longest_prompt(self._policy.model.capabilities)
 
     def fits(self, prompt: EncodedPrompt) -> bool:
         """Returns whether a prompt leaves room for a response."""

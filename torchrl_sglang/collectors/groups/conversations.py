@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.collectors.groups.endings import Endings, warn
 from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
@@ -23,9 +24,6 @@ from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.policies.turns import EncodedPrompt, Response, TurnCodec
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
-
-Message: TypeAlias = Mapping[str, Any]
-"""``{"role": ..., "content": ...}`` and the other fields of TorchRL's ``History``."""
 
 Task: TypeAlias = Mapping[str, Any]
 """An element of the prompts."""
