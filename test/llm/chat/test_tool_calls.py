@@ -15,7 +15,7 @@ CALL = Call(name="weather", arguments=ARGUMENTS)
 
 def test_calls_of_qwen():
     written = FAMILIES["qwen2.5"].write("I look.", calls=[CALL.to_message()] * 2)
-    assert find_calls(written) == ("I look.\n\n", [CALL, CALL])
+    assert find_calls(written) == ("I look.\n", [CALL, CALL])
 
 
 @pytest.mark.parametrize(

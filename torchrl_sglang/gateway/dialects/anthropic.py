@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from torchrl_sglang.chat.messages import Message, text_of
+from torchrl_sglang.chat.content import text_of
+from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.template import Setting
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects.base import (
