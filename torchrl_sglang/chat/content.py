@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,25 +30,16 @@ class ImagePart:
 Part: TypeAlias = TextPart | ImagePart
 
 
-def _text(name: str) -> Callable[[Mapping[str, Any]], Part]:
-    return lambda part: TextPart(text=str(part.get(name, "")))
-
-
-def _image(name: str) -> Callable[[Mapping[str, Any]], Part]:
-    return lambda part: ImagePart(kind=part["type"], source=part.get(name))
-
-
-PARTS: Mapping[str, Callable[[Mapping[str, Any]], Part]] = {
-    "text": _text("text"),
-    "input_text": _text("text"),
-    "output_text": _text("text"),
-    "refusal": _text("refusal"),
-    # OpenAI's, those of its responses, and Anthropic's.
-    "image_url": _image("image_url"),
-    "input_image": _image("image_url"),
-    "image": _image("source"),
+TEXTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
 }
-"""How a part is read, by its type."""
+"""Type of a part -> field with its text."""
+
+IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "source"}
+"""Type of a part -> field with its image: OpenAI's two, and Anthropic's."""
 
 
 def parts_of(content: Any, name: str) -> list[Part]:
@@ -70,10 +61,11 @@ def parts_of(content: Any, name: str) -> list[Part]:
 
 def _part(given: Any, name: str) -> Part:
     kind = given.get("type") if isinstance(given, Mapping) else None
-    read = PARTS.get(kind) if isinstance(kind, str) else None
-    if read is None:
-        raise _refusal(kind, name)
-    return read(given)
+    if isinstance(kind, str) and kind in TEXTS:
+        return TextPart(text=str(given.get(TEXTS[kind], "")))
+    if isinstance(kind, str) and kind in IMAGES:
+        return ImagePart(kind=kind, source=given.get(IMAGES[kind]))
+    raise _refusal(kind, name)
 
 
 def text_of(content: Any, name: str) -> str:
