@@ -174,7 +174,8 @@ class ChatTemplate(Encoder):
             known: tokens of its beginning, such as those that a model read and wrote.
 
         Returns:
-            ``None`` if the conversation begins with something else.
+            ``None`` if the conversation begins with something else, or nothing that
+            tells it from others is known.
         """
 
         def closed() -> str:
@@ -184,9 +185,13 @@ class ChatTemplate(Encoder):
         written, end = self.decode(known), self.decode(known[-1:])
         if end not in self.special:
             end = ""
-        rest = after_text(text, written.removesuffix(end))
+        begin = written.removesuffix(end)
+        rest = after_text(text, begin) if begin.strip() else None
         if end and rest is not None:
-            rest = self._behind_end(rest.lstrip(), end, closed)
+            try:
+                rest = self._behind_end(rest.lstrip(), end, closed)
+            except ConfigurationError:
+                return None
         if rest is None or not keeps(messages, text.removesuffix(rest), written):
             return None
         return [*known, *self.encode_behind(rest, end)]
@@ -204,10 +209,13 @@ class ChatTemplate(Encoder):
         if rest is not None:
             closed = partial(body, response.message, (), prompt=False)
             return self._behind_end(rest.lstrip(), end, closed)
+        calls = response.message.get("tool_calls", ())
+        if any("function" not in call for call in calls):
+            # Calls in TorchRL's form are left as they are.
+            return None
         reply, marks = marked(response.message)
         if not marks:
             return None
-        calls = response.message.get("tool_calls", ())
         ids = [self._form.write_id(call.get("id", "")) for call in calls]
         return after_marks(now, body(reply), marks, response, ids)
 

@@ -94,20 +94,23 @@ class TurnCodec:
         self, prompt: EncodedPrompt, response: Response, messages: Sequence[Message]
     ) -> EncodedPrompt | None:
         """Returns a prompt that goes on from a response, if the template allows it."""
-        before, after = (
-            messages[: prompt.num_messages],
-            messages[prompt.num_messages + 1 :],
+        count = prompt.num_messages
+        before, replies, after = (
+            messages[:count],
+            messages[count : count + 1],
+            messages[count + 1 :],
         )
-        reply = {"role": "assistant", "content": response.message}
-        if list(messages[len(before) : len(before) + 1]) != [reply]:
+        # A function may have edited it, or given it further fields.
+        said = [(each.get("role"), each.get("content")) for each in replies]
+        if said != [("assistant", response.message)]:
             return None
         template, done = self._policy.template, response.completion
-        said = rendered.Response(
-            message=reply,
+        reply = rendered.Response(
+            message=replies[0],
             text=response.message,
             end=template.decode(done.token_ids[-1:]) if response.ended else None,
         )
-        behind = template.extend(prompt.text, before, said, after, self._setting)
+        behind = template.extend(prompt.text, before, reply, after, self._setting)
         if behind is None:
             return None
         return EncodedPrompt(

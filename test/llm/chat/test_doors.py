@@ -226,6 +226,20 @@ def test_an_edited_conversation_is_read_anew(name: str, door: str, edited: str) 
     )
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_reply_with_further_fields(name: str) -> None:
+    """A function may keep what it found in a response beside it."""
+    tokenizer = tokenizer_of(name)
+    doors = FunctionsDoor(tokenizer), FunctionsDoor(tokenizer)
+    writes = written(tokenizer, "Hello", "</s>")
+    for each in doors:
+        each.ask([user("Hi")], writes)
+    calls = [{"name": "f", "arguments": {"x": 1}}]
+    doors[1].messages[-1] = {**doors[1].messages[-1], "tool_calls": calls}
+    wanted, found = (each.ask([user("more")], writes) for each in doors)
+    assert found == wanted
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_another_end_than_the_templates(door: str) -> None:
     tokenizer = tokenizer_of("llama3.1")
