@@ -30,10 +30,10 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.cli.bench.models import start_engine
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.session import Session
-from torchrl_sglang.gateway.template import ChatTemplate
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 from wrapper_overhead import InstantEngine

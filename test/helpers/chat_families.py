@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-TEMPLATES = Path(__file__).parents[1] / "llm/gateway/templates"
+TEMPLATES = Path(__file__).parents[1] / "llm/chat/templates"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +172,43 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+PLAIN = {
+    "inst": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+        "{{ '[INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    ),
+    "llama2": (
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        "{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
+        "{% endif %}{% endfor %}"
+    ),
+    "mistral-v0.1": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+        "{{ ' [INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+    ),
+}
+"""Templates whose ``[INST]`` is a text, not a token."""
+
+
+@cache
+def plain_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of pieces with one of these templates."""
+    # Llama 2's puts a space behind each special token, too.
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_pieces("always" if name == "llama2" else "first"),
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokens = [AddedToken(each, special=True) for each in ("<s>", "</s>")]
+    tokenizer.add_tokens(tokens)
+    tokenizer.chat_template = PLAIN[name]
+    return tokenizer
+
+
 def _bytes() -> Tokenizer:
     """Returns a tokenizer of bytes, as Qwen's and Llama's without merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -185,7 +222,7 @@ def _bytes() -> Tokenizer:
     return backend
 
 
-def _pieces() -> Tokenizer:
+def _pieces(scheme: str = "first") -> Tokenizer:
     """Returns a tokenizer of characters and bytes that begins texts with a space."""
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     tokens += string.digits + string.ascii_letters + string.punctuation
@@ -197,9 +234,7 @@ def _pieces() -> Tokenizer:
             byte_fallback=True,
         )
     )
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(
-        prepend_scheme="first", split=False
-    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )

@@ -24,6 +24,7 @@ FLOOR = {
     "types": 0,
     "support": 1,
     "requests": 2,
+    "chat": 2,
     "backends": 3,
     "policies": 4,
     "weight_update": 4,
@@ -260,6 +261,15 @@ def test_backends_know_neither_tensordict_nor_collectives():
         for name, _ in imports(path):
             assert not name.startswith(("tensordict", "torch.distributed")), path
             assert not name.startswith("torchrl.") or "torchrl._utils" in name, path
+
+
+def test_chat_knows_neither_tensors_nor_the_engine():
+    """What TorchRL would choose is imported where it is asked for."""
+    for path in (ROOT / "chat").rglob("*.py"):
+        for name, at_module_level in imports(path):
+            top = name.partition(".")[0]
+            if at_module_level:
+                assert top not in {"tensordict", "torch", "torchrl"}, path
 
 
 OPTIONAL = {"hydra", "omegaconf", "peft", "ray", "tensorboard", "wandb"}

@@ -16,6 +16,7 @@ from aiohttp import web
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agents import Agent, run_agents
 from torchrl_sglang.gateway.dialects.base import Dialect
@@ -26,7 +27,6 @@ from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.server import make_app
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.store import Store
-from torchrl_sglang.gateway.template import ChatTemplate
 from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
 from torchrl_sglang.requests.token_columns import TokenColumn, find_columns
 from torchrl_sglang.support.checks import (

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.chat.messages import Message, without_stop
+from torchrl_sglang.chat.template import ChatTemplate
+from torchrl_sglang.chat.tool_calls import read_calls
 from torchrl_sglang.errors import ConfigurationError, ServerError, SGLangError
-from torchrl_sglang.gateway.call_forms import written_ids
-from torchrl_sglang.gateway.messages import Message, without_stop
 from torchrl_sglang.gateway.session import Prompt
-from torchrl_sglang.gateway.template import ChatTemplate
 from torchrl_sglang.policies.engine_call import (
     SampleRequest,
     ask_async,
     turn_end_tokens,
 )
+from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.event_loop import run_async
 from torchrl_sglang.types import Completion
@@ -97,8 +96,7 @@ class Policy:
 
     def check_fits(self, prompt: Prompt) -> None:
         """Raises :class:`ConfigurationError` if there is no room for a response."""
-        limits = self._engine.capabilities
-        longest = min(limits.max_prompt, limits.max_context - 1)
+        longest = longest_prompt(self._engine.capabilities)
         if prompt.num_tokens > longest:
             # Clients search for OpenAI's words.
             raise PromptTooLongError(
@@ -183,8 +181,8 @@ class Policy:
                 tools=[dict(tool) for tool in tools],
                 tool_call_parser=self._tool_call_parser,
             )
-            calls = _to_calls(parts.get("calls") or (), text)
-            if calls and None not in calls:
+            calls = read_calls(parts.get("calls") or (), text)
+            if calls:
                 found["tool_calls"] = calls
                 found["content"] = parts.get("normal_text") or ""
         return found
@@ -210,26 +208,3 @@ def _by_sample(sampling: Sampling) -> Iterator[Mapping[str, Any]]:
             yield sampling.params
         else:
             yield {**sampling.params, "sampling_seed": seed + index}
-
-
-def _to_calls(
-    found: Sequence[Mapping[str, Any]], text: str
-) -> list[dict[str, Any] | None]:
-    """Returns calls in OpenAI's form, with the ids that the model wrote, if it did."""
-    ids = written_ids(text, len(found))
-    return [_to_call(call, ids[i] if ids else None) for i, call in enumerate(found)]
-
-
-def _to_call(call: Mapping[str, Any], call_id: str | None) -> dict[str, Any] | None:
-    """Returns a call in OpenAI's form; ``None`` if no client could read it."""
-    try:
-        arguments = msgspec.json.decode(call.get("parameters") or "{}")
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(arguments, dict) or not call.get("name"):
-        return None
-    return {
-        "id": call_id or f"call_{secrets.token_hex(12)}",
-        "type": "function",
-        "function": {"name": call["name"], "arguments": arguments},
-    }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchrl_sglang.gateway.messages import Message
+from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.template import Setting
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.session import Turn
-from torchrl_sglang.gateway.template import Setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

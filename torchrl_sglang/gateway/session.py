@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.messages import (
+from torchrl_sglang.chat.messages import (
     Message,
     changes,
     conversation_keys,
     rename_calls,
     without_stop,
 )
-from torchrl_sglang.gateway.rendered import Response
-from torchrl_sglang.gateway.template import ChatTemplate, Setting
+from torchrl_sglang.chat.rendered import Response
+from torchrl_sglang.chat.template import ChatTemplate, Setting
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import Completion
 
 RENDERED_TURNS = 8

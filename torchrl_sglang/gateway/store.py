@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.chat.template import Setting
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
-from torchrl_sglang.gateway.template import Setting
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues, VersionSpan
 
 FORMAT = 2

@@ -2,6 +2,7 @@
 
 Data flows ``inputs`` (prompts to token ids) -> ``engine_call`` (completions) ->
 ``outputs`` (containers), driven by ``sglang_wrapper``; every mode takes this way.
-``sampling`` translates the sampling parameters. Knows TorchRL and tokenizers, and the
-engine through ``backends/contract.py`` only.
+``sampling`` translates the sampling parameters, and ``turns`` handles single turns for
+plain functions. Knows TorchRL, templates through ``chat/``, and the engine through
+``backends/contract.py`` only.
 """

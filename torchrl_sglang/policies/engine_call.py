@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.chat.tokens import decode
 from torchrl_sglang.errors import ConfigurationError, SGLangError
-from torchrl_sglang.policies.chat import decode
 from torchrl_sglang.policies.sampling import as_texts
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.resume import (

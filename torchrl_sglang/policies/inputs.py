@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    NonTensorData,
+    TensorDictBase,
+)
 from torchrl.data.llm import History
 
+from torchrl_sglang.chat.masks import encode_full
+from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.policies.chat import (
-    continue_tokens,
-    encode_full,
-    render,
-    to_messages,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +44,7 @@ def read_history(
     td: TensorDictBase,
     key: NestedKey,
     *,
-    tokenizer: Any,
-    template: str,
+    template: ChatTemplate,
     known_tokens: list[list[int]] | None,
     padding_value: int | None,
     generate: bool,
@@ -54,16 +55,50 @@ def read_history(
         raise TypeError(f"Expected History object for '{key}', got {type(history)}")
     histories = list(history.unbind(0)) if td.ndim else [history]
     chats = [to_messages(one) for one in histories]
-    if generate:
-        texts = render(
-            chats, tokenizer=tokenizer, template=template, add_generation_prompt=True
+    if not generate:
+        texts, ids, masks = encode_full(chats, template)
+        return Prompts(
+            token_ids=ids, texts=texts, histories=histories, assistant_masks=masks
         )
-        ids = continue_tokens(texts, known_tokens, tokenizer, padding_value)
-        return Prompts(token_ids=ids, texts=texts, histories=histories)
-    texts, ids, masks = encode_full(chats, tokenizer=tokenizer, template=template)
+    texts = [template.render(chat) for chat in chats]
+    rows: list[list[int] | None] = [None] * len(chats)
+    for index, known in enumerate(known_tokens or ()):
+        chat = texts[index], chats[index]
+        # Padding behind known tokens is not meant, but it can be an end.
+        rows[index] = template.go_on(*chat, known) or template.go_on(
+            *chat, strip_padding(known[::-1], padding_value)[::-1]
+        )
+    left = [text for text, row in zip(texts, rows, strict=True) if row is None]
+    fresh = iter(template.encode_all(left))
     return Prompts(
-        token_ids=ids, texts=texts, histories=histories, assistant_masks=masks
+        token_ids=[next(fresh) if row is None else row for row in rows],
+        texts=texts,
+        histories=histories,
     )
+
+
+def to_messages(history: History) -> list[Message]:
+    """Returns a conversation of shape ``(T,)`` as messages for a chat template."""
+    inner = history._tensordict
+    if isinstance(inner, LazyStackedTensorDict):
+        messages = [_plain_message(turn) for turn in inner.tensordicts]
+        if None not in messages:
+            return [m for m in messages if m is not None and m["role"] != "<none>"]
+    turns = history.view(-1).tolist(tolist_first=True)
+    return [turn for turn in turns if turn["role"] != "<none>"]
+
+
+def _plain_message(turn: TensorDictBase) -> Message | None:
+    """Returns a message of strings and booleans ten times faster than TorchRL does."""
+    message = {}
+    for name, value in turn.items():
+        if type(value) is not NonTensorData:
+            return None
+        data = value._non_tensordict["data"]
+        if not isinstance(data, (str, bool)):
+            return None
+        message[name] = data
+    return message if "role" in message and "content" in message else None
 
 
 def read_text(

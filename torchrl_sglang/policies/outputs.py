@@ -39,8 +39,8 @@ from tensordict.tensorclass import TensorClass
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
+from torchrl_sglang.chat.tokens import decode
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.policies.chat import decode
 from torchrl_sglang.policies.inputs import Prompts
 from torchrl_sglang.requests.token_values import (
     LOG_PROB,

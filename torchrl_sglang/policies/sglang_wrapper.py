@@ -2,7 +2,7 @@
 
 One call of :meth:`SGLangWrapper.forward` passes through three modules::
 
-    TensorDict -- inputs.py ------> token ids    (chat.py applies chat templates)
+    TensorDict -- inputs.py ------> token ids    (chat/ applies chat templates)
                -- engine_call.py -> completions  (batching.py gathers several threads)
                -- outputs.py -----> TensorDict
 
@@ -29,6 +29,8 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.chat.choose import choose_template
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.arguments import (
@@ -42,7 +44,6 @@ from torchrl_sglang.policies.arguments import (
     check_tokenizer_kwargs,
 )
 from torchrl_sglang.policies.batching import Batcher
-from torchrl_sglang.policies.chat import find_template
 from torchrl_sglang.policies.engine_call import SampleRequest, ask, turn_end_tokens
 from torchrl_sglang.policies.inputs import Prompts, read_history, read_text, read_tokens
 from torchrl_sglang.policies.sampling import SamplingParams, check_numbers, translate
@@ -335,9 +336,14 @@ class SGLangWrapper(LLMWrapperBase):
                     "History input needs a tokenizer, and the engine has none; pass "
                     "tokenizer=..."
                 )
-            self.template = find_template(
-                tokenizer, name=self.chat_template_name, template=self.chat_template
+            source = choose_template(
+                tokenizer,
+                name=self.chat_template_name,
+                template=self.chat_template,
+                by_model=True,
             )
+            # A history's calls are in the template's form already.
+            self.template = ChatTemplate(tokenizer, source, adapts_calls=False)
 
     def get_new_version(self, **kwargs: Any) -> SGLangWrapper:
         """Returns a wrapper with these arguments changed and all others kept.
@@ -485,7 +491,6 @@ class SGLangWrapper(LLMWrapperBase):
             return read_history(
                 td,
                 self.input_key,
-                tokenizer=self.tokenizer,
                 template=self.template,
                 known_tokens=self._known_tokens(td),
                 padding_value=self.padding_value,

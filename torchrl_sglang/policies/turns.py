@@ -13,16 +13,16 @@ from typing import Any
 
 from tensordict import NestedKey, TensorDict
 
+from torchrl_sglang.chat import rendered
+from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.template import Setting
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
-from torchrl_sglang.policies.chat import continue_tokens, render
 from torchrl_sglang.policies.engine_call import ask_async
 from torchrl_sglang.policies.inputs import Prompts
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.types import Completion
-
-Message = Mapping[str, Any]
-"""``{"role": ..., "content": ...}`` and the history's other fields."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +33,8 @@ class EncodedPrompt:
     """With the chat template, up to the assistant's turn."""
     token_ids: list[int]
     """Its tokens."""
+    num_messages: int
+    """Number of its messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,50 +64,71 @@ class TurnCodec:
     ) -> None:
         _check_settings(check_policy(policy), {"input_mode": "history"})
         self._policy = policy
-        self._tools = tools
+        self._setting = Setting(tools=tools)
         self._params = policy.sampling_params
         self._ends = policy.end_tokens(self._params)
         self._keys = policy.key_by_container(self._params)
         self._request = policy.make_request(self._params)
 
     def encode(
-        self, messages: Sequence[Message], known: list[int] | None = None
+        self,
+        messages: Sequence[Message],
+        earlier: tuple[EncodedPrompt, Response] | None = None,
     ) -> EncodedPrompt:
-        """Applies the chat template; with ``prefer_tokens`` it reuses known tokens."""
-        tokenizer = self._policy.tokenizer
-        text = self._render(messages, self._tools)
-        if not self._policy.prefer_tokens:
-            known = None
-        (ids,) = continue_tokens(
-            [text],
-            None if known is None else [known],
-            tokenizer,
-            self._policy.padding_value,
-        )
-        return EncodedPrompt(text=text, token_ids=ids)
+        """Applies the chat template.
 
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> str:
-        (text,) = render(
-            [messages],
-            tokenizer=self._policy.tokenizer,
-            template=self._policy.template,
-            add_generation_prompt=True,
-            tools=tools,
+        With ``prefer_tokens`` it goes on from the tokens of an earlier prompt and the
+        response to it, if the conversation does.
+        """
+        if earlier is not None and self._policy.prefer_tokens:
+            joined = self._extend(*earlier, messages)
+            if joined is not None:
+                return joined
+        template = self._policy.template
+        text = template.render(messages, self._setting)
+        return EncodedPrompt(
+            text=text, token_ids=template.encode(text), num_messages=len(messages)
         )
-        return text
+
+    def _extend(
+        self, prompt: EncodedPrompt, response: Response, messages: Sequence[Message]
+    ) -> EncodedPrompt | None:
+        """Returns a prompt that goes on from a response, if the template allows it."""
+        count = prompt.num_messages
+        before, replies, after = (
+            messages[:count],
+            messages[count : count + 1],
+            messages[count + 1 :],
+        )
+        # A function may have edited it, or given it further fields.
+        said = [(each.get("role"), each.get("content")) for each in replies]
+        if said != [("assistant", response.message)]:
+            return None
+        template, done = self._policy.template, response.completion
+        reply = rendered.Response(
+            message=replies[0],
+            text=response.message,
+            end=template.decode(done.token_ids[-1:]) if response.ended else None,
+        )
+        behind = template.extend(prompt.text, before, reply, after, self._setting)
+        if behind is None:
+            return None
+        return EncodedPrompt(
+            text=behind.rendered,
+            token_ids=[*prompt.token_ids, *done.token_ids, *behind.token_ids],
+            num_messages=len(messages),
+        )
 
     def tells_of_tools(self) -> bool:
         """Returns whether the chat template tells the model of its tools."""
         messages = [{"role": "user", "content": "?"}]
-        return self._render(messages, self._tools) != self._render(messages, ())
+        render = self._policy.template.render
+        return render(messages, self._setting) != render(messages)
 
     @property
     def longest(self) -> int:
         """Most tokens of a prompt that leaves room for a response."""
-        limits = self._policy.model.capabilities
-        return min(limits.max_prompt, limits.max_context - 1)
+        return longest_prompt(self._policy.model.capabilities)
 
     def fits(self, prompt: EncodedPrompt) -> bool:
         """Returns whether a prompt leaves room for a response."""

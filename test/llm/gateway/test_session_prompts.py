@@ -12,11 +12,11 @@ import pytest
 from helpers.chat_families import family_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from torchrl_sglang.chat.messages import changes, conversation_keys, rename_calls
+from torchrl_sglang.chat.template import ChatTemplate, Setting
+from torchrl_sglang.chat.tool_calls import written_ids
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.call_forms import written_ids
-from torchrl_sglang.gateway.messages import changes, conversation_keys, rename_calls
 from torchrl_sglang.gateway.session import RENDERED_TURNS, Prompt, Session, Turn
-from torchrl_sglang.gateway.template import ChatTemplate, Setting
 from torchrl_sglang.types import Completion
 
 USER = {"role": "user", "content": "Hi"}

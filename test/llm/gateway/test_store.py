@@ -18,10 +18,10 @@ from helpers.fake_server import FakeServer
 from helpers.forked_starts import trainer_python
 
 from torchrl_sglang import AsyncSGLang, Gateway
+from torchrl_sglang.chat.template import Setting
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.store import Store
-from torchrl_sglang.gateway.template import Setting
 from torchrl_sglang.types import Completion, VersionSpan
 
 WRITE_SECONDS = 0.001

@@ -17,10 +17,10 @@ import pytest
 from helpers.chat_families import FAMILIES, family_tokenizer
 from jinja2 import TemplateError
 
+from torchrl_sglang.chat.messages import without_stop
+from torchrl_sglang.chat.template import ChatTemplate, Setting
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.messages import without_stop
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
-from torchrl_sglang.gateway.template import ChatTemplate, Setting
 from torchrl_sglang.types import Completion
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.chat.content import text_of
+from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.collectors.groups.endings import Endings, warn
 from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
@@ -23,9 +25,6 @@ from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.policies.turns import EncodedPrompt, Response, TurnCodec
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
-
-Message: TypeAlias = Mapping[str, Any]
-"""``{"role": ..., "content": ...}`` and the other fields of TorchRL's ``History``."""
 
 Task: TypeAlias = Mapping[str, Any]
 """An element of the prompts."""
@@ -234,8 +233,8 @@ class Conversations:
         turns = conversation.turns
         prompt = conversation.opening
         if turns:
-            known = [*turns[-1].prompt.token_ids, *turns[-1].token_ids]
-            prompt = self._codec.encode(conversation.messages, known)
+            earlier = turns[-1].prompt, turns[-1].response
+            prompt = self._codec.encode(conversation.messages, earlier)
             if not self._codec.fits(prompt):
                 return False
         version = policy_version()
@@ -292,7 +291,11 @@ class Conversations:
 
 
 def to_messages(said: Any, name: str) -> list[Message]:
-    """Returns a text, a message or messages as a list of messages."""
+    """Returns a text, a message or messages as a list of messages.
+
+    Raises:
+        ConfigurationError: if it is something else, or has parts that are no text.
+    """
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
     messages = [said] if isinstance(said, Mapping) else said
@@ -304,8 +307,15 @@ def to_messages(said: Any, name: str) -> list[Message]:
             for each in messages
         )
     ):
-        return list(messages)
+        return [_plain(each, name) for each in messages]
     raise ConfigurationError(
         f"{name} must be a text, a message with 'role' and 'content', or a list of "
         f"messages, got {said!r}."
     )
+
+
+def _plain(message: Message, name: str) -> Message:
+    """Returns a message whose content is a text where it came in parts."""
+    if not isinstance(message["content"], (list, tuple)):
+        return message
+    return {**message, "content": text_of(message["content"], name)}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, get_type_hints
 
 from torchrl.envs.llm.transforms.tools import ToolCall
 
+from torchrl_sglang.chat.tool_calls import find_calls
 from torchrl_sglang.collectors.groups.user_functions import name_of, naming
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.blocking import BlockingCalls
@@ -28,8 +28,6 @@ ToolFunctions: TypeAlias = (
 
 CONVERSATION = "conversation"
 """Parameter of a tool that is not the policy's: it gets the conversation."""
-
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 def parse_tool_calls(response: str) -> dict[str, Any]:
@@ -49,16 +47,9 @@ def parse_tool_calls(response: str) -> dict[str, Any]:
         >>> [(call.tool, call.args) for call in parse_tool_calls(text)["calls"]]
         [('add', {'a': 1})]
     """
-    calls = []
-    for found in _CALL.findall(response):
-        try:
-            content = json.loads(found)
-        except (ValueError, RecursionError):
-            continue
-        name, arguments = content.get("name"), content.get("arguments", {})
-        if isinstance(name, str) and isinstance(arguments, dict):
-            calls.append(ToolCall(tool=name, args=arguments))
-    return {"text": _CALL.sub("", response), "calls": calls, "meta": {}}
+    text, calls = find_calls(response)
+    found = [ToolCall(tool=call.name, args=dict(call.arguments)) for call in calls]
+    return {"text": text, "calls": found, "meta": {}}
 
 
 class Tools:

@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+from torchrl_sglang.chat.content import text_of
+from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.template import Setting
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects.base import (
     AnswerInfo,
@@ -21,11 +24,9 @@ from torchrl_sglang.gateway.dialects.base import (
     Failure,
     Writer,
 )
-from torchrl_sglang.gateway.messages import Message, text_of
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.request import Request, Usage, finish_reason
 from torchrl_sglang.gateway.session import Turn
-from torchrl_sglang.gateway.template import Setting
 from torchrl_sglang.support.checks import nearest
 
 _SAMPLING = {

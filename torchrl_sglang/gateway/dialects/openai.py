@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from torchrl_sglang.chat.messages import Message, from_openai
+from torchrl_sglang.chat.template import Setting
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects.base import (
     AnswerInfo,
@@ -20,11 +22,9 @@ from torchrl_sglang.gateway.dialects.base import (
     Failure,
     Writer,
 )
-from torchrl_sglang.gateway.messages import Message, from_openai
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.request import Request, Usage, finish_reason
 from torchrl_sglang.gateway.session import Turn
-from torchrl_sglang.gateway.template import Setting
 from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
 
 MOST_SAMPLES = 128

@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 
 import pytest
+from tensordict import TensorDict
 from torchrl.data.llm import History
 from torchrl.data.llm.history import _CHAT_TEMPLATES
+from torchrl.modules.llm.policies import ChatHistory
 from transformers import PreTrainedTokenizerFast
 
+from torchrl_sglang.chat.choose import choose_template
+from torchrl_sglang.chat.masks import encode_full
+from torchrl_sglang.chat.template import ChatTemplate
+from torchrl_sglang.chat.tokens import decode
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.policies.chat import (
-    continue_tokens,
-    decode,
-    encode_full,
-    find_template,
-    render,
-    to_messages,
-)
+from torchrl_sglang.policies.inputs import read_history, to_messages
 from torchrl_sglang.testing.tiny_model import CHAT_TEMPLATE, make_tiny_tokenizer
 
 CHATS = [
@@ -50,13 +49,13 @@ def marked(ids, mask, tokenizer) -> str:
 def test_markers_are_not_needed(tokenizer):
     """The mask without markers is the one that transformers makes with them."""
     assert "generation %}" not in UNMARKED
-    texts, token_ids, masks = encode_full(CHATS, tokenizer=tokenizer, template=UNMARKED)
+    texts, token_ids, masks = encode_full(CHATS, ChatTemplate(tokenizer, UNMARKED))
     reference = tokenizer.apply_chat_template(
         CHATS, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     assert token_ids == reference["input_ids"]
     assert masks == [[bool(bit) for bit in row] for row in reference["assistant_masks"]]
-    assert encode_full(CHATS, tokenizer=tokenizer, template=CHAT_TEMPLATE) == (
+    assert encode_full(CHATS, ChatTemplate(tokenizer, CHAT_TEMPLATE)) == (
         texts,
         token_ids,
         masks,
@@ -64,7 +63,7 @@ def test_markers_are_not_needed(tokenizer):
 
 
 def test_a_template_that_rewrites_earlier_turns(tokenizer):
-    _, token_ids, masks = encode_full(CHATS, tokenizer=tokenizer, template=FORGETFUL)
+    _, token_ids, masks = encode_full(CHATS, ChatTemplate(tokenizer, FORGETFUL))
     found = [
         marked(ids, mask, tokenizer) for ids, mask in zip(token_ids, masks, strict=True)
     ]
@@ -81,8 +80,8 @@ def test_a_slow_tokenizer(tokenizer):
         def __getattr__(self, name):
             return getattr(tokenizer, name)
 
-    fast = encode_full(CHATS, tokenizer=tokenizer, template=UNMARKED)
-    assert encode_full(CHATS, tokenizer=Slow(), template=UNMARKED) == fast
+    fast = encode_full(CHATS, ChatTemplate(tokenizer, UNMARKED))
+    assert encode_full(CHATS, ChatTemplate(Slow(), UNMARKED)) == fast
 
 
 def named(tokenizer, name, template):
@@ -104,26 +103,27 @@ def named(tokenizer, name, template):
 )
 def test_which_template(tokenizer, name, own, chosen):
     tokenizer = named(tokenizer, name, own)
-    assert find_template(tokenizer) == chosen
-    assert find_template(tokenizer, template="x") == "x"
-    chatml = find_template(tokenizer, name="chatml_format")
+    assert choose_template(tokenizer, by_model=True) == chosen
+    assert choose_template(tokenizer, by_model=True, template="x") == "x"
+    if own is not None:
+        # As a gateway chooses.
+        assert choose_template(tokenizer) == own
+    chatml = choose_template(tokenizer, name="chatml_format")
     assert chatml == _CHAT_TEMPLATES["chatml_format"]
 
 
 def test_no_template_is_an_error(tokenizer):
     tokenizer = named(tokenizer, "my/model", None)
     with pytest.raises(ConfigurationError, match=r"my/model.*no chat template.*Pass"):
-        find_template(tokenizer)
+        choose_template(tokenizer, by_model=True)
     with pytest.raises(ConfigurationError, match=r"'qwne' must be one of .*qwen"):
-        find_template(tokenizer, name="qwne")
+        choose_template(tokenizer, name="qwne")
 
 
 def test_a_template_that_refuses(tokenizer):
     strict = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ConfigurationError, match="roles must alternate"):
-        render(
-            CHATS[:1], tokenizer=tokenizer, template=strict, add_generation_prompt=True
-        )
+        ChatTemplate(tokenizer, strict).render(CHATS[0])
 
 
 @pytest.mark.parametrize(
@@ -139,15 +139,12 @@ def test_messages_are_those_of_torchrl(extra):
     assert to_messages(padded) == to_messages(history)
 
 
-def test_known_tokens_stay(tokenizer):
-    text = "abc<|im_end|>\nd"
-    pad = tokenizer.pad_token_id
-    known = tokenizer.encode("abc")
-    assert continue_tokens([text], [known], tokenizer) == [tokenizer.encode(text)]
-    # Padding behind them is not meant.
-    assert continue_tokens([text], [[*known, pad]], tokenizer, pad) == [
-        tokenizer.encode(text)
-    ]
+def said(text):
+    return [{"role": "user", "content": text}]
+
+
+def go_on(text, known, tokenizer):
+    return ChatTemplate(tokenizer).go_on(text, said(text), known)
 
 
 def merging_tokenizer():
@@ -163,19 +160,39 @@ def test_generated_tokens_are_not_tokenized_again():
         tokenizer.convert_tokens_to_ids(token) for token in ("1", "2", "12")
     )
     text = "12<|im_end|>\n"
-    fresh = continue_tokens([text], None, tokenizer)
-    assert fresh[0][0] == twelve
-    kept = continue_tokens([text], [[one, two]], tokenizer)
-    assert kept[0][:2] == [one, two]
-    assert kept[0][2:] == fresh[0][1:]
-    assert tokenizer.decode(kept[0]) == text
+    fresh = tokenizer.encode(text)
+    assert fresh[0] == twelve
+    kept = go_on(text, [one, two], tokenizer)
+    assert kept == [one, two, *fresh[1:]]
+    assert tokenizer.decode(kept) == text
 
 
 def test_known_tokens_of_something_else_are_not_used():
     tokenizer = make_tiny_tokenizer()
-    known = [tokenizer.encode("abx"), tokenizer.encode("ab")]
-    found = continue_tokens(["abc", "abc"], known, tokenizer)
-    assert found == [tokenizer.encode("abc")] * 2
+    assert go_on("abc", tokenizer.encode("abx"), tokenizer) is None
+    assert go_on("abc", tokenizer.encode("ab"), tokenizer) == tokenizer.encode("abc")
+    # Nothing that is known, and white space, are the beginning of anything.
+    assert go_on("abc", [], tokenizer) is None
+    assert go_on("abc", tokenizer.encode("\n"), tokenizer) is None
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_known_tokens_stay(tokenizer, padded):
+    """Padding behind them is not meant."""
+    template = ChatTemplate(tokenizer)
+    known = tokenizer.encode(template.render(CHATS[0][:1]) + "yes: hi<|im_end|>")
+    td = TensorDict(
+        history=ChatHistory(prompt=History.from_chats([CHATS[0][:3]])), batch_size=1
+    )
+    found = read_history(
+        td,
+        ("history", "prompt"),
+        template=template,
+        known_tokens=[[*known, *[tokenizer.pad_token_id] * padded]],
+        padding_value=tokenizer.pad_token_id,
+        generate=True,
+    )
+    assert found.token_ids == [tokenizer.encode(template.render(CHATS[0][:3]))]
 
 
 @pytest.mark.parametrize("skip", [False, True])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.gateway.messages import Message
+from torchrl_sglang.chat.messages import Message
 
 # Letters only: no template trims, escapes or splits them.
 _MARK = "QxmarkZ"
@@ -61,6 +61,18 @@ def _end_of(body: str, text: str) -> int | None:
     return None
 
 
+def keeps(messages: Sequence[Message], rendered: str, written: str) -> bool:
+    """Returns whether texts that differ in white space alone say the same.
+
+    Templates trim what the model wrote, and tokenizers put spaces behind special
+    tokens. What the model was told has to be there as it is, ends apart.
+    """
+    told = (m["content"] for m in messages if m["role"] != "assistant")
+    return rendered == written or all(
+        text in written for text in told if isinstance(text, str) and text in rendered
+    )
+
+
 def marked(reply: Message) -> tuple[Message, list[str]]:
     """Returns a response with a mark behind each of its parts, and the marks.
 
@@ -83,12 +95,13 @@ def marked(reply: Message) -> tuple[Message, list[str]]:
 
 def _marked_call(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
     # Names are left alone: templates write them beside the call's result, too.
-    arguments = call["function"]["arguments"]
+    function = call["function"]
+    arguments = function["arguments"]
     if isinstance(arguments, Mapping):
         arguments = {**arguments, mark: mark}
     elif isinstance(arguments, str):
         arguments += mark
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def after_marks(

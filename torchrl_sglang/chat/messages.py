@@ -7,15 +7,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torchrl_sglang.chat.content import text_of
 from torchrl_sglang.errors import ConfigurationError
 
 Message = Mapping[str, Any]
 """``role``, ``content`` (a text), and where there are any ``reasoning_content``,
-``tool_calls`` (with arguments as objects), ``name`` and ``tool_call_id``."""
+``tool_calls`` (with arguments as objects), ``name``, ``tool_call_id``, and the other
+fields of TorchRL's ``History``."""
 
 ROLES = ("system", "user", "assistant", "tool")
 _SAME_ROLE = {"developer": "system", "function": "tool"}
-_TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 _KEPT = ("name", "tool_call_id")
 # json.dumps would make an encoder for each message.
 _TO_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
@@ -55,24 +56,6 @@ def _from_openai(name: str, given: Any) -> Message:
             for i, call in enumerate(given["tool_calls"])
         ]
     return message | {key: given[key] for key in _KEPT if given.get(key)}
-
-
-def text_of(content: Any, name: str) -> str:
-    """Returns the text of a message's content, which is a text or parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, Sequence):
-        raise ConfigurationError(f"{name}.content must be a text or a list of parts.")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in _TEXT_PARTS:
-            raise ConfigurationError(
-                f"{name} has a part of type {kind!r}; this endpoint takes text only, "
-                f"no images, audio or files."
-            )
-        texts.append(str(part.get("text", part.get("refusal", ""))))
-    return "".join(texts)
 
 
 def _tool_call(name: str, call: Any) -> dict[str, Any]:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.messages import Message
 
 _ID_LENGTH = 9
 _PROBE = "probevalue"
-_WRITTEN_ID = re.compile(r'"id"\s*:\s*"([A-Za-z0-9]{9})"\s*[,}]')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +57,18 @@ class CallForm:
         return {**call, "id": self.write_id(call.get("id", "")), "function": function}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Unchanged(CallForm):
+    """Messages as they are."""
+
+    def write(self, message: Message) -> dict[str, Any]:
+        """Returns a message with its own calls."""
+        return dict(message)
+
+
+UNCHANGED = _Unchanged()
+
+
 def find_form(render: Callable[[Sequence[Message]], str]) -> CallForm:
     """Returns the form of tool calls that a template renders.
 
@@ -79,16 +89,6 @@ def find_form(render: Callable[[Sequence[Message]], str]) -> CallForm:
         if found:
             return min(found, key=lambda form: found[form])
     return CallForm()
-
-
-def written_ids(text: str, number: int) -> list[str]:
-    """Returns the ids that a model wrote beside its calls, as Mistral's do.
-
-    The results of several calls are told apart by them. None are returned unless there
-    is one for each of ``number`` calls.
-    """
-    ids = _WRITTEN_ID.findall(text)
-    return ids if len(ids) == number == len(set(ids)) else []
 
 
 def _conversation() -> list[Message]:

@@ -5,18 +5,30 @@ earlier prompt, the tokens of the response, and the tokenized text that the temp
 puts behind them. Whether a template can be extended so is found out for each turn, by
 comparing what it renders: once, and once more where it renders the response in other
 words than the model's, such as another order of arguments.
+
+:meth:`ChatTemplate.extend` is for those who keep the turns of a conversation, and
+:meth:`ChatTemplate.go_on` for those who have its tokens only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from torchrl_sglang.chat.call_forms import UNCHANGED, CallForm, find_form
+from torchrl_sglang.chat.choose import choose_template
+from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.rendered import (
+    Response,
+    after_marks,
+    after_text,
+    keeps,
+    marked,
+)
+from torchrl_sglang.chat.tokens import Encoder
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.call_forms import CallForm, find_form
-from torchrl_sglang.gateway.messages import Message
-from torchrl_sglang.gateway.rendered import Response, after_marks, after_text, marked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,76 +55,38 @@ class Extension:
     """The whole conversation as the template renders it."""
 
 
-class ChatTemplate:
+NO_SETTING = Setting()
+
+
+class ChatTemplate(Encoder):
     """Renders conversations for one model.
 
     Args:
         tokenizer: of the model.
         template: a Jinja template. Defaults to the tokenizer's own.
+        adapts_calls: write tool calls as the template wants them, instead of as they
+            are.
+
+    Attributes:
+        source (str): the template.
 
     Raises:
         ConfigurationError: if there is none.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
-        self._tokenizer = tokenizer
-        try:
-            # As a test whether there is one, too: tokenizers can have several.
-            self._template = template or tokenizer.get_chat_template()
-        except (AttributeError, ValueError) as error:
-            raise ConfigurationError(
-                "The tokenizer has no chat template; pass chat_template=... ."
-            ) from error
-
-        self._special = _special_tokens(tokenizer)
-        self._anchors = (
-            getattr(tokenizer, "bos_token", None),
-            getattr(tokenizer, "eos_token", None),
-        )
-        self._found_form: CallForm | None = None
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, whose special tokens are written out."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def encode_start(self, text: str) -> list[int]:
-        """Returns the tokens of a text without a template, as the server finds them.
-
-        A token that begins texts is put before it unless it is written out.
-        """
-        ids = self.encode(text)
-        first = self._tokenizer.encode("")[:1]
-        begins = first == [getattr(self._tokenizer, "bos_token_id", None)]
-        return [*first, *ids] if begins and ids[:1] != first else ids
-
-    def encode_behind(self, text: str, end: str | None = None) -> list[int]:
-        """Returns the tokens of a text that is not the first of its sequence.
-
-        Args:
-            text: to encode.
-            end: the token before it, if it is known.
-        """
-        # Some tokenizers put a space before a first text, and some drop white space
-        # behind a special token: here they see one before it.
-        for name in (end, *self._anchors):
-            if name in self._special:
-                first, *ids = self.encode(name + text)
-                if first == self._special[name]:
-                    return ids
-        return self.encode(text)
-
-    def decode(self, token_ids: Sequence[int], *, special: bool = True) -> str:
-        """Returns the text of tokens."""
-        text: str = self._tokenizer.decode(
-            list(token_ids),
-            skip_special_tokens=not special,
-            clean_up_tokenization_spaces=False,
-        )
-        return text
+    def __init__(
+        self, tokenizer: Any, template: str | None = None, *, adapts_calls: bool = True
+    ) -> None:
+        super().__init__(tokenizer)
+        self.source = choose_template(tokenizer, template=template)
+        self._found_form: CallForm | None = None if adapts_calls else UNCHANGED
 
     def render(
-        self, messages: Sequence[Message], setting: Setting, *, prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        setting: Setting = NO_SETTING,
+        *,
+        prompt: bool = True,
     ) -> str:
         """Returns a conversation as text; ``prompt``: up to the assistant's turn.
 
@@ -126,17 +100,17 @@ class ChatTemplate:
     @property
     def _form(self) -> CallForm:
         if self._found_form is None:
-            self._found_form = find_form(lambda probe: self._render(probe, Setting()))
+            self._found_form = find_form(lambda probe: self._render(probe, NO_SETTING))
         return self._found_form
 
     def _render(
         self, messages: Sequence[Message], setting: Setting, *, prompt: bool = True
     ) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in setting.tools] or None,
-                chat_template=self._template,
+                chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **setting.template_kwargs,
@@ -189,41 +163,71 @@ class ChatTemplate:
         ids = self.encode_behind(rest, response.end)
         return Extension(token_ids=ids, rendered=rendered + now)
 
+    def go_on(
+        self, text: str, messages: Sequence[Message], known: Sequence[int]
+    ) -> list[int] | None:
+        """Returns the tokens of a conversation that begins with known ones.
+
+        Args:
+            text: ``messages`` as :meth:`render` returns them.
+            messages: the conversation.
+            known: tokens of its beginning, such as those that a model read and wrote.
+
+        Returns:
+            ``None`` if the conversation begins with something else, or nothing that
+            tells it from others is known.
+        """
+
+        def closed() -> str:
+            said = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            return self.render(messages[: said[-1] + 1], prompt=False) if said else ""
+
+        written, end = self.decode(known), self.decode(known[-1:])
+        if end not in self.special:
+            end = ""
+        begin = written.removesuffix(end)
+        rest = after_text(text, begin) if begin.strip() else None
+        if end and rest is not None:
+            try:
+                rest = self._behind_end(rest.lstrip(), end, closed)
+            except ConfigurationError:
+                return None
+        if rest is None or not keeps(messages, text.removesuffix(rest), written):
+            return None
+        return [*known, *self.encode_behind(rest, end)]
+
     def _rest(
         self, now: str, response: Response, body: Callable[..., str]
     ) -> str | None:
         """Returns what the template writes behind a response and its end."""
         # A token that a request chose as an end is none to the template.
-        end = response.end if response.end in self._special else None
+        end = response.end if response.end in self.special else None
         rest = after_text(now, response.text)
         if end is None:
             # If it is None, where the response ends in other words is not known.
             return rest
         if rest is not None:
-            return self._behind_end(rest.lstrip(), end, response, body)
+            closed = partial(body, response.message, (), prompt=False)
+            return self._behind_end(rest.lstrip(), end, closed)
+        calls = response.message.get("tool_calls", ())
+        if any("function" not in call for call in calls):
+            # Calls in TorchRL's form are left as they are.
+            return None
         reply, marks = marked(response.message)
         if not marks:
             return None
-        calls = response.message.get("tool_calls", ())
         ids = [self._form.write_id(call.get("id", "")) for call in calls]
         return after_marks(now, body(reply), marks, response, ids)
 
-    def _behind_end(
-        self, rest: str, end: str, response: Response, body: Callable[..., str]
-    ) -> str | None:
-        """Returns what is behind a response's end, which the template's stands for."""
+    def _behind_end(self, rest: str, end: str, closed: Callable[[], str]) -> str | None:
+        """Returns what is behind a response's end, which the template's stands for.
+
+        ``closed`` renders the conversation up to that response.
+        """
         if rest.startswith(end):
             return rest[len(end) :]
-        other = next((token for token in self._special if rest.startswith(token)), None)
+        other = next((token for token in self.special if rest.startswith(token)), None)
         if other is None:
             return None
         # Where a template writes no end, the token begins the next message.
-        closed = body(response.message, (), prompt=False).rstrip().endswith(other)
-        return rest[len(other) :] if closed else None
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Returns the ids of a tokenizer's special tokens."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-    return {str(t): i for i, t in added.items() if t.special} | dict(named)
+        return rest[len(other) :] if closed().rstrip().endswith(other) else None

@@ -1,0 +1,60 @@
+"""Parts of a message: what is read, what is refused, and that every door does so."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrl_sglang.chat.content import ImagePart, TextPart, parts_of, text_of
+from torchrl_sglang.chat.messages import from_openai
+from torchrl_sglang.collectors.groups.conversations import to_messages
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.dialects.anthropic import read_messages
+from torchrl_sglang.gateway.dialects.openai import read_chat
+
+TEXT = {"type": "text", "text": "Look: "}
+IMAGES = {
+    "image_url": {"type": "image_url", "image_url": {"url": "data:,"}},
+    "input_image": {"type": "input_image", "image_url": "data:,"},
+    "image": {"type": "image", "source": {"type": "url", "url": "data:,"}},
+}
+
+
+def message(*parts):
+    return {"role": "user", "content": list(parts)}
+
+
+DOORS = {
+    "chat": lambda said: from_openai([said]),
+    "OpenAI": lambda said: read_chat({"messages": [said]}).messages,
+    "Anthropic": lambda said: (
+        read_messages({"messages": [said], "max_tokens": 1}).messages
+    ),
+    "functions": lambda said: to_messages(said, "step"),
+}
+doors = pytest.mark.parametrize("door", DOORS)
+
+
+def test_parts():
+    assert parts_of("", "m") == parts_of(None, "m") == parts_of([], "m") == []
+    assert parts_of("a", "m") == [TextPart(text="a")]
+    for name, image in IMAGES.items():
+        text, found = parts_of([TEXT, image], "m")
+        assert text == TextPart(text="Look: ")
+        assert isinstance(found, ImagePart)
+        assert found.kind == name
+        assert "data:," in str(found.source)
+    assert text_of([TEXT, {"type": "refusal", "refusal": "No."}], "m") == "Look: No."
+
+
+@doors
+def test_texts_are_joined(door):
+    (found,) = DOORS[door](message(TEXT, {"type": "text", "text": "here"}))
+    assert found == {"role": "user", "content": "Look: here"}
+
+
+@doors
+@pytest.mark.parametrize("kind", [*IMAGES, "audio", None, 3])
+def test_what_is_no_text_is_refused(door, kind):
+    part = IMAGES.get(kind, {"type": kind})
+    with pytest.raises(ConfigurationError, match=f"type {kind!r}.*text only"):
+        DOORS[door](message(TEXT, part))

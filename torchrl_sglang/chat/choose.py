@@ -1,0 +1,82 @@
+"""Which chat template is a model's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl_sglang.errors import ConfigurationError
+
+
+def choose_template(
+    tokenizer: Any,
+    *,
+    template: str | None = None,
+    name: str | None = None,
+    by_model: bool = False,
+) -> str:
+    """Returns the chat template of a model.
+
+    Args:
+        tokenizer: of the model.
+        template: it is this one, if it is given.
+        name: it is this one of TorchRL's.
+        by_model: it is the one that TorchRL chooses by the model's name, so that
+            trainer and engine see the same prompt. For models whose name TorchRL does
+            not know, and without ``by_model``, it is the tokenizer's own; TorchRL would
+            fall back to ChatML.
+
+    Raises:
+        ConfigurationError: if there is none.
+    """
+    if template is not None:
+        return template
+    if name is not None or by_model:
+        chosen = _of_torchrl(tokenizer, name)
+        if chosen is not None:
+            return chosen
+    try:
+        # As a test whether there is one, too: tokenizers can have several.
+        own: str = tokenizer.get_chat_template()
+    except (AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"The tokenizer {_path(tokenizer)!r} has no chat template. Pass "
+            f"chat_template=...; or, to SGLangWrapper, the name of one of TorchRL's, "
+            f"such as chat_template_name='chatml_format', or input_mode='text'."
+        ) from error
+    return own
+
+
+def _path(tokenizer: Any) -> str:
+    return str(getattr(tokenizer, "name_or_path", ""))
+
+
+class _TemplateProbe:
+    """Passed to TorchRL as a tokenizer to record the template that it chooses."""
+
+    chat_template = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.name_or_path = _path(tokenizer)
+        self.chosen: str | None = None
+
+    def apply_chat_template(self, *, chat_template: str, **kwargs: Any) -> str:
+        self.chosen = chat_template
+        return ""
+
+
+def _of_torchrl(tokenizer: Any, name: str | None) -> str | None:
+    """Returns TorchRL's template ``name``, or its own for this model, if it has one."""
+    # They come with TensorDict, which this package does without.
+    from torchrl.data.llm import History
+    from torchrl.data.llm.history import _CHAT_TEMPLATES
+
+    if name is not None and name not in _CHAT_TEMPLATES:
+        raise ConfigurationError(
+            f"chat_template_name={name!r} must be one of TorchRL's templates: "
+            f"{', '.join(sorted(_CHAT_TEMPLATES))}."
+        )
+    probe = _TemplateProbe(tokenizer)
+    message = History(role="user", content="", batch_size=()).unsqueeze(0)
+    message.apply_chat_template(tokenizer=probe, chat_template_name=name)
+    fell_back = name is None and probe.chosen is _CHAT_TEMPLATES["chatml_format"]
+    return None if fell_back else probe.chosen

@@ -1,0 +1,89 @@
+"""Parts of a message's content: texts, and what models are to read next. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torchrl_sglang.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextPart:
+    """A text."""
+
+    text: str
+    """As the model reads it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagePart:
+    """An image, which no policy reads yet: :func:`text_of` refuses it."""
+
+    kind: str
+    """What the client calls it."""
+    source: Any
+    """Where it is, as the client says: an address, or the image itself."""
+
+
+Part: TypeAlias = TextPart | ImagePart
+
+
+TEXTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+"""Type of a part -> field with its text."""
+
+IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "source"}
+"""Type of a part -> field with its image: OpenAI's two, and Anthropic's."""
+
+
+def parts_of(content: Any, name: str) -> list[Part]:
+    """Returns the parts of a message's content, which is a text, parts or nothing.
+
+    Args:
+        content: of a message.
+        name: of the message, for errors.
+
+    Raises:
+        ConfigurationError: if it is something else, or has a part of another type.
+    """
+    if content is None or isinstance(content, str):
+        return [TextPart(text=content)] if content else []
+    if not isinstance(content, Sequence):
+        raise ConfigurationError(f"{name}.content must be a text or a list of parts.")
+    return [_part(each, name) for each in content]
+
+
+def _part(given: Any, name: str) -> Part:
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if isinstance(kind, str) and kind in TEXTS:
+        return TextPart(text=str(given.get(TEXTS[kind], "")))
+    if isinstance(kind, str) and kind in IMAGES:
+        return ImagePart(kind=kind, source=given.get(IMAGES[kind]))
+    raise _refusal(kind, name)
+
+
+def text_of(content: Any, name: str) -> str:
+    """Returns a message's content as one text; see :func:`parts_of`.
+
+    Raises:
+        ConfigurationError: if it has a part that is no text.
+    """
+    texts = []
+    for part in parts_of(content, name):
+        if not isinstance(part, TextPart):
+            raise _refusal(part.kind, name)
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def _refusal(kind: Any, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} has a part of type {kind!r}; the policy takes text only, no images, "
+        f"audio or files."
+    )
