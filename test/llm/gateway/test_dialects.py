@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import requests
@@ -13,6 +14,7 @@ from torchrl_sglang.gateway.dialects.base import Dialect, Endpoint, Writer
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.request import Request
+from torchrl_sglang.testing.dialect_contract import DialectContract
 
 
 def read(body):
@@ -49,6 +51,99 @@ class Plain(Dialect):
 
     def error(self, failure):
         return {"wrong": failure.message, "status": failure.status}
+
+
+class _UsesEngine:
+    @pytest.fixture(autouse=True)
+    def _use(self, engine):
+        self.new_gateway = partial(Gateway, engine, dialects=[*DIALECTS, Plain()])
+
+    def gateway(self):
+        return self.new_gateway()
+
+
+class TestPlain(_UsesEngine, DialectContract):
+    path = "/v1/plain"
+
+    def body(self, text, *, stream):
+        return {"say": text, "live": stream}
+
+    def headers(self, key):
+        return {"x-plain-key": key}
+
+    def said(self, answer):
+        return answer["said"][0]
+
+    def joined(self, events):
+        return self.said(json.loads(events.removeprefix("data: ")))
+
+
+class TestOpenAI(_UsesEngine, DialectContract):
+    path = "/v1/chat/completions"
+
+    def body(self, text, *, stream):
+        messages = [{"role": "user", "content": text}]
+        return {"model": "m", "messages": messages, "max_tokens": 4, "stream": stream}
+
+    def headers(self, key):
+        return {"Authorization": f"Bearer {key}"}
+
+    def said(self, answer):
+        return answer["choices"][0]["message"]["content"]
+
+    def joined(self, events):
+        lines = [line.removeprefix("data: ") for line in events.split("\n") if line]
+        chunks = [json.loads(line) for line in lines if line != "[DONE]"]
+        deltas = [each["delta"] for chunk in chunks for each in chunk["choices"]]
+        return "".join(delta.get("content") or "" for delta in deltas)
+
+
+class TestAnthropic(TestOpenAI):
+    path = "/v1/messages"
+
+    def headers(self, key):
+        return {"x-api-key": key}
+
+    def said(self, answer):
+        return "".join(block["text"] for block in answer["content"])
+
+    def joined(self, events):
+        lines = [line for line in events.split("\n") if line.startswith("data: ")]
+        found = [json.loads(line.removeprefix("data: ")) for line in lines]
+        return "".join(each.get("delta", {}).get("text", "") for each in found)
+
+
+class _CarelessWriter(PlainWriter):
+    def answer(self, turns, usage):
+        return {"said": ["something else"]}
+
+
+class _Careless(Plain):
+    """Answers something else than the policy, and refuses nothing."""
+
+    endpoints = (
+        Endpoint(
+            path="/v1/plain",
+            read=lambda body: read({"say": "Hi", "live": "live" in str(body)}),
+            write=_CarelessWriter,
+        ),
+    )
+
+    def key(self, headers):
+        return "the same for all"
+
+
+class TestThatFails(TestPlain):
+    """The contract finds a dialect that does not keep it."""
+
+    def gateway(self):
+        return self.new_gateway(dialects=[_Careless()], api_key="the same for all")
+
+    @pytest.fixture(autouse=True)
+    def _fails(self, request):
+        request.applymarker(
+            pytest.mark.xfail(raises=AssertionError, strict=True, reason="on purpose")
+        )
 
 
 @pytest.fixture

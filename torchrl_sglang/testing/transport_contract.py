@@ -1,0 +1,118 @@
+"""The contract of a transport of weights, as tests: who writes one proves it so."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from torchrl_sglang.backends import session
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.errors import WeightTransferError
+from torchrl_sglang.types import SyncReport
+from torchrl_sglang.weight_update.transports.base import WeightTransport
+from torchrl_sglang.weight_update.weights import Weights
+
+
+class TransportContract(abc.ABC):
+    """Tests of a transport, for a subclass whose name pytest takes for tests.
+
+    Examples:
+        >>> class TestMine(TransportContract):
+        ...     def make(self):
+        ...         return MyTransport(engine)
+        ...
+        ...     def weights(self, seed):
+        ...         return open_weights(model(seed), engine.get_model_metadata())
+        ...
+        ...     def error(self, seed):
+        ...         return distance(engine, model(seed))
+    """
+
+    tolerance = 1e-4
+    """Greatest error of servers that hold what was sent, for float32."""
+
+    @abc.abstractmethod
+    def make(self) -> WeightTransport:
+        """Returns a transport to an engine's servers that is not connected."""
+
+    @abc.abstractmethod
+    def weights(self, seed: int) -> Weights:
+        """Returns weights that differ for each seed."""
+
+    @abc.abstractmethod
+    def error(self, seed: int) -> float:
+        """Returns how far the servers' answers are from these weights' own.
+
+        For instance the greatest difference of log-probs from Hugging Face's model.
+        """
+
+    def test_weights_arrive_and_the_next_ones_replace_them(self) -> None:
+        """A report says what was sent."""
+        transport = self.make()
+        try:
+            for seed in (1, 2):
+                weights = self.weights(seed)
+                report = update(transport, weights)
+                assert transport.connected
+                assert self.error(seed) < self.tolerance
+                assert report.transport == transport.name
+                assert report.num_tensors == len(weights.specs)
+                assert report.num_bytes == weights.num_bytes
+                assert report.num_buckets >= 1
+                assert report.version in versions(transport._engine)
+        finally:
+            transport.close()
+
+    def test_a_source_that_fails_raises_and_the_next_update_heals(self) -> None:
+        """Its error is told, and no server generates with half of the weights."""
+        transport = self.make()
+        weights = self.weights(3)
+
+        def read() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from list(weights.read())[:3]
+            raise OSError("the source is gone")
+
+        try:
+            broken = dataclasses.replace(weights, read=read)
+            assert "the source is gone" in failure(transport, broken)
+            update(transport, weights)
+            assert self.error(3) < self.tolerance
+        finally:
+            transport.close()
+
+    def test_closing_twice_and_connecting_again(self) -> None:
+        """Both can be called at any time."""
+        transport = self.make()
+        transport.connect()
+        assert transport.connected
+        transport.close()
+        transport.close()
+        update(transport, self.weights(4))
+        assert self.error(4) < self.tolerance
+        transport.close()
+
+
+def update(transport: WeightTransport, weights: Weights) -> SyncReport:
+    """Sends weights in the order of every update."""
+    engine = transport._engine
+    known = max(int(v) if v.isdigit() else 0 for v in versions(engine))
+    return session.update_weights(
+        engine, transport, weights, version=str(1 + known), pause_mode="retract"
+    )
+
+
+def failure(transport: WeightTransport, weights: Weights) -> str:
+    """Returns the text of the error that an update raises."""
+    try:
+        update(transport, weights)
+    except (WeightTransferError, OSError) as error:
+        return str(error)
+    raise AssertionError("The update must raise the error of its source.")
+
+
+def versions(engine: RLSGLangEngine) -> tuple[str, str]:
+    """Returns the version that requests get, and the newest of whole weights."""
+    return engine.weight_version, engine.newest_version
