@@ -17,6 +17,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.reconcile import AdapterDropped
 from torchrl_sglang.errors import RequestRefusedError, SGLangError
 
 UNLOAD_SECONDS = 60.0
@@ -121,7 +122,7 @@ class Retirement:
 
     def forget(self, served_as: str) -> None:
         """Records that servers do not hold an adapter any more."""
-        self._fleet.adapter_dropped(served_as)
+        self._fleet.apply(AdapterDropped(served_as=served_as))
         self.pinned.discard(served_as)
 
     async def close(self) -> None:
