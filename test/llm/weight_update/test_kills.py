@@ -29,7 +29,6 @@ from torchrl_sglang import (
     SGLangWeightSyncScheme,
     SGLangWrapper,
 )
-from torchrl_sglang.backends.fleet.reconcile import Changed
 from torchrl_sglang.errors import SGLangError, WeightSyncError, WeightSyncStateError
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
@@ -60,7 +59,7 @@ def reach(engine, url: str) -> None:
     """Lets an engine reach its server at another address."""
     fleet = engine._fleet
     there = replace(fleet.replicas[0], url=url)
-    fleet.apply(Changed(change=lambda state: state.with_replica(there)))
+    fleet.change(lambda state: state.with_replica(there))
 
 
 @pytest.fixture(scope="module")

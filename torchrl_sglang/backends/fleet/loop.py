@@ -27,26 +27,27 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.observe import ServerPoller, hangs
-from torchrl_sglang.backends.fleet.reconcile import (
+from torchrl_sglang.backends.fleet.actions import (
     Action,
     CancelStart,
     Check,
-    Ended,
     FailRequests,
-    Moved,
     Poll,
     Publish,
     Recall,
     Restart,
     Route,
-    Routed,
-    Started,
-    StartFailed,
     StartRouter,
     Stop,
     Tell,
+)
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.observe import ServerPoller, hangs
+from torchrl_sglang.backends.fleet.reconcile import (
+    Ended,
+    Moved,
+    Started,
+    StartFailed,
     Tick,
 )
 from torchrl_sglang.backends.fleet.replica import (
@@ -425,8 +426,7 @@ class Supervisor:
                     f"The router at {router.url} does not take {url}: {error}"
                 )
             else:
-                urls = frozenset({url})
-                fleet.apply(Routed(removed=urls) if removes else Routed(added=urls))
+                fleet.route({url})
 
         # First: requests go there meanwhile. A removed server finishes its own.
         await fan_out(change, sorted(route.remove), at_once=ROUTER_CALLS)

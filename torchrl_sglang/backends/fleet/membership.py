@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import RLock
 from typing import Any
 
+from torchrl_sglang.backends.fleet.actions import Action, Check
 from torchrl_sglang.backends.fleet.reconcile import (
-    Action,
     Changed,
     Ended,
     Event,
+    Learned,
     Suspected,
     UpdateBegan,
     UpdateEnded,
-    WeightsChanged,
     reconcile,
 )
 from torchrl_sglang.backends.fleet.replica import (
@@ -97,6 +97,18 @@ class Fleet:
                 self._act(actions)
         return actions
 
+    def change(self, change: Callable[[FleetState], FleetState]) -> None:
+        """Takes over what is known of the fleet and calls for nothing."""
+        self.apply(Changed(change=change))
+
+    def learn(self, asked: Replica, change: Callable[[Replica], Replica]) -> None:
+        """Takes over what is known of a server, unless it was started again since."""
+        self.apply(Learned(asked=asked, change=change))
+
+    def watch(self) -> None:
+        """Lets the loop of the engine watch the servers: a request was sent."""
+        self._act([Check(at_once=False)])
+
     def act_with(self, act: Callable[[Sequence[Action]], object]) -> None:
         """Hands actions to the loop of an engine from now on, in their order.
 
@@ -146,7 +158,7 @@ class Fleet:
         self._set(paused=paused)
 
     def _set(self, **fields: Any) -> None:
-        self.apply(Changed(change=lambda state: replace(state, **fields)))
+        self.change(lambda now: replace(now, **fields))
 
     # Requests.
 
@@ -213,7 +225,7 @@ class Fleet:
 
     def change_weights(self, change: Callable[[Weights], Weights]) -> None:
         """Replaces what is known of the weights."""
-        self.apply(WeightsChanged(change=change))
+        self.change(lambda now: replace(now, weights=change(now.weights)))
 
     @contextmanager
     def weight_update(self) -> Iterator[WeightUpdate]:
@@ -235,6 +247,10 @@ class Fleet:
             yield
         finally:
             self._set(draining=False)
+
+    def route(self, urls: Set[str]) -> None:
+        """Records that the router has taken or removed servers."""
+        self.change(lambda now: replace(now, in_router=now.in_router ^ urls))
 
     def set_router(self, router: RouterHandle, known: Sequence[str]) -> None:
         """Takes a router that was started again for these servers."""

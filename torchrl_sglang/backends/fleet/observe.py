@@ -26,16 +26,9 @@ from torchrl_sglang.backends.client.capabilities import check_same
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
+from torchrl_sglang.backends.fleet.actions import Action, Confirm, ReloadAdapters, Tell
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.reconcile import (
-    Action,
-    Answered,
-    Confirm,
-    PollBegan,
-    ReloadAdapters,
-    Silent,
-    Tell,
-)
+from torchrl_sglang.backends.fleet.reconcile import Answered, Silent
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.weights_state import Weights, version_order
 from torchrl_sglang.errors import (
@@ -170,11 +163,11 @@ class ServerPoller:
         look = _Look(lambda rank: self._poll(fleet, rank))
         ranks = [replica.rank for replica in fleet.state.to_poll]
         # Those that wait for their turn are not polled by another round.
-        fleet.apply(PollBegan(ranks=frozenset(ranks)))
+        fleet.change(lambda now: now.without_suspicion(ranks))
         await fan_out(lambda rank: self._poll(fleet, rank, look), ranks)
 
     async def _poll(self, fleet: Fleet, rank: int, look: _Look | None = None) -> None:
-        fleet.apply(PollBegan(ranks=frozenset({rank})))
+        fleet.change(lambda now: now.without_suspicion([rank]))
         event = await self.observe(fleet, fleet.replicas[rank])
         actions = fleet.apply(event)
         if isinstance(event, Answered) and Confirm(rank=rank) in actions:

@@ -13,6 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchrl_sglang.backends.fleet.actions import (
+    Action,
+    CancelStart,
+    Check,
+    Confirm,
+    FailRequests,
+    Poll,
+    Publish,
+    Recall,
+    ReloadAdapters,
+    Restart,
+    Route,
+    StartRouter,
+    Stop,
+    Tell,
+)
 from torchrl_sglang.backends.fleet.replica import (
     Location,
     Replica,
@@ -20,107 +36,6 @@ from torchrl_sglang.backends.fleet.replica import (
     ServerHandle,
 )
 from torchrl_sglang.backends.fleet.state import FleetState
-from torchrl_sglang.backends.fleet.weights_state import Weights
-
-# Actions.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Action:
-    """Something to be done outside; doing it twice does no harm."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Check(Action):
-    """Begin to watch the servers; ``at_once``, do not wait for the next check."""
-
-    at_once: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tell(Action):
-    """Log a sentence."""
-
-    text: str
-    warning: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FailRequests(Action):
-    """Fail what waits for a server at this address: nobody may close connections."""
-
-    url: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recall(Action):
-    """Take back what the router sent, if this server's machine may be gone."""
-
-    handle: ServerHandle | None
-    """``None``: a server of another owner."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Publish(Action):
-    """Tell copies of the engine where its servers run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop(Action):
-    """Stop a server that was started too late."""
-
-    handle: ServerHandle
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Poll(Action):
-    """Ask the servers that are out of rotation or suspected."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Confirm(Action):
-    """Ask the servers that serve before this one counts as current."""
-
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReloadAdapters(Action):
-    """Load the wanted adapters that a server lacks."""
-
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Restart(Action):
-    """Start a server again."""
-
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CancelStart(Action):
-    """Cancel the start of a server."""
-
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Route(Action):
-    """Remove servers from the router and add others."""
-
-    remove: frozenset[str]
-    add: frozenset[str]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartRouter(Action):
-    """Start the router again for these servers."""
-
-    urls: tuple[str, ...]
-
-
-# The function.
 
 
 def reconcile(
@@ -134,7 +49,7 @@ def reconcile(
         now: seconds on the monotonic clock.
     """
     step = Step(state, now)
-    event.apply(step)
+    event._apply(step)
     return step.state, tuple(step.actions)
 
 
@@ -249,16 +164,13 @@ class Step:
         self.move(replica, "stale" if reason else "serving", reason)
 
 
-# Events.
-
-
 class Event(ABC):
     """Something that happened."""
 
     __slots__ = ()
 
     @abstractmethod
-    def apply(self, step: Step) -> None:
+    def _apply(self, step: Step) -> None:
         """Changes the state and adds actions."""
 
 
@@ -277,8 +189,7 @@ class Answered(Event):
     confirmed: bool = False
     """Whether servers that serve have been asked since."""
 
-    def apply(self, step: Step) -> None:
-        """Takes over what the server holds, and lets it serve if that is current."""
+    def _apply(self, step: Step) -> None:
         replica = step.same_start(self.asked)
         if replica is None:
             return
@@ -303,9 +214,8 @@ class Answered(Event):
             replica = step.take_back(replica, "", replica.reason, restarted=restarted)
         elif known and self.start_id and self.start_id != known:
             replica = step.put(replica, restarted=True)
-        added = replica.held_adapters - self.asked.held_adapters
-        start_id = self.start_id or known
-        return step.put(replica, held_adapters=held | added, start_id=start_id)
+        replica = step.put(replica, start_id=self.start_id or known)
+        return step.put(replica.holding(held, since=self.asked))
 
     def _needs_confirmation(self, state: FleetState, replica: Replica) -> bool:
         """Returns whether others may hold newer weights, or unknown adapters."""
@@ -324,8 +234,7 @@ class Silent(Event):
     unreachable: bool = True
     """Whether there was no answer at all."""
 
-    def apply(self, step: Step) -> None:
-        """Takes the server out of rotation, unless it is the last one."""
+    def _apply(self, step: Step) -> None:
         replica = step.same_start(self.asked)
         # The process of a server of our own is watched.
         if replica is None or step.state.owns(replica):
@@ -359,8 +268,7 @@ class Ended(Event):
     """The server as it was found."""
     reason: str
 
-    def apply(self, step: Step) -> None:
-        """Takes the server out of rotation and fails its requests."""
+    def _apply(self, step: Step) -> None:
         replica = step.same_start(self.replica)
         if replica is not None and replica.runs:
             step.take_down(replica, self.reason, ended=True)
@@ -373,8 +281,7 @@ class RestartNoticed(Event):
     rank: int
     start_id: str
 
-    def apply(self, step: Step) -> None:
-        """Takes the server out of rotation until it has what it lacks."""
+    def _apply(self, step: Step) -> None:
         replica = step.state.replicas[self.rank]
         replica = step.put(replica, start_id=self.start_id, restarted=True)
         if replica.state == "serving":
@@ -388,8 +295,7 @@ class Moved(Event):
     urls: tuple[str, ...]
     """An address for each rank; ``""``: it has ended."""
 
-    def apply(self, step: Step) -> None:
-        """Takes over other addresses."""
+    def _apply(self, step: Step) -> None:
         for replica, url in zip(step.state.replicas, self.urls, strict=False):
             if not step.state.owns(replica) and url != replica.url:
                 self._follow(step, replica, url)
@@ -412,8 +318,7 @@ class Started(Event):
     url: str
     location: Location | None = None
 
-    def apply(self, step: Step) -> None:
-        """Takes the server, unless it came too late."""
+    def _apply(self, step: Step) -> None:
         state, replica = step.state, step.state.replicas[self.rank]
         if replica.handle is self.handle:
             return
@@ -441,8 +346,7 @@ class StartFailed(Event):
     counts: bool = True
     """Whether the server failed; ``False``: the start was cancelled, or had no room."""
 
-    def apply(self, step: Step) -> None:
-        """Counts the start."""
+    def _apply(self, step: Step) -> None:
         replica = step.state.replicas[self.rank]
         step.put(
             replica,
@@ -466,8 +370,7 @@ class Tick(Event):
     may_start_router: bool = False
     """Whether the router can be started again, and is not being started."""
 
-    def apply(self, step: Step) -> None:
-        """Calls for what is missing."""
+    def _apply(self, step: Step) -> None:
         state = step.state
         if state.closed:
             return
@@ -511,79 +414,44 @@ class Tick(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Routed(Event):
-    """The router sends requests to other servers now."""
-
-    removed: frozenset[str] = frozenset()
-    added: frozenset[str] = frozenset()
-
-    def apply(self, step: Step) -> None:
-        """Records it."""
-        step.set(in_router=step.state.in_router - self.removed | self.added)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Suspected(Event):
     """A request has failed, or a caller wants to know."""
 
     url: str | None = None
     """The server; ``None``: each one."""
 
-    def apply(self, step: Step) -> None:
-        """Lets servers be polled although they serve."""
+    def _apply(self, step: Step) -> None:
         step.suspect(self.url)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PollBegan(Event):
-    """Servers are about to be polled."""
-
-    ranks: frozenset[int]
-
-    def apply(self, step: Step) -> None:
-        """Keeps another round from polling them, too."""
-        for rank in self.ranks:
-            if (replica := step.state.replicas[rank]).suspected:
-                step.put(replica, suspected=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestSent(Event):
-    """A request was sent while no other was in flight."""
-
-    def apply(self, step: Step) -> None:
-        """Begins to watch whether it hangs."""
-        step.do(Check(at_once=False))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Changed(Event):
-    """A caller has changed fields of the fleet that call for nothing."""
+    """Something is known of the fleet that calls for nothing."""
 
     change: Callable[[FleetState], FleetState]
 
-    def apply(self, step: Step) -> None:
-        """Takes them over."""
+    def _apply(self, step: Step) -> None:
         step.state = self.change(step.state)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightsChanged(Event):
-    """A weight update, or a response, says something of the weights."""
+class Learned(Event):
+    """Something is known of one start of a server that calls for nothing."""
 
-    change: Callable[[Weights], Weights]
+    asked: Replica
+    """The server as it was asked."""
+    change: Callable[[Replica], Replica]
 
-    def apply(self, step: Step) -> None:
-        """Takes it over."""
-        step.set(weights=self.change(step.state.weights))
+    def _apply(self, step: Step) -> None:
+        if (replica := step.same_start(self.asked)) is not None:
+            step.put(self.change(replica))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateBegan(Event):
     """A weight update has begun."""
 
-    def apply(self, step: Step) -> None:
-        """Fixes the servers that take part."""
+    def _apply(self, step: Step) -> None:
         step.set(updating=tuple((each.url, each.handle) for each in step.state.running))
 
 
@@ -594,8 +462,7 @@ class UpdateEnded(Event):
     version: str | None
     """Version that it committed; ``None``: it failed."""
 
-    def apply(self, step: Step) -> None:
-        """Gives the version to the servers that took part."""
+    def _apply(self, step: Step) -> None:
         if step.state.updating is None:
             return
         updated = dict(step.state.updating)
@@ -618,8 +485,7 @@ class FellAsleep(Event):
 
     tags: frozenset[str]
 
-    def apply(self, step: Step) -> None:
-        """Refuses requests and new servers from now on."""
+    def _apply(self, step: Step) -> None:
         step.set(asleep=step.state.asleep | self.tags)
         step.do(Check())
 
@@ -630,73 +496,10 @@ class WokeUp(Event):
 
     tags: frozenset[str]
 
-    def apply(self, step: Step) -> None:
-        """Takes requests again for memory that no running server has released."""
+    def _apply(self, step: Step) -> None:
         still = frozenset[str]().union(*(each.released for each in step.state.running))
         step.set(asleep=step.state.asleep - (self.tags - still))
         step.do(Check())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryReleased(Event):
-    """A server has released memory, or resumed it."""
-
-    asked: Replica
-    """The server as it was asked."""
-    tags: frozenset[str]
-    """All that it has released now."""
-
-    def apply(self, step: Step) -> None:
-        """Records it, unless the server was started again."""
-        replica = step.same_start(self.asked)
-        if replica is not None:
-            step.put(replica, released=self.tags)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdaptersReported(Event):
-    """A server reports the LoRA adapters that it holds."""
-
-    asked: Replica
-    """The server as it was asked."""
-    held: frozenset[str]
-
-    def apply(self, step: Step) -> None:
-        """Records them, beside those that it was sent since it was asked."""
-        replica = step.same_start(self.asked)
-        if replica is not None:
-            added = replica.held_adapters - self.asked.held_adapters
-            step.put(replica, held_adapters=self.held | added)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterLoaded(Event):
-    """A server has loaded an adapter."""
-
-    sent_to: Replica
-    """The server as it was sent the adapter."""
-    served_as: str
-
-    def apply(self, step: Step) -> None:
-        """Records it, unless the server was started again."""
-        replica = step.same_start(self.sent_to)
-        if replica is not None:
-            held = replica.held_adapters | {self.served_as}
-            step.put(replica, held_adapters=held)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterDropped(Event):
-    """Servers drop an adapter."""
-
-    served_as: str
-
-    def apply(self, step: Step) -> None:
-        """Records it."""
-        for replica in step.state.replicas:
-            held = replica.held_adapters
-            if self.served_as in held:
-                step.put(replica, held_adapters=held - {self.served_as})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -709,8 +512,7 @@ class AdaptersWanted(Event):
     new ones, but for those that are given them before they serve; else nothing changes.
     """
 
-    def apply(self, step: Step) -> None:
-        """Wants them, if servers hold them."""
+    def _apply(self, step: Step) -> None:
         added = self.names - step.state.wanted_adapters
         others = (each for each in step.state.running if not each.restarted)
         if self.found or all(added <= each.held_adapters for each in others):

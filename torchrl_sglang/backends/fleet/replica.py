@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -138,6 +138,15 @@ class Replica:
     def unreachable(self) -> bool:
         """Whether it gets requests although it answers nothing: no other serves."""
         return self.state == "serving" and self.away_since is not None
+
+    def holding(self, adapters: Set[str], *, since: Replica) -> Replica:
+        """Returns it as it reports its adapters, beside those loaded since then."""
+        added = self.held_adapters - since.held_adapters
+        return replace(self, held_adapters=added | adapters)
+
+    def with_adapter(self, served_as: str) -> Replica:
+        """Returns it as it has loaded one more adapter."""
+        return replace(self, held_adapters=self.held_adapters | {served_as})
 
     def without_handle(self) -> Replica:
         """Returns a copy for another process, which owns no server."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from torchrl_sglang.backends.client.capabilities import sleep_obstacles
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.reconcile import FellAsleep, MemoryReleased, WokeUp
+from torchrl_sglang.backends.fleet.reconcile import FellAsleep, WokeUp
 from torchrl_sglang.backends.fleet.replica import format_tags
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -206,8 +207,8 @@ class SleepControl:
                     return error
                 # It has the call, and serves it before any later one.
                 failure = error
-            released = MemoryReleased(asked=replica, tags=replica.released ^ missing)
-            self._fleet.apply(released)
+            released = replica.released ^ missing
+            self._fleet.learn(replica, lambda now: replace(now, released=released))
             return failure
 
         outcomes = await fan_out(one, ranks)

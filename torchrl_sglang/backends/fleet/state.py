@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -49,6 +49,23 @@ class FleetState:
         """Returns the state with another value for one server."""
         before, after = self.replicas[: replica.rank], self.replicas[replica.rank + 1 :]
         return replace(self, replicas=(*before, replica, *after))
+
+    def without_suspicion(self, ranks: Iterable[int]) -> FleetState:
+        """Returns the state when servers begin to be polled."""
+        state = self
+        for rank in ranks:
+            if (replica := state.replicas[rank]).suspected:
+                state = state.with_replica(replace(replica, suspected=False))
+        return state
+
+    def without_adapter(self, served_as: str) -> FleetState:
+        """Returns the state when servers begin to drop a LoRA adapter."""
+        state, dropped = self, frozenset({served_as})
+        for replica in self.replicas:
+            if served_as in replica.held_adapters:
+                left = replica.held_adapters - dropped
+                state = state.with_replica(replace(replica, held_adapters=left))
+        return state
 
     # Servers.
 

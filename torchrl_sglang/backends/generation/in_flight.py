@@ -25,7 +25,6 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.reconcile import RequestSent
 from torchrl_sglang.backends.fleet.weights_state import Weights
 from torchrl_sglang.errors import RequestRefusedError, ServerTimeoutError, SGLangError
 
@@ -207,7 +206,7 @@ class InFlight:
         ticket.sent_as, ticket.sent_to = os.urandom(16).hex(), url
         self._counters.in_flight += 1
         if self._counters.in_flight == 1:
-            self._fleet.apply(RequestSent())
+            self._fleet.watch()
         try:
             yield
         except RequestRefusedError:

@@ -21,6 +21,7 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -30,8 +31,6 @@ from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import (
-    AdapterLoaded,
-    AdaptersReported,
     AdaptersWanted,
     RestartNoticed,
 )
@@ -303,10 +302,10 @@ class AdapterRegistry:
         found: dict[int, frozenset[str]] = {}
 
         async def ask(replica: Replica) -> None:
-            for held in await _answer(self._control.adapters(urls=[replica.url]), []):
-                found[replica.rank] = frozenset(held)
-                report = AdaptersReported(asked=replica, held=found[replica.rank])
-                self._fleet.apply(report)
+            for each in await _answer(self._control.adapters(urls=[replica.url]), []):
+                held = found[replica.rank] = frozenset(each)
+                change = partial(Replica.holding, adapters=held, since=replica)
+                self._fleet.learn(replica, change)
 
         await fan_out(ask, replicas)
         return found
@@ -568,6 +567,7 @@ class AdapterRegistry:
                 f"requests use what they used before."
             )
         sent = {replica.url: replica for replica in replicas}
+        served_as = adapter.served_as
         outcomes = await self._control.load_lora_adapter(
             adapter.served_as,
             content.path,
@@ -579,9 +579,9 @@ class AdapterRegistry:
         )
         fleet.notice_deaths()
         for url, error in outcomes.items():
-            served_as, now = adapter.served_as, fleet.replicas[sent[url].rank]
+            now = fleet.replicas[sent[url].rank]
             if error is None:
-                fleet.apply(AdapterLoaded(sent_to=sent[url], served_as=served_as))
+                fleet.learn(sent[url], lambda now: now.with_adapter(served_as))
             elif now.url == url and now.handle is sent[url].handle and now.runs:
                 raise self._translate(adapter, error) from error
 

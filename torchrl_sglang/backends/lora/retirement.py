@@ -17,7 +17,6 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.reconcile import AdapterDropped
 from torchrl_sglang.errors import RequestRefusedError, SGLangError
 
 UNLOAD_SECONDS = 60.0
@@ -122,7 +121,7 @@ class Retirement:
 
     def forget(self, served_as: str) -> None:
         """Records that servers do not hold an adapter any more."""
-        self._fleet.apply(AdapterDropped(served_as=served_as))
+        self._fleet.change(lambda now: now.without_adapter(served_as))
         self.pinned.discard(served_as)
 
     async def close(self) -> None:

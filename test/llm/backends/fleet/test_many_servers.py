@@ -17,7 +17,6 @@ from helpers.fake_server import FakeServer
 from helpers.forked_starts import trainer_python
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.fleet.reconcile import Changed
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
@@ -342,7 +341,7 @@ next(answers)
 def test_nobody_is_healthy_where_nobody_runs(engine, three):
     replicas = engine._fleet.replicas
     lost = tuple(replace(each, state="lost") for each in replicas)
-    engine._fleet.apply(Changed(change=lambda state: replace(state, replicas=lost)))
+    engine._fleet.change(lambda state: replace(state, replicas=lost))
     assert not engine.health()
     with pytest.raises(ServerUnavailableError, match="No server of the engine runs"):
         engine.flush_cache()

@@ -5,23 +5,19 @@ from __future__ import annotations
 import pickle
 import socket
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from torchrl_sglang.backends.fleet.actions import Check, Route, Stop
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import (
-    AdaptersReported,
     AdaptersWanted,
     Answered,
-    Check,
     RestartNoticed,
-    Route,
-    Routed,
     Silent,
     Started,
-    Stop,
     Tick,
 )
 from torchrl_sglang.backends.fleet.replica import RemoteRouter, Replica
@@ -77,7 +73,7 @@ def reports(fleet, rank: int, version: str, **fields) -> None:
 
 def holds(fleet, rank: int, *adapters: str) -> None:
     asked, held = fleet.replicas[rank], frozenset(adapters)
-    fleet.apply(AdaptersReported(asked=asked, held=held))
+    fleet.learn(asked, lambda now: replace(now, held_adapters=held))
 
 
 def states(fleet) -> list[str]:
@@ -211,11 +207,11 @@ def test_the_router_knows_who_serves():
     # Until the router has taken it.
     for _ in range(2):
         assert Route(remove=first, add=frozenset()) in fleet.apply(tick)
-    fleet.apply(Routed(removed=first))
+    fleet.route(first)
     joined(fleet, 0)
     reports(fleet, 0, "default")
     assert fleet.apply(tick) == (Route(remove=frozenset(), add=first),)
-    fleet.apply(Routed(added=first))
+    fleet.route(first)
     assert fleet.apply(tick) == ()
 
 

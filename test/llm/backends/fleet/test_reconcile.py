@@ -10,37 +10,33 @@ from typing import Any
 
 import pytest
 
-from torchrl_sglang.backends.fleet.reconcile import (
-    AdapterDropped,
-    AdapterLoaded,
-    AdaptersReported,
-    AdaptersWanted,
-    Answered,
+from torchrl_sglang.backends.fleet.actions import (
     CancelStart,
     Confirm,
+    FailRequests,
+    ReloadAdapters,
+    Restart,
+    Route,
+    Stop,
+    Tell,
+)
+from torchrl_sglang.backends.fleet.reconcile import (
+    AdaptersWanted,
+    Answered,
+    Changed,
     Ended,
     Event,
-    FailRequests,
     FellAsleep,
-    MemoryReleased,
+    Learned,
     Moved,
-    PollBegan,
-    ReloadAdapters,
-    RequestSent,
-    Restart,
     RestartNoticed,
-    Route,
-    Routed,
     Silent,
     Started,
     StartFailed,
-    Stop,
     Suspected,
-    Tell,
     Tick,
     UpdateBegan,
     UpdateEnded,
-    WeightsChanged,
     WokeUp,
     reconcile,
 )
@@ -51,11 +47,11 @@ from torchrl_sglang.backends.fleet.weights_state import Weights, version_order
 SERVERS = 3
 HISTORIES = 600
 EVENTS = 80
-MAX_RESTARTS = 5
+MAX_RESTARTS = 2
 MEMORY = frozenset({"weights", "kv_cache"})
 
-TWICE_IS_TWO = (StartFailed, WeightsChanged)
-"""Events that count. Every other one may be told twice."""
+TWICE_IS_TWO = StartFailed
+"""The event that counts. Every other one may be told twice."""
 
 
 @dataclass(eq=False)
@@ -67,6 +63,8 @@ class Server:
     version: str = "default"
     adapters: set[str] = field(default_factory=set)
     alive: bool = True
+    reached: bool = True
+    """Whether there is a connection."""
 
 
 @dataclass(eq=False)
@@ -176,7 +174,7 @@ class World:
             "route",
         ]
         if not self.owned:
-            names += ["restart", "update_of_another", "tell_where"]
+            names += ["restart", "update_of_another", "tell_where", "disconnect"]
         getattr(self, self.random.choice(names))()
 
     def pick(self) -> int:
@@ -204,7 +202,10 @@ class World:
         for replica in self.state.replicas:
             if replica.state == "lost" and replica.rank not in lost:
                 assert any("given up" in a.text for a in actions if isinstance(a, Tell))
-            if self.owned and replica.state == "down" and not self.state.asleep:
+            assert replica.restarts <= MAX_RESTARTS
+            if self.state.asleep:
+                assert not again
+            elif self.owned and replica.state == "down":
                 assert (replica.rank in again) != (replica.rank in self.starting)
             if not self.owned and replica.state in ("down", "stale"):
                 assert replica in self.state.to_poll
@@ -235,10 +236,15 @@ class World:
         assert taken != bool(self.state.asleep)
         if taken:
             self.servers[rank] = server
+            # What the earlier start has answered may come now.
+            late = [each for each in self.late if each.asked.rank == rank]
+            for event in late[:1]:
+                self.late.remove(event)
+                self.take(event)
 
     def answer(self, rank: int) -> Event:
         asked, server = self.state.replicas[rank], self.servers[rank]
-        if not server.alive or asked.url != server.url:
+        if not (server.alive and server.reached) or asked.url != server.url:
             return Silent(asked=asked, reason="It does not answer.")
         return Answered(
             asked=asked,
@@ -252,7 +258,7 @@ class World:
         rank = self.pick()
         if self.state.replicas[rank] not in self.state.to_poll:
             return
-        self.apply(PollBegan(ranks=frozenset({rank})))
+        self.apply(Changed(change=lambda state: state.without_suspicion([rank])))
         event = self.answer(rank)
         if self.owned and self.random.random() < 0.5:
             self.late.append(event)
@@ -264,33 +270,38 @@ class World:
             self.take(self.late.pop(self.random.randrange(len(self.late))))
 
     def take(self, event: Event) -> None:
+        before = self.state
         actions = self.apply(event)
         if not isinstance(event, Answered):
             return
         rank = event.asked.rank
         if Confirm(rank=rank) in actions:
-            serving = [r.rank for r in self.state.replicas if r.state == "serving"]
-            for other in serving:
-                self.apply(self.answer(other))
+            for other in self.state.replicas:
+                if other.state == "serving":
+                    self.apply(self.answer(other.rank))
             actions = self.apply(replace(event, confirmed=True))
-            if self.state.replicas[rank].state == "serving":
-                self.check_return(rank, serving)
+        again = before.replicas[rank].state != "serving"
+        if again and self.state.replicas[rank].state == "serving":
+            self.check_return(rank)
         if ReloadAdapters(rank=rank) in actions:
             for name in sorted(self.state.wanted_adapters):
                 self.send(rank, name)
 
-    def check_return(self, rank: int, serving: list[int]) -> None:
+    def check_return(self, rank: int) -> None:
         """A server that serves again has what all have."""
         server = self.servers[rank]
         assert self.state.wanted_adapters <= server.adapters
-        newest = [_newest(self.servers[r]) for r in serving if self.servers[r].alive]
-        assert _newest(server) >= max(newest, default=-1)
+        for other in self.state.replicas:
+            there = self.servers[other.rank]
+            if other.state == "serving" and there.alive and there.reached:
+                assert _newest(server) >= _newest(there)
 
     def send(self, rank: int, name: str) -> None:
         sent_to, server = self.state.replicas[rank], self.servers[rank]
-        if server.alive and sent_to.url == server.url:
+        if server.alive and server.reached and sent_to.url == server.url:
             server.adapters.add(name)
-            self.apply(AdapterLoaded(sent_to=sent_to, served_as=name))
+            loaded = Learned(asked=sent_to, change=lambda now: now.with_adapter(name))
+            self.apply(loaded)
 
     def update(self) -> None:
         """Sends weights to the servers that run; some end meanwhile, or are new."""
@@ -303,7 +314,9 @@ class World:
         part = [each for each in self.servers if each.url in self.state.urls]
         for each in meanwhile:
             each()
-        if any(not each.alive or each not in self.servers for each in part):
+        some_ended = any(not each.alive or each not in self.servers for each in part)
+        cut_off = not all(each.reached for each in part)
+        if cut_off or (some_ended and self.random.random() < 0.5):
             # The servers hold what they held.
             self.apply(UpdateEnded(version=None))
             return
@@ -311,7 +324,7 @@ class World:
         version = str(self.number)
         for server in part:
             server.version = version
-        self.apply(WeightsChanged(change=committed(version)))
+        self.apply(Changed(change=committed(version)))
         self.apply(UpdateEnded(version=version))
 
     def load(self) -> None:
@@ -320,7 +333,7 @@ class World:
         if wanted and self.random.random() < 0.4:
             name = self.random.choice(sorted(wanted))
             self.apply(AdaptersWanted(names=wanted - {name}))
-            self.apply(AdapterDropped(served_as=name))
+            self.apply(Changed(change=lambda state: state.without_adapter(name)))
             for server in self.servers:
                 server.adapters.discard(name)
             return
@@ -336,24 +349,27 @@ class World:
     def sleep(self) -> None:
         if self.state.asleep:
             for replica in self.state.running:
-                self.apply(MemoryReleased(asked=replica, tags=frozenset()))
+                self.release(replica, frozenset())
             self.apply(WokeUp(tags=MEMORY))
             assert not self.state.asleep
         elif self.random.random() < 0.3:
             self.apply(FellAsleep(tags=MEMORY))
             for replica in self.state.running:
-                self.apply(MemoryReleased(asked=replica, tags=MEMORY))
+                self.release(replica, MEMORY)
+
+    def release(self, replica: Replica, tags: frozenset[str]) -> None:
+        self.apply(Learned(asked=replica, change=lambda r: replace(r, released=tags)))
 
     def suspect(self) -> None:
         replica = self.state.replicas[self.pick()]
         self.apply(Suspected(url=self.random.choice([None, replica.url])))
-        self.apply(RequestSent())
 
     def route(self) -> None:
         for action in self.apply(Tick(router=True, max_restarts=MAX_RESTARTS)):
             if isinstance(action, Route):
-                self.apply(Routed(removed=action.remove, added=action.add))
-                assert self.state.in_router == {*self.state.serving}
+                known = (self.state.in_router - action.remove) | action.add
+                assert known == {*self.state.serving}
+                self.apply(Changed(change=lambda s, k=known: replace(s, in_router=k)))
             elif isinstance(action, Restart) and action.rank not in self.starting:
                 self.starting[action.rank] = self.start(action.rank)
 
@@ -368,10 +384,14 @@ class World:
         self.servers[rank] = replace(self.start(rank), url=url)
         if self.random.random() < 0.3:
             server = self.servers[rank]
-            self.apply(
-                AdaptersReported(asked=self.state.replicas[rank], held=frozenset())
-            )
+            asked = self.state.replicas[rank]
+            empty = Learned(asked=asked, change=lambda r: r.holding(set(), since=asked))
+            self.apply(empty)
             self.apply(RestartNoticed(rank=rank, start_id=server.start_id))
+
+    def disconnect(self) -> None:
+        server = self.servers[self.pick()]
+        server.reached = not server.reached
 
     def update_of_another(self) -> None:
         self.number += 1
@@ -411,6 +431,7 @@ class World:
     def revive(self) -> None:
         self.tell()
         for rank, server in enumerate(self.servers):
+            server.reached = True
             if not server.alive:
                 self.servers[rank] = replace(self.start(rank), url=server.url)
         self.tell()
@@ -426,9 +447,10 @@ class World:
             self.take(self.answer(replica.rank))
 
 
-def committed(version: str) -> Callable[[Weights], Weights]:
-    return lambda weights: weights.commit(
-        version, checkpoint=False, in_place=True, flushed=True
+def committed(version: str) -> Callable[[FleetState], FleetState]:
+    options = {"checkpoint": False, "in_place": True, "flushed": True}
+    return lambda state: replace(
+        state, weights=state.weights.commit(version, **options)
     )
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from torchrl_sglang.backends.fleet import loop as loops
+from torchrl_sglang.backends.fleet.actions import Stop
 from torchrl_sglang.backends.fleet.loop import Supervisor
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.reconcile import FellAsleep, Started, Stop, WokeUp
+from torchrl_sglang.backends.fleet.reconcile import FellAsleep, Started, WokeUp
 from torchrl_sglang.backends.fleet.replica import NotStartedError, Replica
 from torchrl_sglang.errors import ServerStartError
 

@@ -25,13 +25,13 @@ from helpers.memory_saver import write_saver_python
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.client.capabilities import sleep_obstacles
+from torchrl_sglang.backends.fleet.actions import Stop
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import (
     Answered,
     Ended,
     FellAsleep,
     Started,
-    Stop,
     WokeUp,
 )
 from torchrl_sglang.backends.fleet.replica import Replica
