@@ -14,6 +14,7 @@ from torchrl_sglang.backends.fleet.actions import (
     CancelStart,
     Confirm,
     FailRequests,
+    Poll,
     ReloadAdapters,
     Restart,
     Route,
@@ -196,7 +197,11 @@ class World:
             max_restarts=MAX_RESTARTS, starting=frozenset(self.starting), router=True
         )
         lost = {each.rank for each in self.state.replicas if each.state == "lost"}
+        polls = self.state.generates and self.state.to_poll
         actions = self.apply(tick)
+        assert (Poll() in actions) == bool(polls)
+        differs = self.state.in_router != frozenset(self.state.serving)
+        assert any(isinstance(action, Route) for action in actions) == differs
         again = {a.rank for a in actions if isinstance(a, Restart)}
         assert again.isdisjoint(self.starting)
         for replica in self.state.replicas:
@@ -272,9 +277,16 @@ class World:
     def take(self, event: Event) -> None:
         before = self.state
         actions = self.apply(event)
-        if not isinstance(event, Answered):
-            return
         rank = event.asked.rank
+        if not isinstance(event, Answered):
+            last = before.serving == (event.asked.url,)
+            same = before.replicas[rank].url == event.asked.url
+            if same and not (self.owned or last):
+                assert self.state.replicas[rank].state == "down"
+            return
+        if self.state.updating is not None and self.state.replicas[rank].runs:
+            # It is asked again after the update.
+            assert self.state.replicas[rank] in self.state.to_poll
         if Confirm(rank=rank) in actions:
             for other in self.state.replicas:
                 if other.state == "serving":
@@ -307,7 +319,9 @@ class World:
         """Sends weights to the servers that run; some end meanwhile, or are new."""
         if "weights" not in self.state.asleep:
             happens = [self.die, self.tick, self.end_start, self.arrive, self.ask]
-            self.send_weights(self.random.choices(happens, k=self.random.randrange(4)))
+            some = self.random.choices(happens, k=self.random.randrange(4))
+            again = [self.die, self.tick, self.end_start, self.end_start]
+            self.send_weights(self.random.choice([some, again]))
 
     def send_weights(self, meanwhile: Sequence[Callable[[], None]] = ()) -> None:
         self.apply(UpdateBegan())
