@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
     from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
     from torchrl_sglang.collectors.ray_collector import RayAsyncLLMCollector
+    from torchrl_sglang.collectors.shared_collector import SharedCollector
     from torchrl_sglang.collectors.timeouts import CollectorTimeouts
     from torchrl_sglang.collectors.weight_sync import attach_weight_sync
     from torchrl_sglang.gateway.gateway import Gateway
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.objectives.transform import OffPolicyCorrection
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+    from torchrl_sglang.requests.token_columns import TokenColumn
     from torchrl_sglang.weight_update.scheme import (
         SGLangWeightReceiver,
         SGLangWeightSyncScheme,
@@ -51,6 +53,8 @@ _HOME = {
     "SGLangWeightSender": "weight_update.sender",
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
+    "SharedCollector": "collectors.shared_collector",
+    "TokenColumn": "requests.token_columns",
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
     "make_sglang_server": "backends.launch.local",
@@ -75,6 +79,8 @@ __all__ = [
     "SGLangWeightSender",
     "SGLangWeightSyncScheme",
     "SGLangWrapper",
+    "SharedCollector",
+    "TokenColumn",
     "__version__",
     "attach_weight_sync",
     "get_model_metadata",

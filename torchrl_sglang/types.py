@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "ServerStats",
     "SyncReport",
     "TensorPart",
+    "TokenLayout",
+    "TokenValues",
     "VersionSpan",
 ]
 
@@ -84,6 +87,91 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLayout:
+    """The form of a quantity that each token has."""
+
+    name: str
+    """Name of the quantity."""
+    dtype: str
+    """NumPy's name of its type."""
+    shape: tuple[int, ...] | None = ()
+    """Shape of one token's value; ``None``: a list, of another length for each."""
+    unknown: float = -1
+    """Fills the value of a token that has none, such as one of a prompt. Of lists, the
+    list of such a token is empty."""
+    padding: float = -1
+    """Fills what is no token."""
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether tokens have lists."""
+        return self.shape is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenValues:
+    """A quantity of some tokens, in order, which knows its own form.
+
+    Examples:
+        >>> values = TokenValues(
+        ...     layout=TokenLayout(name="allowed", dtype="int32", shape=None),
+        ...     values=np.array([5, 6, 7], dtype="int32"),
+        ...     counts=np.array([2, 1]),
+        ... )
+        >>> len(values), values.tolist(), values[1:].tolist()
+        (2, [[5, 6], [7]], [[7]])
+    """
+
+    layout: TokenLayout
+    """Its form."""
+    values: np.ndarray[Any, Any]
+    """Of shape ``(tokens, *layout.shape)``; of lists, all of them one after the other.
+    """
+    counts: np.ndarray[Any, Any] | None = None
+    """int64 ``(tokens,)``: lengths of lists; ``None`` if there are none."""
+
+    def __len__(self) -> int:
+        return len(self.values if self.counts is None else self.counts)
+
+    def __getitem__(self, part: slice) -> TokenValues:
+        if self.counts is None:
+            return TokenValues(layout=self.layout, values=self.values[part])
+        ends = np.concatenate([[0], np.cumsum(self.counts)])
+        start, stop, _ = part.indices(len(self.counts))
+        return TokenValues(
+            layout=self.layout,
+            values=self.values[ends[start] : ends[max(start, stop)]],
+            counts=self.counts[part],
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, TokenValues)
+            and self.layout == other.layout
+            and len(self) == len(other)
+            and np.array_equal(self.values, other.values, equal_nan=self._has_nan)
+            and (
+                self.counts is None
+                or other.counts is None
+                or np.array_equal(self.counts, other.counts)
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # Arrays have none either.
+
+    @property
+    def _has_nan(self) -> bool:
+        return np.dtype(self.layout.dtype).kind == "f"
+
+    def tolist(self) -> list[Any]:
+        """Returns one value, or one list, for each token."""
+        if self.counts is None or not len(self):
+            return list(self.values.tolist())
+        ends = np.cumsum(self.counts)[:-1]
+        return [each.tolist() for each in np.split(self.values, ends)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One finished response, in tokens."""
 
@@ -101,6 +189,10 @@ class Completion:
     prompt_log_probs: list[float] | None = None
     """Log-probability of each prompt token given those before it; NaN for the first
     one. ``None`` if not asked for."""
+    columns: Mapping[str, TokenValues] = field(default_factory=dict)
+    """Further quantities of each response token: those that ``token_columns`` named."""
+    prompt_columns: Mapping[str, TokenValues] = field(default_factory=dict)
+    """The same of each prompt token, of quantities that these have, too."""
     finish_reason: FinishReason
     """Why generation ended."""
     matched_stop: int | str | None = None

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers import log_probs
-from torchrl_sglang import AsyncSGLang
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.cli.bench.models import server_arguments
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 
@@ -34,6 +34,19 @@ MODEL: dict[str, Any] = {
 }
 """Shape of the served model. SGLang's CUDA kernels need half precision."""
 
+LARGE_MODEL: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_layers": 4,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "initializer_range": 0.02,
+    "dtype": torch.bfloat16,
+}
+"""Weights of about half a GB: enough to be seen beside a CUDA context."""
+
+LARGE_CACHE_TOKENS = 1_300_000
+"""Tokens in the cache of the server of that model: 20 GB."""
+
 TOLERANCE = 0.05
 """Greatest difference of log-probs, for bfloat16's rounding; two models of these shapes
 differ by about 1."""
@@ -50,8 +63,15 @@ def new_model(
 
 
 def start(path: Any, **arguments: Any) -> AsyncSGLang:
-    """Starts a server on a GPU."""
-    settings = {"gpu_memory_utilization": 0.2, "start_timeout": 300, **arguments}
+    """Starts a server on a GPU, beside others, each of which takes a little of it."""
+    settings = {
+        # SGLang asks for free memory beyond this share. The tokens bound its cache:
+        # servers that start at once do not see what the others are about to take.
+        "gpu_memory_utilization": 0.85,
+        "max_total_tokens": 65_536,
+        "start_timeout": 300,
+        **arguments,
+    }
     return AsyncSGLang.from_pretrained(
         path,
         device="cuda",
@@ -60,3 +80,11 @@ def start(path: Any, **arguments: Any) -> AsyncSGLang:
         **settings,
         **server_arguments(),
     )
+
+
+def restore(engine: AsyncSGLang) -> AsyncSGLang:
+    """Returns a server that other tests use, too, with the weights it started with."""
+    scheme = SGLangWeightSyncScheme(engine)
+    scheme.create_sender().update_weights(new_model(0))
+    scheme.shutdown()
+    return engine

@@ -66,6 +66,8 @@ PUBLIC = {
     "SGLangWeightSender": "weight_update.sender",
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
+    "SharedCollector": "collectors.shared_collector",
+    "TokenColumn": "requests.token_columns",
     "__version__": None,
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
@@ -173,6 +175,7 @@ COLLECTORS_ORDER = [
     "llm_collector",
     "async_llm_collector",
     "ray_collector",
+    "shared_collector",
 ]
 """The same of ``collectors``."""
 

@@ -17,6 +17,7 @@ import torch
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.fleet.weights_state import WeightUpdate
 from torchrl_sglang.requests.request import GenerateRequest, to_batch
+from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.types import (
     Adapter,
     Completion,
@@ -82,6 +83,7 @@ class RLSGLangEngine(abc.ABC):
         return_partial: bool = False,
         adapter: str | Sequence[str | None] | None = None,
         logprobs_mode: LogProbsMode = "model",
+        token_columns: Sequence[str | TokenColumn] = (),
         **sampling: Any,
     ) -> list[Completion]:
         """Continues a batch of prompts and returns the responses in the same order.
@@ -122,6 +124,9 @@ class RLSGLangEngine(abc.ABC):
                 again. ``"sampling"``: those of the distribution that the tokens were
                 drawn from, as far as SGLang tells: after temperature, penalties, biases
                 and grammar, and before top-p, top-k and min-p.
+            token_columns: further quantities that the servers report for each token:
+                names that :class:`.TokenColumn` lists, or rows. They are in the
+                completions' ``columns``.
             **sampling: further sampling parameters, for all prompts.
 
         Returns:
@@ -134,8 +139,8 @@ class RLSGLangEngine(abc.ABC):
             ServerUnavailableError: if no server can be reached, after retries.
             ServerDiedError: if every server that this engine owns has ended.
             ServerTimeoutError: after a timeout.
-            UnsupportedByServerError: for a seed, a grammar or log-probs that the
-                servers cannot give.
+            UnsupportedByServerError: for a seed, a grammar, log-probs or token columns
+                that the servers cannot give.
             WeightSyncStateError: if a failed update left the weights inconsistent.
         """
         batch = to_batch(
@@ -150,6 +155,7 @@ class RLSGLangEngine(abc.ABC):
             session_ids=session_ids,
             adapter=adapter,
             logprobs_mode=logprobs_mode,
+            token_columns=token_columns,
             **sampling,
         )
         return self.generate_requests(

@@ -18,6 +18,14 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_sglang.gateway.session import Session, Trajectory
 from torchrl_sglang.policies import outputs
+from torchrl_sglang.requests.token_values import (
+    LOG_PROB,
+    WEIGHT_VERSION,
+    concatenate,
+    unknown_values,
+    values_of,
+)
+from torchrl_sglang.types import TokenLayout, TokenValues
 
 NO_VERSION = -1
 
@@ -38,22 +46,18 @@ def to_rows(sessions: Iterable[Session]) -> list[TensorDict]:
 
 
 def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDict:
-    ids = trajectory.token_ids
+    ids, layouts = trajectory.token_ids, _layouts(trajectory)
     length = trajectory.turns[0].prompt.num_tokens
     mask = torch.zeros(len(ids), dtype=torch.bool)
-    values = torch.full((len(ids),), math.nan)
-    versions = torch.full((len(ids),), NO_VERSION, dtype=torch.int64)
     mixed, cached = False, 0
     for turn, trained, start, end in trajectory.spans():
         done = turn.completion
         mask[start:end] = trained
-        if trained and done.log_probs:
-            values[start:end] = torch.tensor(done.log_probs, dtype=torch.float32)
-        for span in done.versions:
-            if span.version.isdigit():
-                versions[start + span.start : start + span.end] = int(span.version)
         mixed |= done.mixed_state
         cached += done.cached_tokens
+    values = torch.from_numpy(_column(trajectory, LOG_PROB).values)
+    values[~mask] = math.nan
+    versions = torch.from_numpy(_column(trajectory, WEIGHT_VERSION).values)
     final = trajectory.turns[-1]
     tokens = torch.tensor(ids, dtype=torch.int64)
     reason = final.completion.finish_reason
@@ -74,8 +78,11 @@ def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDi
         },
         "history": _history(trajectory),
     }
+    for layout in layouts:
+        full = _column(trajectory, layout)
+        sample[layout.name] = outputs.column_rows(full[length:], full)
     containers = outputs.assemble(
-        [sample], (), pad_output=False, padding_value=0, device=None
+        [sample], (), pad_output=False, padding_value=0, device=None, layouts=layouts
     )
     known = versions[versions != NO_VERSION]
     root: dict[str, Any] = {
@@ -88,6 +95,33 @@ def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDi
     reward = 0.0 if trajectory.reward is None else trajectory.reward
     following = {"reward": torch.full((1, 1), reward), **_ends(value=last)}
     return outputs.unchecked({**root, "next": outputs.unchecked(following)})
+
+
+def _layouts(trajectory: Trajectory) -> list[TokenLayout]:
+    """Returns the forms of the token columns that a turn of it has."""
+    found = {}
+    for turn in trajectory.turns:
+        for name, values in turn.completion.columns.items():
+            found[name] = values.layout
+    return list(found.values())
+
+
+def _column(trajectory: Trajectory, layout: TokenLayout) -> TokenValues:
+    """Returns a token column of all tokens of a trajectory.
+
+    Of a token that several turns read, the value is that of the first.
+    """
+    parts, name, known = [], layout.name, 0
+    for turn, _, start, end in trajectory.spans():
+        prompt = turn.completion.prompt_columns.get(name)
+        parts += [
+            unknown_values(layout, start - known)
+            if prompt is None
+            else prompt[known:start],
+            values_of(turn.completion, layout),
+        ]
+        known = end
+    return concatenate(parts)
 
 
 def _parts(full: torch.Tensor, length: int) -> dict[str, torch.Tensor]:

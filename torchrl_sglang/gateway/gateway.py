@@ -28,6 +28,7 @@ from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.template import ChatTemplate
 from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
+from torchrl_sglang.requests.token_columns import TokenColumn, find_columns
 from torchrl_sglang.support.checks import (
     check_count,
     check_mapping,
@@ -89,6 +90,9 @@ class Gateway:
         session_seconds: how long a session takes turns. Defaults to None, no limit.
         dialects: that clients may speak, see :class:`.Dialect`. Defaults to OpenAI's
             completions and Anthropic's messages.
+        token_columns: further quantities that the servers report for each token: names
+            that :class:`.TokenColumn` lists, or rows. They are recorded, and
+            rows have them. Defaults to none.
         path: an SQLite file that sessions are kept in, and read back from, which one
             gateway has at a time. A client's turn is in it before the client is
             answered. While it cannot be written, clients are answered 503, and nothing
@@ -98,6 +102,7 @@ class Gateway:
         url (str): where it listens.
         api_key (str): as above.
         engine (RLSGLangEngine): as above.
+        token_columns (tuple of TokenColumn): as above.
 
     Raises:
         ConfigurationError: if an argument is wrong.
@@ -136,6 +141,7 @@ class Gateway:
         max_tokens: int | None = None,
         session_seconds: float | None = None,
         dialects: Sequence[Dialect] = DIALECTS,
+        token_columns: Sequence[str | TokenColumn] = (),
         path: str | Path | None = None,
     ) -> None:
         self.dialects: Sequence[Dialect] = _check_dialects(dialects)
@@ -162,6 +168,7 @@ class Gateway:
             if session_seconds is None
             else check_seconds("session_seconds", session_seconds)
         )
+        self.token_columns = find_columns(token_columns)
         tokenizer = engine.get_tokenizer() if tokenizer is None else tokenizer
         self._template = ChatTemplate(tokenizer, chat_template)
         self._policy = Policy(
@@ -170,6 +177,7 @@ class Gateway:
             self._template,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            token_columns=self.token_columns,
             timeout=check_seconds("request_timeout", request_timeout),
         )
         self.engine = engine

@@ -22,6 +22,7 @@ from torchrl_sglang.policies.engine_call import (
     ask_async,
     turn_end_tokens,
 )
+from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.event_loop import run_async
 from torchrl_sglang.types import Completion
 
@@ -70,6 +71,7 @@ class Policy:
         template: of its conversations.
         tool_call_parser: SGLang's name of the format of tool calls.
         reasoning_parser: SGLang's name of the format of reasoning.
+        token_columns: that are recorded of each token.
         timeout: of a response, in seconds.
     """
 
@@ -81,6 +83,7 @@ class Policy:
         *,
         tool_call_parser: str | None,
         reasoning_parser: str | None,
+        token_columns: Sequence[TokenColumn],
         timeout: float,
     ) -> None:
         self._engine = engine
@@ -88,6 +91,7 @@ class Policy:
         self._template = template
         self._tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
+        self._token_columns = token_columns
         self._timeout = timeout
         self._special = set(tokenizer.all_special_ids)
 
@@ -119,6 +123,7 @@ class Policy:
             return_logprobs=True,
             top_logprobs=sampling.top_logprobs,
             session_id=session,
+            token_columns=self._token_columns,
         )
         requests = [
             replace(request, sampling_params=params) for params in _by_sample(sampling)

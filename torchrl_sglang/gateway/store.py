@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
 import sqlite3
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.template import Setting
-from torchrl_sglang.types import Completion, VersionSpan
+from torchrl_sglang.types import Completion, TokenLayout, TokenValues, VersionSpan
 
 FORMAT = 2
 """Version of the tables below; a change of them is another one."""
@@ -47,7 +49,10 @@ _BLOBS = ("token_ids", "log_probs")
 _Change: TypeAlias = Sequence[tuple[str, tuple[Any, ...]]]
 """Statements that are executed together, with their values."""
 
-_COMPLETION = [field.name for field in fields(Completion) if field.name not in _BLOBS]
+_COLUMNS = ("columns", "prompt_columns")
+_COMPLETION = [
+    field.name for field in fields(Completion) if field.name not in (*_BLOBS, *_COLUMNS)
+]
 
 
 class Store:
@@ -288,6 +293,11 @@ def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
         "prompt_text": prompt.new_text,
         "parent": prompt.parent,
         "completion": {name: getattr(done, name) for name in _COMPLETION},
+        **{
+            kind: [_from_values(each) for each in getattr(done, kind).values()]
+            for kind in _COLUMNS
+            if getattr(done, kind)
+        },
         "text": turn.text,
         "reply": turn.reply,
         "ended": turn.ended,
@@ -328,7 +338,11 @@ def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
             origin=origin,
         ),
         completion=Completion(
-            token_ids=_from_blob(_TOKENS, token_ids), log_probs=values, **done
+            token_ids=_from_blob(_TOKENS, token_ids),
+            log_probs=values,
+            columns=_to_columns(known.get("columns", ())),
+            prompt_columns=_to_columns(known.get("prompt_columns", ())),
+            **done,
         ),
         text=known["text"],
         reply=known["reply"],
@@ -336,6 +350,35 @@ def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
         reward=reward,
         created=known["created"],
     )
+
+
+def _from_values(values: TokenValues) -> dict[str, Any]:
+    arrays = {"values": values.values, "counts": values.counts}
+    return {
+        "layout": _as_dict(values.layout),
+        **{
+            name: base64.b64encode(array.tobytes()).decode()
+            for name, array in arrays.items()
+            if array is not None
+        },
+    }
+
+
+def _to_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, TokenValues]:
+    columns = {}
+    for row in rows:
+        shape = row["layout"]["shape"]
+        layout = TokenLayout(
+            **row["layout"] | {"shape": None if shape is None else tuple(shape)}
+        )
+        flat = np.frombuffer(base64.b64decode(row["values"]), dtype=layout.dtype)
+        counts = row.get("counts")
+        columns[layout.name] = TokenValues(
+            layout=layout,
+            values=flat if shape is None else flat.reshape(-1, *shape),
+            counts=counts and np.frombuffer(base64.b64decode(counts), dtype=np.int64),
+        )
+    return columns
 
 
 def _from_blob(kind: str, content: bytes) -> list[Any]:

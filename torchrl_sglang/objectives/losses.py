@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.modules import LLMMaskedCategorical
@@ -13,7 +14,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import CISPOLoss as TorchRLCISPOLoss
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.columns import (
     ATTENTION_MASK,
     POLICY_VERSIONS,
@@ -33,7 +34,7 @@ from torchrl_sglang.objectives.correct import (
     scale_advantage,
 )
 from torchrl_sglang.objectives.formulas import masked_mean
-from torchrl_sglang.objectives.parts import Means, own_gradients
+from torchrl_sglang.objectives.parts import LossRanks, Means, own_gradients
 
 
 class CorrectedGRPOLoss(TorchRLGRPOLoss):
@@ -138,7 +139,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                 loss is NaN or infinite.
         """
         output = self._forward(tensordict)
-        self._check_scored([self._scored])
+        self._check_scored([self._scored], LossRanks(None, self))
         return output
 
     def _forward(self, tensordict: TensorDictBase) -> Any:
@@ -185,7 +186,12 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         output |= self._kl_terms(batch, log_prob.squeeze(-1), mask)
         return self.output_type.from_tensordict(TensorDict(output))
 
-    def accumulate(self, parts: Iterable[TensorDictBase]) -> Any:
+    def accumulate(
+        self,
+        parts: Iterable[TensorDictBase],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Any:
         """Adds the gradient of a batch to the parameters, from parts of the batch.
 
         The gradient is that of one pass over the whole batch, however it is cut: each
@@ -198,6 +204,10 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
 
         Args:
             parts: the batch, cut along its first dimension; read one after the other.
+            process_group: the ranks of the trainer that each have a share of the batch,
+                and call this together. Parts of all ranks count as if one rank had
+                them. The model is FSDP2's, DistributedDataParallel's, or a copy on each
+                rank. Defaults to None: this rank has the whole batch.
 
         Returns:
             Losses and metrics of the batch, in TorchRL's class of outputs, detached:
@@ -207,6 +217,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             ConfigurationError: if ``aggregation="none"`` leaves the average to the
                 caller, the correction divides by a mean over the batch
                 (``rollout_is_batch_normalize``), or there is no part.
+            NotFiniteError: as :meth:`forward`; on all ranks, if one of them has it.
 
         Examples:
             >>> loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2)  # doctest: +SKIP
@@ -217,39 +228,50 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         """
         self._check_can_be_cut()
         means, scored = Means(), list[Any]()
-        with own_gradients(self.parameters()) as gradients:
-            for part in parts:
-                output = self._forward(part)
-                scored.append(self._scored)
+        ranks = LossRanks(process_group, self)
+        with own_gradients(self.parameters(), ranks) as gradients:
+            for part, counts in ranks.same_number(parts):
+                output = self._try_forward(part, ranks)
                 losses = _fields(output, "loss_")
-                count = self._count()
+                count = self._count() * counts
                 value = torch.stack([each.sum() for each in losses.values()]).sum()
                 with torch.autocast(value.device.type, enabled=False):
                     torch.autograd.backward(value * gradients.weigh(count))
                 assert self._tokens is not None
                 assert self._mask is not None
+                scored.append(self._scored)
                 means.add(losses, count)
-                means.add(_fields(output), self._mask.sum())
-                means.add(self._correction_metrics, self._tokens.sum())
+                means.add(_fields(output), self._mask.sum() * counts)
+                means.add(self._correction_metrics, self._tokens.sum() * counts)
         if not means:
             raise ConfigurationError(
                 "accumulate() was given no part of a batch; give batch.split(size)."
             )
-        self._check_scored(scored)
-        found = means.values()
+        self._check_scored(scored, ranks)
+        found = means.values(ranks)
         self._correction_metrics = {
             name: found.pop(name) for name in self._correction_metrics
         }
         return self.output_type.from_tensordict(TensorDict(found))
 
-    def _check_scored(self, parts: list[Any]) -> None:
+    def _try_forward(self, part: TensorDictBase, ranks: LossRanks) -> Any:
+        """Returns the output of a part, unless a rank refuses its own."""
+        try:
+            output = self._forward(part)
+        except (ConfigurationError, NotFiniteError) as error:
+            ranks.agree(error)
+        ranks.agree(None)
+        return output
+
+    def _check_scored(self, parts: list[Any], ranks: LossRanks) -> None:
         """Refuses a batch of which no token that was written has a log-prob.
 
         Without a correction, what another one has rejected has none, either.
         """
         if self.correction is None:
             return
-        written, known = (torch.stack(each).any() for each in zip(*parts, strict=True))
+        flags = torch.tensor(parts, dtype=torch.int64)
+        written, known = ranks.reduce(flags.amax(0), dist.ReduceOp.MAX).tolist()
         if written and not known:
             raise ConfigurationError(NOT_SCORED)
 

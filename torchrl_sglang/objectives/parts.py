@@ -4,9 +4,89 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError
+
+T = TypeVar("T")
+
+
+class LossRanks:
+    """The ranks that each have a share of one batch, and of the model or a copy of it.
+
+    Args:
+        group: process group of the ranks; ``None`` if this one has the whole batch.
+        module: the trained model, whose gradients FSDP2 or DistributedDataParallel
+            averages over the ranks; those of any other are added up here.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, module: nn.Module) -> None:
+        self._group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._averages = any(
+            isinstance(each, DistributedDataParallel) for each in module.modules()
+        )
+
+    def reduce(self, value: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """Returns a sum or a maximum over the ranks."""
+        if self.size == 1:
+            return value
+        value = value.detach().clone()
+        dist.all_reduce(value, operation, group=self._group)
+        return value
+
+    def same_number(self, parts: Iterable[T]) -> Iterator[tuple[T, bool]]:
+        """Yields parts, and whether each counts: as many on each rank.
+
+        A sharded model's passes take all ranks. One that has fewer parts repeats its
+        last one, which counts nothing.
+        """
+        if self.size == 1:
+            yield from ((part, True) for part in parts)
+            return
+        own = list(parts)
+        counts = torch.tensor([len(own), -len(own)], device=self._device)
+        most, least = self.reduce(counts, dist.ReduceOp.MAX).tolist()
+        if least == 0 < most:
+            raise ConfigurationError(
+                "A rank of the trainer has no part of the batch, and others have; give "
+                "each rank at least one response."
+            )
+        yield from ((part, True) for part in own)
+        yield from ((own[-1], False) for _ in range(most - len(own)))
+
+    def agree(self, error: Exception | None) -> None:
+        """Raises the error of any rank on all of them, before one waits for it."""
+        if self.size > 1:
+            failed = torch.tensor(int(error is not None), device=self._device)
+            if self.reduce(failed, dist.ReduceOp.MAX).item() and error is None:
+                raise NotFiniteError(
+                    "Another rank of the trainer refused its part of the batch; its "
+                    "own error says why."
+                )
+        if error is not None:
+            raise error
+
+    def add_up(self, parameter: nn.Parameter) -> None:
+        """Makes a gradient the sum over the ranks."""
+        assert parameter.grad is not None
+        if self.size == 1:
+            return
+        if self._averages or isinstance(parameter, DTensor):
+            parameter.grad.mul_(self.size)
+        else:
+            dist.all_reduce(parameter.grad, group=self._group)
+
+    @property
+    def _device(self) -> torch.device:
+        nccl = dist.get_backend(self._group) == "nccl"
+        return torch.device("cuda" if nccl else "cpu")
 
 
 class Means:
@@ -32,18 +112,34 @@ class Means:
     def __bool__(self) -> bool:
         return bool(self._sums)
 
-    def values(self) -> dict[str, Tensor]:
-        """Returns the means; zero where nothing has a weight."""
+    def values(self, ranks: LossRanks | None = None) -> dict[str, Tensor]:
+        """Returns the means, also of other ranks' parts; zero without any weight."""
+        sums = [each for pair in self._sums.values() for each in pair]
+        if ranks is not None:
+            flat = torch.cat([each.double().reshape(-1) for each in sums])
+            reduced = ranks.reduce(flat, dist.ReduceOp.SUM)
+            pieces = torch.split(reduced, [each.numel() for each in sums])
+            sums = [
+                piece.view_as(each).to(each.dtype)
+                for piece, each in zip(pieces, sums, strict=True)
+            ]
         return {
             name: total / weights.clamp_min(1)
-            for name, (total, weights) in self._sums.items()
+            for name, total, weights in zip(
+                self._sums, sums[::2], sums[1::2], strict=True
+            )
         }
 
 
 class Gradients:
-    """Weighs the losses of parts, and finally what they have added up to."""
+    """Weighs the losses of parts, and finally what they have added up to.
 
-    def __init__(self) -> None:
+    Args:
+        ranks: that have other parts of the batch.
+    """
+
+    def __init__(self, ranks: LossRanks) -> None:
+        self._ranks = ranks
         self._first: Tensor | None = None
         self._total: Tensor | None = None
 
@@ -54,7 +150,7 @@ class Gradients:
         gradient in half precision.
         """
         if self._first is None:
-            self._first = count.clamp_min(1)
+            self._first = self._ranks.reduce(count, dist.ReduceOp.MAX).clamp_min(1)
         self._total = count if self._total is None else self._total + count
         return count.double() / self._first
 
@@ -63,20 +159,24 @@ class Gradients:
         """Makes means of the sums."""
         if self._first is None or self._total is None:
             return
-        factor = self._first.double() / self._total.clamp_min(1)
+        total = self._ranks.reduce(self._total, dist.ReduceOp.SUM)
+        factor = self._first.double() / total.clamp_min(1)
         for parameter in parameters:
             if parameter.grad is not None:
+                self._ranks.add_up(parameter)
                 parameter.grad.mul_(factor.to(parameter.grad.device))
 
 
 @contextmanager
-def own_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Gradients]:
+def own_gradients(
+    parameters: Iterable[nn.Parameter], ranks: LossRanks
+) -> Iterator[Gradients]:
     """Keeps gradients that are there already apart from those that are being added."""
     trained = [each for each in parameters if each.requires_grad]
     before = [each.grad for each in trained]
     for each in trained:
         each.grad = None
-    gradients = Gradients()
+    gradients = Gradients(ranks)
     try:
         yield gradients
         gradients.finish(trained)

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.policies.outputs import CONTAINERS
 from torchrl_sglang.requests.sampling import check_each
+from torchrl_sglang.requests.token_columns import TokenColumn, find_columns
 from torchrl_sglang.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.types import ServerCapabilities
 
@@ -42,6 +44,31 @@ def check_mode(
             "return_generation_info=True needs generate=True: scoring makes no "
             "responses."
         )
+
+
+def check_batching(batching: Any, smallest: int | None, largest: int | None) -> None:
+    """Refuses sizes of batches for a wrapper that makes none."""
+    if batching is not None:
+        check_flag("batching", batching)
+    if batching is False and (smallest, largest) != (None, None):
+        raise ConfigurationError(
+            "min_batch_size and max_batch_size must be None if batching is False."
+        )
+
+
+def check_token_columns(given: Any, *, generate: bool) -> tuple[TokenColumn, ...]:
+    """Returns the token columns that a wrapper writes."""
+    columns = find_columns(given)
+    if columns and not generate:
+        raise ConfigurationError(
+            "token_columns needs generate=True: scoring makes no responses."
+        )
+    for name in {column.name for column in columns} & CONTAINERS.keys():
+        raise ConfigurationError(
+            f"A token column is named {name!r}, which the wrapper writes itself; give "
+            f"it another name."
+        )
+    return columns
 
 
 def check_samples(

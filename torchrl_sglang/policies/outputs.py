@@ -11,6 +11,7 @@ tokens           ``(Lp,)`` int64       ``(Lr,)`` int64       ``(Lp + Lr,)`` int6
 log-probs        ``(Lp,)`` or unset    ``(Lr,)`` float32     ``(Lp + Lr,)``, NaN where
                                                              the prompt was not scored
 masks            attention: ones; assistant: zeros for the prompt, ones for the response
+token columns                          ``(Lr, *shape)``      ``(Lp + Lr, *shape)``
 ================ ===================== ===================== ==========================
 
 TensorDicts are built without their checks, which would take ten times as long.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,16 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.chat import decode
 from torchrl_sglang.policies.inputs import Prompts
-from torchrl_sglang.types import Completion
+from torchrl_sglang.requests.token_values import (
+    LOG_PROB,
+    TOP_LOG_PROBS,
+    TOP_TOKENS,
+    WEIGHT_VERSION,
+    concatenate,
+    unknown_values,
+    values_of,
+)
+from torchrl_sglang.types import Completion, TokenLayout, TokenValues
 
 
 class GenerationInfo(TensorClass["nocast"]):  # type: ignore[name-defined]
@@ -114,7 +125,7 @@ Rows = dict[str, Any]
 Sample = dict[str, Rows]
 """Container (``"text"``, ``"tokens"``, ...) -> its rows for one sample."""
 
-_CONTAINERS = {
+CONTAINERS = {
     "text": Text,
     "tokens": Tokens,
     "masks": Masks,
@@ -128,13 +139,18 @@ _NOTHING: Mapping[str, Any] = {}
 _NO_TOOLS = {"tool_calls": None, "tool_responses": None}
 """Unset fields of a generated :class:`~torchrl.data.llm.History`."""
 
-_FILL: dict[str, float] = {"masks": False, "log_probs": 0.0, "generation_info": -1}
+_FILL = {"masks": False, "log_probs": LOG_PROB.padding, "generation_info": -1}
 """Container -> padding value; tokens are padded with the padding token."""
 
-_FILL_OF_FIELD: dict[str, float] = {"top_log_probs": 0.0}
+_FILL_OF_FIELD = {
+    each.name: each.padding for each in (WEIGHT_VERSION, TOP_TOKENS, TOP_LOG_PROBS)
+}
 """Field -> padding value, where it differs from its container's."""
 
-_RESPONSE_FIELDS = ("response", "weight_version", "top_token_ids", "top_log_probs")
+_RESPONSE_FIELDS = (
+    *("response", "response_counts"),
+    *_FILL_OF_FIELD,
+)
 """Fields with one value per response token and none for the prompt."""
 
 
@@ -214,7 +230,7 @@ def _generated(
         },
     }
     if log_probs:
-        response = _row(completion.log_probs or (), np.float32)
+        response = _tensor(values_of(completion, LOG_PROB))
         known = completion.prompt_log_probs
         # NaN means not computed; 0.0 would mean certain.
         before = (
@@ -228,6 +244,46 @@ def _generated(
             rows["prompt"] = rows["full"][:length].clone()
         sample["log_probs"] = rows
     return sample
+
+
+def add_columns(
+    samples: Sequence[Sample],
+    prompts: Prompts,
+    completions: Sequence[Completion],
+    layouts: Sequence[TokenLayout],
+) -> None:
+    """Adds a container for each token column of the generated samples."""
+    repeats = len(completions) // len(prompts.token_ids)
+    for index, (sample, completion) in enumerate(
+        zip(samples, completions, strict=True)
+    ):
+        length = len(prompts.token_ids[index // repeats])
+        for layout in layouts:
+            response = values_of(completion, layout)
+            before = completion.prompt_columns.get(layout.name)
+            if before is None:
+                before = unknown_values(layout, length)
+            full = concatenate([before, response])
+            sample[layout.name] = column_rows(response, full)
+
+
+def column_rows(response: TokenValues, full: TokenValues) -> Rows:
+    """Returns the fields of the container of a token column.
+
+    Those of lists are the lists of all tokens one after the other, and the length of
+    each.
+    """
+    rows: Rows = {}
+    for field, values in (("response", response), ("full", full)):
+        rows[field] = _tensor(values)
+        if values.counts is not None:
+            rows[f"{field}_counts"] = torch.from_numpy(values.counts.copy())
+    return rows
+
+
+def _tensor(values: TokenValues) -> torch.Tensor:
+    """Returns values as a tensor that owns its memory."""
+    return torch.from_numpy(values.values.copy())
 
 
 def scored(
@@ -275,25 +331,19 @@ def add_info(
     length the server reports the length as the reason even then.
     """
     for sample, completion, end in zip(samples, completions, ended, strict=True):
-        versions = [-1] * len(completion.token_ids)
-        for span in completion.versions:
-            if span.version.isdigit():
-                length = span.end - span.start
-                versions[span.start : span.end] = [int(span.version)] * length
         truncated = completion.finish_reason == "length" and not end
         rows: Rows = {
             "finish_reason": non_tensor("stop" if end else completion.finish_reason),
             "truncated": torch.full((), truncated),
             "cached_tokens": torch.full((), completion.cached_tokens),
-            "weight_version": _row(versions, np.int64),
+            "weight_version": _tensor(values_of(completion, WEIGHT_VERSION)),
             "mixed_state": torch.full((), completion.mixed_state),
             "logprobs_mode": non_tensor(completion.logprobs_mode or ""),
         }
         if completion.top_token_ids is not None:
-            width = (-1, top_logprobs)
-            tokens, values = completion.top_token_ids, completion.top_log_probs
-            rows["top_token_ids"] = _row(tokens, np.int64).reshape(width)
-            rows["top_log_probs"] = _row(values, np.float32).reshape(width)
+            for each in (TOP_TOKENS, TOP_LOG_PROBS):
+                layout = replace(each, shape=(top_logprobs,))
+                rows[each.name] = _tensor(values_of(completion, layout))
         sample["generation_info"] = rows
 
 
@@ -389,13 +439,15 @@ def assemble(
     pad_output: bool,
     padding_value: int,
     device: torch.device | None,
+    layouts: Sequence[TokenLayout] = (),
 ) -> dict[str, Any]:
     """Returns each container of the batch, of batch size ``shape``, on ``device``.
 
     ``samples`` are in row-major order; conversations are on ``device`` already.
+    ``layouts`` are those of the samples' token columns.
     """
     if pad_output:
-        pad_samples(samples, padding_value)
+        pad_samples(samples, padding_value, layouts)
     padded = _constant(MetaData, pad_output, device)
     containers = {}
     for name in samples[0]:
@@ -404,9 +456,11 @@ def assemble(
             unchecked({**_on(sample[name], device), **common}, device)
             for sample in samples
         ]
-        cls = _CONTAINERS[name]
-        unset = cls.__expected_keys__ - set(rows[0].keys())
-        containers[name] = wrap(cls, stack(rows, shape), dict.fromkeys(unset))
+        cls = CONTAINERS.get(name)
+        containers[name] = stack(rows, shape)
+        if cls is not None:
+            unset = cls.__expected_keys__ - set(rows[0].keys())
+            containers[name] = wrap(cls, containers[name], dict.fromkeys(unset))
     return containers
 
 
@@ -471,10 +525,14 @@ def wrap(cls: Any, content: TensorDictBase, others: Mapping[str, Any]) -> Any:
 
 
 def pad_samples(
-    samples: Sequence[dict[str, dict[str, Any]]], padding_value: int
+    samples: Sequence[dict[str, dict[str, Any]]],
+    padding_value: int,
+    layouts: Sequence[TokenLayout] = (),
 ) -> None:
     """Pads prompts on the left and responses on the right, in place."""
     fill = {"tokens": padding_value, **_FILL}
+    fill |= {layout.name: layout.padding for layout in layouts}
+    lists = {layout.name for layout in layouts if layout.is_ragged}
     # A scored sequence has no response and is padded like a prompt.
     splits = [
         len(sample["tokens"]["prompt" if "prompt" in sample["tokens"] else "full"])
@@ -487,6 +545,10 @@ def pad_samples(
             rows = [sample[name][field] for sample in samples]
             value = _FILL_OF_FIELD.get(field, fill[name])
             starts = [0] * len(rows) if field in _RESPONSE_FIELDS else splits
+            if field.endswith("_counts"):
+                value = 0
+            elif name in lists:
+                starts = [0] * len(rows)
             placed = list(zip(samples, rows, starts, strict=True))
             left = max(starts)
             width = left + max(len(row) - start for _, row, start in placed)

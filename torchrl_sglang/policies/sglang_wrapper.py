@@ -34,9 +34,11 @@ from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.arguments import (
     Inplace,
     InputMode,
+    check_batching,
     check_mode,
     check_samples,
     check_sampling,
+    check_token_columns,
     check_tokenizer_kwargs,
 )
 from torchrl_sglang.policies.batching import Batcher
@@ -45,8 +47,9 @@ from torchrl_sglang.policies.engine_call import SampleRequest, ask, turn_end_tok
 from torchrl_sglang.policies.inputs import Prompts, read_history, read_text, read_tokens
 from torchrl_sglang.policies.sampling import SamplingParams, check_numbers, translate
 from torchrl_sglang.requests.request import check_logprobs_mode
+from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.checks import check_flag
-from torchrl_sglang.types import Completion, LogProbsMode
+from torchrl_sglang.types import Completion, LogProbsMode, TokenLayout
 
 
 class SGLangWrapper(LLMWrapperBase):
@@ -140,6 +143,12 @@ class SGLangWrapper(LLMWrapperBase):
             ``"model"`` (default), the model's own, or ``"sampling"``, those of the
             sampling distribution; see :meth:`.AsyncSGLang.generate`.
             ``GenerationInfo.logprobs_mode`` records which.
+        token_columns (sequence, optional): further quantities that the servers report
+            for each token: names that :class:`~torchrl_sglang.TokenColumn` lists, or
+            rows of your own. Each is written under its name, with the fields
+            ``"response"`` and ``"full"`` like the tokens. Those of lists hold the lists
+            one after the other, and ``"response_counts"`` and ``"full_counts"`` their
+            lengths. Defaults to none.
 
     Raises:
         ConfigurationError: (a ValueError) if an argument is invalid or unsupported.
@@ -196,6 +205,7 @@ class SGLangWrapper(LLMWrapperBase):
         generation_info_key: NestedKey = "generation_info",
         adapter: str | None = None,
         logprobs_mode: LogProbsMode = "model",
+        token_columns: Sequence[str | TokenColumn] = (),
     ) -> None:
         # get_new_version starts from these; locals() holds the arguments and self.
         arguments = {**locals()}
@@ -203,8 +213,6 @@ class SGLangWrapper(LLMWrapperBase):
         for name in ("self", "__class__"):
             arguments.pop(name, None)
         self._arguments = arguments
-        if batching is not None:
-            check_flag("batching", batching)
         check_mode(
             input_mode,
             generate=generate,
@@ -212,6 +220,7 @@ class SGLangWrapper(LLMWrapperBase):
             return_log_probs=return_log_probs,
             return_generation_info=return_generation_info,
         )
+        self.token_columns = check_token_columns(token_columns, generate=generate)
         self.input_mode = input_mode
         self.generate = generate
         self.pad_output = check_flag("pad_output", pad_output)
@@ -236,10 +245,7 @@ class SGLangWrapper(LLMWrapperBase):
         self.generation_info_key = generation_info_key
         self.input_key = input_key or (input_mode, "prompt" if generate else "full")
         self.in_keys = [self.input_key]
-        if batching is False and (min_batch_size, max_batch_size) != (None, None):
-            raise ConfigurationError(
-                "min_batch_size and max_batch_size must be None if batching is False."
-            )
+        check_batching(batching, min_batch_size, max_batch_size)
         self._min_batch_size = (
             1 if batching and min_batch_size is None else min_batch_size
         )
@@ -293,7 +299,14 @@ class SGLangWrapper(LLMWrapperBase):
             ("history", self.history_key, self.return_history),
             ("generation_info", self.generation_info_key, self.generate and info),
         )
-        return {name: key for name, key, wanted in written if wanted}
+        keys = {name: key for name, key, wanted in written if wanted}
+        return keys | {column.name: column.name for column in self.token_columns}
+
+    @property
+    def token_layouts(self) -> list[TokenLayout]:
+        """Forms of the token columns."""
+        limits = self.model.capabilities
+        return [column.layout(limits) for column in self.token_columns]
 
     def _make_batcher(self) -> Batcher[SampleRequest, Completion] | None:
         if not self.batching:
@@ -330,7 +343,8 @@ class SGLangWrapper(LLMWrapperBase):
         """Returns a wrapper with these arguments changed and all others kept.
 
         Two exceptions: an ``input_key`` is not kept for another ``input_mode`` or
-        ``generate``, and a scoring wrapper returns log-probs and no generation info.
+        ``generate``, and a scoring wrapper returns log-probs, no generation info and no
+        token columns.
         """
         arguments = {**self._arguments, **kwargs}
         if "num_samples" in kwargs and "generate_kwargs" not in kwargs:
@@ -344,7 +358,11 @@ class SGLangWrapper(LLMWrapperBase):
         if moved and "input_key" not in kwargs:
             arguments["input_key"] = None
         if not arguments["generate"]:
-            scoring = {"return_log_probs": None, "return_generation_info": False}
+            scoring = {
+                "return_log_probs": None,
+                "return_generation_info": False,
+                "token_columns": (),
+            }
             arguments.update({**scoring, **kwargs})
         return type(self)(**arguments)
 
@@ -440,6 +458,7 @@ class SGLangWrapper(LLMWrapperBase):
             pad_output=self.pad_output,
             padding_value=self.padding_value or 0,
             device=tensordict.device,
+            layouts=self.token_layouts,
         )
         written = self._target(tensordict, target, shape)
         for name, key in self.key_by_container(params).items():
@@ -529,6 +548,7 @@ class SGLangWrapper(LLMWrapperBase):
             include_stop=params.include_stop_str_in_output,
             logprobs_mode=self.logprobs_mode,
             adapter=self.adapter,
+            token_columns=self.token_columns,
         )
 
     def end_tokens(self, params: SamplingParams) -> set[int]:
@@ -555,6 +575,7 @@ class SGLangWrapper(LLMWrapperBase):
         ended = [bool(c.token_ids) and c.token_ids[-1] in ends for c in completions]
         if "generation_info" in self.key_by_container(params):
             outputs.add_info(samples, completions, ended, params.top_logprobs)
+        outputs.add_columns(samples, prompts, completions, self.token_layouts)
         if self.return_text:
             texts = outputs.read_texts(
                 completions,

@@ -164,6 +164,7 @@ class TurnCodec:
         if "generation_info" in self._keys:
             ended = [response.ended for _, response, _ in turns]
             outputs.add_info(samples, completions, ended, self._params.top_logprobs)
+        outputs.add_columns(samples, prompts, completions, policy.token_layouts)
         texts = [(response.text, response.message) for _, response, _ in turns]
         outputs.add_text(samples, prompts, texts)
         for sample, (_, _, messages) in zip(samples, turns, strict=True):

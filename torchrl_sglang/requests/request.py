@@ -20,6 +20,12 @@ from torchrl_sglang.requests.sampling import (
     check_token_ids,
     hint,
 )
+from torchrl_sglang.requests.token_columns import (
+    TokenColumn,
+    check_columns,
+    column_fields,
+    find_columns,
+)
 from torchrl_sglang.support.checks import (
     check_flag,
     check_mapping,
@@ -71,6 +77,11 @@ class GenerateRequest:
     score_response: bool = False
     """Set by the engine: the finished response is scored as a prompt, because the log-
     probabilities that the server gives while it generates are of another mode."""
+    token_columns: Sequence[TokenColumn] = ()
+    """Further quantities of each token; also given as names of ``TOKEN_COLUMNS``."""
+    columns_from: int = 0
+    """Set by the engine: first prompt token of which quantities that prompts have are
+    asked for; those before it are known."""
     scored_from: int | None = None
     """Set by the engine: score the tokens of ``input_ids`` behind this position."""
 
@@ -79,6 +90,7 @@ class GenerateRequest:
         for name in ("return_logprobs", "return_prompt_logprobs"):
             check_flag(name, getattr(self, name))
         check_logprobs_mode(self.logprobs_mode)
+        object.__setattr__(self, "token_columns", find_columns(self.token_columns))
         for name in ("request_id", "session_id"):
             _check_header(name, getattr(self, name))
 
@@ -134,12 +146,19 @@ def to_batch(
     *,
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     logprobs_mode: LogProbsMode = "model",
+    token_columns: Sequence[str | TokenColumn] = (),
     return_text: object = None,
     **options: Any,
 ) -> Batch:
     """Returns the requests of one call of :meth:`.AsyncSGLang.generate`."""
     # TorchRL's own engine takes return_text and ignores it.
-    known = {"input_ids", "logprobs_mode", *_PER_PROMPT, *_CALL_OPTIONS}
+    known = {
+        "input_ids",
+        "logprobs_mode",
+        "token_columns",
+        *_PER_PROMPT,
+        *_CALL_OPTIONS,
+    }
     sampling = {name: options[name] for name in options.keys() - known}
     for name in sampling.keys() - {"n", *SAMPLING_PARAMETERS, *SAMPLING_ALIASES}:
         raise ConfigurationError(
@@ -148,6 +167,7 @@ def to_batch(
         )
     params = _merge(sampling_params, sampling)
     check_logprobs_mode(logprobs_mode)
+    columns_of_tokens = find_columns(token_columns)
     token_ids = _to_token_ids(prompts, input_ids, get_tokenizer)
     size = len(token_ids)
     columns = {"sampling_params": _for_each(params, size, "sampling_params")}
@@ -157,6 +177,7 @@ def to_batch(
         GenerateRequest(
             input_ids=ids,
             logprobs_mode=logprobs_mode,
+            token_columns=columns_of_tokens,
             **{name: column[index] for name, column in columns.items()},
         )
         for index, ids in enumerate(token_ids)
@@ -278,6 +299,7 @@ def check_request(
             f"top_logprobs={number!r} is not a number of tokens; give an integer in "
             f"[0, {most}] (the size of the vocabulary)."
         )
+    check_columns(request.token_columns, params, capabilities)
     if capabilities.uses_seeds and "sampling_seed" not in params:
         # The server would give all requests the same one.
         params = {**params, "sampling_seed": secrets.randbits(63)}
@@ -340,6 +362,7 @@ def to_payload(
         "extra_key": cache_key,
         "rid": rid,
     }
+    payload |= column_fields(request.token_columns, request.columns_from, payload)
     if stream and payload["sampling_params"]["max_new_tokens"] > STREAM_INTERVAL:
         payload["stream"] = True
         payload["sampling_params"]["stream_interval"] = STREAM_INTERVAL

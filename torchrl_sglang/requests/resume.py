@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchrl_sglang.requests.request import GenerateRequest, longest_prompt
+from torchrl_sglang.requests.token_values import join_values, truncate_values
 from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerateRequest)
@@ -72,6 +73,7 @@ def resume_request(
         input_ids=input_ids,
         sampling_params=params,
         return_prompt_logprobs=False,
+        columns_from=len(input_ids) - 1 if done else request.columns_from,
     )
 
 
@@ -87,20 +89,13 @@ def join_completions(first: Completion, second: Completion) -> Completion:
         spans.append(VersionSpan(version=span.version, start=start, end=end))
     return replace(
         second,
-        token_ids=[*first.token_ids, *second.token_ids],
-        log_probs=_concatenate(first.log_probs, second.log_probs),
-        top_token_ids=_concatenate(first.top_token_ids, second.top_token_ids),
-        top_log_probs=_concatenate(first.top_log_probs, second.top_log_probs),
+        **join_values(first, second),
         prompt_log_probs=first.prompt_log_probs,
         cached_tokens=first.cached_tokens,
         versions=tuple(spans) if known else (),
         mixed_state=first.mixed_state or second.mixed_state,
         text=_join_texts(first.text, second.text),
     )
-
-
-def _concatenate(first: list[Any] | None, second: list[Any] | None) -> list[Any] | None:
-    return None if first is None or second is None else [*first, *second]
 
 
 def _join_texts(first: str | None, second: str | None) -> str | None:
@@ -156,8 +151,6 @@ def cut(
 
 def _truncate(completion: Completion, size: int) -> Completion:
     """Truncates a response to its first ``size`` tokens."""
-    names = ("token_ids", "log_probs", "top_token_ids", "top_log_probs")
-    rows: dict[str, Any] = {name: getattr(completion, name) for name in names}
     return replace(
         completion,
         versions=tuple(
@@ -165,5 +158,5 @@ def _truncate(completion: Completion, size: int) -> Completion:
             for span in completion.versions
             if span.start < size
         ),
-        **{name: row and row[:size] for name, row in rows.items()},
+        **truncate_values(completion, size),
     )

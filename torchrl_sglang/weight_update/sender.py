@@ -234,6 +234,15 @@ class SGLangWeightSender:
         self._sent_registered = given is self._model
         return self._count(report, counts_itself)
 
+    def is_spread(self, weights: Any = None) -> bool:
+        """Whether ranks hold weights together, so that all of them have to send them.
+
+        Args:
+            weights: as for :meth:`update_weights`.
+        """
+        source = self._find_source(self.resolve(weights))
+        return find_ranks(source, self._options.process_group) is not None
+
     def refresh(self) -> SyncReport | None:
         """Sends the registered model again if no server has its weights any more.
 
@@ -248,7 +257,7 @@ class SGLangWeightSender:
         engine, model = self._engine, self._model
         if not (self._sent_registered and engine.awaits_weights):
             return None
-        if find_ranks(self._find_source(model), self._options.process_group):
+        if self.is_spread(model):
             return None
         torchrl_logger.warning(
             "All servers were started again, so that they are sent the weights again."

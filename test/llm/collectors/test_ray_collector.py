@@ -96,6 +96,14 @@ def test_what_an_actor_cannot_have(restored_engine, ray_here):
         make(restored_engine, replay_buffer=ReplayBuffer())
 
 
+def has_ended(collector) -> bool:
+    try:
+        collector.stats()
+    except CollectionError:
+        return True
+    return False
+
+
 def test_a_collector_in_an_actor(
     restored_engine, hf_model, scheme, tokenizer, ray_here
 ):
@@ -142,6 +150,8 @@ def test_a_collector_in_an_actor(
     with collector.pause():
         assert collector.is_running()
     ray_here.kill(collector._actor)
+    # Ray ends it in the background.
+    wait_until(lambda: has_ended(collector))
     for call in (collector.stats, partial(next, iter(collector)), collector.resume):
         with pytest.raises(CollectionError, match="actor has ended .* load the state"):
             call()

@@ -24,13 +24,6 @@ SMALL = 100_000
 """Size of a bucket, so that the tiny model needs several."""
 
 
-@pytest.fixture(scope="module")
-def same_gpu(gpu_model_path):
-    """A server on the first GPU, which the trainer uses, too."""
-    with start(gpu_model_path, cuda_devices=[0]) as engine:
-        yield engine
-
-
 def test_auto_shares_the_memory(same_gpu):
     scheme = SGLangWeightSyncScheme(same_gpu)
     sender = scheme.create_sender()

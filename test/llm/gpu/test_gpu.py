@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, new_model, start
+from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, new_model
 from helpers.log_probs import response_difference, score
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm.policies import Tokens
@@ -13,13 +13,6 @@ from torchrl_sglang import SGLangWeightSyncScheme, SGLangWrapper
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 
 pytestmark = NEEDS_GPU
-
-
-@pytest.fixture(scope="module")
-def gpu_engine(gpu_model_path):
-    """A server on the last GPU; the trainer uses the first."""
-    with start(gpu_model_path, base_gpu_id=GPUS - 1) as engine:
-        yield engine
 
 
 def difference(engine, model) -> float:

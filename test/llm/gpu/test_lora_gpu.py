@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers.adapters import adapter_from_model
-from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, start
+from helpers.gpu import NEEDS_GPU, TOLERANCE
 from helpers.log_probs import response_difference
 
 from torchrl_sglang.weight_update.sources.peft import (
@@ -19,18 +19,6 @@ from torchrl_sglang.weight_update.transports.lora import LoraTransport
 pytestmark = NEEDS_GPU
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 2
-
-
-@pytest.fixture(scope="module")
-def gpu_lora_engine(gpu_model_path):
-    with start(
-        gpu_model_path,
-        base_gpu_id=GPUS - 1,
-        enable_lora=True,
-        max_lora_rank=16,
-        lora_target_modules=["all"],
-    ) as engine:
-        yield engine
 
 
 @torch.no_grad()

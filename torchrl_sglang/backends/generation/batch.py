@@ -261,6 +261,7 @@ async def prefill(
         sampling_params={"max_new_tokens": 0},
         return_logprobs=False,
         top_logprobs=0,
+        token_columns=(),
         score_response=False,
     )
     # Without the caller's name: aborting one request must not abort its prefill.

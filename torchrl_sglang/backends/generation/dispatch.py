@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.requests.request import GenerateRequest, to_payload
 from torchrl_sglang.requests.sampling import dropped_by_router
+from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 
 MAX_ATTEMPTS = 5
@@ -133,9 +134,11 @@ class Dispatcher:
                 ask = (path, payload, ticket, deadline)
                 try:
                     if "stream" in payload:
-                        reply, lost = await self._stream(*ask)
+                        reply, lost = await self._stream(*ask, request.token_columns)
                     else:
-                        reply = decode_reply(await self.post(*ask, session))
+                        reply = decode_reply(
+                            await self.post(*ask, session), request.token_columns
+                        )
                 except RequestRefusedError as error:
                     reply = aborted_early(error)
             outcome = self._read(reply, request, url, weights.version, ticket)
@@ -163,7 +166,8 @@ class Dispatcher:
             ticket,
             deadline,
             session_id=request.session_id,
-            direct=dropped_by_router(request.sampling_params),
+            direct=dropped_by_router(request.sampling_params)
+            or any(column.dropped_by_router for column in request.token_columns),
             prefer=None if like is None else like.url,
         )
 
@@ -223,7 +227,12 @@ class Dispatcher:
         return answer.raise_for_status()
 
     async def _stream(
-        self, url: str, payload: dict[str, Any], ticket: Ticket, deadline: float
+        self,
+        url: str,
+        payload: dict[str, Any],
+        ticket: Ticket,
+        deadline: float,
+        columns: Sequence[TokenColumn],
     ) -> tuple[Reply, bool]:
         """Posts a request; returns its reply, and whether the server ended before."""
         latest: Answer | None = None
@@ -237,7 +246,7 @@ class Dispatcher:
         except ServerUnavailableError as error:
             if latest is None or not error.transient:
                 raise
-            reply = decode_reply(latest)
+            reply = decode_reply(latest, columns)
             if reply.meta_info.finish_reason is not None:
                 # Only the mark of the end was lost.
                 return reply, False
@@ -250,7 +259,7 @@ class Dispatcher:
             return cut_short(reply, error), True
         if latest is None:
             raise ServerUnavailableError(f"{url} sent a stream without any event.")
-        return decode_reply(latest), False
+        return decode_reply(latest, columns), False
 
     def _read(
         self,
@@ -265,7 +274,7 @@ class Dispatcher:
             completion = parse_completion(
                 reply,
                 request,
-                vocab_size=self.capabilities.vocab_size,
+                capabilities=self.capabilities,
                 server=url,
                 sent_version=sent_version,
             )

@@ -164,6 +164,7 @@ def to_scoring_request(
         sampling_params={"max_new_tokens": 0},
         return_logprobs=True,
         return_prompt_logprobs=False,
+        token_columns=(),
         score_response=False,
         scored_from=len(request.input_ids) - 1,
     )

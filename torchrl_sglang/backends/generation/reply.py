@@ -22,7 +22,15 @@ from torchrl_sglang.errors import (
     SGLangError,
 )
 from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.types import Completion, VersionSpan
+from torchrl_sglang.requests.token_columns import TokenColumn
+from torchrl_sglang.requests.token_values import to_token_values, unknown_values
+from torchrl_sglang.types import (
+    Completion,
+    ServerCapabilities,
+    TokenLayout,
+    TokenValues,
+    VersionSpan,
+)
 
 NAN_STOP = "NaN happened"
 """The stop text that SGLang reports when it sampled from logits that are NaN."""
@@ -83,15 +91,33 @@ class Reply(msgspec.Struct, gc=False):
     output_ids: list[int]
     meta_info: MetaInfo
     text: str | None = None
+    columns: dict[str, Any] = msgspec.field(default_factory=dict, name=" ")
+    """Fields of ``meta_info`` that requested columns come in; no part of the JSON."""
+
+
+class _Fields(msgspec.Struct, gc=False):
+    """The fields of ``meta_info`` of a reply, each as it is written."""
+
+    meta_info: dict[str, msgspec.Raw]
 
 
 _DECODER = msgspec.json.Decoder(Reply)
+_FIELDS_DECODER = msgspec.json.Decoder(_Fields)
 
 
-def decode_reply(answer: Response) -> Reply:
+def decode_reply(answer: Response, columns: Sequence[TokenColumn] = ()) -> Reply:
     """Returns the reply in a body; raises the error that a stream's event holds."""
     try:
-        return _DECODER.decode(answer.body)
+        reply = _DECODER.decode(answer.body)
+        if columns:
+            fields = _FIELDS_DECODER.decode(answer.body).meta_info
+            for column in columns:
+                if column.field in fields:
+                    written = fields[column.field]
+                    reply.columns[column.name] = msgspec.json.decode(
+                        written, type=column.field_type
+                    )
+        return reply
     except NOT_JSON as problem:
         content = answer.json()
         error = content.get("error") if isinstance(content, dict) else None
@@ -131,7 +157,7 @@ def cut_short(reply: Reply, error: Exception) -> Reply:
         output_token_logprobs=_first(meta.output_token_logprobs, length),
         output_top_logprobs=_first(meta.output_top_logprobs, length),
     )
-    return Reply(output_ids=ids[:length], meta_info=meta, text=reply.text)
+    return msgspec.structs.replace(reply, output_ids=ids[:length], meta_info=meta)
 
 
 def _first(values: list[Any] | None, length: int) -> list[Any] | None:
@@ -142,12 +168,12 @@ def parse_completion(
     reply: Reply,
     request: GenerateRequest,
     *,
-    vocab_size: int,
+    capabilities: ServerCapabilities,
     server: str,
     sent_version: str | None = None,
 ) -> Completion:
     """Returns the completion in a reply, or raises; after an abort with its tokens."""
-    read = _Reader(reply, vocab_size, server)
+    read = _Reader(reply, capabilities, server)
     try:
         read.check_end()
     except GenerationAbortedError as error:
@@ -158,10 +184,14 @@ def parse_completion(
 class _Reader:
     """Reads a reply and checks it."""
 
-    def __init__(self, reply: Reply, vocab_size: int, server: str) -> None:
+    def __init__(
+        self, reply: Reply, capabilities: ServerCapabilities, server: str
+    ) -> None:
+        self._columns = reply.columns
+        self._capabilities = capabilities
         self._meta, self._token_ids = reply.meta_info, reply.output_ids
         self._text = reply.text
-        self._vocab_size = vocab_size
+        self._vocab_size = capabilities.vocab_size
         self._server = server
         if self._meta.finish_reason is None:
             raise ServerUnavailableError(
@@ -194,6 +224,7 @@ class _Reader:
             top_log_probs = [[_known(entry.log_prob) for entry in row] for row in rows]
         final = meta.weight_version
         versions = self._versions(sent_version)
+        columns, prompt_columns = self._read_columns(request)
         return Completion(
             token_ids=self._token_ids,
             log_probs=log_probs,
@@ -203,6 +234,8 @@ class _Reader:
             top_token_ids=top_token_ids,
             top_log_probs=top_log_probs,
             prompt_log_probs=prompt_log_probs,
+            columns=columns,
+            prompt_columns=prompt_columns,
             finish_reason=self._reason.type,  # type: ignore[arg-type]  # Checked.
             matched_stop=self._reason.matched,
             cached_tokens=meta.cached_tokens or 0,
@@ -300,6 +333,47 @@ class _Reader:
                 f"positions and sent {[len(row or ()) for row in rows]!r:.100}."
             )
         return found
+
+    def _read_columns(
+        self, request: GenerateRequest
+    ) -> tuple[dict[str, TokenValues], dict[str, TokenValues]]:
+        """Returns the columns of the response, and those of the prompt."""
+        length = len(self._token_ids)
+        before = len(request.input_ids) - request.columns_from
+        response, prompt = {}, {}
+        for column in request.token_columns:
+            layout = column.layout(self._capabilities)
+            start = before if column.of_prompt else 0
+            if not start + length:
+                response[column.name] = unknown_values(layout, 0)
+                continue
+            values = self._read_column(column, layout, start + length)
+            response[column.name] = values[start:]
+            if column.of_prompt:
+                prompt[column.name] = values[:start]
+        return response, prompt
+
+    def _read_column(
+        self, column: TokenColumn, layout: TokenLayout, length: int
+    ) -> TokenValues:
+        if column.name not in self._columns:
+            raise ServerUnavailableError(
+                f"{self._server} was asked for {column.name!r} of {length} tokens and "
+                f"sent no {column.field!r}."
+            )
+        try:
+            rows = column.read(self._columns[column.name], length)
+            if self._reason.type == "abort":
+                # Lists can have grown since the response was cut.
+                rows = rows[:length]
+            if len(rows) != length:
+                raise ValueError(f"it has {len(rows)} entries")
+            return to_token_values(rows, layout)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ServerUnavailableError(
+                f"{self._server} was asked for {column.name!r} of {length} tokens, and "
+                f"{column.field!r} of its reply is not that: {error}."
+            ) from error
 
     def _versions(self, sent_version: str | None) -> tuple[VersionSpan, ...]:
         version, length = self._meta.weight_version, len(self._token_ids)

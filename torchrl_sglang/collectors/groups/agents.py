@@ -56,6 +56,9 @@ class AgentGroups:
         size: agents of a group.
         seconds: timeout of an agent.
         blocking: threads, which end with the collector.
+
+    Attributes:
+        columns (frozenset of str): names that a row uses itself.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class AgentGroups:
         blocking: BlockingCalls,
     ) -> None:
         self.size = size
+        self.columns = COLUMNS | {column.name for column in gateway.token_columns}
         self.generating = Meter()
         self._agent = agent
         self._gateway = gateway
@@ -80,7 +84,7 @@ class AgentGroups:
 
     def check_columns(self, names: Iterable[str]) -> None:
         """Checks the names of a dataset's columns; see :func:`.check_names`."""
-        check_names(names, COLUMNS, "a column of prompts")
+        check_names(names, self.columns, "a column of prompts")
 
     async def run(
         self,
@@ -90,7 +94,7 @@ class AgentGroups:
         turn: Callable[[], Any],
     ) -> Group:
         """Returns a complete group of agents with the same task."""
-        columns = check_task(task, COLUMNS)
+        columns = check_task(task, self.columns)
 
         async def one() -> AgentRun:
             async with turn():

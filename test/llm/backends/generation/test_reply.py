@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import re
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -283,10 +284,15 @@ REQUEST = GenerateRequest(
 )
 
 
+CAPABILITIES = SimpleNamespace(vocab_size=300)
+
+
 def parse(reply, request=REQUEST):
     body = msgspec.json.encode(reply)
     read = decode_reply(Response(url="http://one:1/generate", status=200, body=body))
-    return parse_completion(read, request, vocab_size=300, server="http://one:1")
+    return parse_completion(
+        read, request, capabilities=CAPABILITIES, server="http://one:1"
+    )
 
 
 def changed(*path_and_value):

@@ -1,0 +1,424 @@
+"""SharedCollector: one collector for several ranks of a trainer, each with a share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorDictBase,
+    is_tensor_collection,
+)
+
+from torchrl_sglang.collectors.weight_sync import attach_weight_sync
+from torchrl_sglang.errors import CollectionError, ConfigurationError, SGLangError
+from torchrl_sglang.objectives.columns import ASSISTANT_MASK
+from torchrl_sglang.support.checks import check_seconds
+from torchrl_sglang.types import SyncReport
+from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+
+Path = tuple[str, ...]
+"""Where a tensor is in a row."""
+
+SHARE_TIMEOUT_SECONDS = 7200.0
+"""Default timeout of a rank that waits for the others."""
+
+
+class SharedCollector:
+    """One collector for several ranks of a trainer, as under ``torchrun``.
+
+    The first rank collects. Each iteration yields every rank its share of a batch:
+    whole responses, with about the same number of tokens to train on. Advantages that
+    compare the responses of a group are computed before the batch is shared, by
+    ``prepare``. All ranks make the same calls in the same order.
+
+    Args:
+        make_collector (callable): makes the collector; called on the first rank only.
+            Its error is raised on all ranks. ``None`` is allowed on the others.
+
+    Keyword Args:
+        weight_sync_schemes (dict, optional): ``{"policy": scheme}``, on each rank, for
+            :meth:`update_policy_weights_`. The servers need to be reached by the first
+            rank alone.
+        prepare (callable, optional): is called with each batch on the first rank, and
+            returns what is shared.
+        process_group (ProcessGroup, optional): the ranks. Defaults to all.
+        timeout (float): how long a rank waits for the others, in seconds, which
+            includes what they do between two calls. Defaults to 7200.
+
+    Raises:
+        ConfigurationError: if ``torch.distributed`` is not initialised, or an argument
+            is wrong.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torchrl.objectives.llm import MCAdvantage
+        >>> dist.init_process_group("cpu:gloo,cuda:nccl")  # doctest: +SKIP
+        >>> advantage = MCAdvantage(grpo_size=8)
+        >>> collector = SharedCollector(  # doctest: +SKIP
+        ...     lambda: AsyncLLMCollector(
+        ...         policy=SGLangWrapper(engine),
+        ...         prompts=["1+1=", "2+2="],
+        ...         rewards=lambda conversation, task: float(len(conversation.turns)),
+        ...         group_size=8,
+        ...         groups_per_batch=2,
+        ...     ),
+        ...     weight_sync_schemes={"policy": SGLangWeightSyncScheme(url)},
+        ...     prepare=advantage.inv,
+        ... )
+        >>> for share in collector:  # doctest: +SKIP
+        ...     loss.accumulate(share.split(4), process_group=dist.group.WORLD)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     collector.update_policy_weights_(model)
+    """
+
+    last_sync_report: SyncReport | None = None
+    """Report of the last weight update; ``None`` before the first."""
+
+    def __init__(
+        self,
+        make_collector: Callable[[], Any] | None,
+        *,
+        weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
+        prepare: Callable[[Any], Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = SHARE_TIMEOUT_SECONDS,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigurationError(
+                "A SharedCollector needs the ranks of a trainer: call "
+                "torch.distributed.init_process_group() first, under torchrun."
+            )
+        self._ranks = _Ranks(process_group, check_seconds("timeout", timeout))
+        self._prepare = prepare
+        self._schemes = dict(weight_sync_schemes or {})
+        self.collector: Any = None
+        """The collector, on the first rank; ``None`` on the others."""
+        self.policy_version = 0
+        """Number of weight updates so far, on all ranks."""
+
+        def make() -> int:
+            if make_collector is None:
+                raise ConfigurationError(
+                    "make_collector is None on the first rank, which collects."
+                )
+            self.collector = make_collector()
+            for scheme in self._schemes.values():
+                attach_weight_sync(self.collector, scheme)
+            return int(self.collector.policy_version)
+
+        self.policy_version = self._ranks.first(make)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        return self.iterator()
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yields this rank's share of each batch, until the collector ends on all.
+
+        Raises:
+            CollectionError: if the collector failed on the first rank, with its text,
+                or another rank was lost.
+            ConfigurationError: if a batch has fewer responses than there are ranks.
+        """
+        batches = iter(self.collector) if self._ranks.is_first else iter(())
+        while True:
+            share = self._ranks.scatter(lambda: self._next(batches))
+            if share is None:
+                return
+            self.policy_version = share[0]
+            yield share[1]
+
+    def _next(self, batches: Iterator[Any]) -> list[tuple[int, TensorDictBase]] | None:
+        """Returns the share of each rank; ``None`` after the last batch."""
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        if self._prepare is not None:
+            batch = self._prepare(batch)
+        rows = list(batch.reshape(-1).unbind(0))
+        version = int(self.collector.policy_version)
+        return [
+            (version, LazyStackedTensorDict(*share))
+            for share in share_rows(rows, self._ranks.size)
+        ]
+
+    def update_policy_weights_(self, weights: Any = None) -> SyncReport:
+        """Sends weights to the servers; all ranks call it.
+
+        Weights that are spread over the ranks (FSDP2) are gathered bucket by bucket;
+        others are those of the first rank.
+
+        Args:
+            weights: as for :meth:`.SGLangWeightSender.update_weights`. Defaults to the
+                model that is registered with this rank's scheme.
+
+        Returns:
+            The report of the first rank, on all ranks.
+
+        Raises:
+            ConfigurationError: if there is no scheme.
+            SGLangError: of the first rank, on all ranks.
+        """
+        if "policy" not in self._schemes:
+            raise ConfigurationError(
+                "There is no scheme that could send weights; give weight_sync_schemes="
+                "{'policy': scheme} on each rank."
+            )
+        sender = self._schemes["policy"].create_sender()
+
+        def send() -> SyncReport:
+            report: SyncReport = self.collector.update_policy_weights_(weights)
+            return report
+
+        # What is wrong is found before anybody waits in a collective.
+        self._ranks.all(lambda: sender.resolve(weights))
+        self._ranks.first(self._check)
+        spread = self._ranks.first(lambda: sender.is_spread(weights))
+        if spread and not self._ranks.is_first:
+            report = sender.update_weights(weights)
+        else:
+            report = send() if spread else self._ranks.first(send)
+        self.last_sync_report = report
+        self.policy_version = self._ranks.first(
+            lambda: int(self.collector.policy_version)
+        )
+        return report
+
+    def _check(self) -> None:
+        check = getattr(self.collector, "check", None)
+        if check is not None:
+            check()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the collector's state; empty on other ranks than the first."""
+        return self.collector.state_dict() if self._ranks.is_first else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from the first rank's state; all ranks call it."""
+
+        def load() -> int:
+            self.collector.load_state_dict(state_dict)
+            return int(self.collector.policy_version)
+
+        self.policy_version = self._ranks.first(load)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the collector; without effect on other ranks than the first."""
+        if self.collector is not None:
+            self.collector.shutdown(timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+def share_rows(
+    rows: Sequence[TensorDictBase], count: int
+) -> list[list[TensorDictBase]]:
+    """Shares responses among ranks, with about as many tokens to train on each. Pure.
+
+    The largest ones are dealt first, each to the rank with the fewest tokens; a rank
+    keeps the order of the batch.
+
+    Raises:
+        ConfigurationError: if there are fewer responses than ranks.
+    """
+    if len(rows) < count:
+        raise ConfigurationError(
+            f"A batch of {len(rows)} responses cannot be shared by {count} ranks; "
+            f"collect larger batches, or train on fewer ranks."
+        )
+    sizes = [_num_tokens(row) for row in rows]
+    owned: list[list[int]] = [[] for _ in range(count)]
+    totals = [0] * count
+    order = sorted(range(len(rows)), key=lambda index: -sizes[index])
+    for index in order:
+        # Of ranks with equal numbers of tokens, that with the fewest responses.
+        rank = min(range(count), key=lambda r: (totals[r], len(owned[r])))
+        owned[rank].append(index)
+        totals[rank] += sizes[index]
+    return [[rows[index] for index in sorted(own)] for own in owned]
+
+
+def _num_tokens(row: TensorDictBase) -> int:
+    mask = row.get(ASSISTANT_MASK, None)
+    if mask is None:
+        tokens = row.get(("tokens", "response"), None)
+        return 1 if tokens is None else len(tokens)
+    return int(mask.sum())
+
+
+class _Ranks:
+    """What the first rank tells the others, over a process group of its own.
+
+    Gloo's: a rank may wait for hours here, and NCCL would take a GPU's time for it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, seconds: float) -> None:
+        members = None if group is None else dist.get_process_group_ranks(group)
+        self._group = dist.new_group(
+            members, timeout=timedelta(seconds=seconds), backend="gloo"
+        )
+        self._seconds = seconds
+        self.size = dist.get_world_size(self._group)
+        self.is_first = dist.get_rank(self._group) == 0
+
+    def first(self, call: Callable[[], Any]) -> Any:
+        """Returns what a call returns on the first rank, or raises its error."""
+        outcome, error = self._outcome(call)
+        outcome, text = self._share((outcome, _portable(error)))
+        if error is not None:
+            raise error
+        if text is not None:
+            raise text
+        return outcome
+
+    def all(self, call: Callable[[], Any]) -> None:
+        """Makes a call on each rank; if one of them fails, all raise."""
+        problem = None
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - The other ranks are told.
+            problem = error
+        problems: list[Any] = [None] * self.size
+        self._guard(
+            lambda: dist.all_gather_object(
+                problems, _portable(problem), group=self._group
+            )
+        )
+        for found in (problem, *problems):
+            if found is not None:
+                raise found
+
+    def scatter(self, call: Callable[[], list[tuple[int, Any]] | None]) -> Any:
+        """Returns this rank's part of what a call returns on the first rank.
+
+        Tensors travel as such, and the rest of a TensorDict as an object.
+        """
+
+        def pack() -> list[tuple[int, Any, Layout, torch.Tensor]] | None:
+            parts = call()
+            if parts is None:
+                return None
+            return [(version, *_pack(rows)) for version, rows in parts]
+
+        packed, error = self._outcome(pack)
+        heads: list[Any] = [(None, _portable(error))] * self.size
+        if packed is not None:
+            heads = [(tuple(head), None) for *head, _ in packed]
+        found: list[Any] = [None]
+        self._guard(
+            lambda: dist.scatter_object_list(
+                found, heads, group_src=0, group=self._group
+            )
+        )
+        head, text = found[0]
+        if error is not None:
+            raise error
+        if text is not None:
+            raise text
+        if head is None:
+            return None
+        version, skeleton, tensors = head
+        content = self._exchange([each for *_, each in packed or ()], tensors)
+        return version, _unpack(skeleton, tensors, content)
+
+    def _exchange(self, contents: list[torch.Tensor], tensors: Any) -> torch.Tensor:
+        """Sends each rank its bytes, and returns this rank's."""
+        if self.is_first:
+            for rank, each in enumerate(contents[1:], 1):
+                send = partial(dist.send, each, group_dst=rank, group=self._group)
+                self._guard(send)
+            return contents[0]
+        content = torch.empty(_num_bytes(tensors), dtype=torch.uint8)
+        self._guard(lambda: dist.recv(content, group_src=0, group=self._group))
+        return content
+
+    def _outcome(self, call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        if not self.is_first:
+            return None, None
+        try:
+            return call(), None
+        except Exception as error:  # noqa: BLE001 - The other ranks are told.
+            return None, error
+
+    def _share(self, value: Any) -> Any:
+        values = [value]
+        self._guard(
+            lambda: dist.broadcast_object_list(values, group_src=0, group=self._group)
+        )
+        return values[0]
+
+    def _guard(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            raise CollectionError(
+                f"A rank of the trainer was lost, or did not come within "
+                f"{self._seconds:g} s: {error}"
+            ) from error
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """Returns an error as other ranks raise it."""
+    if error is None or isinstance(error, SGLangError):
+        return error
+    return CollectionError(
+        f"The rank that collects failed: {type(error).__name__}: {error}"
+    )
+
+
+Layout = list[tuple[int, Path, torch.dtype, torch.Size]]
+"""Row, place, type and shape of each tensor, in order."""
+
+
+def _pack(rows: Any) -> tuple[Any, Layout, torch.Tensor]:
+    """Takes rows apart: what is no tensor, where the tensors are, and their bytes."""
+    layout: Layout = []
+    pieces = []
+    skeleton = [row.copy() for row in rows.unbind(0)]
+    for index, row in enumerate(skeleton):
+        for path, value in list(_tensors(row)):
+            layout.append((index, path, value.dtype, value.shape))
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            pieces.append(flat.view(torch.uint8))
+            row.set(path, value.new_empty(0))
+    return skeleton, layout, torch.cat([*pieces, torch.empty(0, dtype=torch.uint8)])
+
+
+def _unpack(skeleton: Any, layout: Layout, content: torch.Tensor) -> TensorDictBase:
+    """Puts rows together again."""
+    start = 0
+    for index, path, dtype, shape in layout:
+        size = shape.numel() * dtype.itemsize
+        # A copy of its own: rows are kept and freed one by one.
+        piece = content[start : start + size].clone()
+        skeleton[index].set(path, piece.view(dtype).view(shape))
+        start += size
+    return LazyStackedTensorDict(*skeleton)
+
+
+def _num_bytes(layout: Layout) -> int:
+    return sum(shape.numel() * dtype.itemsize for _, _, dtype, shape in layout)
+
+
+def _tensors(td: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yields the tensors of a row, but for those of its conversations."""
+    for name, value in td.items():
+        if isinstance(value, torch.Tensor):
+            yield (*path, name), value
+        elif (
+            is_tensor_collection(value)
+            and not isinstance(value, NonTensorData)
+            and not value.batch_size
+        ):
+            yield from _tensors(value, (*path, name))

@@ -1,0 +1,232 @@
+"""THE table of quantities that servers report for each token, beside log-probs. Pure.
+
+To add one, add a row to :data:`TOKEN_COLUMNS`, or give a :class:`TokenColumn` wherever
+a name of the table is taken. Everything else is derived from it: the request, the check
+of the reply, continuations after an abort or an update, the containers of the wrapper,
+the rows of collectors and of the gateway, padding, and the gateway's file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.requests.sampling import hint
+from torchrl_sglang.types import ServerCapabilities, TokenLayout
+
+TokenShape: TypeAlias = tuple[int, ...]
+
+
+def _as_sent(value: Any, num_tokens: int) -> Any:
+    """Returns the field itself, which has one entry for each token."""
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenColumn:
+    """One quantity that a server reports for each token, beside log-probs.
+
+    It is asked for with ``token_columns=[...]``, by a row of your own, or by name:
+
+    - ``"sampling_support"``: the token ids that a token was drawn from, after top-k,
+      top-p and min-p, in no order. SGLang 0.5.20 or later, with a finite ``top_k``.
+
+    Examples:
+        Log-probs of two tokens at each position, whichever was sampled:
+
+        >>> def read(entries, num_tokens):
+        ...     return [[entry[0] for entry in row] for row in entries]
+        >>> yes_or_no = TokenColumn(
+        ...     name="yes_or_no",
+        ...     dtype="float32",
+        ...     shape=(2,),
+        ...     unknown=float("nan"),
+        ...     padding=0.0,
+        ...     request=lambda start: {
+        ...         "return_logprob": True,
+        ...         "token_ids_logprob": [5, 9],
+        ...     },
+        ...     field="output_token_ids_logprobs",
+        ...     read=read,
+        ... )
+        >>> (completion,) = engine.generate(
+        ...     input_ids=[5, 6, 7],
+        ...     sampling_params={"max_new_tokens": 4, "ignore_eos": True},
+        ...     token_columns=[yes_or_no],
+        ... )
+        >>> completion.columns["yes_or_no"].values.shape
+        (4, 2)
+    """
+
+    name: str
+    """Name in requests, and key of the container in a TensorDict."""
+    dtype: str
+    """NumPy's name of its type."""
+    shape: TokenShape | Callable[[ServerCapabilities], TokenShape] | None = ()
+    """Shape of one token's value, or a function of the servers; ``None``: a list, of
+    another length for each token."""
+    request: Callable[[int], Mapping[str, Any]]
+    """Returns the fields of a ``/generate`` call that ask for it, from the position of
+    the first prompt token whose value is not known, for those that prompts have."""
+    field: str
+    """Field of the reply's ``meta_info`` that it comes in."""
+    field_type: Any = Any
+    """Type of that field, as msgspec checks it."""
+    read: Callable[[Any, int], Sequence[Any]] = _as_sent
+    """Returns a value, or a list, for each token, from the field and the number of
+    tokens. Raises a ValueError or a LookupError if the field is malformed."""
+    of_prompt: bool = False
+    """Prompt tokens have it, too: values begin at the position that ``request`` got."""
+    unknown: float = -1
+    """Value of a token that has none. Of lists, such a token's is empty."""
+    padding: float = -1
+    """Value of what is no token."""
+    dropped_by_router: bool = False
+    """A router removes what asks for it; such requests go to the servers themselves."""
+    problem: Callable[[Mapping[str, Any], ServerCapabilities], str | None] | None = None
+    """Returns why the servers cannot report it for sampling parameters, and the remedy;
+    ``None`` if they can."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not re.fullmatch(r"[a-z]\w*", self.name):
+            raise ConfigurationError(
+                f"The name of a TokenColumn is a word of small letters, digits and "
+                f"'_', got {self.name!r}."
+            )
+        try:
+            kind = np.dtype(self.dtype)
+            np.full(1, [self.unknown, self.padding][0], dtype=kind)
+            for value in (self.unknown, self.padding):
+                if kind.kind in "iu" and int(value) != kind.type(value):
+                    raise OverflowError
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigurationError(
+                f"The TokenColumn {self.name!r} has the dtype {self.dtype!r}, which "
+                f"must be NumPy's name of a type that holds unknown={self.unknown!r} "
+                f"and padding={self.padding!r}."
+            ) from error
+
+    def layout(self, capabilities: ServerCapabilities) -> TokenLayout:
+        """Returns the form of its values."""
+        shape = self.shape
+        return TokenLayout(
+            name=self.name,
+            dtype=self.dtype,
+            shape=shape(capabilities) if callable(shape) else shape,
+            unknown=self.unknown,
+            padding=self.padding,
+        )
+
+
+def _ask_for_sampling_support(start: int) -> dict[str, Any]:
+    return {"return_sampling_mask": True}
+
+
+def _no_sampling_support(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> str | None:
+    """Source: ``return_sampling_mask`` in ``sglang/srt/managers/scheduler.py``."""
+    most = capabilities.server_args.get("sampling_mask_max_tokens")
+    if most is None:
+        return (
+            f"SGLang {capabilities.version} does not report it; it needs 0.5.20 or "
+            f"later."
+        )
+    top_k = params.get("top_k", capabilities.default_sampling_params.get("top_k", -1))
+    if params.get("temperature") == 0 or 1 <= top_k <= most:
+        return None
+    return (
+        f"top_k={top_k} leaves more tokens than a server reports; give a top_k of 1 to "
+        f"{most}, or start the servers with a greater sampling_mask_max_tokens."
+    )
+
+
+_ROWS = (
+    # Token ids that sampling could have drawn, after top-k, top-p and min-p.
+    TokenColumn(
+        name="sampling_support",
+        dtype="int32",
+        shape=None,
+        request=_ask_for_sampling_support,
+        field="output_token_sampling_mask",
+        field_type=list[list[int]],
+        dropped_by_router=True,
+        problem=_no_sampling_support,
+    ),
+)
+
+TOKEN_COLUMNS: dict[str, TokenColumn] = {row.name: row for row in _ROWS}
+"""Quantities that can be asked for by name, see :class:`TokenColumn`."""
+
+
+def find_columns(given: Any) -> tuple[TokenColumn, ...]:
+    """Returns columns that were given by name or as rows of their own.
+
+    Raises:
+        ConfigurationError: if there is no such name, or one is given twice.
+    """
+    if isinstance(given, (str, TokenColumn)) or not isinstance(given, Iterable):
+        raise ConfigurationError(
+            f"token_columns must be a list of names or TokenColumns, got {given!r}."
+        )
+    found: dict[str, TokenColumn] = {}
+    for each in given:
+        column = TOKEN_COLUMNS.get(each) if isinstance(each, str) else each
+        if not isinstance(column, TokenColumn):
+            known = ", ".join(map(repr, sorted(TOKEN_COLUMNS))) or "none"
+            advice = hint(each, sorted(TOKEN_COLUMNS)) if isinstance(each, str) else ""
+            raise ConfigurationError(
+                f"token_columns holds {each!r}, which is neither a TokenColumn nor the "
+                f"name of one; there are: {known}.{advice}"
+            )
+        if column.name in found:
+            raise ConfigurationError(
+                f"token_columns holds {column.name!r} twice; leave one out."
+            )
+        found[column.name] = column
+    return tuple(found.values())
+
+
+def check_columns(
+    columns: Sequence[TokenColumn],
+    params: Mapping[str, Any],
+    capabilities: ServerCapabilities,
+) -> None:
+    """Checks that the servers can report columns of a request with these parameters.
+
+    Raises:
+        UnsupportedByServerError: if they cannot.
+    """
+    for column in columns:
+        why = column.problem and column.problem(params, capabilities)
+        if why:
+            raise UnsupportedByServerError(
+                f"token_columns holds {column.name!r}, and {why}"
+            )
+
+
+def column_fields(
+    columns: Sequence[TokenColumn], start: int, payload: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the fields that ask for columns, beside those of ``payload``.
+
+    Raises:
+        ConfigurationError: if two of them ask for different things in one field.
+    """
+    asked: dict[str, tuple[str, Any]] = {}
+    for column in columns:
+        for name, value in column.request(start).items():
+            known = payload.get(name) or value
+            by, other = asked.get(name, ("the request itself", known))
+            if other != value:
+                raise ConfigurationError(
+                    f"The token column {column.name!r} asks for {name}={value!r}, and "
+                    f"{by!r} for {other!r}; they cannot be had in one request."
+                )
+            asked[name] = column.name, value
+    return {name: value for name, (_, value) in asked.items()}

@@ -1,0 +1,135 @@
+"""Makes, joins and cuts values of tokens: :class:`.TokenValues`. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torchrl_sglang.types import Completion, TokenLayout, TokenValues
+
+LOG_PROB = TokenLayout(name="log_probs", dtype="float32", unknown=math.nan, padding=0.0)
+"""Log-probability of each response token."""
+
+WEIGHT_VERSION = TokenLayout(name="weight_version", dtype="int64")
+"""Weight version of each response token; -1 where it is no number, or not known."""
+
+TOP_TOKENS = TokenLayout(name="top_token_ids", dtype="int64")
+"""Top-k tokens at each position, for some k."""
+
+TOP_LOG_PROBS = TokenLayout(
+    name="top_log_probs", dtype="float32", unknown=math.nan, padding=0.0
+)
+"""Their log-probabilities."""
+
+_LISTS = tuple(each.name for each in (LOG_PROB, TOP_TOKENS, TOP_LOG_PROBS))
+"""Fields of a completion with an entry for each response token, beside its tokens."""
+
+
+def values_of(completion: Completion, layout: TokenLayout) -> TokenValues:
+    """Returns a quantity of each token of a response; unknown where it has none."""
+    length = len(completion.token_ids)
+    if layout.name == WEIGHT_VERSION.name:
+        found = unknown_values(layout, length)
+        for span in completion.versions:
+            if span.version.isdigit():
+                found.values[span.start : span.end] = int(span.version)
+        return found
+    if layout.name in _LISTS:
+        rows = getattr(completion, layout.name)
+        known = None if rows is None else to_token_values(rows, layout)
+    else:
+        known = completion.columns.get(layout.name)
+    return unknown_values(layout, length) if known is None else known
+
+
+def to_token_values(rows: Sequence[Any], layout: TokenLayout) -> TokenValues:
+    """Returns one value for each token, or one list.
+
+    Raises:
+        ValueError: if they have another shape or cannot be of the type.
+    """
+    if layout.shape is None:
+        counts = np.array([len(row) for row in rows], dtype=np.int64)
+        flat = [value for row in rows for value in row]
+        return TokenValues(
+            layout=layout, values=np.array(flat, dtype=layout.dtype), counts=counts
+        )
+    values = np.array(rows, dtype=layout.dtype)
+    if not len(rows):
+        values = values.reshape(0, *layout.shape)
+    if values.shape != (len(rows), *layout.shape):
+        raise ValueError(
+            f"the shape {values.shape} is not that of {len(rows)} tokens with "
+            f"{layout.shape} each"
+        )
+    return TokenValues(layout=layout, values=values)
+
+
+def unknown_values(layout: TokenLayout, length: int) -> TokenValues:
+    """Returns values of tokens that have none."""
+    if layout.shape is None:
+        return TokenValues(
+            layout=layout,
+            values=np.empty(0, dtype=layout.dtype),
+            counts=np.zeros(length, dtype=np.int64),
+        )
+    values = np.full((length, *layout.shape), layout.unknown, dtype=layout.dtype)
+    return TokenValues(layout=layout, values=values)
+
+
+def concatenate(parts: Sequence[TokenValues]) -> TokenValues:
+    """Returns the values of tokens that follow each other; at least one part."""
+    counts = [part.counts for part in parts if part.counts is not None]
+    return TokenValues(
+        layout=parts[0].layout,
+        values=np.concatenate([part.values for part in parts]),
+        counts=np.concatenate(counts) if counts else None,
+    )
+
+
+def truncate_values(completion: Completion, size: int) -> dict[str, Any]:
+    """Returns the fields of a completion that are kept for each token, cut to ``size``.
+
+    Those of the prompt are kept as they are.
+    """
+    lists = {name: getattr(completion, name) for name in _LISTS}
+    return {
+        "token_ids": completion.token_ids[:size],
+        "columns": {name: each[:size] for name, each in completion.columns.items()},
+        **{name: each and each[:size] for name, each in lists.items()},
+    }
+
+
+def join_values(first: Completion, second: Completion) -> dict[str, Any]:
+    """Returns the fields that are kept for each token of two parts of a response.
+
+    The request of the second part began with the tokens of the first. Where its prompt
+    has values, they replace those of the last tokens before it: an engine may know a
+    quantity of a token only when the next one is computed.
+    """
+    joined: dict[str, Any] = {"token_ids": [*first.token_ids, *second.token_ids]}
+    for name in _LISTS:
+        before, behind = getattr(first, name), getattr(second, name)
+        unknown = before is None or behind is None
+        joined[name] = None if unknown else [*before, *behind]
+    joined["columns"] = {
+        name: _join_column(name, first, second)
+        for name in {**first.columns, **second.columns}
+    }
+    return {**joined, "prompt_columns": first.prompt_columns}
+
+
+def _join_column(name: str, first: Completion, second: Completion) -> TokenValues:
+    known = first.columns.get(name), second.columns.get(name)
+    layout = next(each.layout for each in known if each is not None)
+    before, behind = (
+        unknown_values(layout, len(part.token_ids)) if values is None else values
+        for values, part in zip(known, (first, second), strict=True)
+    )
+    late = second.prompt_columns.get(name, unknown_values(layout, 0))[-len(before) :]
+    if len(before) and len(late):
+        return concatenate([before[: len(before) - len(late)], late, behind])
+    return concatenate([before, behind])
