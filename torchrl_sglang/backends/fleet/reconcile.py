@@ -124,12 +124,12 @@ class Step:
         return self.put(replica, url=url)
 
     def take_back(
-        self, replica: Replica, start_id: str, reason: str, *, restarted: bool = True
+        self, replica: Replica, reason: str, *, restarted: bool = True
     ) -> Replica:
         """Takes a server that runs again; it is polled before it serves."""
         replica = self.put(
             replica,
-            start_id=start_id,
+            start_id="",
             restarted=restarted,
             held_adapters=frozenset(),
             version="",
@@ -211,7 +211,7 @@ class Answered(Event):
             lacks = not step.state.wanted_adapters <= held
             same = bool(self.start_id) and self.start_id == known
             restarted = replica.restarted or lacks or not same
-            replica = step.take_back(replica, "", replica.reason, restarted=restarted)
+            replica = step.take_back(replica, replica.reason, restarted=restarted)
         elif known and self.start_id and self.start_id != known:
             replica = step.put(replica, restarted=True)
         replica = step.put(replica, start_id=self.start_id or known)
@@ -306,7 +306,7 @@ class Moved(Event):
             replica = step.take_down(replica, reason, ended=True)
         if url:
             replica = step.take_address(replica, url)
-            step.take_back(replica, "", f"The server at {url} was started again.")
+            step.take_back(replica, f"The server at {url} was started again.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,7 +333,7 @@ class Started(Event):
             released=frozenset(),
         )
         replica = step.take_address(replica, self.url)
-        step.take_back(replica, "", f"The server at {self.url} was started again.")
+        step.take_back(replica, f"The server at {self.url} was started again.")
         step.do(Publish())
 
 
