@@ -339,6 +339,37 @@ def test_an_adapter_of_a_copy_survives_a_restart(three, count):
             assert {answer.adapter for answer in answers} == {"style"}
 
 
+def test_an_adapter_that_was_loaded_while_a_server_was_cut_off(engine, three):
+    """It is the same start, and lacks what the others have."""
+    cut_off = three[2]
+    engine.look_at_servers()
+    cut_off._dead = True
+    engine.look_at_servers()
+    assert states(engine) == ["serving", "serving", "down"]
+    engine.load_adapter("style", **adapter())
+    assert names(cut_off) == []
+    before = len(cut_off.payloads())
+    cut_off._dead = False
+    wait_for(lambda: states(engine) == ["serving"] * 3)
+    assert names(cut_off) == ["style~"]
+    answers = engine.generate(input_ids=[[5]] * 6, adapter="style")
+    assert {answer.adapter for answer in answers} == {"style"}
+    assert len(cut_off.payloads()) > before
+
+
+def test_newer_weights_do_not_stand_in_for_an_adapter(engine, three):
+    """A server that was started again has older weights, and no adapter."""
+    engine.load_adapter("style", **adapter())
+    three[0].restart()
+    engine.look_at_servers()
+    assert states(engine) == ["stale", "serving", "serving"]
+    # Another engine object sends newer weights to all.
+    for server in three:
+        server.weight_version = "6"
+    wait_for(lambda: states(engine) == ["serving"] * 3)
+    assert names(three[0]) == ["style~"]
+
+
 def test_an_owner_that_does_not_know_of_an_adapter_asks_the_other_servers(three):
     """Before one that it has started again gets requests."""
     with ExitStack() as stack:
