@@ -59,7 +59,7 @@ def reach(engine, url: str) -> None:
     """Lets an engine reach its server at another address."""
     fleet = engine._fleet
     there = replace(fleet.replicas[0], url=url)
-    fleet.change(lambda state: state.with_replica(there))
+    fleet.change(lambda state: state.with_replicas(there))
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ class Step:
     def put(self, replica: Replica, **fields: Any) -> Replica:
         """Changes what is known of a server, and returns it."""
         replica = replace(replica, **fields)
-        self.state = self.state.with_replica(replica)
+        self.state = self.state.with_replicas(replica)
         return replica
 
     def same_start(self, asked: Replica) -> Replica | None:
@@ -138,9 +138,9 @@ class Step:
 
     def suspect(self, url: str | None = None) -> None:
         """Lets a server, or each one, be polled although it serves."""
-        for replica in self.state.replicas:
-            if url in (None, replica.url) and not replica.suspected:
-                self.put(replica, suspected=True)
+        asked = (each for each in self.state.replicas if url in (None, each.url))
+        suspected = (replace(each, suspected=True) for each in asked)
+        self.state = self.state.with_replicas(*suspected)
         self.do(Check())
 
     def decide(self, replica: Replica, version: str) -> None:

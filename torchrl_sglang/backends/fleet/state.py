@@ -45,27 +45,27 @@ class FleetState:
     in_router: frozenset[str] = frozenset()
     """Servers that the router sends requests to."""
 
-    def with_replica(self, replica: Replica) -> FleetState:
-        """Returns the state with another value for one server."""
-        before, after = self.replicas[: replica.rank], self.replicas[replica.rank + 1 :]
-        return replace(self, replicas=(*before, replica, *after))
+    def with_replicas(self, *changed: Replica) -> FleetState:
+        """Returns the state with other values for some servers."""
+        replicas = list(self.replicas)
+        for replica in changed:
+            replicas[replica.rank] = replica
+        return replace(self, replicas=tuple(replicas))
 
     def without_suspicion(self, ranks: Iterable[int]) -> FleetState:
         """Returns the state when servers begin to be polled."""
-        state = self
-        for rank in ranks:
-            if (replica := state.replicas[rank]).suspected:
-                state = state.with_replica(replace(replica, suspected=False))
-        return state
+        asked = (self.replicas[rank] for rank in ranks)
+        return self.with_replicas(*(replace(each, suspected=False) for each in asked))
 
     def without_adapter(self, served_as: str) -> FleetState:
         """Returns the state when servers begin to drop a LoRA adapter."""
-        state, dropped = self, frozenset({served_as})
-        for replica in self.replicas:
-            if served_as in replica.held_adapters:
-                left = replica.held_adapters - dropped
-                state = state.with_replica(replace(replica, held_adapters=left))
-        return state
+        return self.with_replicas(
+            *(
+                replace(each, held_adapters=each.held_adapters - {served_as})
+                for each in self.replicas
+                if served_as in each.held_adapters
+            )
+        )
 
     # Servers.
 
