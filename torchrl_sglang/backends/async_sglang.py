@@ -26,8 +26,14 @@ from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient, limit_in_flight
 from torchrl_sglang.backends.client.model_info import ModelReader, ServedModel
 from torchrl_sglang.backends.client.router import find_servers
+from torchrl_sglang.backends.fleet.loop import (
+    PROGRESS_SECONDS,
+    Supervisor,
+    revive,
+)
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.poller import ServerPoller, ask_stats, discover
+from torchrl_sglang.backends.fleet.observe import ServerPoller, ask_stats, discover
+from torchrl_sglang.backends.fleet.reconcile import Suspected
 from torchrl_sglang.backends.fleet.replica import (
     RemoteRouter,
     Replica,
@@ -39,11 +45,6 @@ from torchrl_sglang.backends.fleet.sleep import (
     SleepControl,
     check_can_sleep,
     check_tags,
-)
-from torchrl_sglang.backends.fleet.supervisor import (
-    PROGRESS_SECONDS,
-    Supervisor,
-    revive,
 )
 from torchrl_sglang.backends.fleet.weights_state import WeightUpdate
 from torchrl_sglang.backends.generation.batch import Generation
@@ -181,9 +182,6 @@ class AsyncSGLang(TorchRLCalls):
                 self._settings.max_in_flight, len(self._fleet.replicas)
             ),
         )
-        self._generation = Generation(
-            self._dispatcher, self._served_model.get_tokenizer
-        )
         in_flight, counters = self._dispatcher.in_flight, self._dispatcher.counters
         self._sleep_control = SleepControl(
             self._fleet,
@@ -212,6 +210,11 @@ class AsyncSGLang(TorchRLCalls):
             ),
             max_restarts=self._settings.max_restarts,
             progress_seconds=self._settings.progress_timeout,
+        )
+        self._generation = Generation(
+            self._dispatcher,
+            self._served_model.get_tokenizer,
+            self._supervisor.poll_now,
         )
 
     @classmethod
@@ -488,7 +491,7 @@ class AsyncSGLang(TorchRLCalls):
 
     @property
     def base_problem(self) -> str | None:
-        return self._fleet.base_problem
+        return self._fleet.state.base_problem
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -496,7 +499,7 @@ class AsyncSGLang(TorchRLCalls):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        return self._fleet.problems
+        return self._fleet.state.problems
 
     def generate_requests(
         self, requests: Sequence[GenerateRequest], **options: Any
@@ -631,15 +634,15 @@ class AsyncSGLang(TorchRLCalls):
     @property
     def restarting(self) -> Sequence[str]:
         self._fleet.notice_deaths()
-        return self._fleet.restarting
+        return self._fleet.state.restarting
 
     @property
     def awaits_weights(self) -> bool:
-        return self._fleet.awaits_weights
+        return self._fleet.state.awaits_weights
 
     def look_at_servers(self) -> None:
         self._check_open()
-        self._fleet.suspect()
+        self._fleet.apply(Suspected())
         run_sync(self._supervisor.poll_now())
 
     def published_adapters(self, *, timeout: float) -> frozenset[str]:
@@ -777,12 +780,12 @@ class AsyncSGLang(TorchRLCalls):
             raise ServerUnavailableError(
                 f"The engine at {self.server_url} was shut down; make a new one."
             )
-        if self._fleet.needs_poll or self._fleet.directory is not None:
+        if self._fleet.state.needs_poll or self._fleet.directory is not None:
             self._supervisor.begin()
 
     def _check_usable(self) -> None:
         self._check_open()
-        self._fleet.check_awake()
+        self._fleet.state.check_awake()
         if (reason := self._fleet.weights.inconsistent) is not None:
             raise WeightSyncStateError(
                 f"The weights on {self.server_url} are inconsistent: {reason} "
@@ -861,7 +864,7 @@ class AsyncSGLang(TorchRLCalls):
     def revive(self, *, timeout: float = START_TIMEOUT_SECONDS) -> None:
         self._check_open()
         check_seconds("timeout", timeout)
-        self._fleet.check_weights_awake()
+        self._fleet.state.check_weights_awake()
         run_sync(revive(self._fleet, self.control, timeout=timeout))
 
     def flush_cache(self) -> bool:

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -54,6 +55,13 @@ STEPS = [
 """Before, in the middle of, and after what changes a server's weights."""
 
 
+def reach(engine, url: str) -> None:
+    """Lets an engine reach its server at another address."""
+    fleet = engine._fleet
+    there = replace(fleet.replicas[0], url=url)
+    fleet.change(lambda state: state.with_replicas(there))
+
+
 @pytest.fixture(scope="module")
 def owned(tiny_model_path):
     """An engine that reaches the server that it owns through a proxy."""
@@ -62,7 +70,7 @@ def owned(tiny_model_path):
     ) as engine:
         with FaultyProxy(engine.server_url) as proxy:
             address = engine.server_url
-            engine._fleet.replicas[0].url = proxy.url
+            reach(engine, proxy.url)
             yield engine, proxy, address
 
 
@@ -78,7 +86,7 @@ def kill(pid, address) -> None:
 def test_a_server_that_is_killed(owned, tokenizer, path, number):
     engine, proxy, address = owned
     # A restarted server is asked where it is.
-    engine._fleet.replicas[0].url = proxy.url
+    reach(engine, proxy.url)
     scheme = SGLangWeightSyncScheme(engine, bucket_bytes=100_000, restart_timeout=0)
     sender = scheme.create_sender()
     model = make_tiny_model(tokenizer, seed=51)
@@ -113,7 +121,7 @@ def test_a_server_that_is_killed(owned, tokenizer, path, number):
 def test_an_update_waits_for_a_server_that_is_killed(owned, tokenizer, path, number):
     """The trainer notices nothing but the time; other weights are never served."""
     engine, proxy, address = owned
-    engine._fleet.replicas[0].url = proxy.url
+    reach(engine, proxy.url)
     scheme = SGLangWeightSyncScheme(engine, bucket_bytes=100_000)
     sender = scheme.create_sender()
     sender.update_weights(make_tiny_model(tokenizer, seed=54))

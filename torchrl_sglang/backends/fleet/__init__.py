@@ -1,7 +1,8 @@
 """The servers of one engine, and the version of their weights.
 
-``membership.Fleet`` decides which servers serve; ``replica`` has a server, the router,
-and the choice where a request goes; ``weights_state`` alone changes weight versions and
-consistency. ``poller`` asks servers for their state, ``supervisor`` restarts those that
-end or hang, and ``sleep`` releases their GPU memory.
+``state`` is all that is known of them, ``observe`` asks them, ``reconcile`` decides
+what follows, without servers, and ``loop`` does it: observe, reconcile, act.
+``membership.Fleet`` keeps the state. ``replica`` describes a server and the router,
+``routing`` chooses a server for a request, ``weights_state`` has the versions and the
+consistency of the weights, and ``sleep`` releases GPU memory.
 """

@@ -1,11 +1,9 @@
-"""A server and the router as the fleet sees them, and the choice between servers."""
+"""A server and the router as the fleet sees them."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torchrl_sglang.errors import ServerStartError
@@ -13,15 +11,6 @@ from torchrl_sglang.errors import ServerStartError
 ReplicaState = Literal["serving", "stale", "down", "lost"]
 """Only serving servers get requests. ``stale``: runs with older weights or without
 adapters; ``down``: ended or does not answer; ``lost``: was restarted too often."""
-
-MAX_SESSIONS = 4096
-"""Sessions whose server is remembered; a prefix cache holds fewer."""
-
-MOST_COMPARED = 32
-"""Servers whose sessions are compared for a new one."""
-
-FAILURE_SECONDS = 1.0
-"""A server that failed is chosen last for this long."""
 
 
 class NotStartedError(ServerStartError):
@@ -95,12 +84,14 @@ class Location:
     """GPUs that its processes see."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Replica:
-    """One server. :class:`.Fleet` changes its state."""
+    """What an engine knows of one server; only :func:`.reconcile` makes the next."""
 
     url: str
     """Its address; it can be another one when the server was started again."""
+    rank: int = 0
+    """Its place among the servers of the engine, which stays the same."""
     handle: ServerHandle | None = None
     """Set where this engine started it."""
     restart: Callable[[], ServerHandle] | None = None
@@ -125,7 +116,7 @@ class Replica:
     """Differs after each start; see :class:`.ServerCapabilities`."""
     version: str = ""
     """Weight version that it reported last; empty: not asked."""
-    held_adapters: set[str] = field(default_factory=set)
+    held_adapters: frozenset[str] = frozenset()
     """LoRA adapters that it holds, under the servers' names."""
     released: frozenset[str] = frozenset()
     """Kinds of memory that it released. Releasing one twice ends a server."""
@@ -148,6 +139,15 @@ class Replica:
         """Whether it gets requests although it answers nothing: no other serves."""
         return self.state == "serving" and self.away_since is not None
 
+    def holding(self, adapters: Set[str], *, since: Replica) -> Replica:
+        """Returns it as it reports its adapters, beside those loaded since then."""
+        added = self.held_adapters - since.held_adapters
+        return replace(self, held_adapters=added | adapters)
+
+    def with_adapter(self, served_as: str) -> Replica:
+        """Returns it as it has loaded one more adapter."""
+        return replace(self, held_adapters=self.held_adapters | {served_as})
+
     def without_handle(self) -> Replica:
         """Returns a copy for another process, which owns no server."""
         return replace(
@@ -162,7 +162,7 @@ class Replica:
             restarts=0,
             suspected=False,
             version="",
-            held_adapters=set(),
+            held_adapters=frozenset(),
             released=self.released if self.runs else frozenset(),
         )
 
@@ -236,80 +236,3 @@ class Directory(Protocol):
 
     async def urls(self) -> Sequence[str]:
         """Returns what was published last; raises an SGLangError if it cannot."""
-
-
-class Routing:
-    """Chooses servers in turn, one server per session, failed servers last.
-
-    A choice looks at a few servers, however many there are. Sessions name a server by
-    its place in the list, which stays the same.
-    """
-
-    def __init__(self, sessions: dict[str, int] | None = None) -> None:
-        self.sessions = sessions or {}
-        """Session -> server that has its prefix."""
-        self._counts = Counter(self.sessions.values())
-        self._failed_at: dict[str, float] = {}
-        self._turn = 0
-
-    def failed(self, url: str) -> None:
-        """Records that a request to a server failed."""
-        self._failed_at[url] = time.monotonic()
-
-    def forget(self, url: str) -> None:
-        """Forgets a server that is at this address no longer."""
-        self._failed_at.pop(url, None)
-
-    def choose(
-        self, replicas: Sequence[Replica], session: str | None, avoid: Collection[str]
-    ) -> Replica | None:
-        """Returns a serving server, if possible none to ``avoid``.
-
-        A new session gets the one with the fewest among those whose turn is next.
-        """
-        if session is None:
-            found = self._next(replicas, avoid, 1)
-            if found:
-                self._turn = found[0] + 1
-            return replicas[found[0]] if found else None
-        # Most recently used last: the oldest are forgotten first.
-        home = self.sessions.pop(session, None)
-        if home is None or self._rank(replicas[home], avoid) > 0:
-            found = self._next(replicas, avoid, MOST_COMPARED)
-            if home is not None:
-                self._counts[home] -= 1
-            if not found:
-                return None
-            if home not in found:
-                home = min(found, key=self._counts.__getitem__)
-                self._turn = home + 1
-            self._counts[home] += 1
-        self.sessions[session] = home
-        while len(self.sessions) > MAX_SESSIONS:
-            self._counts[self.sessions.pop(next(iter(self.sessions)))] -= 1
-        return replicas[home]
-
-    def _next(
-        self, replicas: Sequence[Replica], avoid: Collection[str], most: int
-    ) -> list[int]:
-        """Returns the best servers, from the one whose turn it is."""
-        found: dict[int, list[int]] = {}
-        for step in range(len(replicas)):
-            index = (self._turn + step) % len(replicas)
-            rank = self._rank(replicas[index], avoid)
-            if rank < _NEVER:
-                found.setdefault(rank, []).append(index)
-            if len(found.get(0, ())) == most:
-                break
-        return found[min(found)] if found else []
-
-    def _rank(self, replica: Replica, avoid: Collection[str]) -> int:
-        """Returns 0 for the best choice."""
-        if replica.state != "serving":
-            return _NEVER
-        failed_at = self._failed_at.get(replica.url)
-        soon = failed_at is not None and time.monotonic() < failed_at + FAILURE_SECONDS
-        return 2 * (replica.url in avoid) + soon
-
-
-_NEVER = 4

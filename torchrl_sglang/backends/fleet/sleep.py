@@ -15,13 +15,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from torchrl_sglang.backends.client.capabilities import sleep_obstacles
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.replica import Replica, format_tags
+from torchrl_sglang.backends.fleet.reconcile import FellAsleep, WokeUp
+from torchrl_sglang.backends.fleet.replica import format_tags
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerTimeoutError,
@@ -89,16 +91,17 @@ class SleepControl:
         """Releases memory of every server; see :meth:`.AsyncSGLang.sleep`."""
         async with self._lock:
             if self._fleet.asleep:
-                replicas = self._fleet.fall_asleep(tags)
+                self._fleet.apply(FellAsleep(tags=tags))
             else:
-                replicas = await self._drain(tags, abort_first, drain_timeout)
-            awake = [replica for replica in replicas if tags - replica.released]
+                await self._drain(tags, abort_first, drain_timeout)
+            running = self._fleet.state.running
+            awake = [replica.rank for replica in running if tags - replica.released]
             if awake:
                 await _uncancelled(self._release(awake, tags))
 
     async def _drain(
         self, tags: frozenset[str], abort_first: bool, timeout: float
-    ) -> list[Replica]:
+    ) -> None:
         """Waits until no request runs, and refuses requests from then on."""
         deadline = time.monotonic() + timeout
         with self._fleet.drain():
@@ -111,7 +114,8 @@ class SleepControl:
                 # Read last, so that no request begins before the fleet falls asleep.
                 own = self._in_flight()
                 if not own and not others:
-                    return self._fleet.fall_asleep(tags)
+                    self._fleet.apply(FellAsleep(tags=tags))
+                    return
                 if time.monotonic() >= deadline:
                     raise ServerTimeoutError(
                         f"After {timeout:g} s, {own} request(s) of this engine are in "
@@ -121,7 +125,7 @@ class SleepControl:
                     )
                 await asyncio.sleep(0.05)
 
-    async def _release(self, replicas: Sequence[Replica], tags: frozenset[str]) -> None:
+    async def _release(self, ranks: Sequence[int], tags: frozenset[str]) -> None:
         fleet, control = self._fleet, self._control
         try:
             for mode in _pauses(fleet.paused):
@@ -129,12 +133,12 @@ class SleepControl:
         except SGLangError as error:
             failures = [error]
         else:
-            failures = await self._each("release", replicas, tags)
+            failures = await self._each("release", ranks, tags)
+        replicas = [fleet.replicas[rank] for rank in ranks]
         lost = not control.capabilities.keeps_weights
         if lost and any("weights" in replica.released for replica in replicas):
-            fleet.weights_state.mark_inconsistent(
-                "Their memory was released by sleep(), so they hold nothing."
-            )
+            reason = "Their memory was released by sleep(), so they hold nothing."
+            fleet.change_weights(lambda weights: weights.mark_inconsistent(reason))
         if failures:
             asleep = sum(tags <= replica.released for replica in replicas)
             raise self._failure(
@@ -153,15 +157,15 @@ class SleepControl:
 
     async def _resume(self, tags: frozenset[str]) -> None:
         fleet, control = self._fleet, self._control
-        replicas = [replica for replica in fleet.running if replica.released & tags]
-        failures = await self._each("resume", replicas, tags)
+        ranks = [each.rank for each in fleet.state.running if each.released & tags]
+        failures = await self._each("resume", ranks, tags)
         before = fleet.asleep
-        fleet.wake_up(tags)
+        fleet.apply(WokeUp(tags=tags))
         if failures:
-            awake = sum(not replica.released & tags for replica in replicas)
+            awake = sum(not fleet.replicas[rank].released & tags for rank in ranks)
             raise self._failure(
                 failures,
-                f"{awake} of {len(replicas)} servers have {format_tags(tags)} again. "
+                f"{awake} of {len(ranks)} servers have {format_tags(tags)} again. "
                 f"Call wake_up() again.",
                 partly=awake > 0,
             )
@@ -173,7 +177,7 @@ class SleepControl:
             try:
                 await control.resume()
             except SGLangError as error:
-                fleet.fall_asleep(before)
+                fleet.apply(FellAsleep(tags=before))
                 raise self._failure(
                     [error],
                     "The memory is back, and generation does not go on. Call "
@@ -184,12 +188,13 @@ class SleepControl:
     async def _each(
         self,
         verb: Literal["release", "resume"],
-        replicas: Sequence[Replica],
+        ranks: Sequence[int],
         tags: frozenset[str],
     ) -> list[SGLangError]:
         """Releases or resumes memory of each server; returns the errors."""
 
-        async def one(replica: Replica) -> SGLangError | None:
+        async def one(rank: int) -> SGLangError | None:
+            replica = self._fleet.replicas[rank]
             held = tags & replica.released
             missing = tags - held if verb == "release" else held
             failure: SGLangError | None = None
@@ -202,10 +207,11 @@ class SleepControl:
                     return error
                 # It has the call, and serves it before any later one.
                 failure = error
-            self._fleet.change(replica, released=replica.released ^ missing)
+            released = replica.released ^ missing
+            self._fleet.learn(replica, lambda now: replace(now, released=released))
             return failure
 
-        outcomes = await fan_out(one, replicas)
+        outcomes = await fan_out(one, ranks)
         return [failure for failure in outcomes if failure is not None]
 
     def _failure(

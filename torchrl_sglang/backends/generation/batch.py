@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -57,12 +57,15 @@ class Generation:
     """Runs calls of :meth:`.AsyncSGLang.generate`; for the background loop only."""
 
     def __init__(
-        self, dispatcher: Dispatcher, get_tokenizer: Callable[[], Any]
+        self,
+        dispatcher: Dispatcher,
+        get_tokenizer: Callable[[], Any],
+        poll: Callable[[], Awaitable[None]],
     ) -> None:
         self._dispatcher = dispatcher
         self._get_tokenizer = get_tokenizer
         self._told_of_context = False
-        self._staleness = Staleness(dispatcher.fleet, dispatcher.adapters)
+        self._staleness = Staleness(dispatcher.fleet, dispatcher.adapters, poll)
         self._probe = TemperatureProbe(
             dispatcher.http, dispatcher.fleet, dispatcher.capabilities
         )
@@ -222,12 +225,12 @@ async def explain_unavailable(
     fleet: Fleet, error: ServerUnavailableError, patient: bool = True
 ) -> SGLangError:
     """Returns the error that says so if all servers are our own and have ended."""
-    if fleet.closed or any(replica.handle is None for replica in fleet.replicas):
+    if fleet.state.closed or any(replica.handle is None for replica in fleet.replicas):
         return error
     for _ in range(20 if patient else 1):
         fleet.notice_deaths()
         if not fleet.serving:
-            better = fleet.no_server_error()
+            better = fleet.state.no_server_error()
             return error if type(better) is type(error) else better.replace(cause=error)
         await asyncio.sleep(DEATH_GRACE_SECONDS / 20 if patient else 0)
     return error

@@ -17,6 +17,7 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.reconcile import Suspected
 from torchrl_sglang.backends.fleet.weights_state import version_order
 from torchrl_sglang.backends.generation.dispatch import Dispatcher, Outcome, Response
 from torchrl_sglang.backends.generation.in_flight import Ticket
@@ -222,9 +223,15 @@ def _with_own_version(part: Completion) -> Completion:
 class Staleness:
     """Decides whether a response must be generated again after a weight update."""
 
-    def __init__(self, fleet: Fleet, adapters: AdapterRegistry) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        adapters: AdapterRegistry,
+        poll: Callable[[], Awaitable[None]],
+    ) -> None:
         self._fleet = fleet
         self._adapters = adapters
+        self._poll = poll
         self._checked_at = -math.inf
         self._vain_checks = 0
         self._checking: asyncio.Task[None] | None = None
@@ -251,8 +258,13 @@ class Staleness:
             await self._check_servers(response.sent_at)
             return True
         self._vain_checks = 0
-        self._fleet.weights_state.observe(outcome.weight_version)
+        self._observe(outcome.weight_version)
         return self._used_stale_cache(outcome, sent_with.version)
+
+    def _observe(self, version: str) -> None:
+        """Takes over a newer version, which another engine object has sent."""
+        if version_order(version) > version_order(self._fleet.weights.version):
+            self._fleet.change_weights(lambda weights: weights.observe(version))
 
     def kept(self, response: Response) -> Completion | None:
         """Returns the tokens of an aborted response that the rest can follow."""
@@ -270,20 +282,19 @@ class Staleness:
         if sent_at < self._checked_at:
             return
         if self._checking is None or self._checking.done():
-            poll = self._fleet.poll
-            if self._vain_checks >= MOST_CHECKS or poll is None:
+            if self._vain_checks >= MOST_CHECKS:
                 raise WeightSyncStateError(
                     f"A server answered with older weights than the current ones, "
                     f"{self._fleet.weights.version!r}, and does not say so itself: "
                     f"it was started again by somebody else. Send the weights again."
                 )
             self._vain_checks += 1
-            self._checking = asyncio.ensure_future(self._check(poll))
+            self._checking = asyncio.ensure_future(self._check())
         await asyncio.shield(self._checking)
 
-    async def _check(self, poll: Callable[[], Awaitable[Any]]) -> None:
-        self._fleet.suspect()
-        await poll()
+    async def _check(self) -> None:
+        self._fleet.apply(Suspected())
+        await self._poll()
         self._checked_at = time.monotonic()
 
     def _used_stale_cache(self, completion: Completion, key: str) -> bool:

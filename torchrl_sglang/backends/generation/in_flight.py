@@ -25,6 +25,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.weights_state import Weights
 from torchrl_sglang.errors import RequestRefusedError, ServerTimeoutError, SGLangError
 
 ABORT_TIMEOUT_SECONDS = 5.0
@@ -183,7 +184,7 @@ class InFlight:
             async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
                 await self._turns.acquire()
                 try:
-                    await self._fleet.weights_state.settled()
+                    await self._fleet.gate.passed()
                 except BaseException:
                     self._turns.release()
                     raise
@@ -205,7 +206,7 @@ class InFlight:
         ticket.sent_as, ticket.sent_to = os.urandom(16).hex(), url
         self._counters.in_flight += 1
         if self._counters.in_flight == 1:
-            self._fleet.on_request()
+            self._fleet.watch()
         try:
             yield
         except RequestRefusedError:
@@ -304,7 +305,7 @@ class InFlight:
             return [each for each, rid in sent.items() if each.sent_as == rid]
 
         # As in a weight update: what is aborted is not at its end.
-        self._fleet.weights_state.aborts_requests()
+        self._fleet.change_weights(Weights.abort_requests)
         while waiting() and time.monotonic() < begun + RECALL_SECONDS:
             await self._abort(waiting())
             # An abort that arrives before its request is lost.

@@ -21,6 +21,7 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import NoReturn, TypeVar
 
@@ -29,6 +30,10 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.reconcile import (
+    AdaptersWanted,
+    RestartNoticed,
+)
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.weights_state import version_order
 from torchrl_sglang.backends.lora.names import (
@@ -110,8 +115,8 @@ class AdapterRegistry:
         # Name -> number of its newest load that was ever found.
         self._latest: dict[str, int] = {}
         self._discovered_at = -DISCOVERY_SECONDS
-        # Server -> adapters that it held at the last discovery.
-        self._seen: dict[str, frozenset[str]] = {}
+        # Rank of a server -> adapters that it held at the last discovery.
+        self._seen: dict[int, frozenset[str]] = {}
         # Place of the server that is asked next.
         self._asked = 0
         self._begin_in_this_process(set())
@@ -246,7 +251,7 @@ class AdapterRegistry:
             start = self._asked % len(serving)
             self._asked = start + MOST_ASKED
             held = await self._ask_held([*serving, *serving][start : self._asked])
-            if all(self._seen.get(each.url) == names for each, names in held.items()):
+            if all(self._seen.get(rank) == names for rank, names in held.items()):
                 return
         await self.discover()
 
@@ -260,12 +265,12 @@ class AdapterRegistry:
         self._discovered_at = time.monotonic()
         before, dropped = self._wanted, self._retirement.dropped
         held = await self._ask_held(self._serving)
-        self._seen = {replica.url: names for replica, names in held.items()}
+        self._seen = dict(held)
         wanted = served_names(before) - dropped
-        for replica in [each for each in held if wanted - held[each]]:
-            if await self._is_restarted(replica):
+        for rank in [each for each in held if wanted - held[each]]:
+            if await self._is_restarted(self._fleet.replicas[rank]):
                 # It gets no requests until it holds them again.
-                del held[replica]
+                del held[rank]
         if self._wanted is not before or not held:
             # This object loaded or dropped an adapter meanwhile, and knows better.
             return
@@ -280,7 +285,7 @@ class AdapterRegistry:
         )
         lost = [each for name, each in before.items() if name not in found]
         if lost:
-            urls = [replica.url for replica in held]
+            urls = [self._fleet.replicas[rank].url for rank in held]
             versions = await _answer(self._control.weight_versions(urls=urls), [])
             version = max([*versions, version], key=version_order)
             if self._wanted is not before:
@@ -292,17 +297,15 @@ class AdapterRegistry:
                     found[each.adapter.name] = each
         self._adopt(found)
 
-    async def _ask_held(
-        self, replicas: Sequence[Replica]
-    ) -> dict[Replica, frozenset[str]]:
-        """Returns what each replica holds; those without an answer are left out."""
-        found: dict[Replica, frozenset[str]] = {}
+    async def _ask_held(self, replicas: Sequence[Replica]) -> dict[int, frozenset[str]]:
+        """Returns rank -> what a server holds; those without an answer are left out."""
+        found: dict[int, frozenset[str]] = {}
 
         async def ask(replica: Replica) -> None:
-            before = set(replica.held_adapters)
-            for held in await _answer(self._control.adapters(urls=[replica.url]), []):
-                self._fleet.report_adapters(replica, held, before)
-                found[replica] = frozenset(held)
+            for each in await _answer(self._control.adapters(urls=[replica.url]), []):
+                held = found[replica.rank] = frozenset(each)
+                change = partial(Replica.holding, adapters=held, since=replica)
+                self._fleet.learn(replica, change)
 
         await fan_out(ask, replicas)
         return found
@@ -312,7 +315,8 @@ class AdapterRegistry:
         start_id = await _answer(self._control.start_id(replica.url), "")
         restarted = bool(start_id and replica.start_id) and start_id != replica.start_id
         if restarted:
-            self._fleet.was_restarted(replica, start_id)
+            noticed = RestartNoticed(rank=replica.rank, start_id=start_id)
+            self._fleet.apply(noticed)
         return restarted
 
     def _adopt(self, found: dict[str, Wanted]) -> None:
@@ -320,7 +324,7 @@ class AdapterRegistry:
         published = filter(is_published, served_names(found))
         new = set(published) - served_names(self._wanted)
         self._wanted = found
-        self._fleet.want_adapters(served_names(found), found=True)
+        self._fleet.apply(AdaptersWanted(names=served_names(found), found=True))
         for name, each in found.items():
             self._latest[name] = max(self._latest.get(name, 0), each.number)
         if new:
@@ -361,7 +365,7 @@ class AdapterRegistry:
             for served_as in replaced:
                 self._retirement.retire(served_as)
         if version is not None:
-            self._fleet.weights_state.reserve(version)
+            self._fleet.change_weights(lambda weights: weights.reserve(version))
         torchrl_logger.debug(f"Loaded {adapter}")
         return adapter
 
@@ -371,15 +375,18 @@ class AdapterRegistry:
         try:
             while True:
                 self._fleet.notice_deaths()
-                running = self._fleet.running
-                if not running:
-                    raise self._fleet.no_server_error()
+                state = self._fleet.state
+                if not state.running:
+                    raise state.no_server_error()
                 wanted = {**self._wanted, new.adapter.name: new}
+                names, running = served_names(wanted), state.running
                 lacking = [r for r in running if served_as not in r.held_adapters]
-                # A server may join meanwhile.
-                if not lacking and self._fleet.want_adapters(served_names(wanted)):
-                    self._adopt(wanted)
-                    return
+                if not lacking:
+                    self._fleet.apply(AdaptersWanted(names=names))
+                    # A server may have joined meanwhile.
+                    if self._fleet.state.wanted_adapters == names:
+                        self._adopt(wanted)
+                        return
                 await self._send(new, lacking, deadline)
         except BaseException:
             self._retirement.drop_soon(served_as)
@@ -530,14 +537,17 @@ class AdapterRegistry:
         deadline = time.monotonic() + LOAD_SECONDS
         try:
             async with self._locked(deadline):
+                # What it holds may have changed while others had the lock.
+                replica = self._fleet.replicas[replica.rank]
                 if not self._fleet.serving:
                     held = replica.held_adapters - self._retirement.dropped
                     found = catch_up(self._wanted, held, replica.version)
                     if found != self._wanted:
                         self._adopt(found)
                 for each in list(self._wanted.values()):
-                    if each.adapter.served_as not in replica.held_adapters:
-                        await self._send(each, [replica], deadline)
+                    now = self._fleet.replicas[replica.rank]
+                    if each.adapter.served_as not in now.held_adapters:
+                        await self._send(each, [now], deadline)
         except SGLangError as error:
             torchrl_logger.warning(
                 f"A server that was started again does not take its adapters: {error}"
@@ -556,7 +566,8 @@ class AdapterRegistry:
                 f"The LoRA adapter {adapter.name!r} was not loaded before the timeout; "
                 f"requests use what they used before."
             )
-        sent = {replica.url: (replica, replica.handle) for replica in replicas}
+        sent = {replica.url: replica for replica in replicas}
+        served_as = adapter.served_as
         outcomes = await self._control.load_lora_adapter(
             adapter.served_as,
             content.path,
@@ -568,12 +579,10 @@ class AdapterRegistry:
         )
         fleet.notice_deaths()
         for url, error in outcomes.items():
-            replica, handle = sent[url]
-            if replica.url != url:
-                continue
+            now = fleet.replicas[sent[url].rank]
             if error is None:
-                fleet.adapter_loaded(replica, handle, adapter.served_as)
-            elif replica.handle is handle and replica.runs:
+                fleet.learn(sent[url], lambda now: now.with_adapter(served_as))
+            elif now.url == url and now.handle is sent[url].handle and now.runs:
                 self._raise(adapter, error)
 
     def _raise(self, adapter: Adapter, error: SGLangError) -> NoReturn:

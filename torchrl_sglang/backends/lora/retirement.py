@@ -121,7 +121,7 @@ class Retirement:
 
     def forget(self, served_as: str) -> None:
         """Records that servers do not hold an adapter any more."""
-        self._fleet.adapter_dropped(served_as)
+        self._fleet.change(lambda now: now.without_adapter(served_as))
         self.pinned.discard(served_as)
 
     async def close(self) -> None:

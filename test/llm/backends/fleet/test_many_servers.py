@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 from helpers.fake_server import FakeServer
@@ -338,8 +339,9 @@ next(answers)
 
 
 def test_nobody_is_healthy_where_nobody_runs(engine, three):
-    for replica in engine._fleet.replicas:
-        replica.state = "lost"
+    replicas = engine._fleet.replicas
+    lost = tuple(replace(each, state="lost") for each in replicas)
+    engine._fleet.change(lambda state: replace(state, replicas=lost))
     assert not engine.health()
     with pytest.raises(ServerUnavailableError, match="No server of the engine runs"):
         engine.flush_cache()

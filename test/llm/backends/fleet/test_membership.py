@@ -5,19 +5,27 @@ from __future__ import annotations
 import pickle
 import socket
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from torchrl_sglang.backends.fleet.actions import Check, Route, Stop
 from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.reconcile import (
+    AdaptersWanted,
+    Answered,
+    RestartNoticed,
+    Silent,
+    Started,
+    Tick,
+)
 from torchrl_sglang.backends.fleet.replica import RemoteRouter, Replica
 from torchrl_sglang.errors import (
     ServerDiedError,
     ServerUnavailableError,
     WeightSyncStateError,
 )
-from torchrl_sglang.support.event_loop import run_sync
 
 URLS = ["http://a", "http://b", "http://c"]
 
@@ -40,17 +48,7 @@ class Process:
 
 
 class Router:
-    """Remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.url, self.usable, self.keyed = "http://router", True, False
-        self.calls: list[tuple[str, str]] = []
-
-    async def add_worker(self, url: str) -> None:
-        self.calls.append(("add", url))
-
-    async def remove_worker(self, url: str) -> None:
-        self.calls.append(("remove", url))
+    url, usable, keyed = "http://router", True, False
 
 
 def make_fleet(count=3, router=None, owned=True) -> Fleet:
@@ -58,6 +56,28 @@ def make_fleet(count=3, router=None, owned=True) -> Fleet:
         Replica(url=url, handle=Process(url=url) if owned else None) for url in URLS
     ]
     return Fleet(replicas=replicas[:count], weight_version="default", router=router)
+
+
+def joined(fleet, rank: int, process: Process | None = None) -> None:
+    """A server was started again, at the same address."""
+    process = process or Process(url=fleet.replicas[rank].url)
+    fleet.apply(Started(rank=rank, handle=process, url=process.url))
+
+
+def reports(fleet, rank: int, version: str, **fields) -> None:
+    """A server answers a poll, and so do those that serve."""
+    asked = fleet.replicas[rank]
+    event = Answered(asked=asked, version=version, confirmed=True, **fields)
+    fleet.apply(event)
+
+
+def holds(fleet, rank: int, *adapters: str) -> None:
+    asked, held = fleet.replicas[rank], frozenset(adapters)
+    fleet.learn(asked, lambda now: replace(now, held_adapters=held))
+
+
+def states(fleet) -> list[str]:
+    return [replica.state for replica in fleet.replicas]
 
 
 def commit(fleet, version: str) -> None:
@@ -109,11 +129,11 @@ def test_what_failed_is_tried_last():
 
 def test_deaths_are_noticed_when_a_server_is_picked():
     fleet = make_fleet()
-    woken = []
-    fleet.on_change = lambda: woken.append(1)
+    called_for = []
+    fleet.act_with(called_for.extend)
     fleet.replicas[1].handle.state = "dead"
     assert set(picks(fleet)) == {URLS[0], URLS[2]}
-    assert woken
+    assert Check() in called_for
     assert fleet.urls == (URLS[0], URLS[2])
     for replica in fleet.replicas:
         replica.handle.state = "dead"
@@ -128,8 +148,9 @@ def test_a_server_of_older_weights_waits_for_the_next_update():
     first.handle.state = "dead"
     assert set(picks(fleet)) == {URLS[1]}
     before = fleet.membership_epoch
-    fleet.joined(first, Process())
-    assert (first.state, fleet.membership_epoch) == ("stale", before + 1)
+    joined(fleet, 0)
+    assert states(fleet) == ["stale", "serving"]
+    assert fleet.membership_epoch == before + 1
     assert set(picks(fleet)) == {URLS[1]}
     # Weights go to it all the same.
     with fleet.weight_update() as update:
@@ -139,7 +160,7 @@ def test_a_server_of_older_weights_waits_for_the_next_update():
     for replica in (first, second):
         replica.handle.state = "dead"
     fleet.notice_deaths()
-    fleet.joined(first, Process())
+    joined(fleet, 0)
     with pytest.raises(WeightSyncStateError, match="send the weights"):
         fleet.pick(None, ())
 
@@ -151,9 +172,9 @@ def test_a_server_that_joins_during_an_update_is_not_part_of_it():
     with fleet.weight_update() as update:
         assert fleet.urls == (URLS[1],)
         update.commit("1")
-        fleet.joined(fleet.replicas[0], Process())
+        joined(fleet, 0)
         assert fleet.urls == (URLS[1],)
-    assert [replica.state for replica in fleet.replicas] == ["stale", "serving"]
+    assert states(fleet) == ["stale", "serving"]
     assert fleet.urls == (URLS[0], URLS[1])
 
 
@@ -171,35 +192,39 @@ def test_before_the_first_update_a_new_start_is_as_good():
     fleet.replicas[0].handle.state = "dead"
     with pytest.raises(ServerDiedError):
         fleet.pick(None, ())
-    fleet.joined(fleet.replicas[0], Process())
+    joined(fleet, 0)
     assert fleet.replicas[0].state == "stale"
-    fleet.report_version(fleet.replicas[0], "default")
+    reports(fleet, 0, "default")
     assert fleet.pick(None, ()) == URLS[0]
 
 
 def test_the_router_knows_who_serves():
-    router = Router()
-    fleet = make_fleet(2, router=router)
-    run_sync(fleet.update_router())
-    assert router.calls == []
+    fleet = make_fleet(2, router=Router())
+    first, tick = frozenset({URLS[0]}), Tick(router=True)
+    assert fleet.apply(tick) == ()
     fleet.replicas[0].handle.state = "dead"
     fleet.notice_deaths()
-    run_sync(fleet.update_router())
-    fleet.joined(fleet.replicas[0], Process())
-    fleet.report_version(fleet.replicas[0], "default")
-    run_sync(fleet.update_router())
-    assert router.calls == [("remove", URLS[0]), ("add", URLS[0])]
+    # Until the router has taken it.
+    for _ in range(2):
+        assert Route(remove=first, add=frozenset()) in fleet.apply(tick)
+    fleet.route(first)
+    joined(fleet, 0)
+    reports(fleet, 0, "default")
+    assert fleet.apply(tick) == (Route(remove=frozenset(), add=first),)
+    fleet.route(first)
+    assert fleet.apply(tick) == ()
 
 
 def test_a_copy_owns_nothing():
     fleet = make_fleet(2, router=Router())
-    fleet.replicas[0].state = "stale"
+    fleet.apply(RestartNoticed(rank=0, start_id="another start"))
+    reports(fleet, 0, "older")
     twin = pickle.loads(pickle.dumps(fleet))
     assert [replica.handle for replica in twin.replicas] == [None, None]
-    assert [replica.state for replica in twin.replicas] == ["stale", "serving"]
+    assert states(twin) == ["stale", "serving"]
     # The router is another's, and may not know who is out of rotation.
     assert set(picks(twin)) == {URLS[1]}
-    twin.report_version(twin.replicas[0], "default")
+    reports(twin, 0, "default")
     assert set(picks(twin)) == {"http://router"}
 
 
@@ -214,17 +239,17 @@ def test_after_the_shutdown():
 def test_a_server_started_again_in_the_middle_of_the_first_update(joins):
     """It has the checkpoint's weights, whether it took part at the beginning or not."""
     fleet = make_fleet(2)
-    again = fleet.replicas[0]
+    process = fleet.replicas[0].handle
     if joins == "from before":
-        again.handle.state = "dead"
+        process.state = "dead"
         fleet.notice_deaths()
     with fleet.weight_update() as update:
         if joins == "from within":
-            again.handle.state = "dead"
+            process.state = "dead"
             fleet.notice_deaths()
-        fleet.joined(again, Process())
+        joined(fleet, 0)
         update.commit("1")
-    assert [replica.state for replica in fleet.replicas] == ["stale", "serving"]
+    assert states(fleet) == ["stale", "serving"]
 
 
 def test_an_update_that_failed_leaves_who_joined_meanwhile_useful():
@@ -232,12 +257,12 @@ def test_an_update_that_failed_leaves_who_joined_meanwhile_useful():
     fleet.replicas[0].handle.state = "dead"
     fleet.notice_deaths()
     with fleet.weight_update():
-        fleet.joined(fleet.replicas[0], Process())
+        joined(fleet, 0)
         # What it says in the middle of an update counts for nothing.
-        fleet.report_version(fleet.replicas[0], "default")
+        reports(fleet, 0, "default")
         assert fleet.replicas[0].state == "stale"
-    fleet.report_version(fleet.replicas[0], "default")
-    assert [replica.state for replica in fleet.replicas] == ["serving", "serving"]
+    reports(fleet, 0, "default")
+    assert states(fleet) == ["serving", "serving"]
 
 
 def test_a_process_group_holds_for_one_set_of_servers():
@@ -252,8 +277,8 @@ def test_a_server_that_is_ready_after_the_shutdown_is_ended():
     fleet = make_fleet(1)
     fleet.close()
     late = Process()
-    fleet.joined(fleet.replicas[0], late)
-    assert late.state == "stopped"
+    event = Started(rank=0, handle=late, url=late.url)
+    assert fleet.apply(event) == (Stop(handle=late),)
 
 
 def test_a_server_that_another_engine_has_sent_the_weights_to():
@@ -261,67 +286,67 @@ def test_a_server_that_another_engine_has_sent_the_weights_to():
     commit(fleet, "3")
     fleet.replicas[0].handle.state = "dead"
     fleet.notice_deaths()
-    fleet.joined(fleet.replicas[0], Process())
-    fleet.report_version(fleet.replicas[0], "2")
+    joined(fleet, 0)
+    reports(fleet, 0, "2")
     assert fleet.replicas[0].state == "stale"
-    fleet.report_version(fleet.replicas[0], "3")
+    reports(fleet, 0, "3")
     assert fleet.replicas[0].state == "serving"
 
 
 def test_the_newest_weights_of_any_engine_are_the_current_ones():
     fleet = make_fleet(3, owned=False)
-    first, second, third = fleet.replicas
-    fleet.report_version(first, "5")
+    reports(fleet, 0, "5")
     assert fleet.weights.version == fleet.weights.newest == "5"
     # The others are asked before they are believed.
-    assert {replica.url for replica in fleet.to_poll} == {URLS[1], URLS[2]}
-    fleet.report_version(second, "default")
-    fleet.report_version(third, "5")
-    states = [replica.state for replica in fleet.replicas]
-    assert states == ["serving", "stale", "serving"]
-    assert "'default'" in second.reason
+    assert {replica.url for replica in fleet.state.to_poll} == {URLS[1], URLS[2]}
+    reports(fleet, 1, "default")
+    reports(fleet, 2, "5")
+    assert states(fleet) == ["serving", "stale", "serving"]
+    assert "'default'" in fleet.replicas[1].reason
     assert set(picks(fleet)) == {URLS[0], URLS[2]}
-    fleet.report_version(second, "6")
+    reports(fleet, 1, "6")
     assert fleet.weights.version == "6"
-    assert second.state == "serving"
+    assert fleet.replicas[1].state == "serving"
 
 
 def test_a_server_serves_with_every_adapter_that_requests_may_name():
     fleet = make_fleet(2, owned=False)
-    first, second = fleet.replicas
-    for replica in fleet.replicas:
-        fleet.report_adapters(replica, ["policy@1"], ())
-    assert fleet.want_adapters(frozenset({"policy@1"}))
-    fleet.was_restarted(first, "another start")
-    fleet.report_adapters(first, [], ["policy@1"])
-    fleet.report_version(first, "default")
+    for rank in range(2):
+        holds(fleet, rank, "policy@1")
+    fleet.apply(AdaptersWanted(names=frozenset({"policy@1"})))
+    assert fleet.state.wanted_adapters == {"policy@1"}
+    fleet.apply(RestartNoticed(rank=0, start_id="another start"))
+    holds(fleet, 0)
+    reports(fleet, 0, "default")
     assert set(picks(fleet)) == {URLS[1]}
-    fleet.was_restarted(second, "another start")
-    fleet.report_adapters(second, [], ["policy@1"])
-    fleet.report_version(second, "default")
+    fleet.apply(RestartNoticed(rank=1, start_id="another start"))
+    holds(fleet, 1)
+    reports(fleet, 1, "default")
     with pytest.raises(ServerUnavailableError, match="policy@1"):
         fleet.pick(None, ())
-    fleet.report_adapters(first, ["policy@1"], [])
-    fleet.report_version(first, "default")
+    holds(fleet, 0, "policy@1")
+    reports(fleet, 0, "default")
     assert fleet.pick(None, ()) == URLS[0]
 
 
 def test_a_server_of_another_owner_that_is_away_and_comes_back():
     fleet = make_fleet(2, owned=False)
     before = fleet.membership_epoch
-    fleet.mark_down(fleet.replicas[0], "No connection.")
+    fleet.apply(Silent(asked=fleet.replicas[0], reason="No connection."))
     assert fleet.urls == (URLS[1],)
-    assert fleet.to_poll == [fleet.replicas[0]]
-    fleet.is_back(fleet.replicas[0], "another start")
+    assert fleet.state.to_poll == [fleet.replicas[0]]
+    # It does not serve before the others have said what they hold.
+    asked = fleet.replicas[0]
+    fleet.apply(Answered(asked=asked, version="default", start_id="another start"))
     assert fleet.replicas[0].state == "stale"
     assert fleet.membership_epoch == before + 2
-    fleet.report_version(fleet.replicas[0], "default")
-    assert fleet.to_poll == []
+    reports(fleet, 0, "default")
+    assert fleet.state.to_poll == []
 
 
 def test_a_remote_router_gets_nothing_while_a_server_is_out():
     """It does not know, and would send requests there."""
     fleet = make_fleet(2, router=RemoteRouter(url="http://router"), owned=False)
     assert set(picks(fleet)) == {"http://router"}
-    fleet.mark_down(fleet.replicas[0], "No connection.")
+    fleet.apply(Silent(asked=fleet.replicas[0], reason="No connection."))
     assert set(picks(fleet)) == {URLS[1]}

@@ -12,6 +12,7 @@ import pytest
 from helpers.fake_launcher import FakeDirectory, FakeLauncher, make_engine
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.fleet.reconcile import Silent
 from torchrl_sglang.support.event_loop import run_sync
 
 pytestmark = pytest.mark.filterwarnings(
@@ -160,7 +161,8 @@ def test_a_copy_that_polls_a_machine_that_vanished_follows(engine, launcher):
     first = launcher.handles[0]
     first.server.vanish()
     before = len(first.server.requests)
-    copy._fleet.mark_down(copy._fleet.replicas[0], "It is gone.")
+    asked = copy._fleet.replicas[0]
+    copy._fleet.apply(Silent(asked=asked, reason="It is gone."))
     until(lambda: len(first.server.requests) > before)
     first.vanish()
     until(lambda: states(copy) == ["serving"] * 2, 25)
@@ -246,7 +248,7 @@ def test_requests_behind_a_router_whose_server_vanished(routed, launcher):
     assert [answer.token_ids for answer in answers] == [whole(each) for each in batch]
     until(lambda: states(routed) == ["serving"] * 2)
     third = launcher.handles[2]
-    until(lambda: routed._fleet._in_router == {second.url, third.url})
+    until(lambda: routed._fleet.state.in_router == {second.url, third.url})
     workers = dict(run_sync(routed._fleet.router.workers()))
     assert workers == {second.url: True, third.url: True}
     routed.generate(input_ids=batch, sampling_params=LONG)

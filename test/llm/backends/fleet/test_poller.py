@@ -18,11 +18,12 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.capabilities import find_out
 from torchrl_sglang.backends.client.control import ControlPlane
-from torchrl_sglang.backends.fleet import supervisor as supervisor_module
+from torchrl_sglang.backends.fleet import loop, observe
+from torchrl_sglang.backends.fleet.loop import Supervisor
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.poller import ServerPoller
+from torchrl_sglang.backends.fleet.observe import ServerPoller, hangs
+from torchrl_sglang.backends.fleet.reconcile import RestartNoticed, Suspected
 from torchrl_sglang.backends.fleet.replica import Replica
-from torchrl_sglang.backends.fleet.supervisor import Supervisor, hangs
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.errors import (
     ServerTimeoutError,
@@ -223,8 +224,8 @@ def test_one_that_hangs_is_told_of_and_its_requests_go_elsewhere(
 ):
     """Of another owner, who alone can start it again."""
     hanging = three[0]
-    for name in ("IN_FLIGHT_SECONDS", "FRONT_SECONDS"):
-        monkeypatch.setattr(supervisor_module, name, 0.2)
+    monkeypatch.setattr(loop, "IN_FLIGHT_SECONDS", 0.2)
+    monkeypatch.setattr(observe, "FRONT_SECONDS", 0.2)
     engine._supervisor._progress_seconds = 0.1
     torchrl_logger.addHandler(caplog.handler)
     try:
@@ -290,7 +291,7 @@ def test_an_engine_that_watches_can_be_dropped(three):
 def test_an_update_of_another_engine_is_not_disturbed(engine, three):
     """Some have the newer weights already; the others follow."""
     three[0].weight_version = "6"
-    engine._fleet.suspect()
+    engine._fleet.apply(Suspected())
     wait_for(lambda: states(engine) == ["serving", "stale", "stale"])
     three[1].weight_version = three[2].weight_version = "6"
     wait_for(lambda: states(engine) == ["serving"] * 3)
@@ -338,6 +339,37 @@ def test_an_adapter_of_a_copy_survives_a_restart(three, count):
             assert {answer.adapter for answer in answers} == {"style"}
 
 
+def test_an_adapter_that_was_loaded_while_a_server_was_cut_off(engine, three):
+    """It is the same start, and lacks what the others have."""
+    cut_off = three[2]
+    engine.look_at_servers()
+    cut_off._dead = True
+    engine.look_at_servers()
+    assert states(engine) == ["serving", "serving", "down"]
+    engine.load_adapter("style", **adapter())
+    assert names(cut_off) == []
+    before = len(cut_off.payloads())
+    cut_off._dead = False
+    wait_for(lambda: states(engine) == ["serving"] * 3)
+    assert names(cut_off) == ["style~"]
+    answers = engine.generate(input_ids=[[5]] * 6, adapter="style")
+    assert {answer.adapter for answer in answers} == {"style"}
+    assert len(cut_off.payloads()) > before
+
+
+def test_newer_weights_do_not_stand_in_for_an_adapter(engine, three):
+    """A server that was started again has older weights, and no adapter."""
+    engine.load_adapter("style", **adapter())
+    three[0].restart()
+    engine.look_at_servers()
+    assert states(engine) == ["stale", "serving", "serving"]
+    # Another engine object sends newer weights to all.
+    for server in three:
+        server.weight_version = "6"
+    wait_for(lambda: states(engine) == ["serving"] * 3)
+    assert names(three[0]) == ["style~"]
+
+
 def test_an_owner_that_does_not_know_of_an_adapter_asks_the_other_servers(three):
     """Before one that it has started again gets requests."""
     with ExitStack() as stack:
@@ -348,7 +380,7 @@ def test_an_owner_that_does_not_know_of_an_adapter_asks_the_other_servers(three)
         fleet, again = owner._fleet, three[0]
         again.restart()
         again.weight_version = "5"
-        fleet.was_restarted(fleet.replicas[0], "another start")
+        fleet.apply(RestartNoticed(rank=0, start_id="another start"))
         answers = owner.generate(input_ids=[[5]] * 6, sampling_params=SHORT)
         assert {answer.adapter_version for answer in answers} == {"6"}
         wait_for(lambda: "policy@6" in fleet.replicas[0].reason)

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from torchrl_sglang.backends.fleet import supervisor as supervisors
+from torchrl_sglang.backends.fleet import loop as loops
+from torchrl_sglang.backends.fleet.actions import Stop
+from torchrl_sglang.backends.fleet.loop import Supervisor
 from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.reconcile import FellAsleep, Started, WokeUp
 from torchrl_sglang.backends.fleet.replica import NotStartedError, Replica
-from torchrl_sglang.backends.fleet.supervisor import Supervisor
 from torchrl_sglang.errors import ServerStartError
 
 SECONDS = 30.0
@@ -65,6 +67,10 @@ def until(holds: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def first(fleet: Fleet) -> Replica:
+    return fleet.replicas[0]
+
+
 @pytest.fixture
 def starts() -> list[Handle]:
     """The handles of the server, in the order of its starts."""
@@ -75,17 +81,17 @@ def starts() -> list[Handle]:
 def fleet(starts: list[Handle], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """A server that is started again once at most, and one that runs."""
     for name in ("FIRST_RESTART_SECONDS", "CHECK_SECONDS"):
-        monkeypatch.setattr(supervisors, name, 0.01)
+        monkeypatch.setattr(loops, name, 0.01)
 
     def restart() -> Any:
         starts.append(Handle())
         return starts[-1]
 
-    first: Any = starts[0]
+    server: Any = starts[0]
     other: Any = Handle("ready")
     fleet = Fleet(
         [
-            Replica(url=first.url, handle=first, restart=restart),
+            Replica(url=server.url, handle=server, restart=restart),
             Replica(url="http://10.0.0.2:1", handle=other),
         ]
     )
@@ -107,44 +113,41 @@ def fleet(starts: list[Handle], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fle
 
 
 def test_a_start_that_a_sleep_cancels_does_not_count(fleet, starts):
-    replica = fleet.replicas[0]
     for count in range(2, 6):
         until(lambda count=count: len(starts) == count)
-        fleet.fall_asleep(ASLEEP)
+        fleet.apply(FellAsleep(tags=ASLEEP))
         until(lambda: starts[-1].state == "stopped")
-        assert (replica.state, replica.restarts) == ("down", 0)
-        fleet.wake_up(ASLEEP)
+        assert (first(fleet).state, first(fleet).restarts) == ("down", 0)
+        fleet.apply(WokeUp(tags=ASLEEP))
     until(lambda: len(starts) == 6)
     starts[-1].end()
-    until(lambda: replica.state == "stale")
-    assert (replica.handle, replica.restarts) == (starts[-1], 1)
+    until(lambda: first(fleet).state == "stale")
+    assert (first(fleet).handle, first(fleet).restarts) == (starts[-1], 1)
 
 
 def test_a_start_that_finds_no_place_does_not_count(fleet, starts):
-    replica = fleet.replicas[0]
     for count in range(2, 5):
         until(lambda count=count: len(starts) == count)
         starts[-1].end(NotStartedError("There is no room."))
     until(lambda: len(starts) == 5)
-    assert "There is no room." in replica.reason
+    assert "There is no room." in first(fleet).reason
     starts[-1].end()
-    until(lambda: replica.state == "stale")
-    assert replica.restarts == 1
+    until(lambda: first(fleet).state == "stale")
+    assert first(fleet).restarts == 1
 
 
 def test_a_start_that_ends_during_a_sleep_does_not_count(fleet, starts):
-    replica = fleet.replicas[0]
-    fleet.mark_down(replica, "It ended.")
-    fleet.asleep = ASLEEP
+    until(lambda: len(starts) == 2)
+    fleet.apply(FellAsleep(tags=ASLEEP))
     late: Any = Handle("ready")
-    fleet.joined(replica, late)
-    assert (late.state, replica.state, replica.restarts) == ("stopped", "down", 0)
+    started = Started(rank=0, handle=late, url=late.url)
+    assert fleet.apply(started) == (Stop(handle=late),)
+    assert (first(fleet).state, first(fleet).restarts) == ("down", 0)
 
 
 def test_a_start_that_fails_counts(fleet, starts):
-    replica = fleet.replicas[0]
     until(lambda: len(starts) == 2)
     starts[-1].end(ServerStartError("It has no memory."))
-    until(lambda: replica.state == "lost")
+    until(lambda: first(fleet).state == "lost")
     assert len(starts) == 2
-    assert "It has no memory." in replica.reason
+    assert "It has no memory." in first(fleet).reason

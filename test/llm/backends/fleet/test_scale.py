@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client import model_info
 from torchrl_sglang.backends.client.http import HttpClient, encode
 from torchrl_sglang.backends.client.model_info import ModelReader
-from torchrl_sglang.backends.fleet.replica import MOST_COMPARED, Replica, Routing
+from torchrl_sglang.backends.fleet.replica import Replica
+from torchrl_sglang.backends.fleet.routing import MOST_COMPARED, Routing
 from torchrl_sglang.backends.lora.registry import MOST_ASKED
 from torchrl_sglang.errors import GenerationAbortedError
 from torchrl_sglang.support.event_loop import run_sync
@@ -160,7 +162,7 @@ def test_a_model_is_read_once_for_servers_asked_together(tiny_model_path):
 
 def test_a_choice_among_many_servers_is_even():
     replicas = [Replica(url=f"http://s{n}") for n in range(4 * MOST_COMPARED)]
-    replicas[7].state = "down"
+    replicas[7] = replace(replicas[7], state="down")
     routing = Routing()
     for session in range(3 * len(replicas)):
         routing.choose(replicas, f"s{session}", ())

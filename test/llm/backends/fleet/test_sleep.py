@@ -25,7 +25,15 @@ from helpers.memory_saver import write_saver_python
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.client.capabilities import sleep_obstacles
+from torchrl_sglang.backends.fleet.actions import Stop
 from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.reconcile import (
+    Answered,
+    Ended,
+    FellAsleep,
+    Started,
+    WokeUp,
+)
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.sleep import check_can_sleep
 from torchrl_sglang.errors import (
@@ -203,7 +211,7 @@ def test_what_runs_is_waited_for(sleepy):
         answer = pool.submit(ask, sleepy, {**LONG, "max_new_tokens": 300})
         wait_until(lambda: running(sleepy))
         asleep = pool.submit(sleepy.sleep, "kv_cache")
-        wait_until(lambda: sleepy._fleet.draining or sleepy.asleep)
+        wait_until(lambda: sleepy._fleet.state.draining or sleepy.asleep)
         with pytest.raises(WeightSyncStateError, match=r"wake_up\(\)"):
             ask(sleepy)
         asleep.result(60)
@@ -351,16 +359,18 @@ class Process:
 def test_a_server_whose_start_ends_while_others_sleep():
     replicas = [Replica(url=f"http://{name}", handle=Process()) for name in "ab"]
     fleet = Fleet(replicas=replicas, weight_version="default")
-    fleet.mark_down(replicas[0], "It ended.")
-    assert fleet.fall_asleep(frozenset({"weights"})) == [replicas[1]]
+    fleet.apply(Ended(replica=fleet.replicas[0], reason="It ended."))
+    fleet.apply(FellAsleep(tags=frozenset({"weights"})))
     late = Process()
-    fleet.joined(replicas[0], late)
-    assert (late.state, replicas[0].state) == ("stopped", "down")
-    fleet.wake_up(frozenset({"weights"}))
-    fleet.joined(replicas[0], Process())
-    assert replicas[0].state == "stale"
-    fleet.report_version(replicas[0], "default")
-    assert replicas[0].state == "serving"
+    started = Started(rank=0, handle=late, url=late.url)
+    assert fleet.apply(started) == (Stop(handle=late),)
+    assert fleet.replicas[0].state == "down"
+    fleet.apply(WokeUp(tags=frozenset({"weights"})))
+    fleet.apply(started)
+    assert fleet.replicas[0].state == "stale"
+    asked = fleet.replicas[0]
+    fleet.apply(Answered(asked=asked, version="default", confirmed=True))
+    assert fleet.replicas[0].state == "serving"
 
 
 @pytest.fixture
@@ -494,7 +504,7 @@ def test_ctrl_c_while_requests_are_waited_for(two, interruptible):
         with pytest.raises(KeyboardInterrupt):
             engine.sleep()
         thread.join()
-        wait_until(lambda: not engine._fleet.draining)
+        wait_until(lambda: not engine._fleet.state.draining)
         assert not engine.asleep
         assert sent(two, "/pause_generation") == [0, 0]
         engine.abort()

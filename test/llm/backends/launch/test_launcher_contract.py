@@ -7,6 +7,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -314,8 +315,8 @@ def test_replicas_have_handles_and_restarts(make_launcher):
         assert replica.location.gpus == replica.location.visible_gpus == ()
     first = launched.replicas[0]
     first.handle.stop()
-    first.handle = first.restart()
-    first.handle.wait_ready()
-    assert answers(first.url)
+    again = launched.replicas[0] = replace(first, handle=first.restart())
+    again.handle.wait_ready()
+    assert answers(again.url)
     launched.stop()
     assert {replica.handle.state for replica in launched.replicas} == {"stopped"}

@@ -1,13 +1,10 @@
-"""Keeps the servers of an engine running: restarts those that end or hang.
+"""Acts on the servers of an engine: starts those again that end or hang, among others.
 
-It runs on the background loop while the engine holds the fleet. A server that keeps
-ending is given up. An engine that owns no server restarts none: its supervisor runs
-while a server is out of rotation, and polls it. It also runs while requests are in
-flight, so that those of a server that hangs go elsewhere.
-
-Neither a server that hangs nor a paused one gives a token, and a server is paused
-during a weight update of any engine object that uses it. So a missing token counts only
-if the server reports, before and after, that it generates.
+One loop runs on the background loop while the engine holds the fleet. It observes the
+servers, hands what it sees to the fleet, and does what :func:`.reconcile` calls for. A
+server that keeps ending is given up. An engine that owns no server restarts none: its
+loop runs while a server is out of rotation, and polls it. It also runs while requests
+are in flight, so that those of a server that hangs go elsewhere.
 """
 
 from __future__ import annotations
@@ -15,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,8 +27,29 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
+from torchrl_sglang.backends.fleet.actions import (
+    Action,
+    CancelStart,
+    Check,
+    FailRequests,
+    Poll,
+    Publish,
+    Recall,
+    Restart,
+    Route,
+    StartRouter,
+    Stop,
+    Tell,
+)
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.poller import ServerPoller
+from torchrl_sglang.backends.fleet.observe import ServerPoller, hangs
+from torchrl_sglang.backends.fleet.reconcile import (
+    Ended,
+    Moved,
+    Started,
+    StartFailed,
+    Tick,
+)
 from torchrl_sglang.backends.fleet.replica import (
     NotStartedError,
     Replica,
@@ -43,8 +62,11 @@ from torchrl_sglang.types import ServerCapabilities
 
 H = TypeVar("H", ServerHandle, RouterHandle)
 
-Started = Replica | str
-"""What is started again: a server, or the router, under its address."""
+ROUTER = "router"
+"""What is started again, beside the ranks of servers."""
+
+ROUTER_CALLS = 8
+"""Most servers at once that a router adds or removes."""
 
 CHECK_SECONDS = 0.5
 """Interval between checks of the processes."""
@@ -80,19 +102,6 @@ STOP_SECONDS = 10.0
 ANSWER_SECONDS = 20.0
 """Timeout for a router, or for a scheduler, which a long prompt keeps busy."""
 
-TOKEN_SECONDS = 15.0
-"""Timeout for a token. After 20 s without one, SGLang reports that it is unhealthy, and
-no longer whether it is paused."""
-
-FRONT_SECONDS = 5.0
-"""Timeout for an answer that a server gives without its scheduler."""
-
-_REFUSED = {
-    "input_ids": [0],
-    "sampling_params": {"temperature": -1.0, "max_new_tokens": 1},
-}
-"""An invalid request: a server refuses it, or lets it wait while it is paused."""
-
 
 async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None:
     """Restarts servers that do not answer, and waits for all that are not lost.
@@ -102,22 +111,23 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
     """
     deadline = time.monotonic() + timeout
     fleet.notice_deaths()
-    asked = {each: (each.url, each.handle) for each in fleet.replicas}
+    asked = fleet.replicas
     outcomes = await control.schedulers_answer(timeout=ANSWER_SECONDS)
-    for replica, (url, handle) in asked.items():
-        error, same = outcomes.get(url), (url, handle) == (replica.url, replica.handle)
-        # The supervisor may have started it again meanwhile.
-        if error is None or not replica.runs or not same:
+    for replica in asked:
+        error, now = outcomes.get(replica.url), fleet.replicas[replica.rank]
+        same = (now.url, now.handle) == (replica.url, replica.handle)
+        # It may have been started again meanwhile.
+        if error is None or not now.runs or not same:
             continue
-        if handle is None:
+        if replica.handle is None:
             raise type(error)(
                 f"{error} This engine does not own the server at {replica.url}, so it "
                 f"cannot start it again; its owner has to."
             ) from error
-        fleet.mark_down(replica, str(error), ended=True)
-        await asyncio.to_thread(handle.stop)
-    # The supervisor starts owned servers again; others wait for their owner.
-    while down := fleet.restarting:
+        fleet.apply(Ended(replica=replica, reason=str(error)))
+        await asyncio.to_thread(replica.handle.stop)
+    # Owned servers are started again here; others wait for their owner.
+    while down := fleet.state.restarting:
         if time.monotonic() > deadline:
             reasons = " ".join(r.reason for r in fleet.replicas if r.url in down)
             raise ServerTimeoutError(
@@ -126,11 +136,11 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
             )
         await asyncio.sleep(0.2)
     if not fleet.urls:
-        raise fleet.no_server_error()
+        raise fleet.state.no_server_error()
 
 
 class Supervisor:
-    """Watches one fleet, which it holds weakly: its servers end with it.
+    """The loop of one fleet, which it holds weakly: its servers end with it.
 
     ``progress`` returns how many requests are in flight and how many have completed;
     ``recall`` takes back those that a router was sent.
@@ -158,18 +168,17 @@ class Supervisor:
         self._progress_seconds = progress_seconds
         self._stopped = threading.Event()
         self._begin_in_this_process()
-        fleet.on_change, fleet.poll = lambda: self.begin(at_once=True), self.poll_now
-        fleet.on_end, fleet.on_request = self._ended, self.begin
-        if fleet.owns_any:
+        fleet.act_with(self._act)
+        if fleet.state.owns_any:
             self.begin()
 
     def _begin_in_this_process(self) -> None:
         self._pid = os.getpid()
         self._wake = asyncio.Event()
-        # The handle of each server, or router, that starts; None before its start.
-        self._starting: dict[Started, ServerHandle | RouterHandle | None] = {}
+        # Rank, or router -> handle of what starts; None before its start.
+        self._starting: dict[int | str, ServerHandle | RouterHandle | None] = {}
         # Starts that failed in a row.
-        self._failures: Counter[Started] = Counter()
+        self._failures: Counter[int | str] = Counter()
         self._last_progress = (time.monotonic(), 0)
         # When the next round of polls may begin.
         self._poll_at = 0.0
@@ -181,10 +190,11 @@ class Supervisor:
 
     def begin(self, *, at_once: bool = False) -> None:
         """Begins to watch, from any thread; ``at_once`` checks without delay."""
-        if not self._stopped.is_set() and not sys.is_finalizing():
-            get_loop().call_soon_threadsafe(self._begin, at_once)
+        self._act([Check(at_once=at_once)])
 
     def _begin(self, at_once: bool) -> None:
+        if self._stopped.is_set():
+            return
         if self._pid != os.getpid():
             # A forked process watches by itself, and owns nothing.
             self._begin_in_this_process()
@@ -202,19 +212,13 @@ class Supervisor:
         if not self._runs(name):
             self._tasks[name] = asyncio.ensure_future(work(*args))
 
-    def _ended(self, url: str, elsewhere: bool) -> None:
-        """Fails the requests to a server that ended; its machine may be gone."""
-        if not sys.is_finalizing():
-            self._lost_behind_router |= elsewhere
-            get_loop().call_soon_threadsafe(self._http.give_up, url)
-
     async def poll_now(self) -> None:
         """Polls the servers that are out of rotation or suspected."""
         if (fleet := self._fleet()) is None:
             return
-        if not fleet.owns_any:
+        if not fleet.state.owns_any:
             await self._follow(fleet)
-        if fleet.generates:
+        if fleet.state.generates:
             await self._poller.poll(fleet)
             # The watch may have begun to poll some of them just before.
             if self._runs("poll"):
@@ -234,9 +238,11 @@ class Supervisor:
                 self._cancel_start(started)
             time.sleep(0.02)
 
-    def _cancel_start(self, started: Started) -> None:
-        if (starting := self._starting.get(started)) is not None:
+    def _cancel_start(self, what: int | str) -> None:
+        if (starting := self._starting.get(what)) is not None:
             starting.stop()
+
+    # Observing.
 
     async def _watch(self) -> None:
         # Nothing was in flight while nobody watched.
@@ -261,7 +267,7 @@ class Supervisor:
 
     def _next_check(self, fleet: Fleet) -> float | None:
         """Returns the seconds to the next check; None if there is nothing to watch."""
-        if self._runs("poll") or fleet.to_poll or fleet.owns_any:
+        if self._runs("poll") or fleet.state.to_poll or fleet.state.owns_any:
             return CHECK_SECONDS
         if fleet.directory is not None:
             return FOLLOW_SECONDS
@@ -271,34 +277,37 @@ class Supervisor:
         return IN_FLIGHT_SECONDS if in_flight else None
 
     async def _check(self, fleet: Fleet) -> None:
-        now, to_poll = time.monotonic(), fleet.to_poll
-        if to_poll and fleet.generates and now >= self._poll_at:
-            # Without a wait where the next check is late enough.
-            wait = len(to_poll) / POLLS_PER_SECOND - CHECK_SECONDS
-            self._poll_at = now + max(wait, 0.0)
-            self._do("poll", self._poller.poll, fleet)
-        if not fleet.owns_any:
-            self._do("follow", self._follow, fleet)
-            await self._probe_stuck(fleet)
-            adapters = self._poller.adapters
-            if adapters is not None and not fleet.to_poll:
-                await adapters.discover_changes()
-            return
-        fleet.notice_deaths()
-        if time.monotonic() >= self._publish_at:
+        owner = fleet.state.owns_any
+        if owner:
+            fleet.notice_deaths()
+        actions = fleet.apply(self._tick(fleet))
+        if owner and time.monotonic() >= self._publish_at:
             # Once more, in case that the directory was started again.
             self._publish_at = time.monotonic() + FOLLOW_SECONDS
             fleet.publish()
+        if owner:
+            route = next((each for each in actions if isinstance(each, Route)), None)
+            self._do("router", self._update_router, fleet, route)
+        else:
+            self._do("follow", self._follow, fleet)
         await self._probe_stuck(fleet)
-        for replica in fleet.replicas:
-            if replica.state != "down":
-                continue
-            if fleet.asleep:
-                # A trainer uses the memory that it would take.
-                await asyncio.to_thread(self._cancel_start, replica)
-            elif replica not in self._starting:
-                self._restart(fleet, replica)
-        self._check_router(fleet)
+        adapters = None if owner else self._poller.adapters
+        if adapters is not None and not fleet.state.to_poll:
+            await adapters.discover_changes()
+
+    def _tick(self, fleet: Fleet) -> Tick:
+        """Returns what runs outside of the state."""
+        router = fleet.router if fleet.state.owns_any else None
+        # Threads that start a server change it.
+        ranks = [each for each in list(self._starting) if isinstance(each, int)]
+        can_start = fleet.start_router is not None and ROUTER not in self._starting
+        return Tick(
+            max_restarts=self._max_restarts,
+            starting=frozenset(ranks),
+            may_poll=not self._runs("poll") and time.monotonic() >= self._poll_at,
+            router=None if router is None else router.usable,
+            may_start_router=can_start,
+        )
 
     async def _follow(self, fleet: Fleet) -> None:
         """Takes over from the directory where servers of another owner run."""
@@ -309,15 +318,9 @@ class Supervisor:
             except (SGLangError, TimeoutError) as error:
                 torchrl_logger.debug(f"The directory of servers says nothing: {error}")
             else:
-                fleet.follow(urls)
+                fleet.apply(Moved(urls=tuple(urls)))
         # The copy sends nothing more through the router until all servers serve.
         await self._recall_lost(fleet)
-
-    async def _recall_lost(self, fleet: Fleet) -> None:
-        if self._lost_behind_router:
-            self._lost_behind_router = False
-            if fleet.router is not None:
-                await self._recall(fleet.router.url)
 
     def _is_stuck(self) -> bool:
         """Returns whether requests are in flight and none has completed for long."""
@@ -332,7 +335,7 @@ class Supervisor:
 
     async def _probe_stuck(self, fleet: Fleet) -> None:
         """Probes what serves if no request has completed for long."""
-        if self._is_stuck() and fleet.generates:
+        if self._is_stuck() and fleet.state.generates:
             serving = [each for each in fleet.replicas if each.state == "serving"]
             probes = fan_out(lambda each: self._probe(fleet, each), serving)
             await asyncio.gather(self._probe_router(fleet), probes)
@@ -340,18 +343,15 @@ class Supervisor:
     async def _probe(self, fleet: Fleet, replica: Replica) -> None:
         """Marks a server that hangs as down and stops it, unless it is paused."""
         hanging = await hangs(self._http, self._capabilities, replica.url)
-        if hanging and fleet.generates and replica.state == "serving":
-            handle = replica.handle
-            fleet.mark_down(
-                replica,
-                f"The server at {replica.url} answered and did not generate.",
-                ended=True,
-            )
-            if handle is not None:
-                await asyncio.to_thread(handle.stop)
+        serves = fleet.replicas[replica.rank].state == "serving"
+        if hanging and fleet.state.generates and serves:
+            reason = f"The server at {replica.url} answered and did not generate."
+            fleet.apply(Ended(replica=replica, reason=reason))
+            if replica.handle is not None:
+                await asyncio.to_thread(replica.handle.stop)
             else:
                 torchrl_logger.warning(
-                    f"{replica.reason} It gets no requests until it answers."
+                    f"{reason} It gets no requests until it answers."
                 )
 
     async def _probe_router(self, fleet: Fleet) -> None:
@@ -366,61 +366,121 @@ class Supervisor:
             torchrl_logger.warning(f"{router!r} does not answer: {error}")
             await asyncio.to_thread(router.stop)
 
-    def _check_router(self, fleet: Fleet) -> None:
-        """Tells the router which servers serve, or starts it again."""
-        router, start, known = fleet.router, fleet.start_router, fleet.serving
-        if router is None:
-            return
-        if router.usable:
-            self._do("router", self._update_router, fleet)
-        elif start is not None and known and router.url not in self._starting:
-            torchrl_logger.warning(f"{router!r} has ended and is started again.")
-            # Meanwhile requests go to servers directly.
-            self._start(
-                router,
-                router.url,
-                partial(start, known),
-                lambda fleet, found: fleet.set_router(found, known),
-                lambda _, error: torchrl_logger.warning(
-                    f"The router did not start: {error}"
-                ),
-            )
+    # Acting.
 
-    async def _update_router(self, fleet: Fleet) -> None:
-        await fleet.update_router()
-        await self._recall_lost(fleet)
+    def _act(self, actions: Sequence[Action]) -> None:
+        """Does what an event calls for, from any thread, without a wait."""
+        for action in actions:
+            if isinstance(action, Tell):
+                log = torchrl_logger.warning if action.warning else torchrl_logger.info
+                log(action.text)
+        if not sys.is_finalizing():
+            get_loop().call_soon_threadsafe(self._act_on_loop, actions)
 
-    def _restart(self, fleet: Fleet, replica: Replica) -> None:
-        if replica.restart is None:
+    def _act_on_loop(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Check):
+                self._begin(action.at_once)
+            elif isinstance(action, FailRequests):
+                self._http.give_up(action.url)
+            elif isinstance(action, Recall):
+                self._lost_behind_router |= _is_elsewhere(action.handle)
+            elif (fleet := self._fleet()) is not None:
+                self._act_on_servers(fleet, action)
+
+    def _act_on_servers(self, fleet: Fleet, action: Action) -> None:
+        if isinstance(action, Publish):
+            fleet.publish()
+        elif self._stopped.is_set():
             return
-        why = replica.reason.partition("\n")[0].removesuffix(" The end of its log:")
-        if not fleet.may_restart(replica, self._max_restarts):
-            torchrl_logger.warning(
-                f"The server at {replica.url} was started again {replica.restarts} "
-                f"times and has ended again; it is given up. {why}"
-            )
+        elif isinstance(action, Poll):
+            # Without a wait where the next check is late enough.
+            wait = len(fleet.state.to_poll) / POLLS_PER_SECOND - CHECK_SECONDS
+            self._poll_at = time.monotonic() + max(wait, 0.0)
+            self._do("poll", self._poller.poll, fleet)
+        elif isinstance(action, CancelStart):
+            name = f"cancel {action.rank}"
+            self._do(name, asyncio.to_thread, self._cancel_start, action.rank)
+        elif isinstance(action, Restart):
+            self._restart(fleet.replicas[action.rank])
+        elif isinstance(action, StartRouter):
+            self._start_router(fleet, action.urls)
+
+    async def _update_router(self, fleet: Fleet, route: Route | None) -> None:
+        router = fleet.router
+        if router is not None and router.usable:
+            if route is not None:
+                await self._route(fleet, router, route)
+            await self._recall_lost(fleet)
+
+    async def _route(self, fleet: Fleet, router: RouterHandle, route: Route) -> None:
+        """Adds servers to the router and removes others."""
+
+        async def change(url: str) -> None:
+            removes = url in route.remove
+            call = router.remove_worker if removes else router.add_worker
+            try:
+                await call(url)
+            except SGLangError as error:
+                torchrl_logger.warning(
+                    f"The router at {router.url} does not take {url}: {error}"
+                )
+            else:
+                fleet.route({url})
+
+        # First: requests go there meanwhile. A removed server finishes its own.
+        await fan_out(change, sorted(route.remove), at_once=ROUTER_CALLS)
+        await fan_out(change, sorted(route.add), at_once=ROUTER_CALLS)
+
+    async def _recall_lost(self, fleet: Fleet) -> None:
+        if self._lost_behind_router:
+            self._lost_behind_router = False
+            if fleet.router is not None:
+                await self._recall(fleet.router.url)
+
+    def _start_router(self, fleet: Fleet, urls: Sequence[str]) -> None:
+        router, start = fleet.router, fleet.start_router
+        if router is None or start is None:
             return
-        torchrl_logger.warning(
-            f"The server at {replica.url} is started again ({replica.restarts + 1} "
-            f"of {self._max_restarts}). {why}"
-        )
+        torchrl_logger.warning(f"{router!r} has ended and is started again.")
+        # Meanwhile requests go to servers directly.
         self._start(
-            replica.handle,
-            replica,
-            replica.restart,
-            lambda fleet, handle: fleet.joined(replica, handle),
-            lambda fleet, error: fleet.start_failed(replica, error),
+            router,
+            ROUTER,
+            partial(start, urls),
+            lambda fleet, found: fleet.set_router(found, urls),
+            lambda _, error: torchrl_logger.warning(
+                f"The router did not start: {error}"
+            ),
         )
+
+    def _restart(self, replica: Replica) -> None:
+        rank, locate = replica.rank, replica.locate
+
+        def started(fleet: Fleet, handle: ServerHandle) -> None:
+            place = None if locate is None else locate()
+            found = Started(rank=rank, handle=handle, url=handle.url, location=place)
+            if any(isinstance(action, Stop) for action in fleet.apply(found)):
+                handle.stop()
+
+        def failed(fleet: Fleet, error: BaseException) -> None:
+            counts = not isinstance(error, NotStartedError)
+            fleet.apply(StartFailed(rank=rank, reason=str(error), counts=counts))
+
+        if replica.restart is not None:
+            self._start(replica.handle, rank, replica.restart, started, failed)
 
     def _start(
         self,
         old: H | None,
-        what: Started,
+        what: int | str,
         start: Callable[[], H],
         done: Callable[[Fleet, H], None],
         failed: Callable[[Fleet, BaseException], None],
     ) -> None:
         """Starts a server in a thread that the interpreter's exit does not wait for."""
+        if what in self._starting:
+            return
         self._starting[what] = None
 
         def work() -> None:
@@ -453,45 +513,6 @@ class Supervisor:
         threading.Thread(target=work, name="torchrl_sglang-start", daemon=True).start()
 
 
-async def hangs(
-    http: HttpClient,
-    capabilities: ServerCapabilities,
-    url: str,
-    *,
-    timeout: float = TOKEN_SECONDS,
-) -> bool:
-    """Returns whether a server gives no token although nobody has paused it."""
-    soon = min(timeout, FRONT_SECONDS)
-
-    async def is_paused() -> bool:
-        if capabilities.tells_paused:
-            return await _succeeds(http, f"{url}/ready", soon) is False
-        return await _holds_requests(http, url, soon)
-
-    if await is_paused() or await _succeeds(http, f"{url}/health_generate", timeout):
-        return False
-    paused = await is_paused()
-    if paused and capabilities.tells_paused:
-        # A server that has noticed that it hangs reports the same.
-        paused = await _holds_requests(http, url, soon)
-    return not paused
-
-
-async def _succeeds(http: HttpClient, url: str, timeout: float) -> bool | None:
-    """Returns whether a GET succeeds; ``None`` where there is no answer."""
-    try:
-        return (await http.request("GET", url, timeout=timeout)).ok
-    except SGLangError as error:
-        torchrl_logger.debug(f"A probe failed: {error}")
-        return None
-
-
-async def _holds_requests(http: HttpClient, url: str, timeout: float) -> bool:
-    """Returns whether requests wait in a server that is alive."""
-    try:
-        await http.request("POST", f"{url}/generate", _REFUSED, timeout=timeout)
-    except ServerTimeoutError:
-        return bool(await _succeeds(http, f"{url}/model_info", timeout))
-    except SGLangError as error:
-        torchrl_logger.debug(f"A probe failed: {error}")
-    return False
+def _is_elsewhere(handle: ServerHandle | None) -> bool:
+    """Returns whether a server ran on a machine that may be gone with it."""
+    return handle is None or handle.host != socket.gethostname()

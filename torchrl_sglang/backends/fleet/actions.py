@@ -1,0 +1,102 @@
+"""What :func:`.reconcile` can ask the loop of an engine to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrl_sglang.backends.fleet.replica import ServerHandle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """Something to be done outside; doing it twice does no harm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check(Action):
+    """Begin to watch the servers; ``at_once``, do not wait for the next check."""
+
+    at_once: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tell(Action):
+    """Log a sentence."""
+
+    text: str
+    warning: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailRequests(Action):
+    """Fail what waits for a server at this address: nobody may close connections."""
+
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recall(Action):
+    """Take back what the router sent, if this server's machine may be gone."""
+
+    handle: ServerHandle | None
+    """``None``: a server of another owner."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Publish(Action):
+    """Tell copies of the engine where its servers run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop(Action):
+    """Stop a server that was started too late."""
+
+    handle: ServerHandle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Poll(Action):
+    """Ask the servers that are out of rotation or suspected."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Confirm(Action):
+    """Ask the servers that serve before this one counts as current."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReloadAdapters(Action):
+    """Load the wanted adapters that a server lacks."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restart(Action):
+    """Start a server again."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CancelStart(Action):
+    """Cancel the start of a server."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route(Action):
+    """Remove servers from the router and add others."""
+
+    remove: frozenset[str]
+    add: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartRouter(Action):
+    """Start the router again for these servers."""
+
+    urls: tuple[str, ...]

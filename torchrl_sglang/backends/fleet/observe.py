@@ -1,0 +1,308 @@
+"""Asks servers what they are and what they hold: each answer is one observation.
+
+Several engine objects use the same servers: a trainer's, collectors', copies in other
+processes. Any of them may send weights or load adapters, and the owner restarts
+servers. So the servers hold the truth: each engine object polls those that are out of
+rotation or where a request failed. Servers that work are not polled.
+
+Neither a server that hangs nor a paused one gives a token, and a server is paused
+during a weight update of any engine object that uses it. So a missing token counts only
+if the server reports, before and after, that it generates; see :func:`hangs`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.backends.client.capabilities import check_same
+from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.client.fan_out import fan_out
+from torchrl_sglang.backends.client.http import HttpClient
+from torchrl_sglang.backends.fleet.actions import Action, Confirm, ReloadAdapters, Tell
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.reconcile import Answered, Silent
+from torchrl_sglang.backends.fleet.replica import Replica
+from torchrl_sglang.backends.fleet.weights_state import Weights, version_order
+from torchrl_sglang.errors import (
+    ServerError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+    SGLangError,
+)
+from torchrl_sglang.support.checks import some_of
+from torchrl_sglang.types import ServerCapabilities, ServerStats
+
+POLL_TIMEOUT_SECONDS = 5.0
+"""Timeout for each answer; a process in front of the scheduler gives it."""
+
+TOKEN_SECONDS = 15.0
+"""Timeout for a token. After 20 s without one, SGLang reports that it is unhealthy, and
+no longer whether it is paused."""
+
+FRONT_SECONDS = 5.0
+"""Timeout for an answer that a server gives without its scheduler."""
+
+_REFUSED = {
+    "input_ids": [0],
+    "sampling_params": {"temperature": -1.0, "max_new_tokens": 1},
+}
+"""An invalid request: a server refuses it, or lets it wait while it is paused."""
+
+Find = Callable[[str], Awaitable[ServerCapabilities]]
+"""Asks the server at an address what it can do."""
+
+
+async def discover(fleet: Fleet, find: Find) -> ServerCapabilities:
+    """Finds out what servers can do and hold; ours, and at least one, must answer."""
+    answers = await _ask_all(fleet.replicas, find)
+    found: dict[int, ServerCapabilities] = {}
+    events: list[Answered | Silent] = []
+    for replica, answer in zip(fleet.replicas, answers, strict=True):
+        if isinstance(answer, ServerCapabilities):
+            found[replica.rank] = answer
+        elif isinstance(answer, ServerError) and replica.handle is None:
+            events.append(Silent(asked=replica, reason=str(answer)))
+        else:
+            raise answer
+    if not found:
+        raise next(iter(each for each in answers if isinstance(each, ServerError)))
+    (first, known), *others = found.items()
+    urls = [replica.url for replica in fleet.replicas]
+    for rank, capabilities in others:
+        check_same(known, urls[first], capabilities, urls[rank])
+    newest = max((c.weight_version for c in found.values()), key=version_order)
+    fleet.change_weights(lambda weights: Weights.reported(newest))
+    events += (
+        Answered(
+            asked=fleet.replicas[rank],
+            version=each.weight_version,
+            start_id=each.start_id,
+            held=frozenset(each.adapters),
+        )
+        for rank, each in found.items()
+    )
+    _tell([action for event in events for action in fleet.apply(event)])
+    return known
+
+
+def _tell(actions: Sequence[Action]) -> None:
+    for text in some_of(each.text for each in actions if isinstance(each, Tell)):
+        torchrl_logger.warning(text)
+
+
+async def _ask_all(
+    replicas: Sequence[Replica], find: Find
+) -> list[ServerCapabilities | Exception]:
+    """Returns what each server can do, or its error."""
+    fewest = len(replicas)
+
+    async def ask(replica: Replica) -> ServerCapabilities | Exception:
+        nonlocal fewest
+        try:
+            answer = await find(replica.url)
+        except Exception as error:  # noqa: BLE001 - Raised below, unless one is enough.
+            return error
+        if replica.rank > fewest:
+            # Only those of the first one are needed, and they are large.
+            return replace(answer, server_args={})
+        fewest = replica.rank
+        return answer
+
+    return await fan_out(ask, replicas)
+
+
+class AdapterReloader(Protocol):
+    """Loads LoRA adapters again into servers that were started again."""
+
+    @property
+    def can_reload(self) -> bool:
+        """Whether this engine object has loaded adapters that it can load again."""
+
+    async def discover(self) -> None:
+        """Finds the adapters that any engine object has loaded."""
+
+    async def discover_changes(self) -> None:
+        """Finds them where one of a few servers tells of a change."""
+
+    def reload(self, replica: Replica) -> None:
+        """Begins to load the wanted adapters that a server lacks."""
+
+
+class ServerPoller:
+    """Polls the servers of a fleet, which it does not hold."""
+
+    def __init__(
+        self,
+        http: HttpClient,
+        capabilities: ServerCapabilities,
+        adapters: AdapterReloader,
+        find: Find,
+    ) -> None:
+        self._http = http
+        self._capabilities = capabilities
+        self._find = find
+        # They hold the fleet.
+        self._adapters = weakref.ref(adapters)
+
+    @property
+    def adapters(self) -> AdapterReloader | None:
+        """The adapters of the engine object, if they can be loaded again."""
+        adapters = self._adapters()
+        return adapters if adapters is not None and adapters.can_reload else None
+
+    async def poll(self, fleet: Fleet) -> None:
+        """Polls the servers that are out of rotation or suspected."""
+        look = _Look(lambda rank: self._poll(fleet, rank))
+        ranks = [replica.rank for replica in fleet.state.to_poll]
+        # Those that wait for their turn are not polled by another round.
+        fleet.change(lambda now: now.without_suspicion(ranks))
+        await fan_out(lambda rank: self._poll(fleet, rank, look), ranks)
+
+    async def _poll(self, fleet: Fleet, rank: int, look: _Look | None = None) -> None:
+        fleet.change(lambda now: now.without_suspicion([rank]))
+        event = await self.observe(fleet, fleet.replicas[rank])
+        actions = fleet.apply(event)
+        if isinstance(event, Answered) and Confirm(rank=rank) in actions:
+            if look is None:
+                # It was to confirm others, and is polled in the next round.
+                return
+            await self._confirm(fleet, event, look)
+            actions = fleet.apply(replace(event, confirmed=True))
+        adapters = self._adapters()
+        if adapters is not None and ReloadAdapters(rank=rank) in actions:
+            adapters.reload(fleet.replicas[rank])
+
+    async def _confirm(self, fleet: Fleet, event: Answered, look: _Look) -> None:
+        """Asks others what they hold, before a server counts as current."""
+        rank, adapters = event.asked.rank, self._adapters()
+        if event.held is not None and adapters and fleet.replicas[rank].restarted:
+            # The other servers hold what other engine objects have loaded.
+            await adapters.discover()
+        state = fleet.state
+        misses = state.misses_adapters(state.replicas[rank])
+        if not misses and event.version == state.weights.version:
+            # Another engine object may have sent the others newer weights.
+            await look.at_serving(fleet)
+
+    async def observe(self, fleet: Fleet, asked: Replica) -> Answered | Silent:
+        """Asks a server for all that decides whether it serves."""
+        try:
+            return await self._ask(fleet, asked)
+        except SGLangError as error:
+            torchrl_logger.debug(f"A server did not answer a poll: {error}")
+            gone = isinstance(error, (ServerUnavailableError, ServerTimeoutError))
+            return Silent(asked=asked, reason=str(error), unreachable=gone)
+
+    async def _ask(self, fleet: Fleet, asked: Replica) -> Answered:
+        known, start_id, held = self._capabilities, "", None
+        control = ControlPlane(self._http, fleet, known)
+        urls, timeout = [asked.url], POLL_TIMEOUT_SECONDS
+        if asked.state == "down":
+            found = await self._find(asked.url)
+            check_same(known, fleet.replicas[0].url, found, asked.url)
+            start_id = found.start_id
+        if known.has_lora:
+            (names,) = await control.adapters(timeout=timeout, urls=urls)
+            held = frozenset(names)
+            lacks = not fleet.state.wanted_adapters <= held
+            if not start_id and (lacks or not asked.start_id):
+                start_id = await control.start_id(asked.url)
+        (version,) = await control.weight_versions(timeout=timeout, urls=urls)
+        return Answered(asked=asked, version=version, start_id=start_id, held=held)
+
+
+class _Look:
+    """Polls the servers that serve, once for all of a round that need it."""
+
+    def __init__(self, poll: Callable[[int], Awaitable[None]]) -> None:
+        self._poll = poll
+        self._lock = asyncio.Lock()
+        self._began_at = -math.inf
+
+    async def at_serving(self, fleet: Fleet) -> None:
+        """Returns when all have been polled since this call."""
+        since = time.monotonic()
+        async with self._lock:
+            if self._began_at >= since:
+                return
+            self._began_at = time.monotonic()
+            serving = (each for each in fleet.replicas if each.state == "serving")
+            await fan_out(self._poll, [each.rank for each in serving])
+
+
+async def ask_stats(fleet: Fleet, control: ControlPlane) -> tuple[ServerStats, ...]:
+    """Asks each server what it does."""
+
+    async def one(replica: Replica) -> ServerStats:
+        running = queued = version = None
+        if replica.runs:
+            urls, timeout = [replica.url], POLL_TIMEOUT_SECONDS
+            try:
+                ((running, queued),) = await control.loads(timeout=timeout, urls=urls)
+                (version,) = await control.weight_versions(timeout=timeout, urls=urls)
+            except SGLangError as error:
+                torchrl_logger.debug(f"No statistics of a server: {error}")
+        replica = fleet.replicas[replica.rank]
+        return ServerStats(
+            url=replica.url,
+            state=replica.status,
+            running=running,
+            queued=queued,
+            weight_version=version,
+            restarts=replica.restarts,
+            reason=replica.reason,
+        )
+
+    return tuple(await fan_out(one, fleet.replicas))
+
+
+async def hangs(
+    http: HttpClient,
+    capabilities: ServerCapabilities,
+    url: str,
+    *,
+    timeout: float = TOKEN_SECONDS,
+) -> bool:
+    """Returns whether a server gives no token although nobody has paused it."""
+    soon = min(timeout, FRONT_SECONDS)
+
+    async def is_paused() -> bool:
+        if capabilities.tells_paused:
+            return await _succeeds(http, f"{url}/ready", soon) is False
+        return await _holds_requests(http, url, soon)
+
+    if await is_paused() or await _succeeds(http, f"{url}/health_generate", timeout):
+        return False
+    paused = await is_paused()
+    if paused and capabilities.tells_paused:
+        # A server that has noticed that it hangs reports the same.
+        paused = await _holds_requests(http, url, soon)
+    return not paused
+
+
+async def _succeeds(http: HttpClient, url: str, timeout: float) -> bool | None:
+    """Returns whether a GET succeeds; ``None`` where there is no answer."""
+    try:
+        return (await http.request("GET", url, timeout=timeout)).ok
+    except SGLangError as error:
+        torchrl_logger.debug(f"A probe failed: {error}")
+        return None
+
+
+async def _holds_requests(http: HttpClient, url: str, timeout: float) -> bool:
+    """Returns whether requests wait in a server that is alive."""
+    try:
+        await http.request("POST", f"{url}/generate", _REFUSED, timeout=timeout)
+    except ServerTimeoutError:
+        return bool(await _succeeds(http, f"{url}/model_info", timeout))
+    except SGLangError as error:
+        torchrl_logger.debug(f"A probe failed: {error}")
+    return False

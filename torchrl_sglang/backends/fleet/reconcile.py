@@ -1,0 +1,519 @@
+"""What follows when something happens to a server. Pure.
+
+:func:`reconcile` takes the state of the fleet and one event, and returns the next state
+and the actions that it calls for. Some events say what a server reported or did; a
+:class:`Tick` compares what should be with what is, so an action that failed is called
+for again by the next one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchrl_sglang.backends.fleet.actions import (
+    Action,
+    CancelStart,
+    Check,
+    Confirm,
+    FailRequests,
+    Poll,
+    Publish,
+    Recall,
+    ReloadAdapters,
+    Restart,
+    Route,
+    StartRouter,
+    Stop,
+    Tell,
+)
+from torchrl_sglang.backends.fleet.replica import (
+    Location,
+    Replica,
+    ReplicaState,
+    ServerHandle,
+)
+from torchrl_sglang.backends.fleet.state import FleetState
+
+
+def reconcile(
+    state: FleetState, event: Event, now: float
+) -> tuple[FleetState, tuple[Action, ...]]:
+    """Returns the state after an event, and what has to be done.
+
+    Args:
+        state: what was known before.
+        event: an observation, a call of a user, or the end of an action.
+        now: seconds on the monotonic clock.
+    """
+    step = Step(state, now)
+    event._apply(step)
+    return step.state, tuple(step.actions)
+
+
+class Step:
+    """The state as one event changes it, and the actions so far."""
+
+    def __init__(self, state: FleetState, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.actions: list[Action] = []
+
+    def do(self, *actions: Action) -> None:
+        """Adds actions."""
+        self.actions.extend(actions)
+
+    def set(self, **fields: Any) -> None:
+        """Changes the state of the fleet."""
+        self.state = replace(self.state, **fields)
+
+    def put(self, replica: Replica, **fields: Any) -> Replica:
+        """Changes what is known of a server, and returns it."""
+        replica = replace(replica, **fields)
+        self.state = self.state.with_replicas(replica)
+        return replica
+
+    def same_start(self, asked: Replica) -> Replica | None:
+        """Returns what is known of a server now; ``None`` if it is another start."""
+        now = self.state.replicas[asked.rank]
+        same = now.url == asked.url and now.handle is asked.handle
+        return now if same else None
+
+    def move(self, replica: Replica, state: ReplicaState, reason: str) -> Replica:
+        """Changes whether a server gets requests."""
+        before, away_since = replica.state, replica.away_since
+        replica = self.put(replica, state=state, reason=reason)
+        if state == "serving":
+            replica = self.put(replica, restarted=False, away_since=None)
+            if away_since is not None:
+                self.do(
+                    Tell(
+                        text=f"The server at {replica.url} serves again, after "
+                        f"{self.now - away_since:.0f} s.",
+                        warning=False,
+                    )
+                )
+        elif state != before:
+            # A server that begins to serve was counted when it came back.
+            self.set(weights=self.state.weights.begin_membership_epoch())
+        if state != before:
+            self.do(Check())
+        return replica
+
+    def take_down(self, replica: Replica, reason: str, *, ended: bool) -> Replica:
+        """Takes a server out of rotation until it is started again or answers.
+
+        The requests of one that has ``ended`` fail now.
+        """
+        replica = self.move(replica, "down", reason)
+        replica = self.put(replica, away_since=replica.away_since or self.now)
+        if ended:
+            self.do(FailRequests(url=replica.url), Recall(handle=replica.handle))
+        self.do(Publish())
+        return replica
+
+    def take_address(self, replica: Replica, url: str) -> Replica:
+        """Takes over where a server was started again."""
+        if url == replica.url:
+            return replica
+        text = f"The server at {replica.url} is now at {url}."
+        # A poll may have begun after its end.
+        self.do(Tell(text=text, warning=False), FailRequests(url=replica.url))
+        return self.put(replica, url=url)
+
+    def take_back(
+        self, replica: Replica, reason: str, *, restarted: bool = True
+    ) -> Replica:
+        """Takes a server that runs again; it is polled before it serves."""
+        replica = self.put(
+            replica,
+            start_id="",
+            restarted=restarted,
+            held_adapters=frozenset(),
+            version="",
+        )
+        return self.move(replica, "stale", reason)
+
+    def suspect(self, url: str | None = None) -> None:
+        """Lets a server, or each one, be polled although it serves."""
+        asked = (each for each in self.state.replicas if url in (None, each.url))
+        suspected = (replace(each, suspected=True) for each in asked)
+        self.state = self.state.with_replicas(*suspected)
+        self.do(Check())
+
+    def decide(self, replica: Replica, version: str) -> None:
+        """Lets a server serve, or not, by the weights and adapters that it holds."""
+        replica, state = self.put(replica, version=version), self.state
+        if state.closed or not replica.runs:
+            return
+        if state.updating is not None:
+            # It counts for nothing now, and is asked again afterwards.
+            self.put(replica, suspected=True)
+            return
+        newer = state.weights.observe(version)
+        if newer is not state.weights:
+            self.set(weights=newer)
+            # The others are polled before their answers count.
+            self.suspect()
+            replica = self.put(replica, suspected=False)
+        reason = self.state.why_stale(replica)
+        if reason and replica.state == "serving":
+            self.do(Tell(text=f"{reason} It gets no requests."))
+        self.move(replica, "stale" if reason else "serving", reason)
+
+
+class Event(ABC):
+    """Something that happened."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _apply(self, step: Step) -> None:
+        """Changes the state and adds actions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered(Event):
+    """A server has answered a poll."""
+
+    asked: Replica
+    """The server as it was asked; the answer of an earlier start counts no more."""
+    version: str
+    """Its weight version."""
+    start_id: str = ""
+    """The id of its start; ``""``: not asked."""
+    held: frozenset[str] | None = None
+    """The adapters that it holds; ``None``: it takes none."""
+    confirmed: bool = False
+    """Whether servers that serve have been asked since."""
+
+    def _apply(self, step: Step) -> None:
+        replica = step.same_start(self.asked)
+        if replica is None:
+            return
+        if not self.confirmed:
+            replica = self._take_over(step, replica)
+            if self._needs_confirmation(step.state, replica):
+                step.do(Confirm(rank=replica.rank))
+                return
+        step.decide(replica, self.version)
+        replica = step.state.replicas[replica.rank]
+        if step.state.misses_adapters(replica):
+            step.do(ReloadAdapters(rank=replica.rank))
+
+    def _take_over(self, step: Step, replica: Replica) -> Replica:
+        """Records what the server holds, and whether it was started again."""
+        known, held = replica.start_id, self.held or frozenset()
+        if replica.state == "down" and not step.state.owns(replica):
+            # It may have been away when adapters were loaded, too.
+            lacks = not step.state.wanted_adapters <= held
+            same = bool(self.start_id) and self.start_id == known
+            restarted = replica.restarted or lacks or not same
+            replica = step.take_back(replica, replica.reason, restarted=restarted)
+        elif known and self.start_id and self.start_id != known:
+            replica = step.put(replica, restarted=True)
+        replica = step.put(replica, start_id=self.start_id or known)
+        return step.put(replica.holding(held, since=self.asked))
+
+    def _needs_confirmation(self, state: FleetState, replica: Replica) -> bool:
+        """Returns whether others may hold newer weights, or unknown adapters."""
+        new_start = replica.restarted and self.held is not None
+        current = self.version == state.weights.version
+        return replica.state == "stale" and (new_start or current)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Silent(Event):
+    """A server has not answered a poll, or not as expected."""
+
+    asked: Replica
+    """The server as it was asked."""
+    reason: str
+    unreachable: bool = True
+    """Whether there was no answer at all."""
+
+    def _apply(self, step: Step) -> None:
+        replica = step.same_start(self.asked)
+        # The process of a server of our own is watched.
+        if replica is None or step.state.owns(replica):
+            return
+        last = step.state.serving == (replica.url,)
+        if replica.state == "serving" and not self.unreachable:
+            return
+        if replica.state == "serving" and last:
+            # The outcome of its requests says more than that no server is left.
+            if not replica.unreachable:
+                text = (
+                    f"The server at {replica.url}, the only one that serves, does not "
+                    f"answer; requests fail until it does: {self.reason}"
+                )
+                step.do(Tell(text=text))
+            since = replica.away_since or step.now
+            step.put(replica, reason=self.reason, away_since=since)
+        elif replica.state != "down":
+            text = f"The server at {replica.url} gets no requests until it answers"
+            step.do(Tell(text=f"{text}: {self.reason}"))
+            step.take_down(replica, self.reason, ended=False)
+        else:
+            step.put(replica, reason=self.reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended(Event):
+    """A server's process has ended, or it hangs and is stopped."""
+
+    replica: Replica
+    """The server as it was found."""
+    reason: str
+
+    def _apply(self, step: Step) -> None:
+        replica = step.same_start(self.replica)
+        if replica is not None and replica.runs:
+            step.take_down(replica, self.reason, ended=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartNoticed(Event):
+    """A server that did not seem to be away was started again by its owner."""
+
+    rank: int
+    start_id: str
+
+    def _apply(self, step: Step) -> None:
+        replica = step.state.replicas[self.rank]
+        replica = step.put(replica, start_id=self.start_id, restarted=True)
+        if replica.state == "serving":
+            step.move(replica, "stale", step.state.why_stale(replica))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved(Event):
+    """The directory of another owner says where its servers run."""
+
+    urls: tuple[str, ...]
+    """An address for each rank; ``""``: it has ended."""
+
+    def _apply(self, step: Step) -> None:
+        for replica, url in zip(step.state.replicas, self.urls, strict=False):
+            if not step.state.owns(replica) and url != replica.url:
+                self._follow(step, replica, url)
+
+    def _follow(self, step: Step, replica: Replica, url: str) -> None:
+        if replica.runs:
+            reason = f"Its owner says that the server at {replica.url} ended."
+            replica = step.take_down(replica, reason, ended=True)
+        if url:
+            replica = step.take_address(replica, url)
+            step.take_back(replica, f"The server at {url} was started again.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started(Event):
+    """A start of this engine's own server has ended well."""
+
+    rank: int
+    handle: ServerHandle
+    url: str
+    location: Location | None = None
+
+    def _apply(self, step: Step) -> None:
+        state, replica = step.state, step.state.replicas[self.rank]
+        if replica.handle is self.handle:
+            return
+        if state.closed or state.asleep:
+            step.do(Stop(handle=self.handle))
+            return
+        replica = step.put(
+            replica,
+            restarts=replica.restarts + 1,
+            handle=self.handle,
+            location=self.location or replica.location,
+            released=frozenset(),
+        )
+        replica = step.take_address(replica, self.url)
+        step.take_back(replica, f"The server at {self.url} was started again.")
+        step.do(Publish())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartFailed(Event):
+    """A start of this engine's own server has failed."""
+
+    rank: int
+    reason: str
+    counts: bool = True
+    """Whether the server failed; ``False``: the start was cancelled, or had no room."""
+
+    def _apply(self, step: Step) -> None:
+        replica = step.state.replicas[self.rank]
+        step.put(
+            replica,
+            restarts=replica.restarts + self.counts,
+            reason=f"The server at {replica.url} did not start: {self.reason}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick(Event):
+    """Time has passed. What runs outside is observed, and not remembered."""
+
+    max_restarts: int = 0
+    """How often a server is started again."""
+    starting: frozenset[int] = frozenset()
+    """Ranks of the servers that are being started."""
+    may_poll: bool = True
+    """Whether a round of polls may begin."""
+    router: bool | None = None
+    """Whether the router runs; ``None``: there is none, or another owner has it."""
+    may_start_router: bool = False
+    """Whether the router can be started again, and is not being started."""
+
+    def _apply(self, step: Step) -> None:
+        state = step.state
+        if state.closed:
+            return
+        if self.may_poll and state.generates and state.to_poll:
+            step.do(Poll())
+        for replica in state.replicas:
+            if replica.state == "down" and state.owns(replica):
+                self._start_again(step, replica)
+        if self.router is not None:
+            self._route(step, frozenset(step.state.serving))
+
+    def _start_again(self, step: Step, replica: Replica) -> None:
+        if step.state.asleep:
+            # A trainer uses the memory that it would take.
+            if replica.rank in self.starting:
+                step.do(CancelStart(rank=replica.rank))
+            return
+        if replica.rank in self.starting or replica.restart is None:
+            return
+        why = replica.reason.partition("\n")[0].removesuffix(" The end of its log:")
+        if replica.restarts >= self.max_restarts:
+            step.put(replica, state="lost")
+            text = (
+                f"The server at {replica.url} was started again {replica.restarts} "
+                f"times and has ended again; it is given up. {why}"
+            )
+            step.do(Tell(text=text))
+            return
+        text = (
+            f"The server at {replica.url} is started again ({replica.restarts + 1} "
+            f"of {self.max_restarts}). {why}"
+        )
+        step.do(Tell(text=text), Restart(rank=replica.rank))
+
+    def _route(self, step: Step, serving: frozenset[str]) -> None:
+        known = step.state.in_router
+        if self.router and known != serving:
+            step.do(Route(remove=known - serving, add=serving - known))
+        elif not self.router and serving and self.may_start_router:
+            step.do(StartRouter(urls=step.state.serving))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspected(Event):
+    """A request has failed, or a caller wants to know."""
+
+    url: str | None = None
+    """The server; ``None``: each one."""
+
+    def _apply(self, step: Step) -> None:
+        step.suspect(self.url)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changed(Event):
+    """Something is known of the fleet that calls for nothing."""
+
+    change: Callable[[FleetState], FleetState]
+
+    def _apply(self, step: Step) -> None:
+        step.state = self.change(step.state)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned(Event):
+    """Something is known of one start of a server that calls for nothing."""
+
+    asked: Replica
+    """The server as it was asked."""
+    change: Callable[[Replica], Replica]
+
+    def _apply(self, step: Step) -> None:
+        if (replica := step.same_start(self.asked)) is not None:
+            step.put(self.change(replica))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateBegan(Event):
+    """A weight update has begun."""
+
+    def _apply(self, step: Step) -> None:
+        step.set(updating=tuple((each.url, each.handle) for each in step.state.running))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateEnded(Event):
+    """A weight update has ended."""
+
+    version: str | None
+    """Version that it committed; ``None``: it failed."""
+
+    def _apply(self, step: Step) -> None:
+        if step.state.updating is None:
+            return
+        updated = dict(step.state.updating)
+        step.set(updating=None)
+        for replica in step.state.running if self.version is not None else ():
+            # A server that was started again meanwhile has not taken part.
+            took_part = updated.get(replica.url, self) is replica.handle
+            version = self.version if self.version and took_part else ""
+            now = step.put(replica, version=version)
+            if took_part and not step.state.misses_adapters(now):
+                step.move(now, "serving", "")
+            else:
+                step.move(now, "stale", now.reason)
+        step.do(Check())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FellAsleep(Event):
+    """Memory is about to be released."""
+
+    tags: frozenset[str]
+
+    def _apply(self, step: Step) -> None:
+        step.set(asleep=step.state.asleep | self.tags)
+        step.do(Check())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WokeUp(Event):
+    """Memory was resumed."""
+
+    tags: frozenset[str]
+
+    def _apply(self, step: Step) -> None:
+        still = frozenset[str]().union(*(each.released for each in step.state.running))
+        step.set(asleep=step.state.asleep - (self.tags - still))
+        step.do(Check())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptersWanted(Event):
+    """Requests may name these adapters."""
+
+    names: frozenset[str]
+    found: bool = False
+    """Whether they were found on the servers. Otherwise each that runs must hold the
+    new ones, but for those that are given them before they serve; else nothing changes.
+    """
+
+    def _apply(self, step: Step) -> None:
+        added = self.names - step.state.wanted_adapters
+        others = (each for each in step.state.running if not each.restarted)
+        if self.found or all(added <= each.held_adapters for each in others):
+            step.set(wanted_adapters=self.names)

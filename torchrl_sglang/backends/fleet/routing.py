@@ -1,0 +1,90 @@
+"""The choice of a server for a request: in turn, by session, failed ones last."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from torchrl_sglang.backends.fleet.replica import Replica
+
+MAX_SESSIONS = 4096
+"""Sessions whose server is remembered; a prefix cache holds fewer."""
+
+MOST_COMPARED = 32
+"""Servers whose sessions are compared for a new one."""
+
+FAILURE_SECONDS = 1.0
+"""A server that failed is chosen last for this long."""
+
+_NEVER = 4
+
+
+class Routing:
+    """Chooses servers in turn, one server per session, failed servers last.
+
+    A choice looks at a few servers, however many there are. Sessions name a server by
+    its place in the list, which stays the same.
+    """
+
+    def __init__(self, sessions: dict[str, int] | None = None) -> None:
+        self.sessions = sessions or {}
+        """Session -> server that has its prefix."""
+        self._counts = Counter(self.sessions.values())
+        self._failed_at: dict[str, float] = {}
+        self._turn = 0
+
+    def failed(self, url: str) -> None:
+        """Records that a request to a server failed."""
+        self._failed_at[url] = time.monotonic()
+
+    def choose(
+        self, replicas: Sequence[Replica], session: str | None, avoid: Collection[str]
+    ) -> Replica | None:
+        """Returns a serving server, if possible none to ``avoid``.
+
+        A new session gets the one with the fewest among those whose turn is next.
+        """
+        if session is None:
+            found = self._next(replicas, avoid, 1)
+            if found:
+                self._turn = found[0] + 1
+            return replicas[found[0]] if found else None
+        # Most recently used last: the oldest are forgotten first.
+        home = self.sessions.pop(session, None)
+        if home is None or self._rank(replicas[home], avoid) > 0:
+            found = self._next(replicas, avoid, MOST_COMPARED)
+            if home is not None:
+                self._counts[home] -= 1
+            if not found:
+                return None
+            if home not in found:
+                home = min(found, key=self._counts.__getitem__)
+                self._turn = home + 1
+            self._counts[home] += 1
+        self.sessions[session] = home
+        while len(self.sessions) > MAX_SESSIONS:
+            self._counts[self.sessions.pop(next(iter(self.sessions)))] -= 1
+        return replicas[home]
+
+    def _next(
+        self, replicas: Sequence[Replica], avoid: Collection[str], most: int
+    ) -> list[int]:
+        """Returns the best servers, from the one whose turn it is."""
+        found: dict[int, list[int]] = {}
+        for step in range(len(replicas)):
+            index = (self._turn + step) % len(replicas)
+            rank = self._rank(replicas[index], avoid)
+            if rank < _NEVER:
+                found.setdefault(rank, []).append(index)
+            if len(found.get(0, ())) == most:
+                break
+        return found[min(found)] if found else []
+
+    def _rank(self, replica: Replica, avoid: Collection[str]) -> int:
+        """Returns 0 for the best choice."""
+        if replica.state != "serving":
+            return _NEVER
+        failed_at = self._failed_at.get(replica.url)
+        soon = failed_at is not None and time.monotonic() < failed_at + FAILURE_SECONDS
+        return 2 * (replica.url in avoid) + soon

@@ -1,0 +1,233 @@
+"""What one engine knows of its servers at one moment, and what follows from it. Pure.
+
+:func:`.reconcile` alone makes the next state. Everything else reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle, format_tags
+from torchrl_sglang.backends.fleet.weights_state import Weights
+from torchrl_sglang.errors import (
+    ServerDiedError,
+    ServerUnavailableError,
+    SGLangError,
+    WeightSyncStateError,
+)
+from torchrl_sglang.support.checks import some_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetState:
+    """The condition of the servers of one engine."""
+
+    replicas: tuple[Replica, ...]
+    """The servers, in the order of their ranks."""
+    weights: Weights
+    owner: int
+    """Id of the process that started the servers that have a handle."""
+    asleep: frozenset[str] = frozenset()
+    """Kinds of memory that are released: no requests, and no server starts."""
+    draining: bool = False
+    """Whether running requests finish and new ones are refused."""
+    paused: bool = False
+    """Whether this engine object paused generation."""
+    closed: bool = False
+    """Whether the engine was shut down."""
+    updating: tuple[tuple[str, ServerHandle | None], ...] | None = None
+    """Servers of the weight update in progress, as they ran when it began."""
+    wanted_adapters: frozenset[str] = frozenset()
+    """LoRA adapters that requests may name, under the servers' names."""
+    in_router: frozenset[str] = frozenset()
+    """Servers that the router sends requests to."""
+
+    def with_replicas(self, *changed: Replica) -> FleetState:
+        """Returns the state with other values for some servers."""
+        replicas = list(self.replicas)
+        for replica in changed:
+            replicas[replica.rank] = replica
+        return replace(self, replicas=tuple(replicas))
+
+    def without_suspicion(self, ranks: Iterable[int]) -> FleetState:
+        """Returns the state when servers begin to be polled."""
+        asked = (self.replicas[rank] for rank in ranks)
+        return self.with_replicas(*(replace(each, suspected=False) for each in asked))
+
+    def without_adapter(self, served_as: str) -> FleetState:
+        """Returns the state when servers begin to drop a LoRA adapter."""
+        return self.with_replicas(
+            *(
+                replace(each, held_adapters=each.held_adapters - {served_as})
+                for each in self.replicas
+                if served_as in each.held_adapters
+            )
+        )
+
+    # Servers.
+
+    @property
+    def running(self) -> list[Replica]:
+        """Servers that run, in the order of their ranks."""
+        return [replica for replica in self.replicas if replica.runs]
+
+    @cached_property
+    def urls(self) -> tuple[str, ...]:
+        """Servers that run; in a weight update, those that ran when it began."""
+        if self.updating is not None:
+            return tuple(url for url, _ in self.updating)
+        return tuple(replica.url for replica in self.running)
+
+    @cached_property
+    def serving(self) -> tuple[str, ...]:
+        """Servers that get requests."""
+        return tuple(each.url for each in self.replicas if each.state == "serving")
+
+    @property
+    def restarting(self) -> list[str]:
+        """Servers that have ended and are started again."""
+        return [r.url for r in self.replicas if r.state == "down" and self.owns(r)]
+
+    @property
+    def to_poll(self) -> list[Replica]:
+        """Servers that are out of rotation or suspected.
+
+        Not those that this engine started and that ended: they are started again.
+        """
+        return [
+            replica
+            for replica in self.replicas
+            if replica.state == "stale"
+            or (replica.state == "down" and not self.owns(replica))
+            or (replica.state == "serving" and replica.suspected)
+            or replica.unreachable
+        ]
+
+    @property
+    def needs_poll(self) -> bool:
+        """Whether there are servers to poll, or to start again."""
+        return bool(self.to_poll) or len(self.serving) < len(self.replicas)
+
+    @property
+    def owns_any(self) -> bool:
+        """Whether this process started a server."""
+        return any(map(self.owns, self.replicas))
+
+    def owns(self, replica: Replica) -> bool:
+        """Returns whether this process started a server, and starts it again."""
+        return replica.handle is not None and self.owner == os.getpid()
+
+    # Whether they generate.
+
+    @property
+    def generates(self) -> bool:
+        """Whether servers should generate: nothing updates, pauses or releases them."""
+        stopped = self.paused or self.draining or self.asleep
+        updating = self.updating is not None
+        return not (stopped or updating or self.weights.inconsistent)
+
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether none serves, and one that was started again waits for weights."""
+        stale = any(replica.state == "stale" for replica in self.replicas)
+        return stale and not self.serving and self.generates
+
+    def misses_adapters(self, replica: Replica) -> bool:
+        """Returns whether a server that was started again lacks wanted adapters."""
+        return replica.restarted and not self.wanted_adapters <= replica.held_adapters
+
+    def why_stale(self, replica: Replica) -> str:
+        """Returns why a server must not get requests; ``""`` if it may."""
+        current = self.weights.version
+        if replica.version != current:
+            return (
+                f"The server at {replica.url} has weights of version "
+                f"{replica.version!r}, and the current ones are {current!r}."
+            )
+        if not self.misses_adapters(replica):
+            return ""
+        missing = ", ".join(sorted(self.wanted_adapters - replica.held_adapters))
+        return (
+            f"The server at {replica.url} was started again without the LoRA adapters "
+            f"{missing}. The engine object that has loaded them loads them again; if "
+            f"it is gone, unload them."
+        )
+
+    # What users are told.
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A sentence on each server that does not serve, of many on the first ones."""
+        away = (r for r in self.replicas if r.state != "serving" or r.unreachable)
+        return tuple(some_of(map(_problem, away)))
+
+    @property
+    def base_problem(self) -> str | None:
+        """Why adapters must not be trained over what the servers hold."""
+        now = self.weights
+        if now.inconsistent is not None:
+            return f"The weights of the servers are inconsistent: {now.inconsistent}"
+        if any(replica.state == "stale" for replica in self.replicas):
+            return "A server that was started again holds other weights than the rest."
+        if now.version != now.checkpoint_version:
+            return (
+                f"The servers hold weights of version {now.version!r}, not the "
+                f"checkpoint that they were started with."
+            )
+        return None
+
+    def check_awake(self) -> None:
+        """Raises :class:`WeightSyncStateError` while requests are refused."""
+        if self.asleep:
+            raise WeightSyncStateError(
+                f"The engine is asleep ({format_tags(self.asleep)}) and does not "
+                f"generate; call wake_up() first."
+            )
+        if self.draining:
+            raise WeightSyncStateError(
+                "The engine is being put to sleep and takes no more requests; call "
+                "wake_up() when it is asleep."
+            )
+
+    def check_weights_awake(self) -> None:
+        """Raises :class:`WeightSyncStateError` if new weights have no memory."""
+        if "weights" in self.asleep:
+            raise WeightSyncStateError(
+                "The weights are asleep, and an update would have no memory to go to; "
+                "call wake_up('weights') first."
+            )
+
+    def no_server_error(self) -> SGLangError:
+        """Returns the error that says why no server gets requests."""
+        stale = [replica for replica in self.replicas if replica.state == "stale"]
+        told = _reasons(stale or self.replicas, " " if stale else "\n")
+        current = (each for each in stale if each.version == self.weights.version)
+        if any(map(self.misses_adapters, current)):
+            return ServerUnavailableError(
+                f"The servers that run were started again and are being given their "
+                f"LoRA adapters; try again in a few seconds. {told}"
+            )
+        if stale:
+            return WeightSyncStateError(
+                f"No server has the current weights. {told} They generate again after "
+                f"the next weight update; send the weights."
+            )
+        if all(replica.handle is not None for replica in self.replicas):
+            return ServerDiedError(
+                f"No server of the engine is left; each is started again up to "
+                f"max_restarts times. {told}"
+            )
+        return ServerUnavailableError(f"No server of the engine is left. {told}")
+
+
+def _reasons(replicas: Sequence[Replica], between: str) -> str:
+    return between.join(some_of(filter(None, (each.reason for each in replicas))))
+
+
+def _problem(replica: Replica) -> str:
+    # The rest is usually the end of a log.
+    reason = replica.reason.partition("\n")[0] or "The reason is unknown."
+    return f"The server at {replica.url} is {replica.status}. {reason}"
