@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
 import threading
@@ -58,6 +57,7 @@ from torchrl_sglang.backends.fleet.replica import (
 )
 from torchrl_sglang.errors import ServerTimeoutError, SGLangError
 from torchrl_sglang.support.event_loop import get_loop
+from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.types import ServerCapabilities
 
 H = TypeVar("H", ServerHandle, RouterHandle)
@@ -168,12 +168,13 @@ class Supervisor:
         self._progress_seconds = progress_seconds
         self._stopped = threading.Event()
         self._begin_in_this_process()
+        # A forked process watches by itself, and owns nothing.
+        after_fork(self._begin_in_this_process)
         fleet.act_with(self._act)
         if fleet.state.owns_any:
             self.begin()
 
     def _begin_in_this_process(self) -> None:
-        self._pid = os.getpid()
         self._wake = asyncio.Event()
         # Rank, or router -> handle of what starts; None before its start.
         self._starting: dict[int | str, ServerHandle | RouterHandle | None] = {}
@@ -195,9 +196,6 @@ class Supervisor:
     def _begin(self, at_once: bool) -> None:
         if self._stopped.is_set():
             return
-        if self._pid != os.getpid():
-            # A forked process watches by itself, and owns nothing.
-            self._begin_in_this_process()
         self._do("watch", self._watch)
         if at_once:
             self._wake.set()
@@ -227,8 +225,6 @@ class Supervisor:
     def stop(self) -> None:
         """Ends the watch and cancels pending starts."""
         self._stopped.set()
-        if self._pid != os.getpid():
-            return
         for task in list(self._tasks.values()):
             get_loop().call_soon_threadsafe(task.cancel)
         deadline = time.monotonic() + STOP_SECONDS

@@ -27,6 +27,7 @@ from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.weights_state import Weights
 from torchrl_sglang.errors import RequestRefusedError, ServerTimeoutError, SGLangError
+from torchrl_sglang.support.forks import after_fork
 
 ABORT_TIMEOUT_SECONDS = 5.0
 ABORTS_AT_ONCE = 64
@@ -143,30 +144,24 @@ class InFlight:
         self._counters = counters
         self._limit = limit
         self._reset()
+        # Requests of a parent process do not run in its child.
+        after_fork(self._reset)
 
     def _reset(self) -> None:
-        self._pid = os.getpid()
         self._turns = asyncio.Semaphore(self._limit)
         self._running: set[Ticket] = set()
         self._aborting: set[asyncio.Task[None]] = set()
         self._landed = asyncio.Event()
         self._counters.in_flight = 0
 
-    def _reset_after_fork(self) -> None:
-        # Requests of the parent process do not run in the child.
-        if self._pid != os.getpid():
-            self._reset()
-
     @property
     def queued(self) -> int:
         """Number of running requests that wait to be sent."""
-        self._reset_after_fork()
         return len(self._running) - self._counters.in_flight
 
     @contextmanager
     def registered(self, tickets: Collection[Ticket]) -> Iterator[None]:
         """Lets requests be aborted until they are forgotten."""
-        self._reset_after_fork()
         self._running.update(tickets)
         try:
             yield

@@ -10,7 +10,6 @@ engine objects, in any process, discover adapters by these names on the servers.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Sequence
@@ -58,6 +57,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
 )
 from torchrl_sglang.support.checks import seconds_or
+from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.types import Adapter, ServerCapabilities
 
 LOAD_SECONDS = 120.0
@@ -120,10 +120,10 @@ class AdapterRegistry:
         # Place of the server that is asked next.
         self._asked = 0
         self._begin_in_this_process(set())
+        after_fork(self._begin_after_fork)
         self._adopt(newest_loads(capabilities.adapters, fleet.weights.version))
 
     def _begin_in_this_process(self, dropped: set[str]) -> None:
-        self._pid = os.getpid()
         self._lock = asyncio.Lock()
         # Served name that is being loaded; not used before every server has it.
         self._loading: str | None = None
@@ -133,8 +133,7 @@ class AdapterRegistry:
 
     def _begin_after_fork(self) -> None:
         # The parent's requests, tasks and loop are not those of a forked process.
-        if self._pid != os.getpid():
-            self._begin_in_this_process(self._retirement.dropped)
+        self._begin_in_this_process(self._retirement.dropped)
 
     def state(self) -> tuple[dict[str, Wanted], str | None]:
         """Returns what a copy of the engine in another process needs to know."""
@@ -200,7 +199,6 @@ class AdapterRegistry:
 
     async def refresh(self, names: Sequence[str | None]) -> None:
         """Discovers adapters now and then, and checks what requests select."""
-        self._begin_after_fork()
         if not self._capabilities.has_lora:
             if any(names):
                 raise no_lora_error()
@@ -223,7 +221,6 @@ class AdapterRegistry:
     @contextmanager
     def used(self, name: str | None) -> Iterator[Adapter | None]:
         """Yields the adapter of a request, and keeps it loaded meanwhile."""
-        self._begin_after_fork()
         self.check([name])
         selected = self._default if name is None else name
         adapter = self._wanted[selected].adapter if selected else None
@@ -246,7 +243,6 @@ class AdapterRegistry:
         """
         serving = self._serving
         if len(serving) > MOST_ASKED:
-            self._begin_after_fork()
             self._discovered_at = time.monotonic()
             start = self._asked % len(serving)
             self._asked = start + MOST_ASKED
@@ -261,7 +257,6 @@ class AdapterRegistry:
 
     async def discover(self) -> None:
         """Finds the adapters that any engine object has loaded: the servers know."""
-        self._begin_after_fork()
         self._discovered_at = time.monotonic()
         before, dropped = self._wanted, self._retirement.dropped
         held = await self._ask_held(self._serving)
@@ -346,7 +341,6 @@ class AdapterRegistry:
         timeout: float | None = None,
     ) -> Adapter:
         """Loads an adapter into every server; later requests of its name use it."""
-        self._begin_after_fork()
         deadline = time.monotonic() + seconds_or("timeout", timeout, LOAD_SECONDS)
         async with self._locked(deadline):
             adapter = Adapter(
@@ -440,7 +434,6 @@ class AdapterRegistry:
         Generation must be paused, not in place. Requests that were on their way to a
         server at the pause are aborted.
         """
-        self._begin_after_fork()
         deadline = time.monotonic() + timeout
         names = await self.published(timeout=timeout)
         if not names:
@@ -528,7 +521,6 @@ class AdapterRegistry:
 
     def reload(self, replica: Replica) -> None:
         """Begins to load the wanted adapters that a restarted server lacks."""
-        self._begin_after_fork()
         running = self._reloads.get(replica.url)
         if not self._closed and (running is None or running.done()):
             self._reloads[replica.url] = asyncio.ensure_future(self._reload(replica))
@@ -600,8 +592,6 @@ class AdapterRegistry:
 
     async def close(self) -> None:
         """Ends background work. Servers that keep running drop replaced adapters."""
-        if self._pid != os.getpid():
-            return
         self._closed = True
         reloads = list(self._reloads.values())
         for task in reloads:
