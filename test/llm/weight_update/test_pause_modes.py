@@ -161,7 +161,7 @@ def test_continue_computes_the_prefix_again(any_engine, models, flush):
     with sender_of(engine, flush_cache=flush) as sender:
         sender.update_weights(old)
         generate(engine, length=1)
-        flying = InFlight(engine, lambda: generate(engine))
+        flying = InFlight(engine, lambda: generate(engine), least=len(PROMPTS))
         report = sender.update_weights(new)
         answers = flying.wait()
     for prompt, answer in zip(PROMPTS, answers, strict=True):

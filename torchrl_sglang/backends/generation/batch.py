@@ -20,11 +20,11 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.generation.complete import (
     GRACE_SECONDS,
-    Completing,
-    Staleness,
+    RequestRun,
+    ResendPolicy,
 )
 from torchrl_sglang.backends.generation.dispatch import Dispatcher, Outcome
-from torchrl_sglang.backends.generation.in_flight import Ticket
+from torchrl_sglang.backends.generation.in_flight import InFlightRequest
 from torchrl_sglang.backends.generation.log_probs import (
     TemperatureProbe,
     depends_on_server,
@@ -65,7 +65,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._get_tokenizer = get_tokenizer
         self._told_of_context = False
-        self._staleness = Staleness(dispatcher.fleet, dispatcher.adapters, poll)
+        self._resends = ResendPolicy(dispatcher.fleet, dispatcher.adapters, poll)
         self._probe = TemperatureProbe(
             dispatcher.http, dispatcher.fleet, dispatcher.capabilities
         )
@@ -155,7 +155,7 @@ class Generation:
         """Yields the index and the outcome of each request as it ends."""
         limits = self._dispatcher.capabilities
         tickets = {
-            index: Ticket(
+            index: InFlightRequest(
                 deadline=deadline,
                 request_timeout=request_timeout,
                 request_id=request.request_id,
@@ -174,9 +174,9 @@ class Generation:
                 prefills |= dict.fromkeys(group, asyncio.ensure_future(work))
             pending = {
                 asyncio.ensure_future(
-                    Completing(
+                    RequestRun(
                         self._dispatcher,
-                        self._staleness,
+                        self._resends,
                         self._get_tokenizer,
                         request,
                         tickets[index],
@@ -265,7 +265,7 @@ async def prefill(
         score_response=False,
     )
     # Without the caller's name: aborting one request must not abort its prefill.
-    ticket = Ticket(deadline=deadline, request_timeout=request_timeout)
+    ticket = InFlightRequest(deadline=deadline, request_timeout=request_timeout)
     try:
         with dispatcher.in_flight.registered([ticket]):
             async with dispatcher.in_flight.turn(deadline):

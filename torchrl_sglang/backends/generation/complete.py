@@ -19,8 +19,12 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import Suspected
 from torchrl_sglang.backends.fleet.weights_state import version_order
-from torchrl_sglang.backends.generation.dispatch import Dispatcher, Outcome, Response
-from torchrl_sglang.backends.generation.in_flight import Ticket
+from torchrl_sglang.backends.generation.dispatch import (
+    Dispatcher,
+    Outcome,
+    ServerAnswer,
+)
+from torchrl_sglang.backends.generation.in_flight import InFlightRequest
 from torchrl_sglang.backends.generation.log_probs import to_scoring_request, with_scores
 from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.errors import (
@@ -53,19 +57,19 @@ MOST_CHECKS = 3
 """How often in a row servers are checked for older weights without finding any."""
 
 
-class Completing:
+class RequestRun:
     """One request and what it has generated so far."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
-        staleness: Staleness,
+        resends: ResendPolicy,
         get_tokenizer: Callable[[], Any],
         request: GenerateRequest,
-        ticket: Ticket,
+        ticket: InFlightRequest,
     ) -> None:
         self._dispatcher = dispatcher
-        self._staleness = staleness
+        self._resends = resends
         self._get_tokenizer = get_tokenizer
         self._request = request
         self._ticket = ticket
@@ -108,7 +112,7 @@ class Completing:
         # For scoring.
         with self._dispatcher.adapters.held(response.adapter):
             outcome = response.outcome
-            stale = await self._staleness.is_stale(self._rest, response)
+            stale = await self._resends.is_stale(self._rest, response)
             if stale or response.cut_short:
                 whole = await self._keep(response)
             elif isinstance(outcome, Completion):
@@ -128,9 +132,9 @@ class Completing:
         part = _with_own_version(part)
         return part if self._so_far is None else join_completions(self._so_far, part)
 
-    async def _keep(self, response: Response) -> Completion | None:
+    async def _keep(self, response: ServerAnswer) -> Completion | None:
         """Keeps an aborted response's tokens; returns it if it had come to its end."""
-        part = self._staleness.kept(response)
+        part = self._resends.kept(response)
         if part is None:
             return None
         limits, params = self._dispatcher.capabilities, self._request.sampling_params
@@ -167,13 +171,13 @@ class Completing:
             torchrl_logger.debug(f"Stop strings are not matched here: {error}")
             return None
 
-    async def _score(self, response: Response, whole: Completion) -> Outcome | None:
+    async def _score(self, response: ServerAnswer, whole: Completion) -> Outcome | None:
         """Returns a response with its mode's log-probs; ``None`` if they are lost."""
         scoring = to_scoring_request(self._request, whole)
         for _ in range(MOST_SCORINGS):
             scores = await self._send(scoring, like=response)
             outcome = scores.outcome
-            if await self._staleness.is_stale(scoring, scores):
+            if await self._resends.is_stale(scoring, scores):
                 continue
             if isinstance(outcome, Completion):
                 scored = with_scores(whole, _with_own_version(outcome))
@@ -188,8 +192,8 @@ class Completing:
         return None
 
     async def _send(
-        self, request: GenerateRequest, *, like: Response | None = None
-    ) -> Response:
+        self, request: GenerateRequest, *, like: ServerAnswer | None = None
+    ) -> ServerAnswer:
         """Sends one request in its turn; ``like`` is the response that it scores."""
         ticket = self._ticket
         async with self._dispatcher.in_flight.turn(ticket.deadline):
@@ -220,7 +224,7 @@ def _with_own_version(part: Completion) -> Completion:
     return replace(part, versions=(span,))
 
 
-class Staleness:
+class ResendPolicy:
     """Decides whether a response must be generated again after a weight update."""
 
     def __init__(
@@ -236,7 +240,7 @@ class Staleness:
         self._vain_checks = 0
         self._checking: asyncio.Task[None] | None = None
 
-    async def is_stale(self, request: GenerateRequest, response: Response) -> bool:
+    async def is_stale(self, request: GenerateRequest, response: ServerAnswer) -> bool:
         """Returns whether a request has to be sent again."""
         outcome, sent_with = response.outcome, response.weights
         aborted = self._fleet.weights.abort_epoch > sent_with.abort_epoch
@@ -266,7 +270,7 @@ class Staleness:
         if version_order(version) > version_order(self._fleet.weights.version):
             self._fleet.change_weights(lambda weights: weights.observe(version))
 
-    def kept(self, response: Response) -> Completion | None:
+    def kept(self, response: ServerAnswer) -> Completion | None:
         """Returns the tokens of an aborted response that the rest can follow."""
         error, sent_with = response.outcome, response.weights.version
         partial = getattr(error, "partial", None)

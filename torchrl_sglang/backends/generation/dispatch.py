@@ -16,11 +16,14 @@ from typing import Any, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.client.http import Response as Answer
+from torchrl_sglang.backends.client.http import HttpClient, Response
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.weights_state import Weights
-from torchrl_sglang.backends.generation.in_flight import Counters, InFlight, Ticket
+from torchrl_sglang.backends.generation.in_flight import (
+    Counters,
+    InFlight,
+    InFlightRequest,
+)
 from torchrl_sglang.backends.generation.reply import (
     Reply,
     aborted_early,
@@ -59,7 +62,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Response:
+class ServerAnswer:
     """One server's response to one request."""
 
     outcome: Outcome
@@ -101,15 +104,15 @@ class Dispatcher:
     async def generate(
         self,
         request: GenerateRequest,
-        ticket: Ticket,
+        ticket: InFlightRequest,
         deadline: float,
         *,
-        like: Response | None = None,
+        like: ServerAnswer | None = None,
         count: bool = True,
-    ) -> Response:
+    ) -> ServerAnswer:
         """Sends a request until it is answered; ``like`` is a response to score."""
 
-        async def attempt(url: str) -> Response:
+        async def attempt(url: str) -> ServerAnswer:
             with ExitStack() as stack:
                 if like is None:
                     # Looked up here, so that a request that waited has the newest.
@@ -151,7 +154,7 @@ class Dispatcher:
                 self.counters.count_tokens(len(outcome.partial.token_ids))
                 partial = _with_adapter(outcome.partial, adapter)
                 outcome = outcome.replace(partial=partial)
-            return Response(
+            return ServerAnswer(
                 outcome=outcome,
                 url=url,
                 adapter=adapter,
@@ -174,7 +177,7 @@ class Dispatcher:
     async def send(
         self,
         attempt: Callable[[str], Awaitable[T]],
-        ticket: Ticket,
+        ticket: InFlightRequest,
         deadline: float,
         *,
         session_id: str | None = None,
@@ -212,10 +215,10 @@ class Dispatcher:
         self,
         url: str,
         payload: dict[str, Any],
-        ticket: Ticket,
+        ticket: InFlightRequest,
         deadline: float,
         session_id: str | None,
-    ) -> Answer:
+    ) -> Response:
         """Posts a request and returns the answer, which is a success."""
         answer = await self.http.request(
             "POST",
@@ -230,14 +233,14 @@ class Dispatcher:
         self,
         url: str,
         payload: dict[str, Any],
-        ticket: Ticket,
+        ticket: InFlightRequest,
         deadline: float,
         columns: Sequence[TokenColumn],
     ) -> tuple[Reply, bool]:
         """Posts a request; returns its reply, and whether the server ended before."""
-        latest: Answer | None = None
+        latest: Response | None = None
 
-        def keep(event: Answer) -> None:
+        def keep(event: Response) -> None:
             nonlocal latest
             latest = event
 
@@ -267,7 +270,7 @@ class Dispatcher:
         request: GenerateRequest,
         url: str,
         sent_version: str,
-        ticket: Ticket,
+        ticket: InFlightRequest,
     ) -> Outcome:
         """Returns what a reply says, with what only the engine knows."""
         try:

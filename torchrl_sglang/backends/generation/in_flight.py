@@ -54,7 +54,7 @@ RATE_SECONDS = 10.0
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Ticket:
+class InFlightRequest:
     """One running request."""
 
     deadline: float
@@ -149,7 +149,7 @@ class InFlight:
 
     def _reset(self) -> None:
         self._turns = asyncio.Semaphore(self._limit)
-        self._running: set[Ticket] = set()
+        self._running: set[InFlightRequest] = set()
         self._aborting: set[asyncio.Task[None]] = set()
         self._landed = asyncio.Event()
         self._counters.in_flight = 0
@@ -160,7 +160,7 @@ class InFlight:
         return len(self._running) - self._counters.in_flight
 
     @contextmanager
-    def registered(self, tickets: Collection[Ticket]) -> Iterator[None]:
+    def registered(self, tickets: Collection[InFlightRequest]) -> Iterator[None]:
         """Lets requests be aborted until they are forgotten."""
         self._running.update(tickets)
         try:
@@ -168,7 +168,7 @@ class InFlight:
         finally:
             self._running.difference_update(tickets)
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, ticket: InFlightRequest) -> None:
         """Removes a request that has its response."""
         self._running.discard(ticket)
 
@@ -194,7 +194,7 @@ class InFlight:
             self._turns.release()
 
     @contextmanager
-    def attempt(self, ticket: Ticket, url: str) -> Iterator[None]:
+    def attempt(self, ticket: InFlightRequest, url: str) -> Iterator[None]:
         """Gives a request an id for one attempt; aborts it if it gets no answer."""
         # Each attempt has a new id: the previous one may be aborted meanwhile. A server
         # aborts all whose ids begin with the given one, so they have one length.
@@ -215,7 +215,7 @@ class InFlight:
             self._counters.in_flight -= 1
             self._landed.set()
 
-    def abandon(self, ticket: Ticket) -> None:
+    def abandon(self, ticket: InFlightRequest) -> None:
         """Aborts a request whose response nobody waits for, without waiting."""
         self._start(self._abort([ticket]))
 
@@ -250,7 +250,7 @@ class InFlight:
         aborted before its server has computed a token of the oldest ones.
         """
 
-        def sent() -> list[Ticket]:
+        def sent() -> list[InFlightRequest]:
             return [
                 ticket
                 for ticket in self._running
@@ -296,7 +296,7 @@ class InFlight:
             if each.sent_as and each.sent_to == router and each.returns_partial
         }
 
-        def waiting() -> list[Ticket]:
+        def waiting() -> list[InFlightRequest]:
             return [each for each, rid in sent.items() if each.sent_as == rid]
 
         # As in a weight update: what is aborted is not at its end.
@@ -323,7 +323,7 @@ class InFlight:
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_SECONDS)
 
-    async def _repeat(self, tickets: Sequence[Ticket]) -> None:
+    async def _repeat(self, tickets: Sequence[InFlightRequest]) -> None:
         """Re-sends aborts that may have arrived before their request."""
         for _ in range(REPEATS):
             await asyncio.sleep(REPEAT_SECONDS)
@@ -331,7 +331,7 @@ class InFlight:
                 return
             await self._abort(tickets)
 
-    def _abort(self, tickets: Collection[Ticket]) -> Coroutine[Any, Any, None]:
+    def _abort(self, tickets: Collection[InFlightRequest]) -> Coroutine[Any, Any, None]:
         """Aborts attempts, as they are now, on the servers that may have them."""
         sent = [(each.sent_as, each.sent_to) for each in tickets if each.sent_as]
         return self._abort_sent(sent)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrl_sglang.backends.generation.batch import explain_unavailable
 from torchrl_sglang.backends.generation.dispatch import Dispatcher
-from torchrl_sglang.backends.generation.in_flight import Ticket
+from torchrl_sglang.backends.generation.in_flight import InFlightRequest
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -52,7 +52,7 @@ async def post_openai(
     name = content.pop("lora_path", None)
     await dispatcher.adapters.refresh([name])
     seconds = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
-    ticket = Ticket(deadline=time.monotonic() + seconds, returns_partial=False)
+    ticket = InFlightRequest(deadline=time.monotonic() + seconds, returns_partial=False)
 
     async def attempt(url: str) -> dict[str, Any]:
         with dispatcher.adapters.used(name) as adapter:
