@@ -43,7 +43,7 @@ CLEANUP_SECONDS = 5.0
 """Timeout of each call after a failure."""
 
 
-class Content(Protocol):
+class UpdateContent(Protocol):
     """What one update sends."""
 
     @property
@@ -92,7 +92,7 @@ class Transfer(Protocol):
 def update_weights(
     engine: RLSGLangEngine,
     transport: Transfer,
-    weights: Content,
+    weights: UpdateContent,
     *,
     version: str,
     pause_mode: PauseMode,
@@ -189,7 +189,7 @@ class _Session:
         finally:
             self.seconds[name] = time.perf_counter() - start
 
-    def publish(self, weights: Content) -> int:
+    def publish(self, weights: UpdateContent) -> int:
         """Loads an adapter beside the served weights, while generation goes on."""
         problem = self.engine.base_problem
         if problem is not None and self.update.was_inconsistent:
@@ -206,7 +206,7 @@ class _Session:
         with self.phase("send"):
             return self.transport.send(weights, version=self.version)
 
-    def replace(self, weights: Content, *, flush: bool, checkpoint: bool) -> int:
+    def replace(self, weights: UpdateContent, *, flush: bool, checkpoint: bool) -> int:
         """Replaces the served weights; a failure leaves the servers safe."""
         try:
             with self.phase("pause"):
@@ -307,7 +307,7 @@ class _Session:
             # Requests that other clients send meanwhile wait.
             self.update.flushed()
 
-    def _send(self, weights: Content) -> int:
+    def _send(self, weights: UpdateContent) -> int:
         """Sends the weights, in an update session where the transport needs one."""
         in_session = self.transport.in_session
         if in_session:

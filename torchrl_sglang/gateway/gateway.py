@@ -22,7 +22,7 @@ from torchrl_sglang.gateway.agents import Agent, run_agents
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
-from torchrl_sglang.gateway.policy import Policy, Reply, Sampling
+from torchrl_sglang.gateway.policy import Policy, PolicyReply, Sampling
 from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.server import make_app
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
@@ -541,7 +541,7 @@ def _check_takes_turns(session: Session) -> None:
         )
 
 
-def _to_turn(number: int, prompt: Prompt, reply: Reply) -> Turn:
+def _to_turn(number: int, prompt: Prompt, reply: PolicyReply) -> Turn:
     return Turn(
         number=number,
         prompt=prompt,

@@ -39,7 +39,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
+class PolicyReply:
     """One response."""
 
     completion: Completion
@@ -109,7 +109,7 @@ class Policy:
 
     async def respond(
         self, prompt: Prompt, sampling: Sampling, *, session: str
-    ) -> list[Reply]:
+    ) -> list[PolicyReply]:
         """Returns responses to a conversation; those of a session go to one server.
 
         Raises:
@@ -146,7 +146,7 @@ class Policy:
 
     async def _read(
         self, completion: Completion, prompt: Prompt, ends: set[int]
-    ) -> Reply:
+    ) -> PolicyReply:
         ids = completion.token_ids
         ended = bool(ids) and ids[-1] in ends
         text = self._template.decode(ids[:-1] if ended else ids)
@@ -154,7 +154,9 @@ class Policy:
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if prompt.new_text is None:
             message |= await self._parse(said, prompt.setting.tools)
-        return Reply(completion=completion, text=text, message=message, ended=ended)
+        return PolicyReply(
+            completion=completion, text=text, message=message, ended=ended
+        )
 
     async def _parse(
         self, text: str, tools: Sequence[Mapping[str, Any]]

@@ -38,7 +38,7 @@ class EncodedPrompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Response:
+class TurnResponse:
     """A response of the policy."""
 
     completion: Completion
@@ -73,7 +73,7 @@ class TurnCodec:
     def encode(
         self,
         messages: Sequence[Message],
-        earlier: tuple[EncodedPrompt, Response] | None = None,
+        earlier: tuple[EncodedPrompt, TurnResponse] | None = None,
     ) -> EncodedPrompt:
         """Applies the chat template.
 
@@ -91,7 +91,7 @@ class TurnCodec:
         )
 
     def _extend(
-        self, prompt: EncodedPrompt, response: Response, messages: Sequence[Message]
+        self, prompt: EncodedPrompt, response: TurnResponse, messages: Sequence[Message]
     ) -> EncodedPrompt | None:
         """Returns a prompt that goes on from a response, if the template allows it."""
         count = prompt.num_messages
@@ -141,7 +141,7 @@ class TurnCodec:
         sample: int = 0,
         session_id: str | None = None,
         timeout: float,
-    ) -> Response:
+    ) -> TurnResponse:
         """Returns the policy's response; each sample of a group has its own seed."""
         request = replace(
             self._request,
@@ -162,7 +162,9 @@ class TurnCodec:
             tokenizer=policy.tokenizer,
             skip_special_tokens=self._params.skip_special_tokens,
         )
-        return Response(completion=completion, text=text, message=message, ended=ended)
+        return TurnResponse(
+            completion=completion, text=text, message=message, ended=ended
+        )
 
     @property
     def columns(self) -> frozenset[str]:
@@ -172,7 +174,7 @@ class TurnCodec:
 
     def containers(
         self,
-        turns: Sequence[tuple[EncodedPrompt, Response, Sequence[TensorDict]]],
+        turns: Sequence[tuple[EncodedPrompt, TurnResponse, Sequence[TensorDict]]],
     ) -> list[dict[NestedKey, Any]]:
         """Returns TorchRL's containers of each turn: prompt, response, messages."""
         completions = [response.completion for _, response, _ in turns]

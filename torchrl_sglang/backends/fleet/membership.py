@@ -37,7 +37,7 @@ from torchrl_sglang.backends.fleet.routing import Routing
 from torchrl_sglang.backends.fleet.state import FleetState
 from torchrl_sglang.backends.fleet.weights_state import (
     RequestGate,
-    Weights,
+    ServedWeights,
     WeightUpdate,
 )
 from torchrl_sglang.errors import ServerUnavailableError
@@ -65,7 +65,7 @@ class Fleet:
         ranked = (replace(each, rank=rank) for rank, each in enumerate(replicas))
         self._state = FleetState(
             replicas=tuple(ranked),
-            weights=Weights.reported(weight_version),
+            weights=ServedWeights.reported(weight_version),
             owner=os.getpid(),
             in_router=frozenset(replica.url for replica in replicas),
         )
@@ -124,7 +124,7 @@ class Fleet:
         return self._state.replicas
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> ServedWeights:
         """Version and consistency of the weights."""
         return self._state.weights
 
@@ -223,7 +223,7 @@ class Fleet:
 
     # Weights, adapters and sleep.
 
-    def change_weights(self, change: Callable[[Weights], Weights]) -> None:
+    def change_weights(self, change: Callable[[ServedWeights], ServedWeights]) -> None:
         """Replaces what is known of the weights."""
         self.change(lambda now: replace(now, weights=change(now.weights)))
 

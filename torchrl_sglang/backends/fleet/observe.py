@@ -30,7 +30,7 @@ from torchrl_sglang.backends.fleet.actions import Action, Confirm, ReloadAdapter
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import Answered, Silent
 from torchrl_sglang.backends.fleet.replica import Replica
-from torchrl_sglang.backends.fleet.weights_state import Weights, version_order
+from torchrl_sglang.backends.fleet.weights_state import ServedWeights, version_order
 from torchrl_sglang.errors import (
     ServerError,
     ServerTimeoutError,
@@ -79,7 +79,7 @@ async def discover(fleet: Fleet, find: Find) -> ServerCapabilities:
     for rank, capabilities in others:
         check_same(known, urls[first], capabilities, urls[rank])
     newest = max((c.weight_version for c in found.values()), key=version_order)
-    fleet.change_weights(lambda weights: Weights.reported(newest))
+    fleet.change_weights(lambda weights: ServedWeights.reported(newest))
     events += (
         Answered(
             asked=fleet.replicas[rank],

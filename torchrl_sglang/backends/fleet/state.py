@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle, format_tags
-from torchrl_sglang.backends.fleet.weights_state import Weights
+from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.errors import (
     ServerDiedError,
     ServerUnavailableError,
@@ -27,7 +27,7 @@ class FleetState:
 
     replicas: tuple[Replica, ...]
     """The servers, in the order of their ranks."""
-    weights: Weights
+    weights: ServedWeights
     owner: int
     """Id of the process that started the servers that have a handle."""
     asleep: frozenset[str] = frozenset()

@@ -7,7 +7,7 @@ An update begins, and then ends in one of three ways::
            └─> mark_inconsistent(reason)  servers may hold a mix of versions
 
 While the weights are inconsistent, the engine refuses to generate; the next commit ends
-that. Every change replaces the immutable :class:`Weights` in the state of the fleet.
+that. Every change replaces the frozen :class:`ServedWeights` in the state of the fleet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
+class ServedWeights:
     """The state of the weights at one moment."""
 
     version: str
@@ -42,38 +42,38 @@ class Weights:
     """Versions before which the KV cache was flushed."""
 
     @classmethod
-    def reported(cls, version: str) -> Weights:
+    def reported(cls, version: str) -> ServedWeights:
         """Returns what is known of servers that report a version."""
         # A number means that a trainer has sent weights before.
         checkpoint = None if version.isdigit() else version
         return cls(version=version, newest=version, checkpoint_version=checkpoint)
 
-    def reserve(self, version: str) -> Weights:
+    def reserve(self, version: str) -> ServedWeights:
         """Keeps later updates from reusing the version of weights or an adapter."""
         newest = max(self.newest, version, key=version_order)
         return replace(self, newest=newest)
 
-    def observe(self, version: str) -> Weights:
+    def observe(self, version: str) -> ServedWeights:
         """Takes over a version that a server reports, if it is newer."""
         if version_order(version) <= version_order(self.version):
             return self
         return replace(self.reserve(version), version=version)
 
-    def mark_inconsistent(self, reason: str | None) -> Weights:
+    def mark_inconsistent(self, reason: str | None) -> ServedWeights:
         """Sets why the servers may hold a mix of weights, or ``None``."""
         return replace(self, inconsistent=reason)
 
-    def abort_requests(self) -> Weights:
+    def abort_requests(self) -> ServedWeights:
         """In-flight requests are about to be aborted: they go on, or are sent again."""
         return replace(self, abort_epoch=self.abort_epoch + 1)
 
-    def begin_membership_epoch(self) -> Weights:
+    def begin_membership_epoch(self) -> ServedWeights:
         """Invalidates process groups: a server has joined or left."""
         return replace(self, membership_epoch=self.membership_epoch + 1)
 
     def commit(
         self, version: str, *, checkpoint: bool, in_place: bool, flushed: bool
-    ) -> Weights:
+    ) -> ServedWeights:
         """Every server holds this version."""
         return replace(
             self.reserve(version),
@@ -124,13 +124,13 @@ class RequestGate:
 class WeightUpdate:
     """Reports to the engine what a weight update does and how it ended.
 
-    ``change`` replaces the engine's :class:`Weights`; ``before`` is what they were.
+    ``change`` replaces the engine's :class:`ServedWeights`; ``before``: these until then.
     """
 
     def __init__(
         self,
-        change: Callable[[Callable[[Weights], Weights]], object],
-        before: Weights,
+        change: Callable[[Callable[[ServedWeights], ServedWeights]], object],
+        before: ServedWeights,
         gate: RequestGate,
     ) -> None:
         self._change = change
@@ -163,12 +163,12 @@ class WeightUpdate:
         self._end(reason)
 
     def _end(self, reason: str | None) -> None:
-        self._change(partial(Weights.mark_inconsistent, reason=reason))
+        self._change(partial(ServedWeights.mark_inconsistent, reason=reason))
         self._gate.open()
 
     def aborts_requests(self) -> None:
         """In-flight requests are about to be aborted: they go on, or are sent again."""
-        self._change(Weights.abort_requests)
+        self._change(ServedWeights.abort_requests)
 
     def holds_requests(self) -> None:
         """No request may be sent until they are released, or the update has ended."""

@@ -18,7 +18,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.http import HttpClient, Response
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.weights_state import Weights
+from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.backends.generation.in_flight import (
     Counters,
     InFlight,
@@ -70,7 +70,7 @@ class ServerAnswer:
     """Server or router that it was sent to."""
     adapter: Adapter | None
     """LoRA adapter that it was computed with."""
-    weights: Weights
+    weights: ServedWeights
     """State of the weights when it was sent."""
     sent_at: float
     """That time, on the monotonic clock."""

@@ -25,7 +25,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.weights_state import Weights
+from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.errors import RequestRefusedError, ServerTimeoutError, SGLangError
 from torchrl_sglang.support.forks import after_fork
 
@@ -300,7 +300,7 @@ class InFlight:
             return [each for each, rid in sent.items() if each.sent_as == rid]
 
         # As in a weight update: what is aborted is not at its end.
-        self._fleet.change_weights(Weights.abort_requests)
+        self._fleet.change_weights(ServedWeights.abort_requests)
         while waiting() and time.monotonic() < begun + RECALL_SECONDS:
             await self._abort(waiting())
             # An abort that arrives before its request is lost.

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrl_sglang.backends.fleet.weights_state import version_order
-from torchrl_sglang.backends.lora.payload import Content
+from torchrl_sglang.backends.lora.payload import AdapterPayload
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import Adapter
 
@@ -61,11 +61,11 @@ def load_number(served_as: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class DesiredAdapter:
     """An adapter that requests may select."""
 
     adapter: Adapter
-    content: Content | None
+    content: AdapterPayload | None
     """``None`` where another engine object loaded it."""
     base: str = ""
     """Version of the whole weights when it was loaded."""
@@ -81,30 +81,31 @@ class Wanted:
         return is_published(self.adapter.served_as) and version_order(version) > own
 
 
-def served_names(wanted: Mapping[str, Wanted]) -> frozenset[str]:
+def served_names(wanted: Mapping[str, DesiredAdapter]) -> frozenset[str]:
     """Returns the servers' names of adapters."""
     return frozenset(each.adapter.served_as for each in wanted.values())
 
 
-def newest_loads(served: Iterable[str], base: str) -> dict[str, Wanted]:
+def newest_loads(served: Iterable[str], base: str) -> dict[str, DesiredAdapter]:
     """Returns name -> newest load, of loads over whole weights of version ``base``."""
     # The last one counts: the largest number, or else the first name.
     ordered = sorted(sorted(served, reverse=True), key=load_number)
     adapters = map(parse_served_name, ordered)
     return {
-        each.name: Wanted(adapter=each, content=None, base=base) for each in adapters
+        each.name: DesiredAdapter(adapter=each, content=None, base=base)
+        for each in adapters
     }
 
 
 def find_wanted(
-    before: Mapping[str, Wanted],
+    before: Mapping[str, DesiredAdapter],
     held: Sequence[Collection[str]],
     *,
     ignored: Collection[str],
     latest: Mapping[str, int],
     default: str | None,
     base: str,
-) -> dict[str, Wanted]:
+) -> dict[str, DesiredAdapter]:
     """Returns the adapters that requests may select, from what each server holds.
 
     ``ignored`` are being loaded or dropped; ``latest`` is the newest load of each name.
@@ -131,8 +132,8 @@ def find_wanted(
 
 
 def catch_up(
-    before: Mapping[str, Wanted], held: Iterable[str], version: str
-) -> dict[str, Wanted]:
+    before: Mapping[str, DesiredAdapter], held: Iterable[str], version: str
+) -> dict[str, DesiredAdapter]:
     """Returns the adapters for the first server that runs again; newer loads win."""
     newest = newest_loads(held, version)
     found = {}

@@ -66,7 +66,7 @@ Pair = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
+class AdapterPayload:
     """What servers are sent of an adapter; kept to load it again after a restart."""
 
     path: str | None = None
@@ -84,7 +84,7 @@ def prepare_adapter(
     config: Mapping[str, Any] | None,
     capabilities: ServerCapabilities,
     get_metadata: Callable[[], ModelMetadata],
-) -> Content:
+) -> AdapterPayload:
     """Returns an adapter, checked for the servers; reads the folder if it is local."""
     if (path is None) == (tensors is None):
         raise ConfigurationError(
@@ -99,7 +99,7 @@ def prepare_adapter(
         is_here = Path(path).is_dir()
         if not is_here or capabilities.lora_tensors_field is None:
             # A server reads it, whose own folder is another one.
-            return Content(path=str(Path(path).absolute() if is_here else path))
+            return AdapterPayload(path=str(Path(path).absolute() if is_here else path))
         tensors, config = read_folder(path)
     if config is None:
         raise ConfigurationError(
@@ -109,7 +109,7 @@ def prepare_adapter(
     assert tensors is not None
     checked = check_config(config, capabilities.server_args)
     complete, checked = check_tensors(tensors, checked, get_metadata())
-    return Content(tensors=to_text(complete, capabilities.dtype), config=checked)
+    return AdapterPayload(tensors=to_text(complete, capabilities.dtype), config=checked)
 
 
 def read_folder(

@@ -36,7 +36,7 @@ from torchrl_sglang.backends.fleet.reconcile import (
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.weights_state import version_order
 from torchrl_sglang.backends.lora.names import (
-    Wanted,
+    DesiredAdapter,
     catch_up,
     check_name,
     find_wanted,
@@ -47,7 +47,7 @@ from torchrl_sglang.backends.lora.names import (
     parse_served_name,
     served_names,
 )
-from torchrl_sglang.backends.lora.payload import Content
+from torchrl_sglang.backends.lora.payload import AdapterPayload
 from torchrl_sglang.backends.lora.retirement import UNLOAD_SECONDS, Retirement
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -111,7 +111,7 @@ class AdapterRegistry:
         self._fleet = fleet
         self._capabilities = capabilities
         self._default: str | None = None
-        self._wanted: dict[str, Wanted] = {}
+        self._wanted: dict[str, DesiredAdapter] = {}
         # Name -> number of its newest load that was ever found.
         self._latest: dict[str, int] = {}
         self._discovered_at = -DISCOVERY_SECONDS
@@ -135,12 +135,12 @@ class AdapterRegistry:
         # The parent's requests, tasks and loop are not those of a forked process.
         self._begin_in_this_process(self._retirement.dropped)
 
-    def state(self) -> tuple[dict[str, Wanted], str | None]:
+    def state(self) -> tuple[dict[str, DesiredAdapter], str | None]:
         """Returns what a copy of the engine in another process needs to know."""
         wanted = self._wanted.items()
         return {n: replace(each, content=None) for n, each in wanted}, self._default
 
-    def set_state(self, state: tuple[dict[str, Wanted], str | None]) -> None:
+    def set_state(self, state: tuple[dict[str, DesiredAdapter], str | None]) -> None:
         """Takes over what :meth:`state` returned in another process."""
         wanted, default = state
         self._adopt(wanted)
@@ -314,7 +314,7 @@ class AdapterRegistry:
             self._fleet.apply(noticed)
         return restarted
 
-    def _adopt(self, found: dict[str, Wanted]) -> None:
+    def _adopt(self, found: dict[str, DesiredAdapter]) -> None:
         """Makes these the wanted adapters; the newest published one is the default."""
         published = filter(is_published, served_names(found))
         new = set(published) - served_names(self._wanted)
@@ -333,7 +333,7 @@ class AdapterRegistry:
     async def load(
         self,
         name: str,
-        content: Content,
+        content: AdapterPayload,
         *,
         pinned: bool,
         version: str | None,
@@ -352,7 +352,7 @@ class AdapterRegistry:
             replaced = await self._find_replaced(adapter)
             await self._make_space(adapter, deadline)
             base = self._fleet.weights.version
-            new = Wanted(adapter=adapter, content=content, base=base)
+            new = DesiredAdapter(adapter=adapter, content=content, base=base)
             await self._load_everywhere(new, deadline)
             if pinned:
                 self._retirement.pinned.add(adapter.served_as)
@@ -363,7 +363,7 @@ class AdapterRegistry:
         torchrl_logger.debug(f"Loaded {adapter}")
         return adapter
 
-    async def _load_everywhere(self, new: Wanted, deadline: float) -> None:
+    async def _load_everywhere(self, new: DesiredAdapter, deadline: float) -> None:
         """Loads an adapter until every server that runs holds it; makes it wanted."""
         self._loading = served_as = new.adapter.served_as
         try:
@@ -546,7 +546,7 @@ class AdapterRegistry:
             )
 
     async def _send(
-        self, wanted: Wanted, replicas: Sequence[Replica], deadline: float
+        self, wanted: DesiredAdapter, replicas: Sequence[Replica], deadline: float
     ) -> None:
         adapter, content, fleet = wanted.adapter, wanted.content, self._fleet
         if content is None:

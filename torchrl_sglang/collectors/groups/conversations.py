@@ -22,7 +22,7 @@ from torchrl_sglang.collectors.groups.user_functions import check_call, name_of,
 from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError, TaskError
-from torchrl_sglang.policies.turns import EncodedPrompt, Response, TurnCodec
+from torchrl_sglang.policies.turns import EncodedPrompt, TurnCodec, TurnResponse
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
 
@@ -38,7 +38,7 @@ class Turn:
 
     prompt: EncodedPrompt
     """What the model read."""
-    response: Response
+    response: TurnResponse
     """What it wrote."""
     num_messages: int
     """Number of messages of the conversation before the response."""

@@ -36,7 +36,7 @@ from torchrl_sglang.collectors.runtime.stats import (
 )
 from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, ReadyGroup
 from torchrl_sglang.collectors.scheduling.pace import LATELY_BATCHES
-from torchrl_sglang.collectors.scheduling.prompts import Prompts
+from torchrl_sglang.collectors.scheduling.prompts import PromptStream
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
@@ -154,7 +154,7 @@ class Collection:
     def __init__(
         self,
         pool: GroupPool[Complete],
-        prompts: Prompts,
+        prompts: PromptStream,
         groups: Groups,
         *,
         max_in_flight: int | None,

@@ -20,7 +20,7 @@ from torchrl_sglang.errors import ConfigurationError
 Task = Mapping[str, Any]
 
 
-class Prompts(Protocol):
+class PromptStream(Protocol):
     """Tasks by position, which are asked for nearly in their order."""
 
     def fetch(self, position: int) -> Task | None:
@@ -45,7 +45,9 @@ class Prompts(Protocol):
         """
 
 
-def make_prompts(given: Any, *, query_key: str, shuffle: bool, seed: int) -> Prompts:
+def make_prompts(
+    given: Any, *, query_key: str, shuffle: bool, seed: int
+) -> PromptStream:
     """Returns a dataset's, a data loader's or an iterable's tasks by position.
 
     Raises:

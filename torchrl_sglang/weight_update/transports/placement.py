@@ -13,7 +13,7 @@ from torchrl_sglang.types import ServerPlacement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class Topology:
     """Facts that decide which transport ``"auto"`` takes."""
 
     device: str
@@ -31,7 +31,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reach:
+class IpcAccess:
     """Whether a server can open the memory of the weights."""
 
     url: str
@@ -50,14 +50,14 @@ def find_facts(
     *,
     directory: str | None = None,
     adapter: bool = False,
-) -> Facts:
+) -> Topology:
     """Asks the engine and CUDA."""
     names: frozenset[str] = frozenset()
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         uuid = gpu_uuid(torch.device("cuda", index)).removeprefix("GPU-")
         names = frozenset({*visible_devices()[index : index + 1], f"GPU-{uuid}"})
-    return Facts(
+    return Topology(
         device=str(device),
         gpu_names=names,
         servers=engine.placements,
@@ -73,20 +73,20 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def reach_of(server: ServerPlacement, facts: Facts) -> Reach:
+def reach_of(server: ServerPlacement, facts: Topology) -> IpcAccess:
     """Returns whether a server can open the memory of the weights. Pure."""
     if server.device not in ("cuda", None):
         why = f"It computes on {server.device!r}."
     elif not server.local:
         why = "It runs on another machine."
     elif server.visible_gpus is None:
-        return Reach(url=server.url, opens=None)
+        return IpcAccess(url=server.url, opens=None)
     elif any(_is_one_of(name, facts.gpu_names) for name in server.visible_gpus):
         shares = any(_is_one_of(name, facts.gpu_names) for name in server.gpus or ())
-        return Reach(url=server.url, opens=True, shares=shares)
+        return IpcAccess(url=server.url, opens=True, shares=shares)
     else:
         why = f"It sees the GPUs {', '.join(server.visible_gpus) or 'none'} only."
-    return Reach(url=server.url, opens=False, why=why)
+    return IpcAccess(url=server.url, opens=False, why=why)
 
 
 def _is_one_of(name: str, names: frozenset[str]) -> bool:

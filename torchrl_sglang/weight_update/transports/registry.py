@@ -16,7 +16,7 @@ from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 from torchrl_sglang.weight_update.transports.cuda_ipc import CudaIpcTransport
 from torchrl_sglang.weight_update.transports.disk import DiskTransport
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
-from torchrl_sglang.weight_update.transports.placement import Facts, reach_of
+from torchrl_sglang.weight_update.transports.placement import Topology, reach_of
 
 AUTO = "auto"
 
@@ -99,7 +99,7 @@ def make_options(
     return TRANSPORTS[transport].options_type(**own, **shared)
 
 
-def choose(facts: Facts) -> tuple[str, str]:
+def choose(facts: Topology) -> tuple[str, str]:
     """Returns the name of the fastest transport that works, and why it is taken."""
     if facts.adapter:
         why = "The model trains a LoRA adapter, and the servers take adapters."

@@ -43,7 +43,7 @@ from torchrl_sglang.backends.fleet.reconcile import (
 )
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.state import FleetState
-from torchrl_sglang.backends.fleet.weights_state import Weights, version_order
+from torchrl_sglang.backends.fleet.weights_state import ServedWeights, version_order
 
 SERVERS = 3
 HISTORIES = 600
@@ -99,7 +99,7 @@ class World:
         ]
         self.state = FleetState(
             replicas=tuple(replicas),
-            weights=Weights.reported("default"),
+            weights=ServedWeights.reported("default"),
             owner=os.getpid(),
             in_router=frozenset(server.url for server in self.servers),
         )

@@ -8,7 +8,7 @@ import pytest
 
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.weights_state import (
-    Weights,
+    ServedWeights,
     next_version,
     version_order,
 )
@@ -55,7 +55,7 @@ def test_what_an_update_did_is_known_of_its_version():
 
 
 def test_a_newer_version_that_a_server_reports_is_taken_over():
-    weights = Weights.reported("5")
+    weights = ServedWeights.reported("5")
     assert weights.checkpoint_version is None
     assert weights.observe("default") is weights.observe("5") is weights
     weights = weights.observe("10")

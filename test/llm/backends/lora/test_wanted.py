@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchrl_sglang.backends.lora.names import (
-    Wanted,
+    DesiredAdapter,
     catch_up,
     check_name,
     find_wanted,
@@ -16,14 +16,18 @@ from torchrl_sglang.backends.lora.names import (
     parse_served_name,
     served_names,
 )
-from torchrl_sglang.backends.lora.payload import Content
+from torchrl_sglang.backends.lora.payload import AdapterPayload
 from torchrl_sglang.errors import ConfigurationError
 
 
-def own(served_as: str, base: str = "5") -> dict[str, Wanted]:
+def own(served_as: str, base: str = "5") -> dict[str, DesiredAdapter]:
     """What an engine object wants that has loaded an adapter itself."""
     adapter = parse_served_name(served_as)
-    return {adapter.name: Wanted(adapter=adapter, content=Content(), base=base)}
+    return {
+        adapter.name: DesiredAdapter(
+            adapter=adapter, content=AdapterPayload(), base=base
+        )
+    }
 
 
 def found(before, *held, ignored=(), latest=None, default=None) -> set[str]:

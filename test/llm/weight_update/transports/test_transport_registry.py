@@ -12,7 +12,7 @@ from torchrl_sglang.backends.launch.local import find_gpus, replica_specs
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ServerPlacement
 from torchrl_sglang.weight_update.transports.cuda_ipc import pack
-from torchrl_sglang.weight_update.transports.placement import Facts, reach_of
+from torchrl_sglang.weight_update.transports.placement import Topology, reach_of
 from torchrl_sglang.weight_update.transports.registry import check_options, choose
 
 UUID = "GPU-5f2a0000-aaaa-bbbb-cccc-000000000000"
@@ -29,7 +29,7 @@ def server(gpus=None, visible=None, *, device="cuda", local=True):
 
 
 def facts(*servers, device="cuda:0", names=("0", UUID), pp_size=1, directory=None):
-    return Facts(
+    return Topology(
         device=device,
         gpu_names=frozenset(names),
         servers=servers,
