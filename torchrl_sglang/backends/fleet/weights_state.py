@@ -124,7 +124,7 @@ class RequestGate:
 class WeightUpdate:
     """Reports to the engine what a weight update does and how it ended.
 
-    ``change`` replaces the engine's :class:`ServedWeights`; ``before``: these until then.
+    ``change`` replaces the engine's :class:`ServedWeights`; ``before`` is the last one.
     """
 
     def __init__(
