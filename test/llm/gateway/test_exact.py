@@ -161,6 +161,14 @@ async def run_all(sessions, turns, updates, update):
     return agents, len(answered)
 
 
+def not_hung_up(turn):
+    """Whether the agent waited for its end.
+
+    A slow machine may reach the end of a response before the agent has hung up.
+    """
+    return len(turn.completion.token_ids) < LONG
+
+
 def check_rows(rows, sessions, models):
     """Compares log-probs; returns the greatest difference and what was compared."""
     trained = compared = 0
@@ -236,9 +244,10 @@ def test_what_is_exported_is_what_was_computed(
             rows = gateway.to_tensordict(sessions)
         update(hf_model)
         scheme.shutdown()
-    assert sum(len(session.turns) for session in sessions) == answered
-    for agent, session in zip(agents, sessions, strict=True):
-        parents = [turn.prompt.parent for turn in session.turns]
+    in_time = [list(filter(not_hung_up, session.turns)) for session in sessions]
+    assert sum(map(len, in_time)) == answered
+    for agent, kept in zip(agents, in_time, strict=True):
+        parents = [turn.prompt.parent for turn in kept]
         assert parents.count(None) == agent.roots
     check_turns(sessions, proxy.prompts)
     worst, compared, trained = check_rows(rows, sessions, models)

@@ -131,7 +131,7 @@ def test_what_is_wrong_is_found_before_anything_is_sent(restored_engine, hf_mode
     SGLangWeightSyncScheme(engine).create_sender().update_weights(hf_model)
 
 
-@pytest.mark.parametrize("given", ["identiy", None, Rounded, 3])
+@pytest.mark.parametrize("given", ["identical", None, Rounded, 3])
 def test_unknown_encodings(given):
     with pytest.raises(ConfigurationError, match="nor one of 'identity'"):
         SGLangWeightSyncScheme("http://127.0.0.1:1", encoding=given)
