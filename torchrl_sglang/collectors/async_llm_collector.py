@@ -18,7 +18,8 @@ from torchrl_sglang.collectors.groups.agents import AgentGroups
 from torchrl_sglang.collectors.groups.conversations import Conversations, Step
 from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
 from torchrl_sglang.collectors.groups.functions import FunctionGroups
-from torchrl_sglang.collectors.groups.rewards import RewardFunctions, Rewards
+from torchrl_sglang.collectors.groups.reward_functions import RewardFunctions
+from torchrl_sglang.collectors.groups.rewards import Rewards
 from torchrl_sglang.collectors.groups.rows import GroupWriter
 from torchrl_sglang.collectors.groups.tools import (
     ToolFunctions,
@@ -94,10 +95,13 @@ class AsyncLLMCollector(BaseCollector):
             a TensorDict or a text; its values are in each turn of the batch, under
             their names, which must not be those of the batch's own columns.
         rewards: a function ``(conversation, task) -> float``, a list of them, or a
-            mapping of names to them. Values are finite numbers and are added up in
-            ``("next", "reward")`` of the last turn; those with a name are also under
-            ``("next", name)``. Coroutine functions run on the collector's event loop,
-            others in threads.
+            mapping of names to them, or to ``(function, weight)``. Values are finite
+            numbers; their weighted sum is in ``("next", "reward")`` of the last turn,
+            and those with a name are, without weight, under ``("next", name)``.
+            Coroutine functions run on the collector's event loop, others in threads.
+            Functions with TRL's (``prompts, completions, **columns``) or verl's
+            signature (``data_source, solution_str, ground_truth, extra_info``) are
+            called as these call them.
         group_rewards: likewise functions ``(conversations, task) -> list of float`` of
             a whole group.
         step: a function or coroutine function ``(conversation, task)`` that is called
@@ -662,6 +666,7 @@ def _make_groups(
         functions.pop("group_rewards"),
         seconds=timeouts.reward,
         blocking=blocking,
+        query_key=functions["query_key"],
     )
     tools = functions["tools"]
     codec = TurnCodec(policy, () if tools is None else tools.schemas)
