@@ -74,7 +74,10 @@ def read_functions(
             f"{argument} takes a function, a list of functions or a mapping of names "
             f"to functions, got {given!r}."
         )
-    return {name: _read(argument, name, each, of_group) for name, each in given.items()}
+    return {
+        name: _read(argument, name, each, of_group, query_key)
+        for name, each in given.items()
+    }
 
 
 def _read(
