@@ -22,8 +22,13 @@ if TYPE_CHECKING:
     from torchrl_sglang.collectors.timeouts import CollectorTimeouts
     from torchrl_sglang.collectors.weight_sync import attach_weight_sync
     from torchrl_sglang.gateway.gateway import Gateway
+    from torchrl_sglang.objectives.advantages import GroupAdvantage
     from torchrl_sglang.objectives.config import RolloutCorrectionConfig
-    from torchrl_sglang.objectives.losses import CorrectedCISPOLoss, CorrectedGRPOLoss
+    from torchrl_sglang.objectives.losses import (
+        CorrectedCISPOLoss,
+        CorrectedGRPOLoss,
+        CorrectedGSPOLoss,
+    )
     from torchrl_sglang.objectives.transform import OffPolicyCorrection
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -41,9 +46,11 @@ _HOME = {
     "AsyncSGLang": "backends.async_sglang",
     "CorrectedCISPOLoss": "objectives.losses",
     "CorrectedGRPOLoss": "objectives.losses",
+    "CorrectedGSPOLoss": "objectives.losses",
     "Gateway": "gateway.gateway",
     "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.outputs",
+    "GroupAdvantage": "objectives.advantages",
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.contract",
     "RayAsyncLLMCollector": "collectors.ray_collector",
@@ -69,8 +76,10 @@ __all__ = [
     "CollectorTimeouts",
     "CorrectedCISPOLoss",
     "CorrectedGRPOLoss",
+    "CorrectedGSPOLoss",
     "Gateway",
     "GenerationInfo",
+    "GroupAdvantage",
     "OffPolicyCorrection",
     "RLSGLangEngine",
     "RayAsyncLLMCollector",
