@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.launch.local import make_sglang_server
     from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
     from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
+    from torchrl_sglang.collectors.groups.filter import has_variance
     from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
     from torchrl_sglang.collectors.ray_collector import RayAsyncLLMCollector
     from torchrl_sglang.collectors.shared_collector import SharedCollector
@@ -66,6 +67,7 @@ _HOME = {
     "WeightEncoding": "weight_update.encodings.base",
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
+    "has_variance": "collectors.groups.filter",
     "make_sglang_server": "backends.launch.local",
 }
 """Public name -> module that defines it."""
@@ -96,6 +98,7 @@ __all__ = [
     "__version__",
     "attach_weight_sync",
     "get_model_metadata",
+    "has_variance",
     "make_sglang_server",
 ]
 

@@ -75,6 +75,7 @@ PUBLIC = {
     "__version__": None,
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
+    "has_variance": "collectors.groups.filter",
     "make_sglang_server": "backends.launch.local",
 }
 """Public name -> where it is defined."""

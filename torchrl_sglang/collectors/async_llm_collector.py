@@ -17,6 +17,7 @@ from torchrl.envs import EnvBase
 from torchrl_sglang.collectors.groups.agents import AgentGroups
 from torchrl_sglang.collectors.groups.conversations import Conversations, Step
 from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
+from torchrl_sglang.collectors.groups.filter import KeepGroup, make_filter
 from torchrl_sglang.collectors.groups.functions import FunctionGroups
 from torchrl_sglang.collectors.groups.reward_functions import RewardFunctions
 from torchrl_sglang.collectors.groups.rewards import Rewards
@@ -141,6 +142,12 @@ class AsyncLLMCollector(BaseCollector):
             is taken: ``"drop"`` (default), ``"retry"`` (its prompt starts again) or
             ``"mask"`` (its older tokens are excluded from the loss: their assistant
             mask is False and their log-probs are NaN).
+        keep_group (callable, optional): gets the returns of a complete group's
+            conversations, a list of float, and says whether the group is trained on;
+            another prompt takes the place of one that is not. ``has_variance`` drops
+            groups that teach nothing, as DAPO's dynamic sampling does
+            (https://arxiv.org/abs/2503.14476). After the groups of ten updates in a row
+            the collector ends with an error.
         total_groups (int): groups to collect; -1 (default) for no end. The last batch
             may be smaller.
         max_in_flight (int, optional): most conversations that run at once. By default
@@ -208,6 +215,7 @@ class AsyncLLMCollector(BaseCollector):
         batches_per_update: int = 1,
         max_staleness: int = 1,
         on_stale: OnStale = "drop",
+        keep_group: KeepGroup | None = None,
         total_groups: int = -1,
         max_in_flight: int | None = None,
         max_retries: int = 2,
@@ -282,6 +290,7 @@ class AsyncLLMCollector(BaseCollector):
             max_in_flight=max_in_flight,
             max_retries=max_retries,
             engine_seconds=self.timeouts.engine,
+            keeps=make_filter(keep_group, of_agents=agent is not None),
         )
         columns = getattr(prompts, "column_names", None)
         if isinstance(columns, list):
@@ -557,6 +566,7 @@ class AsyncLLMCollector(BaseCollector):
             groups_stale              groups that were too old
             groups_retried            groups that started again after an error
             groups_failed             groups that were given up
+            groups_filtered           groups that ``keep_group`` did not keep
             conversations_in_flight   conversations that wait for the engine now
             conversations_waiting     other conversations: of environments, rewards, or
                                       of a place in ``max_in_flight``

@@ -81,6 +81,28 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 """Name -> advantages ``(groups, group_size)`` of returns of the same shape."""
 
 
+def conversation_returns(
+    rows: TensorDictBase, trajectory_return: TrajectoryReturn = "sum"
+) -> tuple[Tensor, Tensor]:
+    """Returns the return of each whole conversation, and the conversation of each row.
+
+    Args:
+        rows: the turns of a conversation one after the other.
+        trajectory_return: as for :class:`GroupAdvantage`.
+
+    Returns:
+        tuple: float64 ``(conversations,)``, and int64 ``(B,)``.
+    """
+    done = rows[DONE].flatten().bool()
+    conversation = done.cumsum(0) - done.long()
+    count = int(conversation[-1]) + 1
+    rewards = rows[REWARD].double().flatten(1).sum(-1)
+    returns = rewards.new_zeros(count).index_add_(0, conversation, rewards)
+    if trajectory_return == "mean":
+        returns /= torch.bincount(conversation, minlength=count)
+    return returns, conversation
+
+
 class GroupAdvantage:
     """Adds ``"advantage"`` to a batch of whole groups, float32 of shape ``(B, 1, 1)``.
 
@@ -133,11 +155,18 @@ class GroupAdvantage:
             )
         self.group_size = group_size
         self._compute = kind if callable(kind) else ADVANTAGES[kind]
-        self._mean = trajectory_return == "mean"
+        self._trajectory_return = trajectory_return
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Returns the batch with advantages; the batch itself is changed."""
-        returns, conversation = self.returns(batch)
+        returns, conversation = conversation_returns(batch, self._trajectory_return)
+        if returns.numel() % self.group_size or not batch[DONE].flatten()[-1]:
+            raise ConfigurationError(
+                f"A batch of {returns.numel()} conversations in {len(conversation)} "
+                f"rows does not consist of whole groups of {self.group_size}; give the "
+                f"collector the same group_size."
+            )
+        returns = returns.view(-1, self.group_size)
         found = self._compute(returns)
         if not isinstance(found, Tensor) or found.shape != returns.shape:
             raise ConfigurationError(
@@ -147,24 +176,3 @@ class GroupAdvantage:
             )
         of_rows = found.flatten()[conversation].float()
         return batch.set("advantage", of_rows.view(-1, 1, 1))
-
-    def returns(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Returns the return of each conversation, and the conversation of each row.
-
-        Returns:
-            tuple: float64 ``(groups, group_size)``, and int64 ``(B,)``.
-        """
-        done = batch[DONE].flatten().bool()
-        conversation = done.cumsum(0) - done.long()
-        count = int(done.sum())
-        if not count or count % self.group_size or not done[-1]:
-            raise ConfigurationError(
-                f"A batch of {count} whole conversations in {len(done)} rows does not "
-                f"consist of groups of {self.group_size}; give the collector the same "
-                f"group_size."
-            )
-        rewards = batch[REWARD].double().flatten(1).sum(-1)
-        returns = rewards.new_zeros(count).index_add_(0, conversation, rewards)
-        if self._mean:
-            returns /= torch.bincount(conversation, minlength=count)
-        return returns.view(-1, self.group_size), conversation
