@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.requests.token_columns import TokenColumn
+    from torchrl_sglang.trainers.grpo import GRPO
+    from torchrl_sglang.trainers.learner import Learner
+    from torchrl_sglang.trainers.methods import overlong_penalty
     from torchrl_sglang.weight_update.encodings.base import WeightEncoding
     from torchrl_sglang.weight_update.scheme import (
         SGLangWeightReceiver,
@@ -48,10 +51,12 @@ _HOME = {
     "CorrectedCISPOLoss": "objectives.losses",
     "CorrectedGRPOLoss": "objectives.losses",
     "CorrectedGSPOLoss": "objectives.losses",
+    "GRPO": "trainers.grpo",
     "Gateway": "gateway.gateway",
     "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.outputs",
     "GroupAdvantage": "objectives.advantages",
+    "Learner": "trainers.learner",
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.contract",
     "RayAsyncLLMCollector": "collectors.ray_collector",
@@ -69,10 +74,12 @@ _HOME = {
     "get_model_metadata": "weight_update.sources.resolve",
     "has_variance": "collectors.groups.filter",
     "make_sglang_server": "backends.launch.local",
+    "overlong_penalty": "trainers.methods",
 }
 """Public name -> module that defines it."""
 
 __all__ = [
+    "GRPO",
     "AsyncLLMCollector",
     "AsyncSGLang",
     "CollectorTimeouts",
@@ -82,6 +89,7 @@ __all__ = [
     "Gateway",
     "GenerationInfo",
     "GroupAdvantage",
+    "Learner",
     "OffPolicyCorrection",
     "RLSGLangEngine",
     "RayAsyncLLMCollector",
@@ -100,6 +108,7 @@ __all__ = [
     "get_model_metadata",
     "has_variance",
     "make_sglang_server",
+    "overlong_penalty",
 ]
 
 __version__ = "0.1.0"
