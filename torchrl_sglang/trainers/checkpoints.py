@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -123,15 +124,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def forget_later_steps(path: Path, step: int) -> None:
-    """Removes rows of a JSON-lines file that a killed run wrote after a checkpoint.
+def forget_later_steps(folder: Path, step: int) -> None:
+    """Removes what a killed run wrote after its last checkpoint.
 
     Args:
-        path: of the file, whose rows have a ``"step"``.
+        folder: of the run: its rollouts, and the files of TorchRL's ``CSVLogger``.
         step: of the checkpoint.
     """
-    if not path.exists():
-        return
 
     def is_earlier(line: str) -> bool:
         try:
@@ -140,7 +139,22 @@ def forget_later_steps(path: Path, step: int) -> None:
             # The last line of a killed run.
             return False
 
+    def is_earlier_scalar(line: str) -> bool:
+        number = re.match(r"(\d+),", line)
+        return number is not None and int(number[1]) <= step
+
+    _keep_lines(folder / ROLLOUTS, is_earlier)
+    for path in (folder / "logs").rglob("scalars/**/*.csv"):
+        _keep_lines(path, is_earlier_scalar)
+
+
+def _keep_lines(path: Path, keep: Callable[[str], bool]) -> None:
+    if not path.exists():
+        return
     partial = path.with_suffix(".partial")
-    with path.open(encoding="utf-8") as lines, partial.open("w") as kept:
-        kept.writelines(line for line in lines if is_earlier(line))
+    with (
+        path.open(encoding="utf-8") as lines,
+        partial.open("w", encoding="utf-8") as kept,
+    ):
+        kept.writelines(line for line in lines if keep(line))
     partial.replace(path)

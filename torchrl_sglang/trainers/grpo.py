@@ -7,7 +7,9 @@ weight-sync scheme are attributes of the run.
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,6 +19,7 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from torchrl import logger as torchrl_logger
 from transformers import AutoTokenizer, get_scheduler
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
@@ -220,35 +223,20 @@ class GRPO:
         show_samples: int | None = 10,
         seed: int = 0,
     ) -> None:
-        for name, count, least in (
-            ("group_size", group_size, 2),
-            ("groups_per_batch", groups_per_batch, 1),
-            ("steps", steps, 1),
-            ("epochs", epochs, 1),
-            ("max_staleness", max_staleness, 0),
-            ("eval_every", eval_every, 1),
-            ("checkpoint_every", checkpoint_every, 1),
-            ("show_samples", show_samples, 1),
-            ("seed", seed, 0),
-        ):
-            if count is not None or name not in ("steps", "show_samples"):
-                check_count(name, count, least=least)
+        _check_counts(
+            group_size=(group_size, 2),
+            groups_per_batch=(groups_per_batch, 1),
+            steps=(steps, 1),
+            epochs=(epochs, 1),
+            max_staleness=(max_staleness, 0),
+            eval_every=(eval_every, 1),
+            checkpoint_every=(checkpoint_every, 1),
+            show_samples=(show_samples, 1),
+            seed=(seed, 0),
+        )
         if resume != "auto":
             check_flag("resume", resume)
-        if isinstance(model, nn.Module) and not isinstance(
-            engine, (str, RLSGLangEngine)
-        ):
-            raise ConfigurationError(
-                "model is a module, of which no server can be started; give the "
-                "engine that serves it, or its URL, as engine=..., or the model's "
-                "folder or name."
-            )
-        if colocated and max_staleness:
-            raise ConfigurationError(
-                f"colocated=True lets the servers sleep while the trainer trains, so "
-                f"that max_staleness={max_staleness} has no use; leave it out, or give "
-                f"the servers GPUs of their own."
-            )
+        _check_placement(model, engine, colocated, max_staleness)
         self._given_model = model
         self._functions = {
             "rewards": rewards,
@@ -258,15 +246,8 @@ class GRPO:
             "max_turns": max_turns,
             "system_prompt": system_prompt,
         }
-        made = callable(collector)
-        unused = [name for name, value in self._functions.items() if value is not None]
-        if made and (unused or agent is not None or env is not None):
-            raise ConfigurationError(
-                f"collector=... makes the whole collector, so that "
-                f"{' and '.join(unused) or 'agent or env'} cannot be given beside it."
-            )
-        if prompts is None and not made:
-            raise ConfigurationError("Give the prompts to train on as prompts=....")
+        given = {**self._functions, "agent": agent, "env": env}
+        _check_collector(collector, prompts, given)
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._agent, self._env, self._gateway_arguments = agent, env, gateway
         self.query_key = query_key
@@ -291,6 +272,12 @@ class GRPO:
             torch.optim.AdamW, lr=self._lr, weight_decay=0.0
         )
         self._schedule, self._warmup_steps = schedule, warmup_steps
+        make_schedule(
+            schedule,
+            torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
+            warmup_steps,
+            self.steps,
+        )
         self._learner_arguments: dict[str, Any] = {
             "minibatches": minibatches,
             "epochs": epochs_per_batch,
@@ -302,12 +289,12 @@ class GRPO:
         self.colocated = colocated
         self._engine, self._weight_sync = engine, dict(weight_sync or {})
         self._collector_arguments = collector
-        self.eval_every, self.checkpoint_every = eval_every, checkpoint_every
+        self.eval_every, self._keep_checkpoints = eval_every, keep_checkpoints
+        self.checkpoint_every = checkpoint_every
         self.folder = Path(output)
         self._resume: Resume = resume
         self._logger, self._project = logger, project
         self._show_samples, self._seed = show_samples, seed
-        self._keep_checkpoints = keep_checkpoints
         self._identity = {
             "model": "given" if isinstance(model, nn.Module) else os.fspath(model),
             "group_size": group_size,
@@ -369,7 +356,7 @@ class GRPO:
         self._saved, self._saved_state = self.step, None
         if self.ranks.is_first:
             rollouts = self.folder / ROLLOUTS
-            forget_later_steps(rollouts, self.step)
+            forget_later_steps(self.folder, self.step)
             self._rollouts = Rollouts(rollouts)
             assert self._stack is not None
             self._stack.callback(self._rollouts.close)
@@ -546,6 +533,7 @@ class GRPO:
     def _make_parts(self, stack: ExitStack) -> None:
         self.ranks = find_trainer_ranks()
         stack.callback(self.ranks.end)
+        stack.enter_context(_quiet())
         self.clock = Clock()
         torch.manual_seed(self._seed)
         device = self.ranks.device()
@@ -615,7 +603,7 @@ class GRPO:
         if self._agent is not None:
             arguments = {
                 "chat_template": self._chat_template,
-                "generate_kwargs": self.sampling,
+                "default_sampling_params": self.sampling,
                 **(self._gateway_arguments or {}),
             }
             self.gateway = stack.enter_context(Gateway(self.engine, **arguments))
@@ -746,6 +734,61 @@ class GRPO:
             common |= self._functions
         return AsyncLLMCollector(
             policy=policy, **{**common, **arguments, **(given or {})}
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out what TorchRL logs of each weight update: a step's line tells it."""
+    level = torchrl_logger.level
+    torchrl_logger.setLevel(max(level, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            # TorchRL's, about its own use of PyTorch.
+            text = "size_average and reduce args"
+            warnings.filterwarnings("ignore", text, UserWarning)
+            yield
+    finally:
+        torchrl_logger.setLevel(level)
+
+
+def _check_counts(**counts: tuple[Any, int]) -> None:
+    """Checks numbers, of which some may be ``None``."""
+    for name, (count, least) in counts.items():
+        if count is not None or name not in ("steps", "show_samples"):
+            check_count(name, count, least=least)
+
+
+def _check_placement(
+    model: Any, engine: Any, colocated: bool, max_staleness: int
+) -> None:
+    """Checks that servers can be started as they are to be."""
+    if isinstance(model, nn.Module) and not isinstance(engine, (str, RLSGLangEngine)):
+        raise ConfigurationError(
+            "model is a module, of which no server can be started; give the engine "
+            "that serves it, or its URL, as engine=..., or the model's folder or name."
+        )
+    if check_flag("colocated", colocated) and max_staleness:
+        raise ConfigurationError(
+            f"colocated=True lets the servers sleep while the trainer trains, so that "
+            f"max_staleness={max_staleness} has no use; leave it out, or give the "
+            f"servers GPUs of their own."
+        )
+
+
+def _check_collector(
+    collector: Any, prompts: Any, functions: Mapping[str, Any]
+) -> None:
+    """Checks that there is one way to collect."""
+    if not callable(collector):
+        if prompts is None:
+            raise ConfigurationError("Give the prompts to train on as prompts=....")
+        return
+    given = [name for name, value in functions.items() if value is not None]
+    if given:
+        raise ConfigurationError(
+            f"collector=... makes the whole collector, so that {' and '.join(given)} "
+            f"cannot be given beside it."
         )
 
 

@@ -338,7 +338,11 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a state was saved; all ranks call it, others with ``{}``."""
+        """Goes on where a state was saved; all ranks call it, others with ``{}``.
+
+        Learning rate and other values of the optimizer are this run's.
+        """
+        own = [{**group, "params": None} for group in self.optimizer.param_groups]
         several = self.ranks.size > 1
         options = StateDictOptions(
             full_state_dict=True,
@@ -357,8 +361,23 @@ class Learner:
             options=options,
         )
         self.steps = head["steps"]
+        for group, values in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(values | {"params": group["params"]})
         if self.schedule is not None and head["schedule"] is not None:
-            self.schedule.load_state_dict(head["schedule"])
+            rates = self.schedule.base_lrs
+            self.schedule.load_state_dict({**head["schedule"], "base_lrs": rates})
+            set_learning_rates(self.schedule)
+
+
+def set_learning_rates(schedule: Any) -> None:
+    """Sets the learning rates that a schedule of transformers has for its step."""
+    groups = schedule.optimizer.param_groups
+    factors = getattr(schedule, "lr_lambdas", [None] * len(groups))
+    for group, base, factor in zip(groups, schedule.base_lrs, factors, strict=True):
+        group["initial_lr"] = base
+        if factor is not None:
+            group["lr"] = base * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in groups]
 
 
 def cut_by_tokens(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -373,7 +392,7 @@ def cut_by_tokens(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
     Examples:
         >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6)
-        [[1, 2], [3], [0], [4]]
+        [[1, 2, 3], [0], [4]]
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     parts: list[list[int]] = []
@@ -388,7 +407,7 @@ def cut_by_tokens(lengths: Sequence[int], limit: int) -> list[list[int]]:
 def describe_rows(rows: TensorDictBase) -> str:
     """Says which responses a step was to be made of, those with bad numbers first."""
     rewards = rows[REWARD].flatten(1).sum(-1).tolist()
-    queries = rows.get("query", None) or [""] * len(rewards)
+    queries = rows["query"] if "query" in rows.keys() else [""] * len(rewards)
     said = [
         (math.isfinite(reward), f"{str(query)[:80]!r} (reward {reward:g})")
         for query, reward in zip(queries, rewards, strict=True)

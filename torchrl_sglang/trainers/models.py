@@ -143,7 +143,7 @@ def save_model(
     if policy.chat_template or policy.chat_template_name:
         # A copy: the policy's own stays as it is.
         tokenizer = AutoTokenizer.from_pretrained(partial)
-        tokenizer.chat_template = policy.template
+        tokenizer.chat_template = policy.template.source
         tokenizer.save_pretrained(partial)
     _replace(partial, folder)
     return folder
