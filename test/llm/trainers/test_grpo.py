@@ -303,7 +303,7 @@ def test_overlong_responses_are_punished():
     [
         ({"prompts": None}, "Give the prompts"),
         ({"group_size": 1}, "group_size"),
-        ({"method": "gpro"}, "Did you mean 'grpo'"),
+        ({"method": "dapos"}, "Did you mean 'dapo'"),
         ({"advantage": "centred"}, "Did you mean 'centered'"),
         ({"correction": "decoupled"}, "decoupled"),
         ({"steps": 3, "epochs": 2}, "say twice when to end"),
