@@ -60,6 +60,10 @@ from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
 """Sampling parameters, unless others are given."""
 
+COLOCATED_SHARE = 0.6
+"""Share of a GPU's memory that a server has while its trainer sleeps, unless another one
+is given."""
+
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0}
 """What evaluation changes of them."""
 
@@ -545,9 +549,10 @@ class GRPO:
         tokenizer = self._tokenizer()
         self.model = self._load(device)
         self.learner = self._make_learner(device, tokenizer)
-        self.scheme = SGLangWeightSyncScheme(self.engine, **self._weight_sync)
+        self.scheme = SGLangWeightSyncScheme(
+            self.engine, self.model, **self._weight_sync
+        )
         stack.callback(self.scheme.shutdown)
-        self.scheme.create_sender().register_model(self.model)
 
         def make() -> Any:
             assert self.policy is not None
@@ -619,7 +624,10 @@ class GRPO:
                 "lora_target_modules": ["all"],
             }
         if self.colocated:
-            arguments["enable_memory_saver"] = True
+            arguments |= {"enable_memory_saver": True, "num_replicas": 1}
+            if "gpu_memory_utilization" not in given:
+                arguments["mem_fraction_static"] = COLOCATED_SHARE
+            self._check_colocated(given)
         if torch.cuda.is_available() and "launcher" not in given:
             # The trainer's ranks take the first GPUs.
             first = 0 if self.colocated else self.ranks.local_size
@@ -629,6 +637,18 @@ class GRPO:
             # Equal types, so that ratios begin at 1.
             arguments |= {"device": "cpu"}
         return arguments
+
+    def _check_colocated(self, given: Mapping[str, Any]) -> None:
+        """Refuses servers that the weights of the first rank's GPU do not reach."""
+        several = max(given.get("num_replicas", 1), self.ranks.size) > 1
+        by_file = self._lora is not None or self._weight_sync.get("directory")
+        if several and not by_file and torch.cuda.is_available():
+            raise ConfigurationError(
+                "colocated=True has a server open the memory of the first rank's GPU, "
+                "which servers on other GPUs cannot; give weight_sync={'directory': a "
+                "folder on this machine, such as '/dev/shm/weights'}, train an adapter "
+                "with lora={...}, or give the servers GPUs of their own."
+            )
 
     def _tokenizer(self) -> Any:
         """Returns the tokenizer on each rank, padding on the left."""
