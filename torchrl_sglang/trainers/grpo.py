@@ -61,8 +61,8 @@ SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
 """Sampling parameters, unless others are given."""
 
 COLOCATED_SHARE = 0.6
-"""Share of a GPU's memory that a server has while its trainer sleeps, unless another one
-is given."""
+"""Share of a GPU's memory of a server that sleeps while the trainer trains, unless
+``engine`` has another one."""
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0}
 """What evaluation changes of them."""

@@ -385,7 +385,9 @@ def test_an_inference_wrapper_is_not_what_is_trained(engine, tokenizer):
     )
     with pytest.raises(ConfigurationError, match=words):
         sender.update_weights(wrapper)
-    with pytest.raises(ConfigurationError, match=r"is the engine.*register_model"):
+    with pytest.raises(
+        ConfigurationError, match=r"is the engine.*model that is trained"
+    ):
         sender.update_weights(engine)
 
 
