@@ -104,16 +104,15 @@ def test_servers_on_cpu_need_no_gpu():
 def test_what_an_actor_finds_of_a_model(tmp_path, files, problem):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    inspector = Inspector("127.0.0.1")
-    with inspector.listener:
-        found = inspector.look([], "cuda", "/none", str(tmp_path))
+    found = Inspector().look([], "cuda", "/none", str(tmp_path))
     assert problem in found["model_problem"]
 
 
 def test_an_actor_tells_whom_it_does_not_reach():
-    inspector = Inspector("127.0.0.1")
+    inspector = Inspector()
+    port = inspector.listen("127.0.0.1")
     with inspector.listener:
-        others = [("127.0.0.1", inspector.port()), ("127.0.0.2", 1)]
+        others = [("127.0.0.1", port), ("127.0.0.2", 1)]
         found = inspector.look(others, "cuda", "/none", None)
     assert found["unreached"] == ["127.0.0.2"]
 

@@ -33,6 +33,9 @@ START_SECONDS = 60.0
 REACH_SECONDS = 5.0
 """Timeout for a connection from node to node."""
 
+AT_ONCE = 64
+"""Connections that a node tries at the same time."""
+
 SAME = "Install the same version on every node."
 Cluster = SimpleNamespace
 """What :func:`look_at_cluster` returns."""
@@ -41,11 +44,11 @@ Cluster = SimpleNamespace
 class Inspector:
     """The actor on a node."""
 
-    def __init__(self, address: str) -> None:
-        self.listener = socket.create_server((address, 0), backlog=1024)
+    listener: socket.socket
 
-    def port(self) -> int:
-        """Returns where the actor listens."""
+    def listen(self, address: str) -> int:
+        """Listens on the node's address; returns the port."""
+        self.listener = socket.create_server((address, 0), backlog=1024)
         return int(self.listener.getsockname()[1])
 
     def look(
@@ -58,7 +61,7 @@ class Inspector:
         """Returns what is on the node, and which others it cannot connect to."""
         from torchrl_sglang import __version__
 
-        with ThreadPoolExecutor(max(len(others), 1)) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             reached = list(pool.map(_can_connect, others))
         folder = None if model is None else find_model(model)
         interpreter, packages, error = read_engine(device, python)
@@ -118,13 +121,14 @@ def look_at_cluster(
         for node in alive
     ]
     device = device or ("cuda" if any(node.gpus for node in nodes) else "cpu")
-    actors = [_start(ray, node) for node in alive]
-    ports = _ask(ray, [actor.port.remote() for actor in actors])
-    pairs = zip(nodes, ports, strict=True)
-    others = [(node.address, port) for node, port in pairs if isinstance(port, int)]
+    actors = [_start(ray, node["NodeID"]) for node in alive]
+    pairs = zip(actors, nodes, strict=True)
+    ports = _ask(ray, [actor.listen.remote(node.address) for actor, node in pairs])
+    found = zip(nodes, ports, strict=True)
+    others = [(node.address, port) for node, port in found if isinstance(port, int)]
     looks = [actor.look.remote(others, device, python, model) for actor in actors]
-    for node, found in zip(nodes, _ask(ray, looks), strict=True):
-        vars(node).update({"error": found} if isinstance(found, str) else found)
+    for node, seen in zip(nodes, _ask(ray, looks), strict=True):
+        vars(node).update({"error": seen} if isinstance(seen, str) else seen)
     for actor in actors:
         ray.kill(actor)
     return Cluster(
@@ -160,12 +164,11 @@ def _connect(address: str) -> Any:
     return ray
 
 
-def _start(ray: Any, node: Mapping[str, Any]) -> Any:
+def _start(ray: Any, node: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    actor = ray.remote(num_cpus=0, scheduling_strategy=strategy)(Inspector)
-    return actor.remote(node["NodeManagerAddress"])
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=strategy)(Inspector).remote()
 
 
 def _ask(ray: Any, calls: Sequence[Any]) -> list[Any]:
