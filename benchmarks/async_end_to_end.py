@@ -33,6 +33,7 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from script import print_row, read_options
 from torchrl_sglang import (
     AsyncLLMCollector,
     AsyncSGLang,
@@ -49,8 +50,6 @@ from torchrl_sglang.cli.bench.measure import (
     fill,
     long_tailed,
     make_env,
-    print_row,
-    read_options,
     reward,
     start_engine,
 )

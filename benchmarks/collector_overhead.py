@@ -22,15 +22,9 @@ from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs.llm import ChatEnv
 
+from script import print_row, read_options
 from torchrl_sglang import AsyncLLMCollector, SGLangWrapper
-from torchrl_sglang.cli.bench.measure import (
-    GROUP_SIZE,
-    Clock,
-    make_env,
-    print_row,
-    read_options,
-    reward,
-)
+from torchrl_sglang.cli.bench.measure import GROUP_SIZE, Clock, make_env, reward
 from wrapper_overhead import PROMPT_CHARACTERS, InstantEngine
 
 RESPONSE_TOKENS = 256

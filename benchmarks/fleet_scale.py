@@ -32,8 +32,9 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from fleet_servers import address
+from script import memory, read_options
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.cli.bench.measure import Clock, memory, read_options, save_model
+from torchrl_sglang.cli.bench.measure import Clock, save_model
 from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.support.event_loop import run_async, run_sync
 

@@ -27,9 +27,10 @@ from typing import Any
 
 import aiohttp
 
+from script import read_options
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.chat.template import ChatTemplate
-from torchrl_sglang.cli.bench.measure import exact_length, read_options, start_engine
+from torchrl_sglang.cli.bench.measure import exact_length, start_engine
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.requests.request import GenerateRequest

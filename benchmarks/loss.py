@@ -22,12 +22,9 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from script import read_options
 from torchrl_sglang import CorrectedGRPOLoss
-from torchrl_sglang.cli.bench.measure import (
-    median_seconds,
-    read_options,
-    save_model,
-)
+from torchrl_sglang.cli.bench.measure import median_seconds, save_model
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 
 PROMPT_TOKENS = 32

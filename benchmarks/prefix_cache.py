@@ -11,7 +11,8 @@ from __future__ import annotations
 import random
 import statistics
 
-from torchrl_sglang.cli.bench.measure import exact_length, read_options, start_engine
+from script import read_options
+from torchrl_sglang.cli.bench.measure import exact_length, start_engine
 
 
 def main() -> None:

@@ -21,15 +21,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from script import memory, read_options
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch.ports import PORTS
 from torchrl_sglang.backends.launch.watchdog import descendants
-from torchrl_sglang.cli.bench.measure import (
-    exact_length,
-    memory,
-    read_options,
-    start_engine,
-)
+from torchrl_sglang.cli.bench.measure import exact_length, start_engine
 from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torchrl.weight_update.llm import SGLangWeightSyncScheme
 
+from script import read_options
 from torchrl_sglang.cli.bench.measure import (
     median_seconds,
     random_weights,
-    read_options,
     start_engine,
 )
 

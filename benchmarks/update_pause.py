@@ -19,13 +19,9 @@ import time
 
 import requests
 
+from script import read_options
 from torchrl_sglang import SGLangWeightSyncScheme
-from torchrl_sglang.cli.bench.measure import (
-    exact_length,
-    random_weights,
-    read_options,
-    start_engine,
-)
+from torchrl_sglang.cli.bench.measure import exact_length, random_weights, start_engine
 
 TOKENS_BEFORE = 32
 """Tokens that come before an update begins."""

@@ -18,10 +18,11 @@ from tensordict import TensorDict, lazy_stack, set_list_to_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 
+from script import print_row, read_options
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
-from torchrl_sglang.cli.bench.measure import median_seconds, print_row, read_options
+from torchrl_sglang.cli.bench.measure import median_seconds
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer, save_tiny_model
 from torchrl_sglang.types import Completion, ServerCapabilities
 

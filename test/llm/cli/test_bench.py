@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import json
 import random
 import statistics
@@ -330,9 +331,11 @@ def test_what_measure_does_not_have():
 
 
 def test_options_of_a_script(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPTS[0].parent)
+    read_options = importlib.import_module("script").read_options
     words = ["0.5b", "--device", "cuda", "--staleness", "0", "2", "--sessions", "4"]
     monkeypatch.setattr(sys, "argv", ["script.py", *words, "--limit", "7", "--fast"])
-    found = measure.read_options(
+    found = read_options(
         "Measures something.",
         model="tiny",
         device="cpu|cuda",
@@ -350,4 +353,4 @@ def test_options_of_a_script(monkeypatch, capsys):
     assert "cores" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["script.py", "--device", "tpu"])
     with pytest.raises(SystemExit):
-        measure.read_options("Measures something.", device="cpu|cuda")
+        read_options("Measures something.", device="cpu|cuda")

@@ -239,7 +239,7 @@ class _Bench:
             cost = clock.stop(size)
             return replace(cost, tokens=_count_tokens(buffer))
 
-        return {"collector": _in_thread(collect)}
+        return {"collector": generation.in_thread(collect)}
 
     def _async_client(
         self, in_flight: int, update_every: float | None, *, environments: bool
@@ -292,7 +292,7 @@ class _Bench:
                 / sum(ages.values()),
             )
 
-        return _in_thread(collect)
+        return generation.in_thread(collect)
 
     def _make_work(self, lengths: Sequence[int]) -> Work:
         """Returns new prompts, so that no client finds a cached prefix."""
@@ -368,13 +368,6 @@ def _make_buffer(size: int) -> ReplayBuffer:
 def _count_tokens(buffer: ReplayBuffer) -> int:
     responses = buffer[:].get(("tokens", "response"), as_list=True)
     return sum(response.numel() for response in responses)
-
-
-def _in_thread(collect: Callable[[Work], Cost]) -> Client:
-    async def client(work: Work) -> Cost:
-        return await asyncio.to_thread(collect, work)
-
-    return client
 
 
 def _raw_client(client: generation.Client) -> Client:

@@ -39,6 +39,7 @@ TAIL = 64
 BATCHES = 4
 """Synchronous batches that :func:`measure_overhead` divides a round into."""
 
+S = TypeVar("S")
 T = TypeVar("T")
 Requests = list[tuple[list[int], int]]
 """Prompts, and how many tokens each response has."""
@@ -315,10 +316,7 @@ def _wrapper_client(engine: AsyncSGLang, load: Load) -> Client:
         responses = result.get(("tokens", "response"), as_list=True)
         return sum(response.numel() for response in responses)
 
-    async def client(requests: Requests) -> int:
-        return await asyncio.to_thread(generate, requests)
-
-    return client
+    return in_thread(generate)
 
 
 def _collector_client(engine: AsyncSGLang, load: Load) -> Client:
@@ -330,8 +328,14 @@ def _collector_client(engine: AsyncSGLang, load: Load) -> Client:
         responses = batch.get(("tokens", "response"), as_list=True)
         return sum(response.numel() for response in responses)
 
-    async def client(requests: Requests) -> int:
-        return await asyncio.to_thread(collect, requests)
+    return in_thread(collect)
+
+
+def in_thread(function: Callable[[S], T]) -> Callable[[S], Awaitable[T]]:
+    """Makes a coroutine of a function that blocks."""
+
+    async def client(work: S) -> T:
+        return await asyncio.to_thread(function, work)
 
     return client
 
