@@ -33,7 +33,7 @@ from torchrl_sglang.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a prompt depends on besides its messages."""
+    """Tools and template variables of a prompt."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     """Declarations of the tools, in OpenAI's form."""
@@ -41,13 +41,13 @@ class Setting:
     """Variables for the template, such as ``enable_thinking``."""
 
     def key(self) -> list[Any]:
-        """Returns what is compared of it."""
+        """Returns the values by which two of them are compared."""
         return [list(self.tools), dict(self.template_kwargs)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extension:
-    """What goes on from a response up to the next one."""
+    """Tokens and text between one response and the next."""
 
     token_ids: list[int]
     """Tokens behind the response's own."""
@@ -131,7 +131,7 @@ class ChatTemplate(Encoder):
         after: Sequence[Message],
         setting: Setting,
     ) -> Extension | None:
-        """Returns what a model reads between its response and its next one.
+        """Returns the text and tokens that a model reads between two responses.
 
         Args:
             rendered: ``before`` as :meth:`render` returns it.
@@ -199,7 +199,7 @@ class ChatTemplate(Encoder):
     def _rest(
         self, now: str, response: Response, body: Callable[..., str]
     ) -> str | None:
-        """Returns what the template writes behind a response and its end."""
+        """Returns the text that the template writes behind a response and its end."""
         # A token that a request chose as an end is none to the template.
         end = response.end if response.end in self.special else None
         rest = after_text(now, response.text)

@@ -24,12 +24,12 @@ class Call:
     """A call of a tool."""
 
     name: str
-    """Of the tool."""
+    """Name of the tool."""
     arguments: Mapping[str, Any]
     """By name."""
 
     def to_message(self, call_id: str | None = None) -> dict[str, Any]:
-        """Returns it as messages hold it, with an id of its own if it has none."""
+        """Returns the call as messages hold it, with a new id if it has none."""
         return {
             "id": call_id or f"call_{secrets.token_hex(12)}",
             "type": "function",

@@ -155,7 +155,7 @@ class AsyncLLMCollector(BaseCollector):
         weight_sync_schemes (dict, optional): ``{"policy": scheme}``, for
             :meth:`update_policy_weights_`.
         timeouts (CollectorTimeouts, optional): how long to wait for what.
-        num_threads (int): most threads for functions that are no coroutines. Defaults
+        num_threads (int): most threads for functions that are not coroutines. Defaults
             to 16.
 
     Raises:
@@ -181,7 +181,7 @@ class AsyncLLMCollector(BaseCollector):
     """Report of the last weight update; ``None`` before the first."""
 
     init_random_frames = 0
-    """For TorchRL's trainers: no frame is random."""
+    """Frames of random actions, for TorchRL's trainers: none."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class AsyncLLMCollector(BaseCollector):
             ("total_groups", total_groups, -1),
             ("seed", seed, 0),
         ):
-            # None is no limit, and no number of anything else.
+            # None means no limit, and is not a number for the others.
             if count is not None or name not in ("max_turns", "max_in_flight"):
                 check_count(name, count, least=least)
         _check_choice("on_stale", on_stale, get_args(OnStale))
@@ -500,7 +500,7 @@ class AsyncLLMCollector(BaseCollector):
         return getattr(self.replay_buffer, name)
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Returns what brings the run back: prompts that are not done, and versions.
+        """Returns the state of the run: prompts that are not done, and versions.
 
         Save it after training on a batch, in one step with the weights that were sent
         last, the optimizer and the replay buffer; after :meth:`start`, within
@@ -541,7 +541,7 @@ class AsyncLLMCollector(BaseCollector):
         self._consumer_version.set(pool.version)
 
     def stats(self) -> dict[str, Any]:
-        """Returns what the collector has done, and what bounds it.
+        """Returns statistics of the collector, and its bottleneck.
 
         Returns:
             ========================= ==================================================
@@ -620,7 +620,7 @@ def _make_groups(
     blocking: BlockingCalls,
     **functions: Any,
 ) -> Groups:
-    """Returns what makes groups: of environments, of agents or of plain functions."""
+    """Returns the maker of groups: of environments, of agents or of plain functions."""
     agent, gateway = functions.pop("agent"), functions.pop("gateway")
     given = [
         name

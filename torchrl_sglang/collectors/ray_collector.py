@@ -286,7 +286,7 @@ class RayAsyncLLMCollector(BaseCollector):
                 f"not started, the cluster lacks what remote_config asks for."
             ) from error
         except ray.exceptions.RayTaskError as error:
-            # Its text has the actor's traceback.
+            # The error's text has the actor's traceback.
             raise error.cause from error
         except ray.exceptions.RayError as error:
             reason = str(error).partition("\n")[0]

@@ -18,9 +18,9 @@ class Usage:
     prompt: int
     """Tokens that the model read."""
     cached: int
-    """Of these, tokens from the prefix cache."""
+    """Tokens of the prompt from the prefix cache."""
     response: int
-    """Tokens that it wrote."""
+    """Tokens that the model wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Request:
     setting: Setting = field(default_factory=Setting)
     """Tools and variables of the template."""
     sampling: Sampling
-    """How responses are drawn."""
+    """Sampling parameters of the responses."""
     model: str
     """The model's name, as the client says it."""
     stream: bool = False

@@ -67,7 +67,7 @@ class Store:
         path: of the file; made where there is none, for its owner alone.
 
     Raises:
-        ConfigurationError: if it is no such file, or another gateway has it.
+        ConfigurationError: if the file is not a gateway's, or another gateway has it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -124,7 +124,7 @@ class Store:
 
     def close(self) -> None:
         """Writes what is left, and closes the file. Safe to call twice."""
-        with contextlib.suppress(RuntimeError):  # It has been closed.
+        with contextlib.suppress(RuntimeError):  # The file has been closed.
             self._writer.submit(self._flush)
         self._writer.shutdown()
         self._file.close()

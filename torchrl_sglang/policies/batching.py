@@ -33,7 +33,7 @@ class _Call(Generic[Result]):
     futures: list[Future[Result]]
     """One for each item."""
     deadline: float
-    """When it stops waiting for other calls, on the monotonic clock; in the past once
+    """Monotonic time at which the call waits no longer for others; in the past once
     some of its items were taken, so that the rest follow at once."""
     waiting: int = field(init=False)
     """Number of its queued items."""

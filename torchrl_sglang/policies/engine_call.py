@@ -36,17 +36,18 @@ class SampleRequest(GenerateRequest):
     """A request for one sample of a policy."""
 
     include_stop: bool = True
-    """Whether the response keeps the stop string that it ends with."""
+    """Whether the response keeps the stop string that ended it."""
 
 
 class Stages(NamedTuple):
     """Sampling parameters of one response of a server without a tokenizer."""
 
     first: Mapping[str, Any]
-    """For the first request."""
+    """Sampling parameters of the first request."""
     rest: Mapping[str, Any] | None = None
-    """For the whole response, to go on from a first request that ends for its length;
-    that one excludes the end-of-sequence tokens up to ``min_new_tokens``."""
+    """Sampling parameters of the whole response, to go on from a first request that
+    ends for its length; that one excludes the end-of-sequence tokens up to
+    ``min_new_tokens``."""
 
 
 class _Call(NamedTuple):
@@ -140,7 +141,7 @@ def _steps(
 
 
 def _check_without_tokenizer(request: SampleRequest, on_server: bool) -> None:
-    """Refuses what needs a tokenizer, before anything is generated."""
+    """Refuses parameters that need a tokenizer, before anything is generated."""
     names = () if on_server else ("stop", "min_new_tokens")
     names = names if request.include_stop else ("stop", *names)
     for name in names:

@@ -35,9 +35,9 @@ class Prompts:
     histories: list[History] | None = None
     """Conversation of each element, of shape ``(T,)``, in history mode."""
     assistant_masks: list[list[bool]] | None = None
-    """Which tokens the assistant wrote, when scoring histories."""
+    """Masks of the tokens that the assistant wrote, when scoring histories."""
     masks: list[torch.Tensor] | None = None
-    """Which places of each padded input row held tokens, on the CPU, if asked for."""
+    """Masks of the tokens in each padded input row, on the CPU, if asked for."""
 
 
 def read_history(

@@ -276,7 +276,7 @@ class SGLangWrapper(LLMWrapperBase):
     def _validate_parameter_combinations(
         cls, generate_kwargs: Mapping[str, Any]
     ) -> None:
-        """TorchRL's own checks, except that SGLang's ``top_k=-1`` is no limit."""
+        """TorchRL's own checks, except that SGLang's ``top_k=-1`` means no limit."""
         check_numbers(generate_kwargs)
         compared = {
             name: value

@@ -30,9 +30,9 @@ class EncodedPrompt:
     """A conversation as the model reads it."""
 
     text: str
-    """With the chat template, up to the assistant's turn."""
+    """Text of the conversation with the chat template, up to the assistant's turn."""
     token_ids: list[int]
-    """Its tokens."""
+    """Tokens of the conversation."""
     num_messages: int
     """Number of its messages."""
 
@@ -42,13 +42,13 @@ class TurnResponse:
     """A response of the policy."""
 
     completion: Completion
-    """Its tokens, log-probs and versions."""
+    """Tokens, log-probs and weight versions of the response."""
     text: str
-    """Its text."""
+    """Text of the response."""
     message: str
-    """Its text without the token that ends a turn."""
+    """Text of the response without the token that ends a turn."""
     ended: bool
-    """Whether its last token ends a turn."""
+    """Whether the last token ends a turn."""
 
 
 class TurnCodec:

@@ -38,7 +38,7 @@ class _Call:
     function: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
     began: float | None = None
-    """When it began, on the monotonic clock."""
+    """Monotonic time at which the call began."""
     abandoned: bool = False
     """Nobody waits for it, and its thread has been replaced."""
 
@@ -161,11 +161,11 @@ class BlockingCalls:
 
     def _abandon(self, call: _Call) -> None:
         if call.future.cancel():
-            # It has not begun, and will not.
+            # The call has not begun, and will not.
             return
         with self._lock:
             if not call.future.running():
-                # It is done.
+                # The call is done.
                 return
             call.abandoned = True
             self._threads -= 1

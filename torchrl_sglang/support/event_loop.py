@@ -111,7 +111,7 @@ async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
         _post(loop, call.cancel)
         raise
     finally:
-        # As in run_sync(), an error would refer to itself.
+        # Otherwise an error would refer to itself, as in run_sync().
         del call
 
 
@@ -147,9 +147,9 @@ class _Call(Generic[T]):
 
 
 class _Calls:
-    """What other threads want a loop to call; waking it once serves all until then.
+    """Thread-safe call queue of a loop; coalesces wake-ups.
 
-    Has no lock: the garbage collector can run anywhere, and what it frees calls, too.
+    Works without a lock: the garbage collector can run anywhere, and calls, too.
     """
 
     def __init__(self) -> None:

@@ -56,15 +56,15 @@ STREAMED_BODY_BYTES = 1 << 20
 """A larger body is written in pieces, so that other requests are sent meanwhile."""
 
 END_SECONDS = 1.0
-"""How long the end of a stream may take after its last event."""
+"""Timeout of a stream's end after its last event."""
 
 EVENT_END = b"\n\n"
 LAST_EVENT = b"[DONE]"
 NOT_JSON = (ValueError, RecursionError)
-"""What decoding raises."""
+"""Errors of decoding a body that is not JSON."""
 
 ERROR_BODY_CHARACTERS = 2000
-"""How much of an error's body a message quotes."""
+"""Characters of an error's body that a message quotes."""
 
 _CLOSING = collections.deque[concurrent.futures.Future[None]](maxlen=64)
 """The latest sessions that are being closed."""
@@ -317,7 +317,8 @@ class HttpClient:
                     ) from None
             finally:
                 self._in_flight.pop(given_up, None)
-                # It holds the task, which holds an error, which holds this frame.
+                # The future holds the task, which holds an error, which holds this
+                # frame.
                 del given_up
             if time.monotonic() + NO_FILE_SECONDS > deadline:
                 raise ServerTimeoutError(

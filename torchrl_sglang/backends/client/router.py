@@ -23,7 +23,7 @@ WORKER_TIMEOUT_SECONDS = 45.0
 LIST_TIMEOUT_SECONDS = 10.0
 
 POLL_SECONDS = 0.05
-"""How often a change of the worker list, which is a job of the router, is polled."""
+"""Interval between polls of a change of the worker list, a job of the router."""
 
 
 class RouterClient:
@@ -71,7 +71,7 @@ class RouterClient:
     async def remove_worker(
         self, url: str, *, timeout: float = WORKER_TIMEOUT_SECONDS
     ) -> None:
-        """Removes a server, which finishes its requests; an unknown one is no error."""
+        """Removes a server, which finishes its requests; ignores an unknown one."""
         url = check_worker_url(url)
         async with self._change(f"removing {url}", timeout):
             entry = await self._find(url)
@@ -159,7 +159,7 @@ class Found:
     """Servers that run elsewhere, and how to reach them."""
 
     urls: Sequence[str]
-    """Their addresses, without credentials."""
+    """Addresses of the servers, without credentials."""
     router_url: str | None
     """Address of a router in front of them."""
     http: HttpClient

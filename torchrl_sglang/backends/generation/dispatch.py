@@ -73,9 +73,9 @@ class ServerAnswer:
     weights: ServedWeights
     """State of the weights when it was sent."""
     sent_at: float
-    """That time, on the monotonic clock."""
+    """Monotonic time at which the request was sent."""
     deadline: float
-    """When the request's own timeout ends."""
+    """Monotonic time at which the request's own timeout ends."""
     cut_short: bool = False
     """The server ended in the middle of it."""
 
@@ -272,7 +272,7 @@ class Dispatcher:
         sent_version: str,
         ticket: InFlightRequest,
     ) -> Outcome:
-        """Returns what a reply says, with what only the engine knows."""
+        """Returns the outcome in a reply, with the facts that only the engine knows."""
         try:
             completion = parse_completion(
                 reply,

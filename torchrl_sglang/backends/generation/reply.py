@@ -36,8 +36,9 @@ NAN_STOP = "NaN happened"
 """The stop text that SGLang reports when it sampled from logits that are NaN."""
 
 ABORTED_EARLY = "Aborted by AbortReq"
-"""What SGLang says, with status 400, of a request that was aborted before its grammar
-was compiled (``abort_requests`` in ``sglang/srt/constrained/grammar_manager.py``)."""
+"""Message of SGLang, with status 400, for a request that was aborted before its grammar
+was compiled (``abort_requests`` in ``sglang/srt/constrained/grammar_manager.py``).
+"""
 
 
 # A reply holds an entry for each token. As objects that Python's garbage collector
@@ -59,7 +60,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
 
 class FinishReason(msgspec.Struct, frozen=True, gc=False):
-    """Why a response ended."""
+    """Reason of a response's end."""
 
     type: str
     matched: Any = None
@@ -69,7 +70,7 @@ class FinishReason(msgspec.Struct, frozen=True, gc=False):
 
 
 class MetaInfo(msgspec.Struct, gc=False):
-    """What a server says of a response."""
+    """Facts that a server reports with a response."""
 
     finish_reason: FinishReason | None
     """``None`` in a stream, until the response has ended."""
@@ -258,7 +259,7 @@ class _Reader:
         # would kill the server that is to go on from it.
         if (
             self._reason.type != "abort"
-            # It holds a token after another prompt.
+            # Such a response holds a token after another prompt.
             or ABORTED_EARLY in (self._reason.message or "")
             or counted not in (None, len(ids))
             or not all(0 <= token < self._vocab_size for token in ids)
@@ -403,7 +404,7 @@ def _abort_error(reason: FinishReason, length: int, server: str) -> SGLangError:
             status=status,
         )
     if status is not None and status >= 500:
-        # What is not streamed has it as the status of the answer.
+        # An answer that is not streamed has this status as its own.
         return ServerUnavailableError(
             f"{server} failed (HTTP {status}): {message}", transient=True, status=status
         )

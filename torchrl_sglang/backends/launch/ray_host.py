@@ -23,12 +23,12 @@ MEETING_PORTS = 10
 """Ports of ``dist_init_addr``: SGLang listens on those that follow it, too."""
 
 END_POLL_SECONDS = 0.1
-"""How often the process is looked at."""
+"""Interval between looks at the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostInfo:
-    """Where Ray placed an actor."""
+    """Machine and GPUs that Ray gave an actor."""
 
     node_id: str
     """Ray's name of the node."""
@@ -43,11 +43,11 @@ class Prepared:
     """A server that is ready to be started."""
 
     url: str
-    """Where it will answer."""
+    """Address of the server."""
     gpus: tuple[str, ...] | None
     """GPUs of its ranks on this node; ``None``: unknown."""
     visible_gpus: tuple[str, ...] | None
-    """GPUs that its processes see."""
+    """GPUs that the server's processes see."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,14 +30,14 @@ from torchrl_sglang.support.user_code import together
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentRun:
-    """What an agent did."""
+    """One call of an agent: its session and its task."""
 
     session: Session
-    """Its turns and its reward when it ended."""
+    """Turns and reward of the agent when it ended."""
     task: Mapping[str, Any]
-    """Columns of what it did it for."""
+    """Columns of the dataset element that the agent was given."""
     policy_version: int
-    """Policy version when it began."""
+    """Policy version when the agent began."""
 
 
 Group = Sequence[AgentRun]
@@ -133,7 +133,7 @@ class AgentGroups:
                 "An agent ended without a request to its session; its client has to "
                 "use the base_url and the api_key that it is called with."
             )
-        # Its client may still have requests in flight.
+        # The agent's client may still have requests in flight: hence a snapshot.
         return AgentRun(
             session=session.snapshot(), task=columns, policy_version=policy_version
         )

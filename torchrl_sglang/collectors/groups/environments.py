@@ -52,7 +52,7 @@ class _Turn:
     """A step of an environment."""
 
     row: TensorDictBase
-    """What the environment returned, of batch size 1."""
+    """Output of the environment's step, of batch size 1."""
     completion: Completion
     policy_version: int
     """Policy version when the prompt was sent."""
@@ -60,11 +60,11 @@ class _Turn:
 
 @dataclass(kw_only=True, slots=True)
 class _Prompt:
-    """What an environment wants a response to."""
+    """Observation of an environment, and the requests for a response to it."""
 
     td: TensorDictBase
     task: TensorDictBase
-    """Without a batch size."""
+    """Columns of the dataset element, without a batch size."""
     prompts: Prompts
     requests: list[SampleRequest]
 
@@ -80,7 +80,7 @@ class _Environment:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
-        """Closes it, when a step that is under way has returned.
+        """Closes the environment, when a step that is under way has returned.
 
         TorchRL's environments of a single process say that they are closed from their
         beginning, so ``is_closed`` is not asked.
@@ -318,7 +318,7 @@ class EnvironmentGroups:
         return completion
 
     def _reset(self, env: EnvBase, task: Mapping[str, Any]) -> _Prompt:
-        """Returns what an environment wants a response to first."""
+        """Returns the first observation of an environment, with its requests."""
         td = TensorDict(to_values(task))
         return self._read(env.reset(lazy_stack([td.copy()])), td)
 

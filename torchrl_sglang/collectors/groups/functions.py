@@ -28,7 +28,7 @@ class Group:
 
     conversations: Sequence[Conversation]
     task: Mapping[str, Any]
-    """Its columns."""
+    """Columns of the dataset element."""
 
 
 class FunctionGroups:
