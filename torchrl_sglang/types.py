@@ -7,7 +7,7 @@ Frozen, keyword-only and free of torch tensors, except for the dtypes and shapes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -234,6 +234,56 @@ WeightRoute: TypeAlias = Literal["distributed", "tensor", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServerArgs:
+    """Arguments of a server that decide something here, under SGLang's own names.
+
+    The defaults stand for what a server does not report.
+    """
+
+    device: str | None = None
+    """``"cuda"`` or ``"cpu"``."""
+    nnodes: int = 1
+    """Machines that its ranks are on."""
+    model_path: str | None = None
+    """What it was started with, whatever it has loaded since."""
+    revision: str | None = None
+    """Revision of that on the hub."""
+    load_format: str | None = None
+    """``"dummy"``: it was started with random weights."""
+    quantization: str | None = None
+    """What it makes of the weights that it loads."""
+    enable_symm_mem: bool = False
+    """Its communicators use symmetric memory."""
+    enable_memory_saver: bool = False
+    """Its memory can be released."""
+    weight_cache_mode: str | None = None
+    """Other than ``"off"``: servers share weights through a daemon."""
+    enable_hierarchical_cache: bool = False
+    """Its prefix cache has levels outside the GPU."""
+    hicache_storage_backend: str | None = None
+    """Where its prefixes are stored."""
+    disaggregation_mode: str | None = None
+    """Other than ``"null"``: prefill and decoding are on different servers."""
+    sampling_mask_max_tokens: int | None = None
+    """Most tokens of a sampling support that it reports."""
+    max_lora_rank: int | None = None
+    """Greatest rank of an adapter."""
+    lora_target_modules: Any = None
+    """Modules that adapters may change, or ``["all"]``."""
+    max_loras_per_batch: int | None = None
+    """Adapters that one batch computes with."""
+    max_loaded_loras: int | None = None
+    """Adapters that it holds."""
+
+    @classmethod
+    def read(cls, reported: Mapping[str, Any]) -> ServerArgs:
+        """Picks them from all that a server reports; ``None`` is the default."""
+        names = (each.name for each in fields(cls))
+        known = {name: reported.get(name) for name in names}
+        return cls(**{name: v for name, v in known.items() if v is not None})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServerCapabilities:
     """Capabilities of one server, detected when an engine connects to it."""
 
@@ -312,6 +362,11 @@ class ServerCapabilities:
     """Sampling parameters of requests that give none: ``preferred_sampling_params``."""
     server_args: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """All arguments of the server, as it reports them."""
+
+    @property
+    def args(self) -> ServerArgs:
+        """Those of its arguments that decide something here."""
+        return ServerArgs.read(self.server_args)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

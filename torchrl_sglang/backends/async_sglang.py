@@ -465,13 +465,12 @@ class AsyncSGLang(TorchRLCalls):
     @property
     def placements(self) -> tuple[ServerPlacement, ...]:
         located = {replica.url: replica.location for replica in self._fleet.replicas}
-        device = self.capabilities.server_args.get("device")
-        nodes = int(self.capabilities.server_args.get("nnodes") or 1)
+        args = self.capabilities.args
         return tuple(
             ServerPlacement(
                 url=url,
-                local=nodes == 1 and is_this_machine(url),
-                device=device if isinstance(device, str) else None,
+                local=args.nnodes == 1 and is_this_machine(url),
+                device=args.device,
                 gpus=None if (at := located.get(url)) is None else at.gpus,
                 visible_gpus=None if at is None else at.visible_gpus,
             )

@@ -112,7 +112,7 @@ class TorchRLCalls(RLSGLangEngine):
                 "trainer has opened. SGLangWeightSyncScheme(engine).create_sender() "
                 "opens its own, and needs nothing."
             )
-        on_cpu = self.capabilities.server_args.get("device") == "cpu"
+        on_cpu = self.capabilities.args.device == "cpu"
         options: dict[str, Any] = {
             "group_name": WEIGHT_UPDATE_GROUP,
             "master_address": master_address or self.get_master_address(),

@@ -131,7 +131,7 @@ def _no_sampling_support(
     params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> str | None:
     """Source: ``return_sampling_mask`` in ``sglang/srt/managers/scheduler.py``."""
-    most = capabilities.server_args.get("sampling_mask_max_tokens")
+    most = capabilities.args.sampling_mask_max_tokens
     if most is None:
         return (
             f"SGLang {capabilities.version} does not report it; it needs 0.5.20 or "

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import SGLangError, WeightSyncStateError, WeightTransferError
 from torchrl_sglang.types import SyncReport
-from torchrl_sglang.weight_update.sources.base import Source, Wanted, wrapped
+from torchrl_sglang.weight_update.sources.base import Source, Wanted
 
 
 def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks | None:
@@ -36,14 +35,6 @@ def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks 
     # Tensors on a part of the ranks are gathered by that part.
     mesh = max(meshes, key=lambda mesh: mesh.size())
     return Ranks([mesh.get_group(dim) for dim in range(mesh.ndim)])
-
-
-def is_copy(weights: Any) -> bool:
-    """Returns whether this is another rank than 0 of DistributedDataParallel."""
-    for module in wrapped(weights):
-        if isinstance(module, DistributedDataParallel):
-            return dist.get_rank(module.process_group) != 0
-    return False
 
 
 class Ranks:

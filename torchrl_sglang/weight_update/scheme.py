@@ -286,10 +286,10 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
                 )
         if self._engine is None:
             self._engine = engine
-            server_args = engine.capabilities.server_args
-            if server_args.get("device") != "cpu" and torch.cuda.is_available():
+            args = engine.capabilities.args
+            if args.device != "cpu" and torch.cuda.is_available():
                 # NCCL reads it with the first communicator of this process.
-                share_nccl_settings(server_args, refuse=False)
+                share_nccl_settings(args, refuse=False)
 
     def create_sender(self) -> SGLangWeightSender:
         """Returns the scheme's sender; the same one every time."""

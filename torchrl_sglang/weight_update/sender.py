@@ -32,13 +32,10 @@ from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
 from torchrl_sglang.weight_update.encodings.base import check_servers, encode_weights
 from torchrl_sglang.weight_update.options import SchemeOptions
-from torchrl_sglang.weight_update.ranks import find_ranks, is_copy
+from torchrl_sglang.weight_update.ranks import find_ranks
 from torchrl_sglang.weight_update.sources.base import Source, module_tensors
-from torchrl_sglang.weight_update.sources.peft import (
-    adapter_source,
-    is_plain_lora,
-    peft_model_in,
-)
+from torchrl_sglang.weight_update.sources.given import Given, unwrap
+from torchrl_sglang.weight_update.sources.peft import adapter_source, plain_lora
 from torchrl_sglang.weight_update.sources.resolve import (
     ExporterCache,
     find_source,
@@ -143,9 +140,10 @@ class SGLangWeightSender:
             self._scheme.use_engine(vllm_engine)
         source = None
         if self._model is not None:
-            if self._is_idle_copy(self._model):
+            given = unwrap(self._model)
+            if self._is_idle_copy(given):
                 return
-            source = self._find_source(self._model)
+            source = self._find_source(given)
             ranks = find_ranks(source, self._options.process_group)
             # An adapter travels in the requests themselves.
             if (ranks is not None and not ranks.sends) or source.adapter is not None:
@@ -154,7 +152,7 @@ class SGLangWeightSender:
             plan_names(specs_of(model_metadata), *self._served)
         device = CPU
         if self._options.device is None:
-            source = source or self._find_source(self.resolve())
+            source = source or self._find_source(unwrap(self.resolve()))
             device = open_weights(source, *self._served).device
         self._get_transport(device).connect()
 
@@ -219,7 +217,7 @@ class SGLangWeightSender:
     def _update(
         self, weights: Any, *, verify: bool | None = None, counts_itself: Any = None
     ) -> SyncReport:
-        given = self.resolve(weights)
+        given = unwrap(self.resolve(weights))
         if self._is_idle_copy(given):
             report = SyncReport(
                 version="",
@@ -232,7 +230,7 @@ class SGLangWeightSender:
             return self._count(report, counts_itself)
         verify = self._options.verify if verify is None else verify
         report = self._send_until(given, verify)
-        self._sent_registered = given is self._model
+        self._sent_registered = given.weights is self._model
         return self._count(report, counts_itself)
 
     def is_spread(self, weights: Any = None) -> bool:
@@ -241,7 +239,7 @@ class SGLangWeightSender:
         Args:
             weights: as for :meth:`update_weights`.
         """
-        source = self._find_source(self.resolve(weights))
+        source = self._find_source(unwrap(self.resolve(weights)))
         return find_ranks(source, self._options.process_group) is not None
 
     def refresh(self) -> SyncReport | None:
@@ -263,14 +261,14 @@ class SGLangWeightSender:
         torchrl_logger.warning(
             "All servers were started again, so that they are sent the weights again."
         )
-        report = self._send_until(model, verify=False)
+        report = self._send_until(unwrap(model), verify=False)
         for collector in self._all_collectors():
             served_again = getattr(collector, "_served_again", None)
             if served_again is not None:
                 served_again(report.version)
         return report
 
-    def _send_until(self, given: Any, verify: bool) -> SyncReport:
+    def _send_until(self, given: Given, verify: bool) -> SyncReport:
         """Sends weights; again, if a server ends meanwhile that is started again."""
         deadline = time.monotonic() + self._options.restart_timeout
         lost: WeightTransferError | None = None
@@ -279,13 +277,13 @@ class SGLangWeightSender:
                 return self._attempt(given, verify, deadline, lost)
             except WeightTransferError as error:
                 # What is read once cannot be sent a second time.
-                if not error.server_lost or isinstance(given, Iterator):
+                if not error.server_lost or isinstance(given.weights, Iterator):
                     raise
                 lost = error
 
     def _attempt(
         self,
-        given: Any,
+        given: Given,
         verify: bool,
         deadline: float,
         lost: WeightTransferError | None,
@@ -349,36 +347,37 @@ class SGLangWeightSender:
                 untouched=lost is None or lost.untouched,
             ) from error
 
-    def _is_idle_copy(self, given: Any) -> bool:
+    def _is_idle_copy(self, given: Given) -> bool:
         """Returns whether another rank of DistributedDataParallel sends."""
-        return is_copy(given) and not self._scheme.owns_servers
+        return given.is_copy and not self._scheme.owns_servers
 
-    def _find_source(self, given: Any) -> Source:
-        """Resolves weights, once per update: whole ones, or a LoRA adapter alone."""
+    def _find_source(self, given: Given) -> Source:
+        """Resolves weights: whole ones, or a LoRA adapter alone."""
         if self._options.transport == AUTO:
             adapter = self._trains_adapter(given)
         else:
             adapter = TRANSPORTS[self._options.transport].adapter_only
-        return adapter_source(given) if adapter else find_source(given, self._exporters)
+        if adapter:
+            return adapter_source(given)
+        return find_source(given.weights, self._exporters)
 
-    def _trains_adapter(self, given: Any) -> bool:
+    def _trains_adapter(self, given: Given) -> bool:
         """Returns whether a model trains only an adapter that the servers take."""
-        if not is_plain_lora(given) or self._options.process_group is not None:
+        adapter = plain_lora(given)
+        if adapter is None or self._options.process_group is not None:
             return False
-        refuse_fsdp1(given)
+        refuse_fsdp1(given.weights)
         # Ranks that hold a model together must come to the same answer, and only one
         # sees the servers.
-        tensors = module_tensors(peft_model_in(given)).values()
+        tensors = module_tensors(given.peft_model).values()
         sharded = any(isinstance(value, DTensor) for value in tensors)
         if sharded or not self._engine.capabilities.has_lora:
             return False
         engine = self._engine
         engine.look_at_servers()
-        return engine.base_problem is None and is_plain_lora(
-            given, engine.capabilities.server_args
-        )
+        return engine.base_problem is None and adapter.fits(engine.capabilities.args)
 
-    def _send(self, source: Source, given: Any, verify: bool) -> SyncReport:
+    def _send(self, source: Source, given: Given, verify: bool) -> SyncReport:
         engine, adapter = self._engine, source.adapter is not None
         if adapter:
             weights = open_weights(source, {})

@@ -29,8 +29,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.support.event_loop import run_sync
-from torchrl_sglang.weight_update.sources.base import wrapped
-from torchrl_sglang.weight_update.sources.peft import peft_model_in
+from torchrl_sglang.weight_update.sources.given import Given
 from torchrl_sglang.weight_update.weights import Weights
 
 ROWS = 2
@@ -60,7 +59,7 @@ _KINDS = ("embed_tokens", "q_proj", "gate_proj", "layernorm", ".norm", "lm_head"
 
 
 def watch(
-    engine: RLSGLangEngine, weights: Weights, given: Any, *, version: str
+    engine: RLSGLangEngine, weights: Weights, given: Given, *, version: str
 ) -> tuple[Weights, Callable[[], None]]:
     """Returns the weights to send instead, and the comparison to call afterwards.
 
@@ -76,7 +75,8 @@ def watch(
             f"verify=True has nothing to compare: the servers of "
             f"{engine.capabilities.model_path!r} do not tell the values of these "
             f"weights, and log-probs need awake servers and a model that is whole on "
-            f"this rank and can be called with input_ids, got {type(given).__name__}. "
+            f"this rank and can be called with input_ids, got "
+            f"{type(given.weights).__name__}. "
             f"Register such a model, or leave verify=True out. The known limits in the "
             f"documentation say how to verify one that is spread over ranks (FSDP2)."
         )
@@ -110,7 +110,7 @@ def watch(
 
 def _find_readable(engine: RLSGLangEngine, weights: Weights) -> list[str]:
     """Returns the names of parameters whose values the servers tell."""
-    quantization = engine.capabilities.server_args.get("quantization")
+    quantization = engine.capabilities.args.quantization
     if quantization:
         raise UnsupportedByServerError(
             f"The servers quantise what they receive ({quantization!r}), so it cannot "
@@ -222,22 +222,22 @@ def allowed_difference(dtype: torch.dtype, expected: torch.Tensor) -> float:
     return max(HALF_TOLERANCE[dtype] * float(expected.std()), FLOAT32_TOLERANCE)
 
 
-def whole_model(source: Any) -> nn.Module | None:
-    """Returns the model in ``source`` that can score; None if a part is elsewhere."""
+def whole_model(given: Given) -> nn.Module | None:
+    """Returns the given model if it can score prompts; None if a part is elsewhere."""
     # Calling a wrapper could take every rank; PEFT's own forward may take anything, and
     # the base model has the adapter's layers.
-    *_, source = [None, *wrapped(source)]
-    if peft_model_in(source) is not None:
-        source = source.get_base_model()
-    if source is None:
+    model: Any = given.innermost
+    if given.peft_model is not None:
+        model = model.get_base_model()
+    if model is None:
         return None
     elsewhere = any(
         isinstance(value, DTensor) or value.is_meta or not value.numel()
-        for value in source.parameters()
+        for value in model.parameters()
     )
-    takes_ids = "input_ids" in inspect.signature(source.forward).parameters
-    model: nn.Module = source
-    return model if takes_ids and not elsewhere else None
+    takes_ids = "input_ids" in inspect.signature(model.forward).parameters
+    found: nn.Module = model
+    return found if takes_ids and not elsewhere else None
 
 
 def _score(model: nn.Module, prompts: list[list[int]]) -> torch.Tensor:

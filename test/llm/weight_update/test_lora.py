@@ -22,10 +22,11 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.types import ServerArgs
+from torchrl_sglang.weight_update.sources.given import unwrap
 from torchrl_sglang.weight_update.sources.peft import (
     adapter_source,
-    is_plain_lora,
-    peft_model_in,
+    plain_lora,
 )
 from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights
 from torchrl_sglang.weight_update.transports.lora import LoraOptions, LoraTransport
@@ -43,7 +44,7 @@ def transport(lora_engine):
 
 
 def adapter_weights(model):
-    return open_weights(adapter_source(model), {})
+    return open_weights(adapter_source(unwrap(model)), {})
 
 
 def ask(engine, **settings):
@@ -190,7 +191,7 @@ def test_wrappers_around_a_model(peft_models, tokenizer):
 
     policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens")
     for wrapped in (model, Wrapper(), policy):
-        assert peft_model_in(wrapped) is model
+        assert unwrap(wrapped).peft_model is model
         tensors, config = adapter_from_model(wrapped)
         assert config["r"] == 4
         assert len(tensors) == 8
@@ -212,8 +213,8 @@ def test_several_adapters(peft_models):
 
 
 def test_models_without_an_adapter(hf_model):
-    assert peft_model_in(hf_model) is None
-    assert peft_model_in({"weight": torch.zeros(1)}) is None
+    assert unwrap(hf_model).peft_model is None
+    assert unwrap({"weight": torch.zeros(1)}).peft_model is None
     with pytest.raises(ConfigurationError, match="Qwen2ForCausalLM has no LoRA"):
         adapter_from_model(hf_model)
 
@@ -316,8 +317,8 @@ def test_all_that_is_trained_is_sent(lora_engine, peft_models):
 )
 def test_whether_an_adapter_is_all(peft_models, config, server_args, plain):
     model = peft_models.make(1, **config)
-    assert is_plain_lora(model, server_args) is plain
-    assert is_plain_lora(model) or not plain
+    found = plain_lora(unwrap(model))
+    assert (found is not None and found.fits(ServerArgs(**server_args))) is plain
 
 
 def test_two_adapters_that_are_trained(peft_models):
@@ -325,10 +326,10 @@ def test_two_adapters_that_are_trained(peft_models):
 
     model = peft_models.make(1)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
-    assert is_plain_lora(model)
+    assert plain_lora(unwrap(model)) is not None
     for name, value in model.named_parameters():
         value.requires_grad_("lora_" in name)
-    assert not is_plain_lora(model)
+    assert plain_lora(unwrap(model)) is None
 
 
 def test_verification_notices_another_adapter(lora_engine, peft_models):
@@ -337,7 +338,9 @@ def test_verification_notices_another_adapter(lora_engine, peft_models):
         peft_models.make(seed, target_modules=["v_proj"]) for seed in (1, 2)
     )
     train(other, steps=3)
-    weights, check = watch(lora_engine, adapter_weights(model), other, version="1")
+    weights, check = watch(
+        lora_engine, adapter_weights(model), unwrap(other), version="1"
+    )
     LoraTransport(lora_engine).send(weights, version="1")
     with pytest.raises(WeightMismatchError, match="does not generate with"):
         check()
@@ -479,7 +482,7 @@ def test_verification_notices_an_adapter_over_whole_weights(
     lora_engine, peft_models, hf_model
 ):
     weights = open_weights(find_source(hf_model), lora_engine.get_model_metadata(), {})
-    _, check = watch(lora_engine, weights, hf_model, version="1")
+    _, check = watch(lora_engine, weights, unwrap(hf_model), version="1")
     check()
     tensors, config = adapter_from_model(peft_models.make(14))
     with AsyncSGLang.connect(lora_engine.server_url) as other:

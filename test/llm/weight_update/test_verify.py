@@ -16,6 +16,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
+from torchrl_sglang.weight_update.sources.given import unwrap
 from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 from torchrl_sglang.weight_update.verify import (
@@ -116,7 +117,7 @@ def update_and_interfere(engine, weights, interfere):
     """An update, after which somebody does something before it is verified."""
     version = str(int("0" + engine.weight_version.strip("default")) + 1)
     opened = open_weights(weights, engine.get_model_metadata())
-    opened, check = watch(engine, opened, weights, version=version)
+    opened, check = watch(engine, opened, unwrap(weights), version=version)
 
     def verify():
         interfere()
@@ -282,9 +283,9 @@ def test_what_may_differ():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_models_that_can_be_called(hf_model):
-    assert whole_model(hf_model) is hf_model
-    assert whole_model(torch.compile(hf_model)) is hf_model
-    assert whole_model(nn.Linear(2, 2)) is None
-    assert whole_model(hf_model.state_dict()) is None
-    assert whole_model(iter([])) is None
-    assert whole_model(hf_model.to("meta")) is None
+    assert whole_model(unwrap(hf_model)) is hf_model
+    assert whole_model(unwrap(torch.compile(hf_model))) is hf_model
+    assert whole_model(unwrap(nn.Linear(2, 2))) is None
+    assert whole_model(unwrap(hf_model.state_dict())) is None
+    assert whole_model(unwrap(iter([]))) is None
+    assert whole_model(unwrap(hf_model.to("meta"))) is None

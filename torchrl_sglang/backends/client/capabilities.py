@@ -20,7 +20,7 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.types import ServerCapabilities, WeightRoute
+from torchrl_sglang.types import ServerArgs, ServerCapabilities, WeightRoute
 
 CONNECT_TIMEOUT_SECONDS = 30.0
 """Timeout of each question to a server."""
@@ -71,11 +71,11 @@ reports that it did; with other values it can end."""
 
 
 def sleep_obstacles(
-    server_args: Mapping[str, Any],
+    args: ServerArgs,
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yields (name, value, required value) of arguments that prevent sleeping."""
     for name, allowed in _TO_SLEEP.items():
-        value = server_args.get(name)
+        value = getattr(args, name)
         if value not in allowed:
             yield name, value, allowed[0]
 
@@ -83,7 +83,7 @@ def sleep_obstacles(
 def check_takes_weights(capabilities: ServerCapabilities) -> None:
     """Raises :class:`UnsupportedByServerError` if new weights would do harm."""
     if capabilities.stores_stale_prefixes:
-        backend = capabilities.server_args["hicache_storage_backend"]
+        backend = capabilities.args.hicache_storage_backend
         raise UnsupportedByServerError(
             f"The servers run with hicache_storage_backend={backend!r}, which in "
             f"SGLang {capabilities.version} finds a stored prefix by its tokens alone: "
@@ -286,6 +286,7 @@ def interpret(
             f"not generate text."
         )
     model_path = str(model_info["model_path"])
+    args = ServerArgs.read(server_info)
     max_context = int(models["data"][0]["max_model_len"])
 
     def has(*names: str) -> bool:
@@ -320,7 +321,7 @@ def interpret(
         has_lora=has("enable_lora"),
         lora_tensors_field=next((f for f in _LORA_FIELDS if f in lora_fields), None),
         adapters=adapters_in(models),
-        can_sleep=not any(sleep_obstacles(server_info)),
+        can_sleep=not any(sleep_obstacles(args)),
         keeps_weights=has("enable_weights_cpu_backup"),
         tells_paused="/ready" in routes,
         start_id=start_id(server_info),
@@ -331,9 +332,10 @@ def interpret(
         draft=_draft(server_info),
         selects_draft="selector" in begin_fields,
         spares_draft="disable_draft_model" in tensor_fields,
-        quantized=server_info.get("quantization") or quant_method,
+        quantized=args.quantization or quant_method,
         # Stored prefixes have had keys since servers have told that they are ready.
-        stores_stale_prefixes=has("hicache_storage_backend") and "/ready" not in routes,
+        stores_stale_prefixes=args.hicache_storage_backend is not None
+        and "/ready" not in routes,
         default_sampling_params=_mapping(model_info.get("preferred_sampling_params")),
         server_args={
             name: value

@@ -56,7 +56,7 @@ class ServedModel:
         self._tokenizer_path = path or capabilities.tokenizer_path
         self._trusted = trust_remote_code
         # The revision belongs to the name that the server was started with.
-        self._revision = None if path else capabilities.server_args.get("revision")
+        self._revision = None if path else capabilities.args.revision
         self._tokenizer: Any = None
         self._metadata: ModelMetadata | None = None
 

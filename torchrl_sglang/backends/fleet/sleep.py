@@ -56,7 +56,7 @@ def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
 def check_can_sleep(capabilities: ServerCapabilities, url: str) -> None:
     """Checks that the servers were started with the options that sleep needs."""
     if not capabilities.can_sleep:
-        name, value, needed = next(sleep_obstacles(capabilities.server_args))
+        name, value, needed = next(sleep_obstacles(capabilities.args))
         raise UnsupportedByServerError(
             f"The server at {url} has {name}={value!r}, so it cannot give memory back; "
             f"start it with {name}={needed!r}."

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
-from torchrl_sglang.types import ModelMetadata, ServerCapabilities
+from torchrl_sglang.types import ModelMetadata, ServerArgs, ServerCapabilities
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -107,7 +107,7 @@ def prepare_adapter(
             "content of PEFT's adapter_config.json as config=..."
         )
     assert tensors is not None
-    checked = check_config(config, capabilities.server_args)
+    checked = check_config(config, capabilities.args)
     complete, checked = check_tensors(tensors, checked, get_metadata())
     return AdapterPayload(tensors=to_text(complete, capabilities.dtype), config=checked)
 
@@ -135,9 +135,7 @@ def read_folder(
     return tensors, config
 
 
-def check_config(
-    config: Mapping[str, Any], server_args: Mapping[str, Any]
-) -> dict[str, Any]:
+def check_config(config: Mapping[str, Any], args: ServerArgs) -> dict[str, Any]:
     """Returns a configuration as servers take it; refuses what they would ignore."""
     if not isinstance(config, Mapping):
         raise ConfigurationError(
@@ -163,8 +161,8 @@ def check_config(
                 f"The LoRA adapter has {name}={config[name]!r}, and {reason}. Train it "
                 f"without, or merge it and send whole weights."
             )
-    rank, most = config["r"], server_args.get("max_lora_rank")
-    if isinstance(most, int) and rank > most:
+    rank, most = config["r"], args.max_lora_rank
+    if most is not None and rank > most:
         raise ConfigurationError(
             f"The LoRA adapter has the rank r={rank}, and the servers were started "
             f"with max_lora_rank={most}; start them with max_lora_rank={rank}."
@@ -180,14 +178,14 @@ def check_config(
 
 
 def fits_servers(
-    config: Mapping[str, Any], modules: Collection[str], server_args: Mapping[str, Any]
+    config: Mapping[str, Any], modules: Collection[str], args: ServerArgs
 ) -> bool:
     """Returns whether servers take an adapter of these modules."""
     try:
-        check_config(config, server_args)
+        check_config(config, args)
     except ConfigurationError:
         return False
-    served = server_args.get("lora_target_modules")
+    served = args.lora_target_modules
     if not isinstance(served, (list, tuple)) or set(served) & {"all", "all-linear"}:
         return True
     taken = {name.rpartition(".")[2] for name in served}

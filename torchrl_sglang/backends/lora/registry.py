@@ -496,12 +496,12 @@ class AdapterRegistry:
 
     async def _make_space(self, adapter: Adapter, deadline: float) -> None:
         """Checks that servers have space: a full one drops an adapter in use."""
-        args, retirement = self._capabilities.server_args, self._retirement
-        places = args.get("max_loras_per_batch")
+        args, retirement = self._capabilities.args, self._retirement
+        places = args.max_loras_per_batch
         if adapter.pinned and places and len(retirement.pinned) >= places - 1:
             pinned = [name for name in retirement.retiring if name in retirement.pinned]
             await retirement.hurry(pinned, deadline)
-        limit = args.get("max_loaded_loras")
+        limit = args.max_loaded_loras
         if limit is None or await self._most_held() < limit:
             return
         await retirement.hurry(list(retirement.retiring), deadline)
@@ -582,8 +582,8 @@ class AdapterRegistry:
         if not isinstance(error, RequestRefusedError):
             raise error
         names = ("max_lora_rank", "lora_target_modules", "max_loras_per_batch")
-        args = self._capabilities.server_args
-        told = ", ".join(f"{name}={args.get(name)}" for name in names)
+        args = self._capabilities.args
+        told = ", ".join(f"{name}={getattr(args, name)}" for name in names)
         raise ConfigurationError(
             f"The LoRA adapter {adapter.name!r} was refused: {error} The servers have "
             f"{told}; start them with others, or load another adapter. Requests use "

@@ -220,7 +220,7 @@ def _measure(
         "model": model or engine.capabilities.model_path,
         "sglang": engine.capabilities.version,
         "torch": torch.__version__,
-        "device": str(engine.capabilities.server_args.get("device", "unknown")),
+        "device": engine.capabilities.args.device or "unknown",
         "cores": len(os.sched_getaffinity(0)),
         "servers": len(engine.control.urls),
         "load": dataclasses.asdict(load),

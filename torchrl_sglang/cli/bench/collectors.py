@@ -342,7 +342,7 @@ class _Bench:
             from transformers import AutoConfig, AutoModelForCausalLM
 
             served = self._engine.capabilities
-            on_cpu = served.server_args.get("device") == "cpu"
+            on_cpu = served.args.device == "cpu"
             config = AutoConfig.from_pretrained(self._engine.model_path)
             with torch.device("cpu" if on_cpu else "cuda:0"):
                 model = AutoModelForCausalLM.from_config(

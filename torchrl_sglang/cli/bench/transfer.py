@@ -64,7 +64,7 @@ def measure_weights(
     ``extra_bytes`` is the most memory that the first update took on a GPU, of trainer
     and server together.
     """
-    on_cpu = engine.capabilities.server_args.get("device") == "cpu"
+    on_cpu = engine.capabilities.args.device == "cpu"
     gpus = 0 if on_cpu else torch.cuda.device_count()
     target = 0 if transport == "cuda_ipc" else 1
     if not on_cpu and gpus <= target:

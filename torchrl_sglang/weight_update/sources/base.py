@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_sglang.weight_update.weights import TensorSpec
 
@@ -84,17 +83,6 @@ def read_tensors(
     for name, tensor in tensors.items():
         if name in wanted:
             yield name, gather(tensor, wanted[name])
-
-
-def wrapped(model: Any) -> Iterator[Any]:
-    """Yields a module and the modules that it wraps, from the outside in."""
-    while isinstance(model, nn.Module):
-        yield model
-        if isinstance(model, LLMWrapperBase):
-            model = model.model
-        else:
-            # DDP, and torch.compile.
-            model = getattr(model, "module", getattr(model, "_orig_mod", None))
 
 
 def tensor_source(

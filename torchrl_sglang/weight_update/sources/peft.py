@@ -14,7 +14,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 
 from torchrl_sglang.backends.lora.payload import fits_servers, read_folder
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.types import ServerArgs
 from torchrl_sglang.weight_update.sources.base import (
     Source,
     Wanted,
@@ -31,8 +32,8 @@ from torchrl_sglang.weight_update.sources.base import (
     read_tensors,
     shrink,
     tensor_source,
-    wrapped,
 )
+from torchrl_sglang.weight_update.sources.given import Given
 
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` with which PEFT leaves the base weights unchanged."""
@@ -235,19 +236,30 @@ def _merge(layer: nn.Module, parameters: dict[int, nn.Parameter]) -> Any:
     return layer_copy.get_base_layer()
 
 
-def is_plain_lora(model: Any, server_args: Mapping[str, Any] | None = None) -> bool:
-    """Returns whether ``model`` trains nothing but one adapter that servers take.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainLora:
+    """The one adapter that a model trains, and nothing else."""
 
-    Without ``server_args``, of servers that take every rank and every module.
-    """
-    found = peft_model_in(model)
+    config: Mapping[str, Any]
+    """PEFT's configuration of it."""
+    modules: frozenset[str]
+    """Names of the modules that it changes, such as ``q_proj``."""
+
+    def fits(self, args: ServerArgs) -> bool:
+        """Returns whether servers with these arguments take it."""
+        return fits_servers(self.config, self.modules, args)
+
+
+def plain_lora(given: Given) -> PlainLora | None:
+    """Returns the adapter of a model that trains nothing but one."""
+    found = given.peft_model
     if found is None or len(found.active_adapters) != 1:
-        return False
+        return None
     name = found.active_adapters[0]
     config = _to_json(found.peft_config[name].to_dict())
     if config.get("init_lora_weights", True) not in _KEEPS_BASE:
         # It needs the changed base weights, which servers lack.
-        return False
+        return None
     adapter = re.compile(rf"([^.]+)\.lora_[^.]+\.{re.escape(name)}(\.|$)")
     modules = set()
     for path, parameter in found.named_parameters():
@@ -256,19 +268,19 @@ def is_plain_lora(model: Any, server_args: Mapping[str, Any] | None = None) -> b
             modules.add(module[1])
         elif parameter.requires_grad:
             # It is trained too, and would not be sent.
-            return False
-    return fits_servers(config, modules, server_args or {})
+            return None
+    return PlainLora(config=config, modules=frozenset(modules))
 
 
-def adapter_source(given: Any) -> Source:
+def adapter_source(given: Given) -> Source:
     """Resolves the active adapter of a PEFT model, or a folder that PEFT has saved."""
-    if isinstance(given, (str, os.PathLike)):
-        tensors, config = read_folder(given)
+    if isinstance(given.weights, (str, os.PathLike)):
+        tensors, config = read_folder(given.weights)
         return dataclasses.replace(tensor_source(tensors), adapter=config)
-    found = peft_model_in(given)
+    found = given.peft_model
     if found is None:
         raise ConfigurationError(
-            f"A {type(given).__name__} has no LoRA adapter; give a model that "
+            f"A {type(given.weights).__name__} has no LoRA adapter; give a model that "
             f"peft.get_peft_model() has made."
         )
     active = found.active_adapters
@@ -285,16 +297,6 @@ def adapter_source(given: Any) -> Source:
     )
     config = _to_json(found.peft_config[active[0]].to_dict())
     return dataclasses.replace(tensor_source(tensors), adapter=config)
-
-
-def peft_model_in(model: Any) -> Any:
-    """Returns the PEFT model that is, or is wrapped in, ``model``; or None."""
-    for module in wrapped(model):
-        if hasattr(module, "peft_config") and any(
-            kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__
-        ):
-            return module
-    return None
 
 
 def _to_json(value: Any) -> Any:

@@ -118,7 +118,7 @@ class BroadcastTransport(WeightTransport):
         self._refuse_stages()
         if self._backend == "nccl":
             process_group.share_nccl_settings(
-                self._engine.capabilities.server_args, refuse=True
+                self._engine.capabilities.args, refuse=True
             )
         control, options = self._engine.control, self._options
         self._epoch = control.membership_epoch

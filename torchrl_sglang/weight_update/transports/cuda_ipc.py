@@ -118,8 +118,8 @@ class CudaIpcTransport(WeightTransport):
             self._in_place = alone and all(reach.shares for reach in reaches)
             # Another GPU cannot write to memory that can be released. SGLang moves
             # tensors to the GPU of the rank first, and a flat run of them not.
-            sleeps = capabilities.server_args.get("enable_memory_saver")
-            self._apart = bool(sleeps) and not self._in_place
+            sleeps = capabilities.args.enable_memory_saver
+            self._apart = sleeps and not self._in_place
         self._epoch = self._engine.control.membership_epoch
 
     def send(self, weights: Weights, *, version: str) -> int:

@@ -315,13 +315,13 @@ def _delete(folder: Path) -> None:
 def checkpoint_path(engine: RLSGLangEngine) -> str:
     """Returns the path, as the servers see it, that they were started with."""
     capabilities = engine.capabilities
-    if capabilities.server_args.get("load_format") == "dummy":
+    if capabilities.args.load_format == "dummy":
         raise UnsupportedByServerError(
             "The servers were started with load_format='dummy', so there is no "
             "checkpoint to go back to; send them weights instead."
         )
     # A server that has loaded other files reports those as its model's path.
-    return str(capabilities.server_args.get("model_path") or capabilities.model_path)
+    return capabilities.args.model_path or capabilities.model_path
 
 
 class CheckpointTransport(WeightTransport):

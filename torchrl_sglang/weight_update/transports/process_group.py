@@ -32,6 +32,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.urls import is_loopback
+from torchrl_sglang.types import ServerArgs
 
 LISTEN_BACKLOG = 512
 POLL_SECONDS = 0.05
@@ -203,12 +204,12 @@ def decide(
     return "agree" if value == servers else "differ"
 
 
-def share_nccl_settings(server_args: Mapping[str, Any], *, refuse: bool) -> None:
+def share_nccl_settings(args: ServerArgs, *, refuse: bool) -> None:
     """Sets the servers' value unless the trainer has one.
 
     With ``refuse``, raises :class:`ConfigurationError` if NCCL has begun without it.
     """
-    servers = str(int(bool(server_args.get("enable_symm_mem"))))
+    servers = str(int(args.enable_symm_mem))
     for name in NCCL_SLOW:
         if os.environ.get(name, "0") not in ("", "0"):
             torchrl_logger.warning(

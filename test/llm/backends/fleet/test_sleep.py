@@ -46,6 +46,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.types import ServerArgs
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9]
@@ -309,12 +310,12 @@ def test_a_server_without_a_memory_saver(engine):
 )
 def test_arguments_that_keep_a_server_awake(capabilities, name, value):
     given = {"enable_memory_saver": True, "disaggregation_mode": "null", name: value}
-    ((found, what, _),) = sleep_obstacles(given)
+    ((found, what, _),) = sleep_obstacles(ServerArgs.read(given))
     assert (found, what) == (name, value)
     server = dataclasses.replace(capabilities, can_sleep=False, server_args=given)
     with pytest.raises(UnsupportedByServerError, match=f"{name}={value!r}.*start it"):
         check_can_sleep(server, "http://a")
-    assert not any(sleep_obstacles({"enable_memory_saver": True}))
+    assert not any(sleep_obstacles(ServerArgs(enable_memory_saver=True)))
 
 
 def test_a_server_that_dies_asleep(tiny_model_path, saver_python, hf_model, score):

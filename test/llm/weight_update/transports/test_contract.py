@@ -14,6 +14,7 @@ from helpers.log_probs import TOLERANCE, difference
 
 from torchrl_sglang.errors import WeightTransferError
 from torchrl_sglang.testing.transport_contract import TransportContract
+from torchrl_sglang.weight_update.sources.given import unwrap
 from torchrl_sglang.weight_update.sources.peft import adapter_source
 from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights
 from torchrl_sglang.weight_update.transports.registry import TRANSPORTS
@@ -45,8 +46,11 @@ class _Tests(TransportContract):
 
     def weights(self, seed):
         model = self.model(seed)
-        source = adapter_source if self.kind.adapter_only else find_source
-        return open_weights(source(model), self.engine.get_model_metadata())
+        if self.kind.adapter_only:
+            source = adapter_source(unwrap(model))
+        else:
+            source = find_source(model)
+        return open_weights(source, self.engine.get_model_metadata())
 
     def error(self, seed):
         return difference(self.engine, self.model(seed))
