@@ -117,7 +117,7 @@ def update_weights(
     if transport.route is not None:
         engine.control.check_weight_route(transport.route, quantized=quantized)
     with engine.weight_update() if held is None else nullcontext(held) as update:
-        session = _Session(
+        session = _UpdateSession(
             engine=engine,
             update=update,
             transport=transport,
@@ -156,7 +156,7 @@ def update_weights(
 
 
 @dataclass(kw_only=True)
-class _Session:
+class _UpdateSession:
     """One update, and what is known of the servers meanwhile."""
 
     engine: RLSGLangEngine

@@ -16,7 +16,7 @@ _WORD = re.compile(r"\S+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Response:
+class ChatResponse:
     """A response of the model, as a message and as a text."""
 
     message: Message
@@ -108,7 +108,7 @@ def after_marks(
     body: str,
     marked_body: str,
     marks: Sequence[str],
-    response: Response,
+    response: ChatResponse,
     ids: Sequence[str],
 ) -> str | None:
     """Returns the rest behind a response that is rendered in other words than its own.

@@ -20,7 +20,7 @@ _WRITTEN_ID = re.compile(r'"id"\s*:\s*"([A-Za-z0-9]{9})"\s*[,}]')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class ToolCall:
     """A call of a tool."""
 
     name: str
@@ -37,7 +37,7 @@ class Call:
         }
 
 
-def find_calls(text: str) -> tuple[str, list[Call]]:
+def find_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Returns a text without its calls, and those that can be read.
 
     They are ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``.
@@ -72,10 +72,10 @@ def read_calls(found: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, 
     return calls
 
 
-def _call(name: Any, arguments: Any) -> Call | None:
+def _call(name: Any, arguments: Any) -> ToolCall | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return Call(name=name, arguments=arguments)
+    return ToolCall(name=name, arguments=arguments)
 
 
 def written_ids(text: str, number: int) -> list[str]:

@@ -159,8 +159,8 @@ class SGLangLLMCollector(LLMCollector):
         if (
             type(policy) is not SGLangWrapper
             or policy.inplace is not True
-            or policy.input_mode
-            == "tokens"  # Such a wrapper reads the last turn's masks.
+            # A wrapper of tokens reads the last turn's masks.
+            or policy.input_mode == "tokens"
             or policy.prefer_tokens
             or self.env._post_step_mdp_hooks is not None
         ):

@@ -96,7 +96,7 @@ class SharedCollector:
                 "A SharedCollector needs the ranks of a trainer: call "
                 "torch.distributed.init_process_group() first, under torchrun."
             )
-        self._ranks = _Ranks(process_group, check_seconds("timeout", timeout))
+        self._ranks = _RankGroup(process_group, check_seconds("timeout", timeout))
         self._prepare = prepare
         self._schemes = dict(weight_sync_schemes or {})
         self.collector: Any = None
@@ -257,7 +257,7 @@ def _num_tokens(row: TensorDictBase) -> int:
     return int(mask.sum())
 
 
-class _Ranks:
+class _RankGroup:
     """Messages of the first rank to the others, over a process group of their own.
 
     Gloo's: a rank may wait for hours here, and NCCL would take a GPU's time for it.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torchrl_sglang.chat.messages import Message
-from torchrl_sglang.chat.template import Setting
+from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.session import Turn
 
@@ -31,7 +31,7 @@ class Request:
     """The conversation."""
     text: str | None = None
     """Instead of it: the prompt of a plain completion."""
-    setting: Setting = field(default_factory=Setting)
+    setting: PromptSettings = field(default_factory=PromptSettings)
     """Tools and variables of the template."""
     sampling: Sampling
     """Sampling parameters of the responses."""

@@ -52,7 +52,7 @@ class Answer:
 
 
 @dataclass(eq=False, slots=True)
-class _Entry:
+class _RepeatedRequest:
     """Requests with the same content."""
 
     answers: list[Answer] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, _RepeatedRequest] = OrderedDict()
 
     @asynccontextmanager
     async def to(
@@ -133,9 +133,9 @@ class Answers:
             entry.failures += not answer.is_complete
             _settle(entry, answer, withdraw, named=bool(named))
 
-    def _entry(self, content: bytes) -> _Entry:
+    def _entry(self, content: bytes) -> _RepeatedRequest:
         now, name = time.monotonic(), hashlib.sha256(content).digest()
-        entry = self._entries.setdefault(name, _Entry())
+        entry = self._entries.setdefault(name, _RepeatedRequest())
         entry.latest = now
         self._entries.move_to_end(name)
         while len(self._entries) > KEPT or (
@@ -145,7 +145,7 @@ class Answers:
         return entry
 
 
-def _known(entry: _Entry, *, repeats: bool, named: bool) -> Answer | None:
+def _known(entry: _RepeatedRequest, *, repeats: bool, named: bool) -> Answer | None:
     if named:
         return next((each for each in entry.answers if each.is_usable), None)
     if repeats:
@@ -155,7 +155,11 @@ def _known(entry: _Entry, *, repeats: bool, named: bool) -> Answer | None:
 
 
 def _settle(
-    entry: _Entry, answer: Answer, withdraw: Callable[[Any], None], *, named: bool
+    entry: _RepeatedRequest,
+    answer: Answer,
+    withdraw: Callable[[Any], None],
+    *,
+    named: bool,
 ) -> None:
     """Keeps or forgets an answer when a request that had it has ended."""
     if answer.waiting:

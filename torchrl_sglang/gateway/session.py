@@ -19,8 +19,8 @@ from torchrl_sglang.chat.messages import (
     rename_calls,
     without_stop,
 )
-from torchrl_sglang.chat.rendered import Response
-from torchrl_sglang.chat.template import ChatTemplate, Setting
+from torchrl_sglang.chat.rendered import ChatResponse
+from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import Completion
 
@@ -36,7 +36,7 @@ class Prompt:
     session grows with what was said, not with the square of it.
     """
 
-    setting: Setting
+    setting: PromptSettings
     """Tools and template variables."""
     new_messages: Sequence[Message]
     """Messages behind the earlier turn's response; all of them where there is none."""
@@ -208,7 +208,10 @@ class Session:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     def prompt(
-        self, messages: Sequence[Message], setting: Setting, template: ChatTemplate
+        self,
+        messages: Sequence[Message],
+        setting: PromptSettings,
+        template: ChatTemplate,
     ) -> Prompt:
         """Returns the prompt of a conversation.
 
@@ -239,7 +242,7 @@ class Session:
         origin, start, end = self._longest(text, template)
         rest = text[end:]
         return Prompt(
-            setting=Setting(),
+            setting=PromptSettings(),
             new_messages=(),
             new_token_ids=template.encode_start(rest)
             if origin is None
@@ -268,7 +271,7 @@ class Session:
         return found
 
     def _earlier(
-        self, messages: Sequence[Message], setting: Setting
+        self, messages: Sequence[Message], setting: PromptSettings
     ) -> Iterator[tuple[Turn, int]]:
         """Yields turns that a conversation begins with, and their messages; last first.
 
@@ -415,7 +418,7 @@ def _join(
     turn: Turn,
     messages: Sequence[Message],
     count: int,
-    setting: Setting,
+    setting: PromptSettings,
     template: ChatTemplate,
 ) -> Prompt | None:
     """Returns a prompt that goes on from a turn, if the template allows it."""
@@ -424,7 +427,7 @@ def _join(
     rendered = turn.prompt.rendered
     if rendered is None:
         rendered = template.render(before, setting)
-    response = Response(
+    response = ChatResponse(
         message=turn.reply,
         text=without_stop(turn.text, done.matched_stop),
         end=template.decode(done.token_ids[-1:]) if turn.ended else None,

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.chat.template import Setting
+from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues, VersionSpan
@@ -331,7 +331,7 @@ def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
     return Turn(
         number=number,
         prompt=Prompt(
-            setting=Setting(**setting),
+            setting=PromptSettings(**setting),
             new_messages=known["messages"],
             new_token_ids=_from_blob(_TOKENS, prompt_ids),
             new_text=known["prompt_text"],

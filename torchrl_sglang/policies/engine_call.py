@@ -50,14 +50,14 @@ class Stages(NamedTuple):
     ``min_new_tokens``."""
 
 
-class _Call(NamedTuple):
+class _EngineCall(NamedTuple):
     """One call of the engine."""
 
     requests: Sequence[GenerateRequest]
     return_exceptions: bool
 
 
-_Steps = Generator[_Call, list[Outcome], list[Outcome]]
+_Steps = Generator[_EngineCall, list[Outcome], list[Outcome]]
 """Yields calls of the engine, takes their outcomes, and returns those of all."""
 
 
@@ -123,7 +123,7 @@ def _steps(
         for request in requests:
             _check_without_tokenizer(request, on_server)
     if on_server:
-        outcomes = yield _Call(requests, return_exceptions)
+        outcomes = yield _EngineCall(requests, return_exceptions)
     else:
         outcomes = yield from _in_stages(
             capabilities, requests, tokenizer, return_exceptions
@@ -172,7 +172,7 @@ def _in_stages(
         replace(request, sampling_params=stage.first)
         for request, stage in zip(requests, stages, strict=True)
     ]
-    outcomes = yield _Call(first, return_exceptions)
+    outcomes = yield _EngineCall(first, return_exceptions)
     rest = {}
     for index, (outcome, stage) in enumerate(zip(outcomes, stages, strict=True)):
         if stage.rest is None or not isinstance(outcome, Completion):
@@ -183,7 +183,7 @@ def _in_stages(
             rest[index] = request
     if not rest:
         return outcomes
-    continued = yield _Call(list(rest.values()), True)
+    continued = yield _EngineCall(list(rest.values()), True)
     for index, outcome in zip(rest, continued, strict=True):
         begun = outcomes[index]
         assert isinstance(begun, Completion)

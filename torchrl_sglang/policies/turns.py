@@ -15,11 +15,11 @@ from tensordict import NestedKey, TensorDict
 
 from torchrl_sglang.chat import rendered
 from torchrl_sglang.chat.messages import Message
-from torchrl_sglang.chat.template import Setting
+from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.engine_call import ask_async
-from torchrl_sglang.policies.inputs import Prompts
+from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.types import Completion
@@ -64,7 +64,7 @@ class TurnCodec:
     ) -> None:
         _check_settings(check_policy(policy), {"input_mode": "history"})
         self._policy = policy
-        self._setting = Setting(tools=tools)
+        self._setting = PromptSettings(tools=tools)
         self._params = policy.sampling_params
         self._ends = policy.end_tokens(self._params)
         self._keys = policy.key_by_container(self._params)
@@ -105,7 +105,7 @@ class TurnCodec:
         if said != [("assistant", response.message)]:
             return None
         template, done = self._policy.template, response.completion
-        reply = rendered.Response(
+        reply = rendered.ChatResponse(
             message=replies[0],
             text=response.message,
             end=template.decode(done.token_ids[-1:]) if response.ended else None,
@@ -178,7 +178,7 @@ class TurnCodec:
     ) -> list[dict[NestedKey, Any]]:
         """Returns TorchRL's containers of each turn: prompt, response, messages."""
         completions = [response.completion for _, response, _ in turns]
-        prompts = Prompts(
+        prompts = PromptBatch(
             token_ids=[prompt.token_ids for prompt, _, _ in turns],
             texts=[prompt.text for prompt, _, _ in turns],
         )

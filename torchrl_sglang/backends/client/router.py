@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.backends.client.http import HttpClient, Method, Response
+from torchrl_sglang.backends.client.http import HttpClient, HttpResponse, Method
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -118,7 +118,7 @@ class RouterClient:
         payload: Any = None,
         *,
         timeout: float = WORKER_TIMEOUT_SECONDS,
-    ) -> Response:
+    ) -> HttpResponse:
         return await self._http.request(
             method, f"{self._url}{path}", payload, timeout=timeout
         )

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.client.http import HttpClient, Response
+from torchrl_sglang.backends.client.http import HttpClient, HttpResponse
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.backends.generation.in_flight import (
@@ -218,7 +218,7 @@ class Dispatcher:
         ticket: InFlightRequest,
         deadline: float,
         session_id: str | None,
-    ) -> Response:
+    ) -> HttpResponse:
         """Posts a request and returns the answer, which is a success."""
         answer = await self.http.request(
             "POST",
@@ -238,9 +238,9 @@ class Dispatcher:
         columns: Sequence[TokenColumn],
     ) -> tuple[Reply, bool]:
         """Posts a request; returns its reply, and whether the server ended before."""
-        latest: Response | None = None
+        latest: HttpResponse | None = None
 
-        def keep(event: Response) -> None:
+        def keep(event: HttpResponse) -> None:
             nonlocal latest
             latest = event
 

@@ -35,7 +35,7 @@ from torchrl_sglang.backends.launch.process import (
     STOP_TIMEOUT_SECONDS,
 )
 from torchrl_sglang.backends.launch.ray_directory import RayDirectory, is_connected
-from torchrl_sglang.backends.launch.ray_host import HostInfo, Prepared, ServerHost
+from torchrl_sglang.backends.launch.ray_host import HostInfo, PreparedServer, ServerHost
 from torchrl_sglang.backends.launch.ray_placement import Demand, Seat, Seats
 from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
 
@@ -355,7 +355,7 @@ class RayServer:
 
     def _prepare(
         self, infos: Sequence[Sequence[HostInfo]]
-    ) -> Generator[None, None, list[Prepared]]:
+    ) -> Generator[None, None, list[PreparedServer]]:
         """Has each node check its arguments; returns what they found."""
         addresses = [node[0].address for node in infos]
         specs = [{**self._spec, "host": address} for address in addresses]
@@ -375,7 +375,7 @@ class RayServer:
             for rank, (host, spec) in enumerate(zip(self._hosts, specs, strict=True))
         ]
         try:
-            found: list[Prepared] = yield from _results(calls)
+            found: list[PreparedServer] = yield from _results(calls)
         except SGLangError as error:
             error.add_note(f"Found on node {', '.join(addresses)}.")
             raise

@@ -33,7 +33,7 @@ _STEP = "The function step={!r}"
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Turn:
+class ConversationTurn:
     """One response of the policy, and its prompt."""
 
     prompt: EncodedPrompt
@@ -75,7 +75,7 @@ class Conversation:
     """Number of this conversation in its group."""
     messages: list[Message]
     """All messages so far."""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ConversationTurn] = field(default_factory=list)
     """The responses of the policy so far."""
     truncated: bool = False
     """Whether the number of turns or the context's length ended the conversation."""
@@ -249,7 +249,7 @@ class Conversations:
         finally:
             self.generating.add(-1)
         turns.append(
-            Turn(
+            ConversationTurn(
                 prompt=prompt,
                 response=response,
                 num_messages=len(conversation.messages),
