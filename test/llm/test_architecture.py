@@ -174,6 +174,7 @@ COLLECTORS_ORDER = [
     "timeouts",
     "copies",
     "weight_sync",
+    "base",
     "scheduling",
     "runtime",
     "groups",
