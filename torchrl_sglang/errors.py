@@ -177,7 +177,7 @@ class GenerationAbortedError(SGLangError, RuntimeError):
     index: int | None = None
     """Position of the response in the batch."""
     requested: bool = False
-    """This engine aborted its own request."""
+    """Whether this engine aborted its own request."""
     partial: Any = None
     """The :class:`.Completion` until then, with ``finish_reason`` ``"abort"``; ``None``
     where it is unknown."""

@@ -36,14 +36,14 @@ ModelMetadata: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
 """Parameter name -> (dtype, shape), under Hugging Face's names, in load order."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""Why a response ended; an aborted one is an error unless ``return_partial=True``."""
+"""Reason of a response's end; an abort is an error unless ``return_partial=True``."""
 
 LogProbsMode: TypeAlias = Literal["model", "sampling"]
-"""Whose log-probabilities: the model's own, ``log_softmax(logits)``, or those of what
+"""Kind of log-probabilities: the model's own, ``log_softmax(logits)``, or those of what
 the tokens were drawn from, after temperature, penalties, biases and grammar."""
 
 PauseMode: TypeAlias = Literal["continue", "retract", "abort", "in_place", "none"]
-"""What happens to running requests while weights are updated. ``"retract"``, SGLang's
+"""Treatment of running requests while weights are updated. ``"retract"``, SGLang's
 name of what its servers do for it, is the same as ``"continue"``."""
 
 
@@ -54,11 +54,11 @@ class TensorPart:
     name: str
     """Name for the loader."""
     shape: torch.Size
-    """Its shape."""
+    """Shape of the part."""
     stride: tuple[int, ...]
-    """Its strides in the larger tensor, which is contiguous, in elements."""
+    """Strides in the larger tensor, which is contiguous, in elements."""
     offset: int
-    """Where it begins in the larger tensor, in elements."""
+    """Offset in the larger tensor, in elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class FusedParameter:
     """
 
     shape: torch.Size
-    """Its shape in the module."""
+    """Shape in the module."""
     parts: tuple[TensorPart, ...]
     """The parts; a parameter that only has another name has one."""
 
@@ -100,7 +100,7 @@ class TokenLayout:
     """Fills the value of a token that has none, such as one of a prompt. Of lists, the
     list of such a token is empty."""
     padding: float = -1
-    """Fills what is no token."""
+    """Value at places without a token."""
 
     @property
     def is_ragged(self) -> bool:
@@ -123,9 +123,9 @@ class TokenValues:
     """
 
     layout: TokenLayout
-    """Its form."""
+    """Type and shape of the values."""
     values: np.ndarray[Any, Any]
-    """Of shape ``(tokens, *layout.shape)``; of lists, all of them one after the other.
+    """Values of shape ``(tokens, *layout.shape)``; of lists, all one after the other.
     """
     counts: np.ndarray[Any, Any] | None = None
     """int64 ``(tokens,)``: lengths of lists; ``None`` if there are none."""
@@ -181,20 +181,20 @@ class Completion:
     """Log-probability of each response token, NaN where unknown; ``None`` if not asked
     for."""
     logprobs_mode: LogProbsMode | None = None
-    """Whose log-probabilities they are; ``None`` where none were asked for."""
+    """Kind of the log-probabilities; ``None`` where none were asked for."""
     top_token_ids: list[list[int]] | None = None
     """The top-k tokens of each position, likeliest first; ``None`` if not asked for."""
     top_log_probs: list[list[float]] | None = None
-    """Their log-probabilities."""
+    """Log-probabilities of the top-k tokens."""
     prompt_log_probs: list[float] | None = None
     """Log-probability of each prompt token given those before it; NaN for the first
     one. ``None`` if not asked for."""
     columns: Mapping[str, TokenValues] = field(default_factory=dict)
     """Further quantities of each response token: those that ``token_columns`` named."""
     prompt_columns: Mapping[str, TokenValues] = field(default_factory=dict)
-    """The same of each prompt token, of quantities that these have, too."""
+    """Quantities of each prompt token, where prompts have these, too."""
     finish_reason: FinishReason
-    """Why generation ended."""
+    """Reason of the response's end."""
     matched_stop: int | str | None = None
     """The stop token id or stop string that ended it."""
     cached_tokens: int = 0
@@ -222,15 +222,15 @@ class Adapter:
     name: str
     """Name that requests select it by."""
     served_as: str
-    """Its name on the servers, another one after each load."""
+    """Name of the adapter on the servers, another one after each load."""
     version: str | None = None
     """Weight version, where a weight update published it."""
     pinned: bool = False
-    """Whether the servers always keep it ready for batches."""
+    """Whether the servers always keep the adapter ready for batches."""
 
 
 WeightRoute: TypeAlias = Literal["distributed", "tensor", "disk"]
-"""What servers load weights from: a process group, a request, or a folder."""
+"""Route by which servers load weights: a process group, a request, or a folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,7 +285,7 @@ class ServerArgs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerCapabilities:
-    """What one server can do, detected when an engine connects to it."""
+    """Capabilities of one server, detected when an engine connects to it."""
 
     version: str
     """Version of SGLang."""
@@ -313,8 +313,9 @@ class ServerCapabilities:
     needs_update_session: bool
     """Weights must be sent between begin and end calls."""
     keeps_requests: bool = False
-    """Its prefix cache can be flushed while it holds retracted requests, so that these
-    go on exactly with new weights."""
+    """Whether the prefix cache can be flushed while the server holds retracted
+    requests, so that these go on exactly with new weights.
+    """
     load_route: str
     """Path that answers with the number of running and queued requests."""
     info_route: str = "/server_info"
@@ -345,14 +346,15 @@ class ServerCapabilities:
     streams_deltas: bool = False
     """Events of a stream hold new tokens only, not the response so far."""
     draft: Literal["separate", "same"] | None = None
-    """Where the weights of a speculative draft model come from: a checkpoint of their
-    own, or the served model's; ``None``: there is none, or it has no weights."""
+    """Origin of the weights of a speculative draft model: a checkpoint of their own, or
+    the served model's; ``None``: there is none, or it has no weights.
+    """
     selects_draft: bool = False
     """A weight update says whether it is for the served model, its draft or both."""
     spares_draft: bool = False
     """Tensors of a weight update can be kept from a draft model."""
     quantized: str | None = None
-    """How weights differ from those of an unquantised checkpoint; ``None``: not."""
+    """Difference of the weights from an unquantised checkpoint; ``None``: none."""
     stores_stale_prefixes: bool = False
     """The server has a storage of prefixes (``hicache_storage_backend``) that finds one
     by its tokens alone: also one that older weights or another adapter computed."""
@@ -369,12 +371,12 @@ class ServerCapabilities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerPlacement:
-    """Where one server of an engine runs."""
+    """Place of one server of an engine."""
 
     url: str
-    """Its address."""
+    """Address of the server."""
     local: bool
-    """Whether it is on this machine."""
+    """Whether the server is on this machine."""
     device: str | None
     """``"cuda"`` or ``"cpu"``."""
     gpus: tuple[str, ...] | None = None
@@ -386,10 +388,10 @@ class ServerPlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerStats:
-    """What one server of an engine is doing."""
+    """Activity of one server of an engine."""
 
     url: str
-    """Its address."""
+    """Address of the server."""
     state: str
     """``"serving"``, ``"stale"`` (it waits for the next weight update), ``"down"``,
     ``"unreachable"`` (down, and no other server could take its requests), ``"lost"``
@@ -401,21 +403,21 @@ class ServerStats:
     weight_version: str | None
     """Version of its weights."""
     restarts: int
-    """How often this engine restarted it."""
+    """Number of restarts by this engine."""
     reason: str
-    """Why it does not serve."""
+    """Reason why the server does not serve."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """What an engine has done since it was made, and what it is doing."""
+    """Totals of an engine since it was made, and its present activity."""
 
     in_flight: int
     """Requests of this engine object that were sent and are not answered."""
     queued: int
     """Requests of this engine object that wait to be sent."""
     completed: int
-    """Responses that came back."""
+    """Finished responses."""
     retries: int
     """Requests that were sent again."""
     restarts: int
@@ -436,7 +438,7 @@ class EngineStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReport:
-    """What one weight update did."""
+    """Facts about one finished weight update."""
 
     version: str
     """Weight version that the servers report from now on."""
@@ -444,7 +446,7 @@ class SyncReport:
     """``"broadcast"``, ``"cuda_ipc"``, ``"disk"``, ``"lora"``; ``"checkpoint"`` if the
     servers went back to their own files, ``"none"`` if another trainer rank sends."""
     reason: str = ""
-    """Why in this way."""
+    """Reason for the transport."""
     num_tensors: int
     """Number of tensors sent; tied weights count once."""
     num_bytes: int

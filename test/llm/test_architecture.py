@@ -181,6 +181,7 @@ COLLECTORS_ORDER = [
     "timeouts",
     "copies",
     "weight_sync",
+    "base",
     "scheduling",
     "runtime",
     "groups",
@@ -220,6 +221,16 @@ def test_imports_within_a_layer_point_down(path, order):
         if not package and other:
             later = order.index(own) - order.index(other)
             assert later >= 0, f"{own} imports {name}"
+
+
+def test_each_class_has_a_name_of_its_own():
+    """Nobody has to look up which ``Response`` or ``_Call`` of several is meant."""
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(str(path))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 def test_no_imports_are_circular():

@@ -32,7 +32,7 @@ from torchrl_sglang import (
     SGLangWrapper,
     TokenColumn,
 )
-from torchrl_sglang.backends.client.http import Response
+from torchrl_sglang.backends.client.http import HttpResponse
 from torchrl_sglang.backends.generation.reply import (
     cut_short,
     decode_reply,
@@ -420,7 +420,9 @@ def test_a_server_that_was_lost(fake_engine):
             "output_token_ids_logprobs": [[[-1.0, 5, None], [-2.0, 9, None]]] * 3,
         },
     }
-    answer = Response(url="http://one:1", status=200, body=json.dumps(event).encode())
+    answer = HttpResponse(
+        url="http://one:1", status=200, body=json.dumps(event).encode()
+    )
     reply = cut_short(decode_reply(answer, [YES_NO]), OSError("it ended"))
     request = GenerateRequest(input_ids=[5, 6], token_columns=[YES_NO])
     with pytest.raises(GenerationAbortedError) as caught:

@@ -102,7 +102,7 @@ MAX_RESTARTS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How an engine behaves; see :meth:`AsyncSGLang.from_pretrained`."""
+    """Options of an engine's behaviour; see :meth:`AsyncSGLang.from_pretrained`."""
 
     max_in_flight: int = MAX_IN_FLIGHT
     max_attempts: int = MAX_ATTEMPTS
@@ -193,7 +193,7 @@ class AsyncSGLang(TorchRLCalls):
             self._fleet,
             self._http,
             self.capabilities,
-            # What the supervisor holds must not hold the fleet: with its last
+            # The supervisor's callbacks must not hold the fleet: with its last
             # reference, its servers end.
             progress=lambda: (counters.in_flight, counters.completed),
             recall=weakly(in_flight.recall),
@@ -825,7 +825,7 @@ class AsyncSGLang(TorchRLCalls):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lets one weight update, sleep or wake-up at a time have the servers."""
+        """Holds the lock for exclusive operations: weight update, sleep, wake-up."""
         if not self._update_lock.acquire(blocking=False):
             raise WeightSyncStateError(
                 f"A weight update, sleep() or wake_up() of {self.server_url} is in "

@@ -42,12 +42,12 @@ class RLSGLangEngine(abc.ABC):
     """
 
     capabilities: ServerCapabilities
-    """What the servers can do."""
+    """Capabilities that all servers have."""
 
     control: ControlPlane
     """Control calls to every server; to be awaited on the background loop."""
 
-    # It generates.
+    # Generation.
 
     @property
     @abc.abstractmethod
@@ -193,7 +193,7 @@ class RLSGLangEngine(abc.ABC):
     def flush_cache(self) -> bool:
         """Empties the prefix cache; returns False if a server is too busy to."""
 
-    # It holds LoRA adapters.
+    # LoRA adapters.
 
     @property
     @abc.abstractmethod
@@ -286,12 +286,12 @@ class RLSGLangEngine(abc.ABC):
         Generation must be paused, or nothing may run: requests with one are aborted.
         """
 
-    # It takes weights.
+    # Weight updates.
 
     @property
     @abc.abstractmethod
     def server_url(self) -> str:
-        """Address that generation requests go to."""
+        """Address to which generation requests go."""
 
     @property
     @abc.abstractmethod
@@ -301,7 +301,7 @@ class RLSGLangEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def placements(self) -> tuple[ServerPlacement, ...]:
-        """Where the running servers are, in the order of their ranks."""
+        """Placements of the running servers, in the order of their ranks."""
 
     @property
     @abc.abstractmethod
@@ -311,7 +311,7 @@ class RLSGLangEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def base_problem(self) -> str | None:
-        """Why an adapter over the servers' weights may not make a policy.
+        """Reason why an adapter over the servers' weights may not make a policy.
 
         ``None`` if they hold the checkpoint that they were started with.
         """
@@ -403,7 +403,7 @@ class RLSGLangEngine(abc.ABC):
             ServerDiedError: if every server has been restarted too often.
         """
 
-    # It runs, sleeps and ends.
+    # Sleep and end.
 
     @abc.abstractmethod
     def sleep(

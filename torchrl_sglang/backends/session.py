@@ -44,7 +44,7 @@ CLEANUP_SECONDS = 5.0
 
 
 class UpdateContent(Protocol):
-    """What one update sends."""
+    """Contents of one update."""
 
     @property
     def specs(self) -> Sized:
@@ -60,15 +60,15 @@ class Transfer(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in reports."""
+        """Name of the transport in reports."""
 
     @property
     def why(self) -> str:
-        """Why it was chosen."""
+        """Reason why the transport was chosen."""
 
     @property
     def route(self) -> WeightRoute | None:
-        """What servers load whole weights from; ``None``: it sends none."""
+        """Route by which servers load whole weights; ``None``: none are sent."""
 
     @property
     def in_session(self) -> bool:
@@ -76,7 +76,7 @@ class Transfer(Protocol):
 
     @property
     def adapter_only(self) -> bool:
-        """It loads a LoRA adapter beside the served weights, so nothing is paused."""
+        """Whether the transport loads an adapter beside the weights; no pause."""
 
     @property
     def connected(self) -> bool:
@@ -117,7 +117,7 @@ def update_weights(
     if transport.route is not None:
         engine.control.check_weight_route(transport.route, quantized=quantized)
     with engine.weight_update() if held is None else nullcontext(held) as update:
-        session = _Session(
+        session = _UpdateSession(
             engine=engine,
             update=update,
             transport=transport,
@@ -156,7 +156,7 @@ def update_weights(
 
 
 @dataclass(kw_only=True)
-class _Session:
+class _UpdateSession:
     """One update, and what is known of the servers meanwhile."""
 
     engine: RLSGLangEngine

@@ -1,4 +1,4 @@
-"""How a chat template wants the tool calls of a message to be written.
+"""``CallForm``: the form in which a chat template takes the tool calls of a message.
 
 Some templates join the arguments to a text and fail on objects, some render the calls
 only where the content is none, and some take ids of nine letters and digits only.

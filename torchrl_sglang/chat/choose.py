@@ -1,4 +1,4 @@
-"""Which chat template is a model's."""
+"""``choose_template``: the chat template of a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def choose_template(
         if chosen is not None:
             return chosen
     try:
-        # As a test whether there is one, too: tokenizers can have several.
+        # Read by its method, as a tokenizer can have several templates, or none.
         own: str = tokenizer.get_chat_template()
     except (AttributeError, ValueError) as error:
         raise ConfigurationError(
@@ -66,7 +66,7 @@ class _TemplateProbe:
 
 def _of_torchrl(tokenizer: Any, name: str | None) -> str | None:
     """Returns TorchRL's template ``name``, or its own for this model, if it has one."""
-    # They come with TensorDict, which this package does without.
+    # TorchRL's templates come with TensorDict, which this package does without.
     from torchrl.data.llm import History
     from torchrl.data.llm.history import _CHAT_TEMPLATES
 

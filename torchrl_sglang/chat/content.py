@@ -14,7 +14,7 @@ class TextPart:
     """A text."""
 
     text: str
-    """As the model reads it."""
+    """Text as the model reads it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +22,9 @@ class ImagePart:
     """An image, which no policy reads yet: :func:`text_of` refuses it."""
 
     kind: str
-    """What the client calls it."""
+    """Type of the part, in the client's words."""
     source: Any
-    """Where it is, as the client says: an address, or the image itself."""
+    """Address of the image or its data, as the client sent it."""
 
 
 Part: TypeAlias = TextPart | ImagePart
@@ -72,7 +72,7 @@ def text_of(content: Any, name: str) -> str:
     """Returns a message's content as one text; see :func:`parts_of`.
 
     Raises:
-        ConfigurationError: if it has a part that is no text.
+        ConfigurationError: if it has a part that is not text.
     """
     texts = []
     for part in parts_of(content, name):

@@ -1,4 +1,4 @@
-"""Which tokens of a complete conversation the assistant wrote."""
+"""Masks of the tokens that the assistant wrote in a complete conversation."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def from_openai(messages: Any) -> list[Message]:
     """Returns the messages of an OpenAI chat request.
 
     Raises:
-        ConfigurationError: if they are no messages, or hold something else than text.
+        ConfigurationError: if they are not messages, or hold something else than text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigurationError("messages must be a list of at least one message.")
@@ -103,7 +103,7 @@ def _compared(message: Message, calls: Mapping[str, str]) -> list[Any]:
     if message["role"] == "assistant":
         functions = [call["function"] for call in message.get("tool_calls", ())]
         return [*parts, _plain_numbers(functions)]
-    # Which call a result belongs to counts, not how that call is named.
+    # A result is compared by the call that it answers, not by that call's id.
     call_id = message.get("tool_call_id")
     return [*parts, message.get("name"), calls.get(str(call_id), call_id)]
 

@@ -16,19 +16,19 @@ _WORD = re.compile(r"\S+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Response:
-    """What a model wrote."""
+class ChatResponse:
+    """A response of the model, as a message and as a text."""
 
     message: Message
-    """As a message, tool calls and reasoning apart."""
+    """The response as a message, tool calls and reasoning apart."""
     text: str
-    """As a text, without the stop string or token that ended it."""
+    """The response as a text, without the stop string or token that ended it."""
     end: str | None
     """Text of that token; ``None`` if no token ended it."""
 
 
 def after_text(body: str, text: str) -> str | None:
-    """Returns what follows a text that ``body`` begins with, white space apart.
+    """Returns the rest behind a text that ``body`` begins with, white space apart.
 
     ``None`` if it begins with another text. White space at the end of ``text`` is not
     returned once more.
@@ -108,10 +108,10 @@ def after_marks(
     body: str,
     marked_body: str,
     marks: Sequence[str],
-    response: Response,
+    response: ChatResponse,
     ids: Sequence[str],
 ) -> str | None:
-    """Returns what follows a response that is rendered in other words than its own.
+    """Returns the rest behind a response that is rendered in other words than its own.
 
     Args:
         body: what is rendered behind the response's prompt.

@@ -21,7 +21,7 @@ from torchrl_sglang.chat.call_forms import UNCHANGED, CallForm, find_form
 from torchrl_sglang.chat.choose import choose_template
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.rendered import (
-    Response,
+    ChatResponse,
     after_marks,
     after_text,
     keeps,
@@ -32,8 +32,8 @@ from torchrl_sglang.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """What a prompt depends on besides its messages."""
+class PromptSettings:
+    """Tools and template variables of a prompt."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     """Declarations of the tools, in OpenAI's form."""
@@ -41,13 +41,13 @@ class Setting:
     """Variables for the template, such as ``enable_thinking``."""
 
     def key(self) -> list[Any]:
-        """Returns what is compared of it."""
+        """Returns the values by which two of them are compared."""
         return [list(self.tools), dict(self.template_kwargs)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extension:
-    """What goes on from a response up to the next one."""
+    """Tokens and text between one response and the next."""
 
     token_ids: list[int]
     """Tokens behind the response's own."""
@@ -55,7 +55,7 @@ class Extension:
     """The whole conversation as the template renders it."""
 
 
-NO_SETTING = Setting()
+NO_PROMPT_SETTINGS = PromptSettings()
 
 
 class ChatTemplate(Encoder):
@@ -84,7 +84,7 @@ class ChatTemplate(Encoder):
     def render(
         self,
         messages: Sequence[Message],
-        setting: Setting = NO_SETTING,
+        setting: PromptSettings = NO_PROMPT_SETTINGS,
         *,
         prompt: bool = True,
     ) -> str:
@@ -100,11 +100,17 @@ class ChatTemplate(Encoder):
     @property
     def _form(self) -> CallForm:
         if self._found_form is None:
-            self._found_form = find_form(lambda probe: self._render(probe, NO_SETTING))
+            self._found_form = find_form(
+                lambda probe: self._render(probe, NO_PROMPT_SETTINGS)
+            )
         return self._found_form
 
     def _render(
-        self, messages: Sequence[Message], setting: Setting, *, prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        setting: PromptSettings,
+        *,
+        prompt: bool = True,
     ) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
@@ -127,11 +133,11 @@ class ChatTemplate(Encoder):
         self,
         rendered: str,
         before: Sequence[Message],
-        response: Response,
+        response: ChatResponse,
         after: Sequence[Message],
-        setting: Setting,
+        setting: PromptSettings,
     ) -> Extension | None:
-        """Returns what a model reads between its response and its next one.
+        """Returns the text and tokens that a model reads between two responses.
 
         Args:
             rendered: ``before`` as :meth:`render` returns it.
@@ -197,9 +203,9 @@ class ChatTemplate(Encoder):
         return [*known, *self.encode_behind(rest, end)]
 
     def _rest(
-        self, now: str, response: Response, body: Callable[..., str]
+        self, now: str, response: ChatResponse, body: Callable[..., str]
     ) -> str | None:
-        """Returns what the template writes behind a response and its end."""
+        """Returns the text that the template writes behind a response and its end."""
         # A token that a request chose as an end is none to the template.
         end = response.end if response.end in self.special else None
         rest = after_text(now, response.text)

@@ -20,16 +20,16 @@ _WRITTEN_ID = re.compile(r'"id"\s*:\s*"([A-Za-z0-9]{9})"\s*[,}]')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class ToolCall:
     """A call of a tool."""
 
     name: str
-    """Of the tool."""
+    """Name of the tool."""
     arguments: Mapping[str, Any]
     """By name."""
 
     def to_message(self, call_id: str | None = None) -> dict[str, Any]:
-        """Returns it as messages hold it, with an id of its own if it has none."""
+        """Returns the call as messages hold it, with a new id if it has none."""
         return {
             "id": call_id or f"call_{secrets.token_hex(12)}",
             "type": "function",
@@ -37,7 +37,7 @@ class Call:
         }
 
 
-def find_calls(text: str) -> tuple[str, list[Call]]:
+def find_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Returns a text without its calls, and those that can be read.
 
     They are ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``.
@@ -72,10 +72,10 @@ def read_calls(found: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, 
     return calls
 
 
-def _call(name: Any, arguments: Any) -> Call | None:
+def _call(name: Any, arguments: Any) -> ToolCall | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return Call(name=name, arguments=arguments)
+    return ToolCall(name=name, arguments=arguments)
 
 
 def written_ids(text: str, number: int) -> list[str]:

@@ -6,14 +6,14 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 from tensordict import TensorDictBase
 from torchrl._utils import logger as torchrl_logger
-from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
+from torchrl_sglang.collectors.base import GroupCollector, Pause
 from torchrl_sglang.collectors.groups.agents import AgentGroups
 from torchrl_sglang.collectors.groups.conversations import Conversations, Step
 from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
@@ -56,7 +56,7 @@ from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 
-class AsyncLLMCollector(BaseCollector):
+class AsyncLLMCollector(GroupCollector):
     """Collects conversations side by side, while the trainer trains on earlier ones.
 
     Each conversation runs at its own pace, and a finished group is replaced at once.
@@ -166,7 +166,7 @@ class AsyncLLMCollector(BaseCollector):
         weight_sync_schemes (dict, optional): ``{"policy": scheme}``, for
             :meth:`update_policy_weights_`.
         timeouts (CollectorTimeouts, optional): how long to wait for what.
-        num_threads (int): most threads for functions that are no coroutines. Defaults
+        num_threads (int): most threads for functions that are not coroutines. Defaults
             to 16.
 
     Raises:
@@ -187,12 +187,6 @@ class AsyncLLMCollector(BaseCollector):
         torch.Size([8]) torch.Size([8, 1, 1])
         >>> collector.shutdown()
     """
-
-    last_sync_report: SyncReport | None = None
-    """Report of the last weight update; ``None`` before the first."""
-
-    init_random_frames = 0
-    """For TorchRL's trainers: no frame is random."""
 
     def __init__(
         self,
@@ -240,7 +234,7 @@ class AsyncLLMCollector(BaseCollector):
             ("total_groups", total_groups, -1),
             ("seed", seed, 0),
         ):
-            # None is no limit, and no number of anything else.
+            # None means no limit, and is not a number for the others.
             if count is not None or name not in ("max_turns", "max_in_flight"):
                 check_count(name, count, least=least)
         _check_choice("on_stale", on_stale, get_args(OnStale))
@@ -310,10 +304,6 @@ class AsyncLLMCollector(BaseCollector):
         self._finalizer = weakref.finalize(self, self._collection.stop)
         for scheme in schemes.values():
             attach_weight_sync(self, scheme)
-
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        # TorchRL's would shut the collector down after a timeout.
-        return self.iterator()
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yields batches, or ``None`` for each one that was written to the buffer.
@@ -436,31 +426,9 @@ class AsyncLLMCollector(BaseCollector):
                 f"blocks them."
             )
 
-    def async_shutdown(
-        self, timeout: float | None = None, close_env: bool = True
-    ) -> None:
-        """The same as :meth:`shutdown`."""
-        self.shutdown(timeout=timeout, close_env=close_env)
-
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> SyncReport:
-        """Sends weights to the servers; see :func:`.attach_weight_sync`.
-
-        Raises:
-            ConfigurationError: if no scheme is attached.
-        """
-        raise ConfigurationError(
-            "No scheme is attached that could send weights; give weight_sync_schemes="
-            "{'policy': scheme}, or call attach_weight_sync(collector, scheme)."
-        )
-
-    @property
-    def policy_version(self) -> int:
-        """Number of weight updates so far."""
-        return self._versions.current
-
     def get_policy_version(self) -> int:
-        """Returns :attr:`policy_version`."""
-        return self.policy_version
+        """Returns the number of weight updates so far."""
+        return self._versions.current
 
     def increment_version(self) -> None:
         """Counts a weight update; the scheme's sender calls it."""
@@ -502,18 +470,8 @@ class AsyncLLMCollector(BaseCollector):
         self._prompts.set_seed(seed)
         return seed if static_seed else seed + 1
 
-    def getattr_rb(self, name: str) -> Any:
-        """Returns an attribute of the replay buffer, while the collector can go on.
-
-        Raises:
-            CollectionError: if an error ended the collector, so that trainers that wait
-                for the buffer do not wait for ever.
-        """
-        self.check()
-        return getattr(self.replay_buffer, name)
-
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Returns what brings the run back: prompts that are not done, and versions.
+        """Returns the state of the run: prompts that are not done, and versions.
 
         Save it after training on a batch, in one step with the weights that were sent
         last, the optimizer and the replay buffer; after :meth:`start`, within
@@ -554,7 +512,7 @@ class AsyncLLMCollector(BaseCollector):
         self._consumer_version.set(pool.version)
 
     def stats(self) -> dict[str, Any]:
-        """Returns what the collector has done, and what bounds it.
+        """Returns statistics of the collector, and its bottleneck.
 
         Returns:
             ========================= ==================================================
@@ -596,32 +554,12 @@ class AsyncLLMCollector(BaseCollector):
             **self._collection.stats(" ".join(self.policy.model.problems)),
         }
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
     def __repr__(self) -> str:
         pool = self._collection.pool
         return (
             f"{type(self).__name__}(policy_version={self.policy_version}, "
             f"running={pool.running}, ready={pool.ready}, consumed={pool.consumed})"
         )
-
-
-class Pause:
-    """Resumes a paused collector at the end of a ``with`` block."""
-
-    def __init__(self, resume: Callable[[], None] | None) -> None:
-        self._resume = resume
-
-    def __enter__(self) -> None:
-        """Does nothing: the collector is paused already."""
-
-    def __exit__(self, *exception: object) -> None:
-        if self._resume is not None:
-            self._resume()
 
 
 def _make_groups(
@@ -634,7 +572,7 @@ def _make_groups(
     blocking: BlockingCalls,
     **functions: Any,
 ) -> Groups:
-    """Returns what makes groups: of environments, of agents or of plain functions."""
+    """Returns the maker of groups: of environments, of agents or of plain functions."""
     agent, gateway = functions.pop("agent"), functions.pop("gateway")
     given = [
         name

@@ -158,7 +158,8 @@ class SGLangLLMCollector(LLMCollector):
         if (
             type(policy) is not SGLangWrapper
             or policy.inplace is not True
-            or policy.input_mode == "tokens"  # It reads the last turn's masks.
+            # A wrapper of tokens reads the last turn's masks.
+            or policy.input_mode == "tokens"
             or policy.prefer_tokens
             or self.env._post_step_mdp_hooks is not None
         ):
@@ -177,6 +178,6 @@ class SGLangLLMCollector(LLMCollector):
             batch = batch.exclude(*private, inplace=True)
         if self.replay_buffer is not None or type(batch) is not LazyStackedTensorDict:
             return batch
-        # It is cloned before it is yielded.
+        # TorchRL clones the batch before it is yielded.
         kind = Fresh if self.postproc is None else FastCopied
         return kind(*batch.tensordicts, stack_dim=batch.stack_dim)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tensordict import TensorDictBase, list_to_stack, set_list_to_stack
 from torchrl._utils import logger as torchrl_logger
-from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector, Pause
+from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
+from torchrl_sglang.collectors.base import GroupCollector, Pause
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.weight_sync import (
     attach_weight_sync,
@@ -41,13 +41,41 @@ MAX_CONCURRENCY = 8
 """Calls that the actor runs at once: one waits for a batch, others do not wait."""
 
 
-class RayAsyncLLMCollector(BaseCollector):
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _forwarded(
+    method: Callable[Concatenate[AsyncLLMCollector, P], R],
+    *,
+    seconds: Callable[[CollectorTimeouts], float] = lambda _: CALL_TIMEOUT_SECONDS,
+) -> Callable[Concatenate[RayAsyncLLMCollector, P], R]:
+    """Returns a method that the actor's collector runs, with its signature and text.
+
+    Args:
+        method: of the actor's collector.
+        seconds: the timeout of a call, from those of the collector.
+    """
+
+    @functools.wraps(method)
+    def forward(self: RayAsyncLLMCollector, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        timeout = seconds(self.timeouts)
+        result: R = self._call(
+            "call", method.__name__, *args, seconds=timeout, **kwargs
+        )
+        return result
+
+    return forward
+
+
+class RayAsyncLLMCollector(GroupCollector):
     """An :class:`.AsyncLLMCollector` in a Ray actor, a process of its own.
 
     Its functions and its layout do not take the trainer's processor time. The trainer
     sends the weights; each update counts in the actor. Batches are sent to the trainer,
     or written to a ``RayReplayBuffer``. It has the methods of
-    :class:`.AsyncLLMCollector`, and each of them has a timeout.
+    :class:`.AsyncLLMCollector`, and each of them has a timeout. Save its state while
+    the actor lives: a new one goes on from that.
 
     Args:
         env (callable, optional): see :class:`.AsyncLLMCollector`.
@@ -83,12 +111,6 @@ class RayAsyncLLMCollector(BaseCollector):
         ...     train(batch)
         ...     collector.update_policy_weights_()
     """
-
-    last_sync_report: SyncReport | None = None
-    """Report of the last weight update; ``None`` before the first."""
-
-    init_random_frames = 0
-    """For TorchRL's trainers: no frame is random."""
 
     def __init__(
         self,
@@ -128,9 +150,6 @@ class RayAsyncLLMCollector(BaseCollector):
         for scheme in schemes.values():
             attach_weight_sync(self, scheme)
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        return self.iterator()
-
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yields batches, or ``None`` for each one that was written to the buffer.
 
@@ -145,37 +164,24 @@ class RayAsyncLLMCollector(BaseCollector):
                 return
             yield batch
 
-    def __len__(self) -> int:
-        """Returns the number of batches; see :class:`.AsyncLLMCollector`."""
-        length: int = self._call("call", "__len__")
-        return length
-
-    def start(self) -> None:
-        """Collects in the background; see :meth:`.AsyncLLMCollector.start`."""
-        self._call("call", "start")
-
-    def check(self) -> None:
-        """Raises the error that ended the collector, if one did.
-
-        Raises:
-            CollectionError: with that error as its cause; also if it was shut down.
-        """
-        self._call("call", "check")
-
-    def is_running(self) -> bool:
-        """Whether conversations are collected in the background."""
-        running: bool = self._call("call", "is_running")
-        return running
+    __len__ = _forwarded(AsyncLLMCollector.__len__)
+    start = _forwarded(AsyncLLMCollector.start)
+    check = _forwarded(AsyncLLMCollector.check)
+    is_running = _forwarded(AsyncLLMCollector.is_running)
+    resume = _forwarded(AsyncLLMCollector.resume)
+    get_policy_version = _forwarded(AsyncLLMCollector.get_policy_version)
+    set_seed = _forwarded(AsyncLLMCollector.set_seed)
+    state_dict = _forwarded(AsyncLLMCollector.state_dict)
+    load_state_dict = _forwarded(
+        AsyncLLMCollector.load_state_dict, seconds=lambda timeouts: timeouts.batch
+    )
+    stats = _forwarded(AsyncLLMCollector.stats)
 
     def pause(self, resume: bool = True) -> Pause:
         """Starts no more groups; see :meth:`.AsyncLLMCollector.pause`."""
         check_flag("resume", resume)
-        self._call("pause", seconds=self.timeouts.batch)
+        self._call("call", "pause", resume=False, seconds=self.timeouts.batch)
         return Pause(self.resume if resume else None)
-
-    def resume(self) -> None:
-        """Starts groups again."""
-        self._call("call", "resume")
 
     def shutdown(
         self,
@@ -201,83 +207,27 @@ class RayAsyncLLMCollector(BaseCollector):
                 self._call("call", "shutdown", seconds=seconds)
             self._finalizer()
 
-    def async_shutdown(
-        self, timeout: float | None = None, close_env: bool = True
-    ) -> None:
-        """The same as :meth:`shutdown`."""
-        self.shutdown(timeout=timeout, close_env=close_env)
-
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> SyncReport:
-        """Sends weights to the servers; see :func:`.attach_weight_sync`.
-
-        Raises:
-            ConfigurationError: if no scheme is attached.
-        """
-        raise ConfigurationError(
-            "No scheme is attached that could send weights; give weight_sync_schemes="
-            "{'policy': scheme}, or call attach_weight_sync(collector, scheme)."
-        )
-
-    @property
-    def policy_version(self) -> int:
-        """Number of weight updates so far."""
-        version: int = self._call("call", "get_policy_version")
-        return version
-
-    def get_policy_version(self) -> int:
-        """Returns :attr:`policy_version`."""
-        return self.policy_version
-
     def increment_version(self) -> None:
         """Counts a weight update; the scheme's sender calls it."""
         self._call("increment_version", self.last_sync_report)
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Sets the seed of prompts; see :meth:`.AsyncLLMCollector.set_seed`."""
-        following: int = self._call("call", "set_seed", seed, static_seed)
-        return following
-
-    def getattr_rb(self, name: str) -> Any:
-        """Returns an attribute of the replay buffer, while the collector can go on."""
-        self.check()
-        return getattr(self.replay_buffer, name)
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Returns what brings the run back; see :meth:`.AsyncLLMCollector.state_dict`.
-
-        Save it while the actor lives: it is what a new one goes on from.
-        """
-        state: OrderedDict[str, Any] = self._call("call", "state_dict")
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from a state; see :meth:`.AsyncLLMCollector.load_state_dict`."""
-        self._call("call", "load_state_dict", state_dict, seconds=self.timeouts.batch)
-
-    def stats(self) -> dict[str, Any]:
-        """Returns what the collector did; see :meth:`.AsyncLLMCollector.stats`."""
-        stats: dict[str, Any] = self._call("call", "stats")
-        return stats
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
 
     def __repr__(self) -> str:
         state = "running" if self._finalizer.alive else "shut down"
         return f"{type(self).__name__}({state})"
 
     def _call(
-        self, method: str, *args: Any, seconds: float = CALL_TIMEOUT_SECONDS
+        self,
+        method: str,
+        *args: Any,
+        seconds: float = CALL_TIMEOUT_SECONDS,
+        **kwargs: Any,
     ) -> Any:
         """Returns what a method of the actor returns, or raises its error."""
         import ray
 
         if not self._finalizer.alive:
             raise CollectionError("The collector was shut down; make a new one.")
-        answer = getattr(self._actor, method).remote(*args)
+        answer = getattr(self._actor, method).remote(*args, **kwargs)
         try:
             return ray.get(answer, timeout=seconds)
         except ray.exceptions.GetTimeoutError as error:
@@ -286,7 +236,7 @@ class RayAsyncLLMCollector(BaseCollector):
                 f"not started, the cluster lacks what remote_config asks for."
             ) from error
         except ray.exceptions.RayTaskError as error:
-            # Its text has the actor's traceback.
+            # The error's text has the actor's traceback.
             raise error.cause from error
         except ray.exceptions.RayError as error:
             reason = str(error).partition("\n")[0]
@@ -306,19 +256,15 @@ class _Host:
         set_list_to_stack(to_stack).set()
         self._collector = AsyncLLMCollector(**arguments)
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the collector."""
-        return getattr(self._collector, method)(*args)
+        return getattr(self._collector, method)(*args, **kwargs)
 
     def next(self) -> tuple[bool, TensorDictBase | None]:
         """Returns whether the batches have ended, and the next one."""
         for batch in self._collector:
             return False, batch
         return True, None
-
-    def pause(self) -> None:
-        """Pauses, until it is told to resume."""
-        self._collector.pause(resume=False)
 
     def increment_version(self, report: SyncReport | None) -> None:
         """Counts a weight update of the trainer's process."""

@@ -24,7 +24,7 @@ from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 Path = tuple[str, ...]
-"""Where a tensor is in a row."""
+"""Path of keys to a tensor in a row."""
 
 SHARE_TIMEOUT_SECONDS = 7200.0
 """Default timeout of a rank that waits for the others."""
@@ -96,7 +96,7 @@ class SharedCollector:
                 "A SharedCollector needs the ranks of a trainer: call "
                 "torch.distributed.init_process_group() first, under torchrun."
             )
-        self._ranks = _Ranks(process_group, check_seconds("timeout", timeout))
+        self._ranks = _RankGroup(process_group, check_seconds("timeout", timeout))
         self._prepare = prepare
         self._schemes = dict(weight_sync_schemes or {})
         self.collector: Any = None
@@ -177,7 +177,7 @@ class SharedCollector:
             report: SyncReport = self.collector.update_policy_weights_(weights)
             return report
 
-        # What is wrong is found before anybody waits in a collective.
+        # Errors are found before any rank waits in a collective.
         self._ranks.all(lambda: sender.resolve(weights))
         self._ranks.first(self._check)
         spread = self._ranks.first(lambda: sender.is_spread(weights))
@@ -257,8 +257,8 @@ def _num_tokens(row: TensorDictBase) -> int:
     return int(mask.sum())
 
 
-class _Ranks:
-    """What the first rank tells the others, over a process group of its own.
+class _RankGroup:
+    """Messages of the first rank to the others, over a process group of their own.
 
     Gloo's: a rank may wait for hours here, and NCCL would take a GPU's time for it.
     """
@@ -382,7 +382,7 @@ Layout = list[tuple[int, Path, torch.dtype, torch.Size]]
 
 
 def _pack(rows: Any) -> tuple[Any, Layout, torch.Tensor]:
-    """Takes rows apart: what is no tensor, where the tensors are, and their bytes."""
+    """Takes rows apart: the rest, the places of the tensors, and their bytes."""
     layout: Layout = []
     pieces = []
     skeleton = [row.copy() for row in rows.unbind(0)]

@@ -20,20 +20,20 @@ class CollectorTimeouts:
     """
 
     turn: float = 1800.0
-    """Of each response of the policy."""
+    """Timeout of each response of the policy."""
     step: float = 60.0
-    """Of each call of ``step``, of a tool, and of an environment's reset and step."""
+    """Timeout of each call of ``step`` or a tool, and of an environment's methods."""
     agent: float = 3600.0
-    """Of each run of an ``agent``."""
+    """Timeout of each run of an ``agent``."""
     reward: float = 60.0
-    """Of each call of a reward function."""
+    """Timeout of each call of a reward function."""
     engine: float = 600.0
-    """Of retrying a group after errors of the engine. It is given up then; if others
-    fail, too, and none is complete meanwhile, the collector ends."""
+    """Timeout of retrying a group after errors of the engine. The group is given up
+    then; if others fail, too, and none is complete meanwhile, the collector ends."""
     batch: float = 3600.0
-    """Of waiting for a batch."""
+    """Timeout of waiting for a batch."""
     shutdown: float = 10.0
-    """Of waiting for threads to end."""
+    """Timeout of waiting for threads to end."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

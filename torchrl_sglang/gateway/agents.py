@@ -24,7 +24,7 @@ it sets rewards itself. A plain function runs in a thread."""
 
 
 class Sessions(Protocol):
-    """What agents need of a gateway."""
+    """Methods of a gateway that agents need."""
 
     def session(self, name: str | None = None, *, group: str | None = None) -> Session:
         """Returns a new session."""

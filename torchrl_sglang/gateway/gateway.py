@@ -195,7 +195,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Address that it listens on."""
+        """Address on which the gateway listens."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._runner.port}"
 
@@ -250,14 +250,14 @@ class Gateway:
             group: sessions of a group are compared with each other. Defaults to none.
 
         Raises:
-            ConfigurationError: if the name is no name.
+            ConfigurationError: if ``name`` has other characters, or more than 128.
             GatewayError: if there are ``max_sessions``, or the file cannot be written.
         """
         name = secrets.token_hex(16) if name is None else name
         _check_group(group)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigurationError(
-                f"{name!r} is no name of a session; give up to 128 letters, digits, "
+                f"name={name!r} cannot name a session; give up to 128 letters, digits, "
                 f"'.', '_' and '-'."
             )
         self._check_file()
@@ -274,7 +274,7 @@ class Gateway:
             if self._runner.port:
                 session.url = f"{self.url}/sessions/{name}"
             self._sessions[name] = self._by_key[session.key] = session
-            # Its key stays dropped.
+            # The key of a dropped session of this name stays dropped.
             self._dropped.pop(name, None)
             if self._store is not None:
                 self._store.save_session(session)
@@ -332,7 +332,7 @@ class Gateway:
         """Sets the reward of a session, or of one of its turns.
 
         Raises:
-            ConfigurationError: if it is no finite number, or there is no such turn.
+            ConfigurationError: if the reward is not finite, or there is no such turn.
             GatewayError: if the file cannot be written, or was closed.
         """
         self._check_file()
@@ -580,7 +580,7 @@ def _params(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
         own = SAMPLING_ALIASES.get(key, key)
         if own not in SAMPLING_PARAMETERS:
             raise ConfigurationError(
-                f"{name} has {key!r}, which is no sampling parameter.{hint(str(key))}"
+                f"{name}: {key!r} is not a sampling parameter.{hint(str(key))}"
             )
         params[own] = value
     return params
@@ -602,7 +602,7 @@ class _Runner:
         self._end: asyncio.Event | None = None
 
     def start(self) -> None:
-        """Returns when it listens."""
+        """Starts the endpoint; returns when it listens."""
         if self._thread is not None:
             raise ConfigurationError(
                 "The gateway has been started already, which it can be once; make "
@@ -644,7 +644,7 @@ class _Runner:
             await runner.cleanup()
 
     def stop(self) -> None:
-        """Returns when it listens no more."""
+        """Stops the endpoint; returns when it listens no more."""
         if self._thread is None or self._loop is None or self._end is None:
             return
         if self._thread.is_alive():

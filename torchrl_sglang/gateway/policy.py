@@ -28,7 +28,7 @@ from torchrl_sglang.types import Completion
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How responses are drawn."""
+    """Sampling parameters of responses."""
 
     params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters under SGLang's names."""
@@ -43,13 +43,13 @@ class PolicyReply:
     """One response."""
 
     completion: Completion
-    """Its tokens."""
+    """Tokens of the response."""
     text: str
-    """Its text, without the token that ends a turn."""
+    """Text of the response, without the token that ends a turn."""
     message: Message
-    """What it says."""
+    """The response as a message."""
     ended: bool
-    """Whether its last token ends a turn."""
+    """Whether the last token ends a turn."""
 
 
 class PromptTooLongError(ConfigurationError):
@@ -190,7 +190,7 @@ class Policy:
         return found
 
     async def _ask(self, path: str, **content: Any) -> dict[str, Any]:
-        """Returns what a parser of the servers finds; nothing if it fails."""
+        """Returns the findings of a parser of the servers; nothing if it fails."""
         parse = self._engine.control.parse_response(path, content)
         try:
             return await run_async(parse)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torchrl_sglang.chat.messages import Message
-from torchrl_sglang.chat.template import Setting
+from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.session import Turn
 
@@ -18,9 +18,9 @@ class Usage:
     prompt: int
     """Tokens that the model read."""
     cached: int
-    """Of these, tokens from the prefix cache."""
+    """Tokens of the prompt from the prefix cache."""
     response: int
-    """Tokens that it wrote."""
+    """Tokens that the model wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +31,10 @@ class Request:
     """The conversation."""
     text: str | None = None
     """Instead of it: the prompt of a plain completion."""
-    setting: Setting = field(default_factory=Setting)
+    setting: PromptSettings = field(default_factory=PromptSettings)
     """Tools and variables of the template."""
     sampling: Sampling
-    """How responses are drawn."""
+    """Sampling parameters of the responses."""
     model: str
     """The model's name, as the client says it."""
     stream: bool = False

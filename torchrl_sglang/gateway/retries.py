@@ -18,7 +18,7 @@ LOST = 8
 """Most answers that nobody has received, of requests with the same content."""
 
 KEPT_SECONDS = 600.0
-"""How long it is expected."""
+"""Time that an answer is kept for a repetition of its request."""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,42 +27,42 @@ class Answer:
 
     task: asyncio.Task[Any]
     waiting: int = 0
-    """Requests that wait for it, or receive it."""
+    """Requests that wait for the answer, or receive it."""
     delivered: bool = False
-    """Whether one of them has received it."""
+    """Whether a request has received the answer."""
 
     def __await__(self) -> Any:
         return asyncio.shield(self.task).__await__()
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody will have it unless a repetition does."""
+        """Whether only a repetition of the request could receive the answer."""
         return self.is_complete and not self.delivered and not self.waiting
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has been computed."""
+        """Whether the answer has been computed."""
         task = self.task
         return task.done() and not task.cancelled() and task.exception() is None
 
     @property
     def is_usable(self) -> bool:
-        """Whether it has been computed, or may yet be."""
+        """Whether the answer has been computed, or may yet be."""
         return self.is_complete or not (self.task.done() or self.task.cancelling())
 
 
 @dataclass(eq=False, slots=True)
-class _Entry:
+class _RepeatedRequest:
     """Requests with the same content."""
 
     answers: list[Answer] = field(default_factory=list)
-    """What is computed for them, or is lost."""
+    """Answers to these requests, computed or lost."""
     asked: int = 0
-    """Requests that repeat none."""
+    """Requests that repeat no other."""
     failures: int = 0
     """Requests without an answer, which may be repeated yet."""
     latest: float = field(default_factory=time.monotonic)
-    """When there was one."""
+    """Monotonic time of the latest request."""
 
     def repeated(self) -> Answer | None:
         """Returns the answer to the request that another one repeats.
@@ -91,7 +91,7 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, _RepeatedRequest] = OrderedDict()
 
     @asynccontextmanager
     async def to(
@@ -133,9 +133,9 @@ class Answers:
             entry.failures += not answer.is_complete
             _settle(entry, answer, withdraw, named=bool(named))
 
-    def _entry(self, content: bytes) -> _Entry:
+    def _entry(self, content: bytes) -> _RepeatedRequest:
         now, name = time.monotonic(), hashlib.sha256(content).digest()
-        entry = self._entries.setdefault(name, _Entry())
+        entry = self._entries.setdefault(name, _RepeatedRequest())
         entry.latest = now
         self._entries.move_to_end(name)
         while len(self._entries) > KEPT or (
@@ -145,7 +145,7 @@ class Answers:
         return entry
 
 
-def _known(entry: _Entry, *, repeats: bool, named: bool) -> Answer | None:
+def _known(entry: _RepeatedRequest, *, repeats: bool, named: bool) -> Answer | None:
     if named:
         return next((each for each in entry.answers if each.is_usable), None)
     if repeats:
@@ -155,9 +155,13 @@ def _known(entry: _Entry, *, repeats: bool, named: bool) -> Answer | None:
 
 
 def _settle(
-    entry: _Entry, answer: Answer, withdraw: Callable[[Any], None], *, named: bool
+    entry: _RepeatedRequest,
+    answer: Answer,
+    withdraw: Callable[[Any], None],
+    *,
+    named: bool,
 ) -> None:
-    """Decides what becomes of an answer when a request that had it has ended."""
+    """Keeps or forgets an answer when a request that had it has ended."""
     if answer.waiting:
         return
     if answer.is_lost:

@@ -43,13 +43,13 @@ from torchrl_sglang.support.urls import is_loopback
 MAX_REQUEST_BYTES = 64 << 20
 NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
 FINAL = frozenset({403, 410})
-"""What clients need not ask again."""
+"""Statuses after which clients need not repeat a request."""
 
 DRAIN_SECONDS = 0.01
-"""How often it is asked whether a slow client has taken its answer."""
+"""Interval between looks whether a slow client has taken its answer."""
 
 _HUNG_UP = getattr(select, "POLLRDHUP", 0)
-"""Where the system tells it; that a connection is broken is told everywhere."""
+"""Event of a hang-up, where the system has one."""
 
 _SSE = {
     "Content-Type": "text/event-stream",
@@ -59,18 +59,18 @@ _SSE = {
 
 
 class Recorder(Protocol):
-    """What the routes need of a gateway."""
+    """Members of a gateway that the routes need."""
 
     models: list[str]
-    """Names that clients are told."""
+    """Names of the models that clients are told."""
     api_key: str
-    """Opens every session."""
+    """Key that opens every session."""
     dialects: Sequence[Dialect]
-    """That clients may speak."""
+    """Dialects that clients may speak."""
     open: bool
-    """Whether a session's path is enough to use it."""
+    """Whether a session's path is enough to use the session."""
     keep_alive_seconds: float
-    """How often a stream without content says that it lives."""
+    """Interval between comments in a stream without content."""
 
     def session(self, name: str | None = None, *, group: str | None = None) -> Session:
         """Returns a session, a new one where there is none of that name."""
@@ -375,7 +375,7 @@ async def _stream(
     task = asyncio.ensure_future(answer)
     response = web.StreamResponse(headers=_SSE)
     try:
-        # What is refused at once is refused with its status.
+        # A request that is refused at once gets the status of its error.
         await asyncio.wait([task], timeout=seconds)
         if task.done():
             task.result()
@@ -424,7 +424,7 @@ async def _json(request: web.Request) -> dict[str, Any]:
     try:
         content = msgspec.json.decode(await request.read() or b"{}")
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"The request is no JSON: {error}.") from error
+        raise ConfigurationError(f"The request is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ConfigurationError("The request must be a JSON object.")
     return content
@@ -492,7 +492,7 @@ _KINDS = {
 
 
 def _routes(app: web.Application) -> str:
-    """Returns what there is, without what is there for each session, too."""
+    """Returns the routes, without those that each session has, too."""
     found = (
         f"{route.method} {route.resource.canonical}"
         for route in app.router.routes()
@@ -502,7 +502,7 @@ def _routes(app: web.Application) -> str:
 
 
 def _failure(request: web.Request, error: Exception) -> Failure:
-    """Returns what a client is told of an error."""
+    """Returns the answer to a client for an error."""
     if isinstance(error, web.HTTPException):
         status, message = error.status, error.reason
         if status in (NOT_FOUND, METHOD_NOT_ALLOWED):

@@ -19,8 +19,8 @@ from torchrl_sglang.chat.messages import (
     rename_calls,
     without_stop,
 )
-from torchrl_sglang.chat.rendered import Response
-from torchrl_sglang.chat.template import ChatTemplate, Setting
+from torchrl_sglang.chat.rendered import ChatResponse
+from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import Completion
 
@@ -30,18 +30,18 @@ RENDERED_TURNS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What the model reads in a turn.
+    """Messages of a turn as the model reads them.
 
     It holds what it does not share with the turn that it goes on from, so that a
     session grows with what was said, not with the square of it.
     """
 
-    setting: Setting
-    """What else it depends on."""
+    setting: PromptSettings
+    """Tools and template variables."""
     new_messages: Sequence[Message]
-    """Messages behind that turn's response; all of them where there is none."""
+    """Messages behind the earlier turn's response; all of them where there is none."""
     new_token_ids: Sequence[int]
-    """Tokens behind that turn's."""
+    """Tokens behind those of the earlier turn."""
     new_text: str | None = None
     """Instead of messages, for a plain completion: the text behind that turn's prompt,
     which begins with that turn's response."""
@@ -78,7 +78,7 @@ class Prompt:
 
     @property
     def token_ids(self) -> list[int]:
-        """Its tokens."""
+        """Tokens of the prompt."""
         found: list[int] = []
         for turn in self._path():
             found += turn.prompt.new_token_ids
@@ -97,23 +97,23 @@ class Prompt:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Turn:
-    """One response, and what it responded to."""
+    """One response of the model, and its prompt."""
 
     number: int
-    """Names it in the session. Numbers ascend; one whose turn was never seen is left
-    out."""
+    """Number of the turn in the session. Numbers ascend; that of a turn that was never
+    seen is left out."""
     prompt: Prompt
-    """What the model read."""
+    """Prompt that the model read."""
     completion: Completion
-    """What it wrote: tokens, log-probs and weight versions."""
+    """Response of the model: tokens, log-probs and weight versions."""
     text: str
-    """The same as a text, without the token that ends a turn."""
+    """Text of the response, without the token that ends a turn."""
     reply: Message
-    """The same as a message, tool calls and reasoning apart."""
+    """The response as a message, tool calls and reasoning apart."""
     ended: bool
-    """Whether its last token ends a turn."""
+    """Whether the last token ends a turn."""
     reward: float | None = None
-    """Its own reward; ``None``: none was set."""
+    """Reward of this turn alone; ``None``: none was set."""
     created: float = field(default_factory=time.time)
     """Seconds since the epoch."""
 
@@ -135,9 +135,9 @@ class Trajectory:
     session: str
     """Name of the session."""
     turns: Sequence[Turn]
-    """Its turns, each of which begins with the tokens of the one before."""
+    """Turns, each of which begins with the tokens of the one before."""
     trained: Sequence[bool]
-    """Which of them no earlier trajectory has: only these are to be trained on."""
+    """True for each turn of no earlier trajectory: only these are to be trained on."""
     reward: float | None
     """Rewards of these turns and of the session; ``None``: none was set."""
 
@@ -199,7 +199,7 @@ class Session:
 
     @property
     def age(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the session began."""
         return time.time() - self.created
 
     @property
@@ -208,9 +208,12 @@ class Session:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     def prompt(
-        self, messages: Sequence[Message], setting: Setting, template: ChatTemplate
+        self,
+        messages: Sequence[Message],
+        setting: PromptSettings,
+        template: ChatTemplate,
     ) -> Prompt:
-        """Returns what the model is to read for a conversation.
+        """Returns the prompt of a conversation.
 
         It begins with the tokens of the latest turn that the conversation goes on from;
         where there is none, or the template renders that turn in another way now, the
@@ -232,14 +235,14 @@ class Session:
         )
 
     def text_prompt(self, text: str, template: ChatTemplate) -> Prompt:
-        """Returns what the model is to read for a text.
+        """Returns the prompt of a text.
 
         It begins with the tokens of the turn with the longest text that it begins with.
         """
         origin, start, end = self._longest(text, template)
         rest = text[end:]
         return Prompt(
-            setting=Setting(),
+            setting=PromptSettings(),
             new_messages=(),
             new_token_ids=template.encode_start(rest)
             if origin is None
@@ -268,11 +271,11 @@ class Session:
         return found
 
     def _earlier(
-        self, messages: Sequence[Message], setting: Setting
+        self, messages: Sequence[Message], setting: PromptSettings
     ) -> Iterator[tuple[Turn, int]]:
         """Yields turns that a conversation begins with, and their messages; last first.
 
-        Among equal ones that which the client changed least, and then the latest.
+        Ties are broken by fewest client edits, then by recency.
         """
         keys = list(conversation_keys(messages, setting.key()))
         for count, key in reversed(keys):
@@ -335,7 +338,7 @@ class Session:
         """Sets the reward of the session, or of one turn.
 
         Raises:
-            ConfigurationError: if it is no finite number, or there is no such turn.
+            ConfigurationError: if the reward is not finite, or there is no such turn.
         """
         value = as_reward(reward)
         if turn is None:
@@ -400,7 +403,7 @@ def as_reward(value: Any) -> float:
     """Returns a reward as a float; numbers of NumPy and torch are rewards, too.
 
     Raises:
-        ConfigurationError: if it is no finite number of float32.
+        ConfigurationError: if the reward is not a finite number of float32.
     """
     try:
         reward = math.nan if isinstance(value, (str, bytes)) else float(value)
@@ -415,7 +418,7 @@ def _join(
     turn: Turn,
     messages: Sequence[Message],
     count: int,
-    setting: Setting,
+    setting: PromptSettings,
     template: ChatTemplate,
 ) -> Prompt | None:
     """Returns a prompt that goes on from a turn, if the template allows it."""
@@ -424,7 +427,7 @@ def _join(
     rendered = turn.prompt.rendered
     if rendered is None:
         rendered = template.render(before, setting)
-    response = Response(
+    response = ChatResponse(
         message=turn.reply,
         text=without_stop(turn.text, done.matched_stop),
         end=template.decode(done.token_ids[-1:]) if turn.ended else None,

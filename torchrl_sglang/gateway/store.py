@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.chat.template import Setting
+from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues, VersionSpan
@@ -67,7 +67,7 @@ class Store:
         path: of the file; made where there is none, for its owner alone.
 
     Raises:
-        ConfigurationError: if it is no such file, or another gateway has it.
+        ConfigurationError: if the file is not a gateway's, or another gateway has it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -124,7 +124,7 @@ class Store:
 
     def close(self) -> None:
         """Writes what is left, and closes the file. Safe to call twice."""
-        with contextlib.suppress(RuntimeError):  # It has been closed.
+        with contextlib.suppress(RuntimeError):  # The file has been closed.
             self._writer.submit(self._flush)
         self._writer.shutdown()
         self._file.close()
@@ -331,7 +331,7 @@ def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
     return Turn(
         number=number,
         prompt=Prompt(
-            setting=Setting(**setting),
+            setting=PromptSettings(**setting),
             new_messages=known["messages"],
             new_token_ids=_from_blob(_TOKENS, prompt_ids),
             new_text=known["prompt_text"],

@@ -1,4 +1,4 @@
-"""Which methods of off-policy correction are applied; verl's names and presets."""
+"""Configuration of off-policy correction; verl's names and presets."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Rejection:
     name: str
     """verl's name, one of :data:`REJECTIONS`."""
     bounds: tuple[float, float]
-    """Of the ratio for k1, of the divergence otherwise."""
+    """Bounds of the ratio for k1, of the divergence otherwise."""
 
     @property
     def aggregate(self) -> Aggregate:
-        """What a statistic is about: a token, or the sum over a sequence, ..."""
+        """Scope of the statistic: a token, the sum over a sequence, ..."""
         return cast("Aggregate", self.name.rpartition("_")[0])
 
     @property
@@ -133,7 +133,7 @@ class RolloutCorrectionConfig:
             check_count("max_staleness", self.max_staleness, least=0)
         if self.veto_threshold is not None:
             _positive("veto_threshold", self.veto_threshold)
-        # They parse what they return.
+        # These properties parse and check their values.
         _ = self.weight_bounds, self.rejections, self.dppo_bounds
         if self.bypass_mode and self.proximal == "interpolated":
             raise ConfigurationError(
@@ -411,7 +411,7 @@ def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
         >>> as_config("decoupled_token_tis")
         Traceback (most recent call last):
             ...
-        torchrl_sglang.errors.ConfigurationError: 'decoupled_token_tis' is no preset...
+        torchrl_sglang.errors.ConfigurationError: 'decoupled_token_tis' is not a ...
     """
     if isinstance(value, RolloutCorrectionConfig):
         return value
@@ -420,7 +420,7 @@ def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
     if isinstance(value, str):
         meant = nearest(value, PRESETS)
         hint = f"did you mean {meant!r}?" if meant else f"presets: {sorted(PRESETS)}."
-        raise ConfigurationError(f"{value!r} is no preset of a correction; {hint}")
+        raise ConfigurationError(f"{value!r} is not a preset of a correction; {hint}")
     raise ConfigurationError(
         f"A correction is a RolloutCorrectionConfig or the name of a preset, got "
         f"{value!r}."

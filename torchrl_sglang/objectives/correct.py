@@ -18,7 +18,7 @@ from torchrl_sglang.objectives.metrics import (
 )
 
 PREFIX = "rollout_corr/"
-"""What verl's names of metrics begin with."""
+"""Prefix of verl's names of metrics."""
 
 NOT_SCORED = (
     "The batch has no token whose log-probs are known, although the policy wrote some, "
@@ -50,7 +50,7 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True)
 class Corrected:
-    """What a loss has to use; all tensors are ``(B, T)``."""
+    """Inputs of a loss after correction; all tensors are ``(B, T)``."""
 
     old: Tensor
     """Log-probs of the old policy, which the loss's ratio is to."""

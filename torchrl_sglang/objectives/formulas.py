@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 Level = Literal["token", "sequence"]
-"""What an importance weight belongs to."""
+"""Level of an importance weight."""
 
 Estimator = Literal["k1", "k2", "k3"]
 """Estimators of a divergence; see :func:`divergence`."""
 
 Aggregate = Literal["token", "seq_sum", "seq_mean", "seq_max"]
-"""What a statistic of rejection sampling is about."""
+"""Scope of a statistic of rejection sampling."""
 
 SAFETY_BOUND = 20.0
 """Largest absolute log-ratio that is exponentiated: e^20 is 4.9e8. verl's value."""

@@ -293,7 +293,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             raise ConfigurationError(NOT_SCORED)
 
     def _check_can_be_cut(self) -> None:
-        """Refuses what depends on how a batch is cut."""
+        """Refuses settings whose result depends on how a batch is cut."""
         if "none" in (self.aggregation, self.reduction):
             raise ConfigurationError(
                 "aggregation='none' and reduction='none' leave the average over the "
@@ -308,7 +308,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             )
 
     def _count(self) -> Tensor:
-        """Returns what the losses of the last forward pass are means over."""
+        """Returns the denominator of the losses of the last forward pass."""
         assert self._mask is not None
         if self.aggregation == "constant":
             return torch.tensor(len(self._mask), device=self._mask.device)
@@ -420,7 +420,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         }
 
     def _gain(self, log_weight: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """Returns what is maximised, for each token."""
+        """Returns the objective of each token, which is maximised."""
         del log_prob
         loss: Tensor = self._compute_policy_objective(log_weight, advantage)[0]
         return -loss

@@ -128,7 +128,7 @@ def weight_metrics(
 def rejection_metrics(
     rejection: Rejection, log_ratio: Tensor, keep: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Describes what one criterion of rejection sampling has dropped.
+    """Describes the tokens that one criterion of rejection sampling has dropped.
 
     The names begin with ``rollout_rs_`` and the criterion's name: ``_mean``, ``_max``
     and ``_min`` of the statistic, ``_masked_fraction`` of the tokens that it drops and

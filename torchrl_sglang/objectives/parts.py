@@ -1,4 +1,4 @@
-"""What the parts of a batch add up to: gradients and means."""
+"""Sums over the parts of a batch: gradients and means."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def own_gradients(
         yield gradients
         gradients.finish(trained)
     except BaseException:
-        # Parts of a batch are no gradient of anything.
+        # The sum over some parts of a batch is not a gradient.
         for each in trained:
             each.grad = None
         raise

@@ -25,7 +25,7 @@ def check_mode(
     return_log_probs: bool | None,
     return_generation_info: bool,
 ) -> None:
-    """Checks what the wrapper reads and writes."""
+    """Checks the input and output modes of the wrapper."""
     if input_mode not in ("history", "text", "tokens"):
         raise ConfigurationError(
             f"input_mode must be one of 'history', 'text', 'tokens'. Got '{input_mode}'"

@@ -27,13 +27,13 @@ Result = TypeVar("Result")
 
 
 @dataclass(eq=False, slots=True)
-class _Call(Generic[Result]):
+class _Submission(Generic[Result]):
     """One call of :meth:`Batcher.submit`."""
 
     futures: list[Future[Result]]
     """One for each item."""
     deadline: float
-    """When it stops waiting for other calls, on the monotonic clock; in the past once
+    """Monotonic time at which the call waits no longer for others; in the past once
     some of its items were taken, so that the rest follow at once."""
     waiting: int = field(init=False)
     """Number of its queued items."""
@@ -69,7 +69,7 @@ class Batcher(Generic[Item, Result]):
         self._min_size = min_size
         self._max_size = max_size
         self._timeout = timeout
-        self._queue: deque[tuple[Item, Future[Result], _Call[Result]]] = deque()
+        self._queue: deque[tuple[Item, Future[Result], _Submission[Result]]] = deque()
         self._running = 0
         self._arrival = threading.Condition()
 
@@ -84,7 +84,7 @@ class Batcher(Generic[Item, Result]):
 
     def submit(self, items: Sequence[Item]) -> list[Result]:
         """Runs items, batched with other callers', and raises their first error."""
-        call = _Call[Result](
+        call = _Submission[Result](
             [Future() for _ in items], time.monotonic() + self._timeout
         )
         with self._arrival:
@@ -99,7 +99,7 @@ class Batcher(Generic[Item, Result]):
             self._run_batch(batch)
         return [future.result() for future in call.futures]
 
-    def _take(self, call: _Call[Result]) -> list[tuple[Item, Future[Result]]]:
+    def _take(self, call: _Submission[Result]) -> list[tuple[Item, Future[Result]]]:
         """Waits for a batch to run; returns none once ``call`` has no queued items."""
         while call.waiting:
             wait = call.deadline - time.monotonic()

@@ -36,27 +36,28 @@ class SampleRequest(GenerateRequest):
     """A request for one sample of a policy."""
 
     include_stop: bool = True
-    """Whether the response keeps the stop string that it ends with."""
+    """Whether the response keeps the stop string that ended it."""
 
 
 class Stages(NamedTuple):
     """Sampling parameters of one response of a server without a tokenizer."""
 
     first: Mapping[str, Any]
-    """For the first request."""
+    """Sampling parameters of the first request."""
     rest: Mapping[str, Any] | None = None
-    """For the whole response, to go on from a first request that ends for its length;
-    that one excludes the end-of-sequence tokens up to ``min_new_tokens``."""
+    """Sampling parameters of the whole response, to go on from a first request that
+    ends for its length; that one excludes the end-of-sequence tokens up to
+    ``min_new_tokens``."""
 
 
-class _Call(NamedTuple):
+class _EngineCall(NamedTuple):
     """One call of the engine."""
 
     requests: Sequence[GenerateRequest]
     return_exceptions: bool
 
 
-_Steps = Generator[_Call, list[Outcome], list[Outcome]]
+_Steps = Generator[_EngineCall, list[Outcome], list[Outcome]]
 """Yields calls of the engine, takes their outcomes, and returns those of all."""
 
 
@@ -122,7 +123,7 @@ def _steps(
         for request in requests:
             _check_without_tokenizer(request, on_server)
     if on_server:
-        outcomes = yield _Call(requests, return_exceptions)
+        outcomes = yield _EngineCall(requests, return_exceptions)
     else:
         outcomes = yield from _in_stages(
             capabilities, requests, tokenizer, return_exceptions
@@ -140,7 +141,7 @@ def _steps(
 
 
 def _check_without_tokenizer(request: SampleRequest, on_server: bool) -> None:
-    """Refuses what needs a tokenizer, before anything is generated."""
+    """Refuses parameters that need a tokenizer, before anything is generated."""
     names = () if on_server else ("stop", "min_new_tokens")
     names = names if request.include_stop else ("stop", *names)
     for name in names:
@@ -171,7 +172,7 @@ def _in_stages(
         replace(request, sampling_params=stage.first)
         for request, stage in zip(requests, stages, strict=True)
     ]
-    outcomes = yield _Call(first, return_exceptions)
+    outcomes = yield _EngineCall(first, return_exceptions)
     rest = {}
     for index, (outcome, stage) in enumerate(zip(outcomes, stages, strict=True)):
         if stage.rest is None or not isinstance(outcome, Completion):
@@ -182,7 +183,7 @@ def _in_stages(
             rest[index] = request
     if not rest:
         return outcomes
-    continued = yield _Call(list(rest.values()), True)
+    continued = yield _EngineCall(list(rest.values()), True)
     for index, outcome in zip(rest, continued, strict=True):
         begun = outcomes[index]
         assert isinstance(begun, Completion)

@@ -1,6 +1,6 @@
 """History, text or tokens to prompt token ids: the first step of the pipeline.
 
-Each reader takes a flat batch and returns :class:`Prompts`.
+Each reader takes a flat batch and returns :class:`PromptBatch`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl_sglang.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompts:
+class PromptBatch:
     """A batch of prompts (when generating) or of full sequences (when scoring)."""
 
     token_ids: list[list[int]]
@@ -35,9 +35,9 @@ class Prompts:
     histories: list[History] | None = None
     """Conversation of each element, of shape ``(T,)``, in history mode."""
     assistant_masks: list[list[bool]] | None = None
-    """Which tokens the assistant wrote, when scoring histories."""
+    """Masks of the tokens that the assistant wrote, when scoring histories."""
     masks: list[torch.Tensor] | None = None
-    """Which places of each padded input row held tokens, on the CPU, if asked for."""
+    """Masks of the tokens in each padded input row, on the CPU, if asked for."""
 
 
 def read_history(
@@ -48,7 +48,7 @@ def read_history(
     known_tokens: list[list[int]] | None,
     padding_value: int | None,
     generate: bool,
-) -> Prompts:
+) -> PromptBatch:
     """Reads conversations, open or complete, and applies the chat template."""
     history = _get(td, key, "history")
     if not isinstance(history, History):
@@ -57,7 +57,7 @@ def read_history(
     chats = [to_messages(one) for one in histories]
     if not generate:
         texts, ids, masks = encode_full(chats, template)
-        return Prompts(
+        return PromptBatch(
             token_ids=ids, texts=texts, histories=histories, assistant_masks=masks
         )
     texts = [template.render(chat) for chat in chats]
@@ -70,7 +70,7 @@ def read_history(
         )
     left = [text for text, row in zip(texts, rows, strict=True) if row is None]
     fresh = iter(template.encode_all(left))
-    return Prompts(
+    return PromptBatch(
         token_ids=[next(fresh) if row is None else row for row in rows],
         texts=texts,
         histories=histories,
@@ -107,7 +107,7 @@ def read_text(
     *,
     tokenizer: Any,
     tokenizer_kwargs: Mapping[str, Any],
-) -> Prompts:
+) -> PromptBatch:
     """Reads texts and tokenizes them, special tokens included."""
     value = _get(td, key, "text")
     texts = value if isinstance(value, list) else getattr(value, "tolist", list)()
@@ -120,7 +120,7 @@ def read_text(
             "Text input needs a tokenizer, and the engine has none; pass tokenizer=..."
         )
     ids = tokenizer(texts, **tokenizer_kwargs)["input_ids"] if texts else []
-    return Prompts(token_ids=ids, texts=texts)
+    return PromptBatch(token_ids=ids, texts=texts)
 
 
 def read_tokens(
@@ -130,7 +130,7 @@ def read_tokens(
     attention_mask_keys: Sequence[NestedKey],
     padding_value: int | None,
     keep_layout: bool = False,
-) -> Prompts:
+) -> PromptBatch:
     """Reads token ids, ragged or padded, and removes the padding.
 
     The first attention mask of the right shape decides. Without one, only leading
@@ -155,7 +155,7 @@ def read_tokens(
             for row, kept in zip(rows, ids, strict=True)
             if keep_layout
         ]
-    return Prompts(token_ids=ids, masks=masks if keep_layout else None)
+    return PromptBatch(token_ids=ids, masks=masks if keep_layout else None)
 
 
 def strip_padding(token_ids: list[int], padding_value: int | None) -> list[int]:

@@ -41,7 +41,7 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 
 from torchrl_sglang.chat.tokens import decode
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.policies.inputs import Prompts
+from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.requests.token_values import (
     LOG_PROB,
     TOP_LOG_PROBS,
@@ -203,7 +203,7 @@ def check_target(
 
 
 def generated(
-    prompts: Prompts, completions: Sequence[Completion], *, log_probs: bool
+    prompts: PromptBatch, completions: Sequence[Completion], *, log_probs: bool
 ) -> list[Sample]:
     """Returns tokens, masks and log-probs of each generated sample."""
     repeats = len(completions) // len(prompts.token_ids)
@@ -248,7 +248,7 @@ def _generated(
 
 def add_columns(
     samples: Sequence[Sample],
-    prompts: Prompts,
+    prompts: PromptBatch,
     completions: Sequence[Completion],
     layouts: Sequence[TokenLayout],
 ) -> None:
@@ -287,7 +287,7 @@ def _tensor(values: TokenValues) -> torch.Tensor:
 
 
 def scored(
-    prompts: Prompts, completions: Sequence[Completion], padding_value: int
+    prompts: PromptBatch, completions: Sequence[Completion], padding_value: int
 ) -> list[Sample]:
     """Returns all containers of each scored sequence.
 
@@ -374,7 +374,7 @@ def read_texts(
 
 
 def add_text(
-    samples: Sequence[Sample], prompts: Prompts, texts: Sequence[tuple[str, str]]
+    samples: Sequence[Sample], prompts: PromptBatch, texts: Sequence[tuple[str, str]]
 ) -> None:
     """Adds the text of :func:`read_texts`, and the conversation in history mode."""
     assert prompts.texts is not None

@@ -139,7 +139,7 @@ _KNOWN = (*SAMPLING_ALIASES, *_CONVERTED, *_UNSUPPORTED, *_OUTPUT_OPTIONS, *_GUI
 """All names beyond SGLang's own."""
 
 _NUMBER_OF_SAMPLES = ("num_generations", "num_samples", "group_size")
-"""What other libraries and arguments call ``num_return_sequences``."""
+"""Names of ``num_return_sequences`` in other libraries and arguments."""
 
 _CHECKED_BY_TORCHRL = ("temperature", "top_p", "top_k", "repetition_penalty")
 """Numbers that TorchRL compares with their limits."""

@@ -45,7 +45,12 @@ from torchrl_sglang.policies.arguments import (
 )
 from torchrl_sglang.policies.batching import Batcher
 from torchrl_sglang.policies.engine_call import SampleRequest, ask, turn_end_tokens
-from torchrl_sglang.policies.inputs import Prompts, read_history, read_text, read_tokens
+from torchrl_sglang.policies.inputs import (
+    PromptBatch,
+    read_history,
+    read_text,
+    read_tokens,
+)
 from torchrl_sglang.policies.sampling import SamplingParams, check_numbers, translate
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import TokenColumn
@@ -276,7 +281,7 @@ class SGLangWrapper(LLMWrapperBase):
     def _validate_parameter_combinations(
         cls, generate_kwargs: Mapping[str, Any]
     ) -> None:
-        """TorchRL's own checks, except that SGLang's ``top_k=-1`` is no limit."""
+        """TorchRL's own checks, except that SGLang's ``top_k=-1`` means no limit."""
         check_numbers(generate_kwargs)
         compared = {
             name: value
@@ -425,7 +430,9 @@ class SGLangWrapper(LLMWrapperBase):
             tensordict, prompts, completions, params, target=tensordict_out
         )
 
-    def begin(self, tensordict: TensorDictBase) -> tuple[Prompts, list[SampleRequest]]:
+    def begin(
+        self, tensordict: TensorDictBase
+    ) -> tuple[PromptBatch, list[SampleRequest]]:
         """Returns the prompts of a batch, and the requests for its responses.
 
         With :meth:`finish`, this is :meth:`forward` without the engine's part.
@@ -436,7 +443,7 @@ class SGLangWrapper(LLMWrapperBase):
     def finish(
         self,
         tensordict: TensorDictBase,
-        prompts: Prompts,
+        prompts: PromptBatch,
         completions: Sequence[Completion],
     ) -> TensorDictBase:
         """Writes the responses to a batch that :meth:`begin` has read."""
@@ -448,7 +455,7 @@ class SGLangWrapper(LLMWrapperBase):
     def _write(
         self,
         tensordict: TensorDictBase,
-        prompts: Prompts,
+        prompts: PromptBatch,
         completions: Sequence[Completion],
         params: SamplingParams,
         *,
@@ -482,7 +489,7 @@ class SGLangWrapper(LLMWrapperBase):
             )
         return params
 
-    def _read(self, td: TensorDictBase) -> Prompts:
+    def _read(self, td: TensorDictBase) -> PromptBatch:
         if td.ndim == 0 and (self.input_mode != "history" or self.prefer_tokens):
             td = lazy_stack([td])
         elif td.ndim > 1:
@@ -504,7 +511,7 @@ class SGLangWrapper(LLMWrapperBase):
             )
         return self._read_tokens(td, self.input_key)
 
-    def _read_tokens(self, td: TensorDictBase, key: NestedKey) -> Prompts:
+    def _read_tokens(self, td: TensorDictBase, key: NestedKey) -> PromptBatch:
         return read_tokens(
             # Only a lazy stack returns rows of different lengths.
             td if isinstance(td, LazyStackedTensorDict) else td.to_lazystack(0),
@@ -528,7 +535,7 @@ class SGLangWrapper(LLMWrapperBase):
         return None
 
     def _to_requests(
-        self, prompts: Prompts, params: SamplingParams
+        self, prompts: PromptBatch, params: SamplingParams
     ) -> list[SampleRequest]:
         request = self.make_request(params)
         per_sample: list[Mapping[str, Any]] = [{"max_new_tokens": 0}]
@@ -567,7 +574,7 @@ class SGLangWrapper(LLMWrapperBase):
 
     def _to_samples(
         self,
-        prompts: Prompts,
+        prompts: PromptBatch,
         completions: Sequence[Completion],
         params: SamplingParams,
     ) -> list[outputs.Sample]:

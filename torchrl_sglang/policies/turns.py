@@ -15,11 +15,11 @@ from tensordict import NestedKey, TensorDict
 
 from torchrl_sglang.chat import rendered
 from torchrl_sglang.chat.messages import Message
-from torchrl_sglang.chat.template import Setting
+from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.engine_call import ask_async
-from torchrl_sglang.policies.inputs import Prompts
+from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.types import Completion
@@ -30,9 +30,9 @@ class EncodedPrompt:
     """A conversation as the model reads it."""
 
     text: str
-    """With the chat template, up to the assistant's turn."""
+    """Text of the conversation with the chat template, up to the assistant's turn."""
     token_ids: list[int]
-    """Its tokens."""
+    """Tokens of the conversation."""
     num_messages: int
     """Number of its messages."""
 
@@ -42,13 +42,13 @@ class TurnResponse:
     """A response of the policy."""
 
     completion: Completion
-    """Its tokens, log-probs and versions."""
+    """Tokens, log-probs and weight versions of the response."""
     text: str
-    """Its text."""
+    """Text of the response."""
     message: str
-    """Its text without the token that ends a turn."""
+    """Text of the response without the token that ends a turn."""
     ended: bool
-    """Whether its last token ends a turn."""
+    """Whether the last token ends a turn."""
 
 
 class TurnCodec:
@@ -64,7 +64,7 @@ class TurnCodec:
     ) -> None:
         _check_settings(check_policy(policy), {"input_mode": "history"})
         self._policy = policy
-        self._setting = Setting(tools=tools)
+        self._setting = PromptSettings(tools=tools)
         self._params = policy.sampling_params
         self._ends = policy.end_tokens(self._params)
         self._keys = policy.key_by_container(self._params)
@@ -105,7 +105,7 @@ class TurnCodec:
         if said != [("assistant", response.message)]:
             return None
         template, done = self._policy.template, response.completion
-        reply = rendered.Response(
+        reply = rendered.ChatResponse(
             message=replies[0],
             text=response.message,
             end=template.decode(done.token_ids[-1:]) if response.ended else None,
@@ -178,7 +178,7 @@ class TurnCodec:
     ) -> list[dict[NestedKey, Any]]:
         """Returns TorchRL's containers of each turn: prompt, response, messages."""
         completions = [response.completion for _, response, _ in turns]
-        prompts = Prompts(
+        prompts = PromptBatch(
             token_ids=[prompt.token_ids for prompt, _, _ in turns],
             texts=[prompt.text for prompt, _, _ in turns],
         )

@@ -271,7 +271,8 @@ def check_logprobs_mode(mode: Any) -> LogProbsMode:
 
 
 def _check_header(name: str, value: Any) -> None:
-    # It travels in an HTTP header, which takes neither line breaks nor other alphabets.
+    # The value travels in an HTTP header, which takes neither line breaks nor other
+    # alphabets.
     if value is not None and not (
         isinstance(value, str) and value.isascii() and value.isprintable() and value
     ):

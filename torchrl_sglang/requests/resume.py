@@ -18,7 +18,7 @@ from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
 AnyRequest = TypeVar("AnyRequest", bound=GenerateRequest)
 
 Stops = Mapping[str, re.Pattern[str]]
-"""What ends a response: the caller's text -> pattern."""
+"""Strings that end a response: the caller's text -> pattern."""
 
 
 def ended(

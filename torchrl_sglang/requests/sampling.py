@@ -248,7 +248,7 @@ def changes_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) 
 
 def is_resumable(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
     """Returns whether another request can go on from the tokens of a response."""
-    # What remains of this one is known.
+    # The remaining number of required tokens is known.
     others = {name: params[name] for name in params if name != "min_new_tokens"}
     return not any(
         row.needs_grammar or row.counts_tokens

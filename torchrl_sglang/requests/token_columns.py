@@ -85,7 +85,7 @@ class TokenColumn:
     unknown: float = -1
     """Value of a token that has none. Of lists, such a token's is empty."""
     padding: float = -1
-    """Value of what is no token."""
+    """Value at places without a token."""
     dropped_by_router: bool = False
     """A router removes what asks for it; such requests go to the servers themselves."""
     problem: Callable[[Mapping[str, Any], ServerCapabilities], str | None] | None = None

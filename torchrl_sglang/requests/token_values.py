@@ -14,7 +14,7 @@ LOG_PROB = TokenLayout(name="log_probs", dtype="float32", unknown=math.nan, padd
 """Log-probability of each response token."""
 
 WEIGHT_VERSION = TokenLayout(name="weight_version", dtype="int64")
-"""Weight version of each response token; -1 where it is no number, or not known."""
+"""Weight version of each response token; -1 where it is not a number, or not known."""
 
 TOP_TOKENS = TokenLayout(name="top_token_ids", dtype="int64")
 """Top-k tokens at each position, for some k."""
@@ -22,7 +22,7 @@ TOP_TOKENS = TokenLayout(name="top_token_ids", dtype="int64")
 TOP_LOG_PROBS = TokenLayout(
     name="top_log_probs", dtype="float32", unknown=math.nan, padding=0.0
 )
-"""Their log-probabilities."""
+"""Log-probabilities of the top-k tokens."""
 
 _LISTS = tuple(each.name for each in (LOG_PROB, TOP_TOKENS, TOP_LOG_PROBS))
 """Fields of a completion with an entry for each response token, beside its tokens."""

@@ -32,13 +32,13 @@ P = ParamSpec("P")
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _ThreadCall:
     """A call and its result."""
 
     function: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
     began: float | None = None
-    """When it began, on the monotonic clock."""
+    """Monotonic time at which the call began."""
     abandoned: bool = False
     """Nobody waits for it, and its thread has been replaced."""
 
@@ -60,7 +60,7 @@ class BlockingCalls:
     def __init__(self, name: str, most: int) -> None:
         self._name = name
         self._most = most
-        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        self._queue: SimpleQueue[_ThreadCall | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
         self._idle = 0
@@ -74,7 +74,7 @@ class BlockingCalls:
             CallTimeoutError: if it has not returned so many seconds after it began.
             RuntimeError: instead of what asyncio would act on, if it raises that.
         """
-        call = _Call(function)
+        call = _ThreadCall(function)
         self._submit(call)
         result = asyncio.wrap_future(call.future)
         try:
@@ -117,7 +117,7 @@ class BlockingCalls:
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Calls a function in a thread, without a timeout."""
-        call = _Call(function)
+        call = _ThreadCall(function)
         self._submit(call)
         return call.future
 
@@ -128,7 +128,7 @@ class BlockingCalls:
             for _ in range(self._threads):
                 self._queue.put(None)
 
-    def _submit(self, call: _Call) -> None:
+    def _submit(self, call: _ThreadCall) -> None:
         with self._lock:
             if self._closed:
                 raise RuntimeError("The threads for blocking calls have ended.")
@@ -159,13 +159,13 @@ class BlockingCalls:
             # Waiting keeps no result alive.
             del call
 
-    def _abandon(self, call: _Call) -> None:
+    def _abandon(self, call: _ThreadCall) -> None:
         if call.future.cancel():
-            # It has not begun, and will not.
+            # The call has not begun, and will not.
             return
         with self._lock:
             if not call.future.running():
-                # It is done.
+                # The call is done.
                 return
             call.abandoned = True
             self._threads -= 1
@@ -200,7 +200,7 @@ class DaemonExecutor(ThreadPoolExecutor):
         self._calls.close()
 
 
-def _run(call: _Call) -> None:
+def _run(call: _ThreadCall) -> None:
     try:
         value = call.function()
     except (CancelledError, StopIteration, GeneratorExit) as error:

@@ -103,7 +103,7 @@ async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
     loop, caller = get_loop(), asyncio.get_running_loop()
     if loop is caller:
         return await coroutine
-    call = _Call(coroutine, caller)
+    call = _LoopCall(coroutine, caller)
     _post(loop, call.start)
     try:
         return await call.result
@@ -111,11 +111,11 @@ async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
         _post(loop, call.cancel)
         raise
     finally:
-        # As in run_sync(), an error would refer to itself.
+        # Otherwise an error would refer to itself, as in run_sync().
         del call
 
 
-class _Call(Generic[T]):
+class _LoopCall(Generic[T]):
     """A coroutine that runs on the background loop for another loop."""
 
     def __init__(
@@ -146,10 +146,10 @@ class _Call(Generic[T]):
             self.result.set_result(self._task.result())
 
 
-class _Calls:
-    """What other threads want a loop to call; waking it once serves all until then.
+class _CallQueue:
+    """Thread-safe call queue of a loop; coalesces wake-ups.
 
-    Has no lock: the garbage collector can run anywhere, and what it frees calls, too.
+    Works without a lock: the garbage collector can run anywhere, and calls, too.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class _Calls:
             self._waiting.popleft()()
 
 
-_calls = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Calls]()
+_calls = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _CallQueue]()
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
@@ -188,7 +188,7 @@ def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
             other = each()
             if other is not None and other.is_closed():
                 _calls.pop(other, None)
-        calls = _calls.setdefault(loop, _Calls())
+        calls = _calls.setdefault(loop, _CallQueue())
     calls.add(loop, call)
 
 

@@ -37,7 +37,7 @@ class DialectContract(abc.ABC):
     """
 
     path: str
-    """Where its clients post to."""
+    """Address to which clients of the dialect post."""
 
     @abc.abstractmethod
     def gateway(self) -> Gateway:

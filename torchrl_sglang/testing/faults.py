@@ -23,7 +23,7 @@ from torchrl_sglang.support.event_loop import run_sync
 __all__ = ["Fault", "FaultyProxy", "Injection"]
 
 Fault: TypeAlias = Literal["refuse", "fail", "stall", "late", "cut", "lose"]
-"""How a request is broken:
+"""Kinds of broken requests:
 
 - ``"refuse"``: the response is HTTP 400, and the server never sees the request;
 - ``"fail"``: the same with HTTP 500;
@@ -46,15 +46,15 @@ class Injection:
     path: str
     """Path of the requests."""
     fault: Fault | Callable[[], object]
-    """How they are broken, or what is called before they are forwarded."""
+    """Fault of the requests, or a function to call before they are forwarded."""
     first: int
     """The first request that is broken, counted from 1."""
     times: int
-    """How many requests in a row are broken."""
+    """Number of requests in a row that are broken."""
     happened: threading.Event = field(default_factory=threading.Event)
     """Set when the first of them has arrived."""
     seen: int = 0
-    """How many requests for this path have arrived since."""
+    """Number of requests for this path that have arrived since."""
 
 
 class FaultyProxy:
@@ -78,7 +78,7 @@ class FaultyProxy:
 
     def __init__(self, target: str) -> None:
         self.counts: Counter[str] = Counter()
-        """How many requests have arrived for each path."""
+        """Number of requests that have arrived for each path."""
         self.refusal = "This fault was injected."
         """The message of refused and failed responses."""
         self._target = URL(target).origin()

@@ -89,7 +89,7 @@ class LauncherContract(abc.ABC):
         assert [each.state for each in handles if each] == ["stopped", "stopped"]
 
     def test_a_launcher_that_is_not_used(self) -> None:
-        """What it has reserved is released."""
+        """The reserved resources of an unused launcher are released."""
         self.make(1).stop([])
         launcher = self.make(1)
         launcher.stop(start_servers(launcher))

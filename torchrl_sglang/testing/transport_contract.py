@@ -67,7 +67,7 @@ class TransportContract(abc.ABC):
             transport.close()
 
     def test_a_source_that_fails_raises_and_the_next_update_heals(self) -> None:
-        """Its error is told, and no server generates with half of the weights."""
+        """The error is raised, and no server generates with half of the weights."""
         transport = self.make()
         weights = self.weights(3)
 

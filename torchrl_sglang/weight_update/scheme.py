@@ -223,7 +223,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
 
     @property
     def server_url(self) -> str | None:
-        """Address that the scheme was made for, or of its engine; makes no request."""
+        """Address of the servers or of the engine; makes no request."""
         if self._engine is not None:
             return self._engine.server_url
         return None if self._url is None else split_credentials(self._url)[0]
@@ -272,8 +272,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         known = self.server_url
         if not isinstance(engine, RLSGLangEngine):
             raise ConfigurationError(
-                f"{engine!r} is no engine that weights are sent to; give the same "
-                f"engine as the policy's, or the address of a server."
+                f"engine must be an RLSGLangEngine or the address of a server, got "
+                f"{engine!r}; give the policy's engine."
             )
         if known not in (None, engine.server_url):
             raise ConfigurationError(
@@ -281,7 +281,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
                 f"{engine!r}; give the same engine, or leave it out."
             )
         actual = {
-            # As TorchRL's recipes count them.
+            # TorchRL's recipes count GPUs in this way.
             "num_gpus": engine.get_tp_size() * engine.get_dp_size(),
             "gpus_per_replica": engine.get_tp_size() * engine.capabilities.pp_size,
             "num_replicas": engine.num_replicas,

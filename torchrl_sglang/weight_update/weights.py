@@ -35,15 +35,15 @@ class TensorSpec:
     name: str
     """Name in the source; in :class:`Weights`, the one that servers take."""
     dtype: torch.dtype
-    """Its type; in :class:`Weights`, the served one."""
+    """Type in the source; in :class:`Weights`, the served one."""
     shape: torch.Size
-    """Over all ranks together."""
+    """Shape over all ranks together."""
     device: torch.device = field(default=torch.device("cpu"), compare=False)
-    """Where the source holds it."""
+    """Device on which the source holds the tensor."""
     identity: Hashable = field(default_factory=object, compare=False)
-    """Equal for tensors that share memory, such as tied weights."""
+    """Key that is equal for tensors that share memory, such as tied weights."""
     computed: bool = field(default=False, compare=False)
-    """It may be a buffer that is computed, not trained."""
+    """Whether the tensor may be a buffer that is computed, not trained."""
     mesh: DeviceMesh | None = field(default=None, compare=False)
     """The ranks that hold it as a DTensor; ``None`` if this rank holds it whole."""
     part: TensorPart | None = field(default=None, compare=False)
@@ -65,7 +65,7 @@ class Weights:
     """Yields each tensor, gathered, under its served name, on any device and of any
     floating-point type. Can be called once per update."""
     device: torch.device
-    """Where most bytes are."""
+    """Device of most bytes."""
     stable: bool
     """Tensors stay as they are until the update has ended. Those of a source that is
     not stable must be released before the next bucket is read."""
@@ -97,7 +97,7 @@ class Bucket:
     num_bytes: int
     """Size of all tensors."""
     small: bool
-    """Its tensors are below ``small_below``, see :func:`plan_buckets`."""
+    """Whether the tensors are below ``small_below``, see :func:`plan_buckets`."""
 
     def view(self, flat: torch.Tensor) -> NamedTensors:
         """Returns the tensors as views of the bucket's bytes."""
@@ -167,7 +167,7 @@ def read_buckets(
         tensors = {name: held.pop(name) for name in names}
         yield bucket, tensors
         if not weights.stable:
-            # This generator is suspended while the next tensors are made.
+            # The generator is suspended while the next tensors are made.
             tensors.clear()
     # An exporter runs to its end, with whatever collectives it still has.
     deque(source, maxlen=0)

@@ -16,7 +16,7 @@ from torchrl.modules.llm.policies import ChatHistory
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
-from torchrl_sglang.chat.template import ChatTemplate, Setting
+from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
 from torchrl_sglang.gateway.session import Session, Turn
 from torchrl_sglang.policies.turns import TurnCodec
 from torchrl_sglang.types import Completion, ServerCapabilities
@@ -101,7 +101,7 @@ class GatewayDoor(Door):
         self.template = ChatTemplate(tokenizer)
 
     def respond(self, writes: list[int]) -> tuple[list[int], str]:
-        prompt = self.session.prompt(self.messages, Setting(), self.template)
+        prompt = self.session.prompt(self.messages, PromptSettings(), self.template)
         ended = writes[-1] in self.template.special.values()
         text = self.template.decode(writes[:-1] if ended else writes)
         turn = Turn(

@@ -7,10 +7,10 @@ import json
 import pytest
 from helpers.chat_families import FAMILIES
 
-from torchrl_sglang.chat.tool_calls import Call, find_calls, read_calls
+from torchrl_sglang.chat.tool_calls import ToolCall, find_calls, read_calls
 
 ARGUMENTS = {"city": 'Zürich <"a" & \\b>', "days": 2, "hours": [1.5, None, True]}
-CALL = Call(name="weather", arguments=ARGUMENTS)
+CALL = ToolCall(name="weather", arguments=ARGUMENTS)
 
 
 def test_calls_of_qwen():

@@ -13,7 +13,7 @@ from helpers.chat_families import family_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from torchrl_sglang.chat.messages import changes, conversation_keys, rename_calls
-from torchrl_sglang.chat.template import ChatTemplate, Setting
+from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
 from torchrl_sglang.chat.tool_calls import written_ids
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.session import RENDERED_TURNS, Prompt, Session, Turn
@@ -133,7 +133,7 @@ def test_a_turn_renders_its_conversation_once() -> None:
     template, session = ChatTemplate(tokenizer), Session("s")
     messages: list[Any] = [USER]
     for number in range(1, 6):
-        prompt = session.prompt(messages, Setting(), template)
+        prompt = session.prompt(messages, PromptSettings(), template)
         assert tokenizer.rendered == number
         turn = add(session, prompt, template.encode(f"{number}<|im_end|>"))
         messages += [turn.reply, USER]
@@ -148,7 +148,7 @@ def held(turns: int, *, plain: bool) -> int:
     text = "tell"
     tracemalloc.start()
     for number in range(turns):
-        setting = Setting(tools=[{"type": "function", "about": "d" * 200}])
+        setting = PromptSettings(tools=[{"type": "function", "about": "d" * 200}])
         if plain:
             prompt = session.text_prompt(text, template)
         else:
@@ -180,7 +180,10 @@ def test_a_long_conversation_is_told_and_forgotten() -> None:
     session, turn = Session("s"), None
     for number in range(20_000):
         prompt = Prompt(
-            setting=Setting(), new_messages=[USER], new_token_ids=[1], origin=turn
+            setting=PromptSettings(),
+            new_messages=[USER],
+            new_token_ids=[1],
+            origin=turn,
         )
         turn = Turn(
             number=number,
@@ -197,7 +200,7 @@ def test_a_long_conversation_is_told_and_forgotten() -> None:
 
 def test_turns_that_nobody_saw_leave_their_numbers_out() -> None:
     template, session = ChatTemplate(family_tokenizer("qwen2.5")), Session("s")
-    prompt = session.prompt([USER], Setting(), template)
+    prompt = session.prompt([USER], PromptSettings(), template)
     first, gone, last = (add(session, prompt, [1]) for _ in range(3))
     assert session.remove(gone)
     assert not session.remove(gone)
@@ -206,7 +209,7 @@ def test_turns_that_nobody_saw_leave_their_numbers_out() -> None:
     for wrong in (1, 3, -1, True, "0"):
         with pytest.raises(ConfigurationError, match="2 turns up to 2"):
             session.set_reward(0.5, turn=wrong)
-    following = session.prompt([USER, said("x"), USER], Setting(), template)
+    following = session.prompt([USER, said("x"), USER], PromptSettings(), template)
     assert following.parent is None
     session.add(gone)
     assert [turn.number for turn in session.turns] == [0, 1, 2]
@@ -216,26 +219,26 @@ def test_turns_that_nobody_saw_leave_their_numbers_out() -> None:
 def test_an_old_turn_is_rendered_anew() -> None:
     tokenizer = Counting("qwen2.5")
     template, session = ChatTemplate(tokenizer), Session("s")
-    prompt = session.prompt([USER], Setting(), template)
+    prompt = session.prompt([USER], PromptSettings(), template)
     for number in range(RENDERED_TURNS + 1):
         add(session, prompt, template.encode(f"{number}<|im_end|>"))
     for number, renders in ((0, 2), (1, 1)):
         before = tokenizer.rendered
         known = [USER, session.turns[number].reply, USER]
-        assert session.prompt(known, Setting(), template).parent == number
+        assert session.prompt(known, PromptSettings(), template).parent == number
         assert tokenizer.rendered == before + renders
 
 
 def test_a_call_in_other_words_renders_twice() -> None:
     tokenizer = Counting("qwen2.5")
     template, session = ChatTemplate(tokenizer), Session("s")
-    prompt = session.prompt([USER], Setting(), template)
+    prompt = session.prompt([USER], PromptSettings(), template)
     text = '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call><|im_end|>'
     reply = called("a", {"x": 1})
-    template.render([USER, reply], Setting())
+    template.render([USER, reply], PromptSettings())
     add(session, prompt, template.encode(text), reply=reply)
     before = tokenizer.rendered
-    prompt = session.prompt([USER, reply, result("a")], Setting(), template)
+    prompt = session.prompt([USER, reply, result("a")], PromptSettings(), template)
     assert prompt.parent == 0
     assert tokenizer.rendered == before + 2
 

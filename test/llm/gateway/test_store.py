@@ -18,7 +18,7 @@ from helpers.fake_server import FakeServer
 from helpers.forked_starts import trainer_python
 
 from torchrl_sglang import AsyncSGLang, Gateway
-from torchrl_sglang.chat.template import Setting
+from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.store import Store
@@ -44,7 +44,9 @@ time.sleep(600)
 
 def make_turn(number=0, origin=None, **changes):
     prompt = Prompt(
-        setting=Setting(tools=[{"type": "function"}], template_kwargs={"a": [1]}),
+        setting=PromptSettings(
+            tools=[{"type": "function"}], template_kwargs={"a": [1]}
+        ),
         new_messages=[{"role": "user", "content": "grüß \ud800 \U0001f600"}],
         new_token_ids=[1, 2, 3, *range(10 * number)],
         origin=origin,
@@ -100,7 +102,7 @@ def test_a_session_is_read_back_as_it_was(tmp_path):
     session.add(make_turn(1, first))
     session.add(make_turn(2, log_probs=None, top_token_ids=None, top_log_probs=None))
     text = Prompt(
-        setting=Setting(tools=[]),
+        setting=PromptSettings(tools=[]),
         new_messages=[],
         new_token_ids=[1],
         new_text="tell",

@@ -18,7 +18,7 @@ from helpers.chat_families import FAMILIES, family_tokenizer
 from jinja2 import TemplateError
 
 from torchrl_sglang.chat.messages import without_stop
-from torchrl_sglang.chat.template import ChatTemplate, Setting
+from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.types import Completion
@@ -28,19 +28,19 @@ TOOL = {
     "type": "function",
     "function": {"name": "weather", "description": "", "parameters": PARAMETERS},
 }
-TOOLS = Setting(tools=[TOOL])
+TOOLS = PromptSettings(tools=[TOOL])
 ARGUMENTS = {"city": 'Zürich <"a" & \\b>', "days": 2, "hours": [1.5, None, True]}
 
 
 class Talk:
     """A session whose model writes what the test says, and which checks each prompt."""
 
-    def __init__(self, name: str, setting: Setting | None = None) -> None:
+    def __init__(self, name: str, setting: PromptSettings | None = None) -> None:
         self.family = FAMILIES[name]
         self.tokenizer = family_tokenizer(name)
         self.template = ChatTemplate(self.tokenizer)
         self.session = Session(name)
-        self.setting = setting or Setting()
+        self.setting = setting or PromptSettings()
         self.strict = True
 
     def ask(
@@ -378,7 +378,7 @@ def test_reasoning_that_is_cut_off() -> None:
 
 
 def test_a_template_that_closes_the_reasoning_is_a_root_each_time() -> None:
-    talk = Talk("qwen3", Setting(template_kwargs={"enable_thinking": False}))
+    talk = Talk("qwen3", PromptSettings(template_kwargs={"enable_thinking": False}))
     reply = talk.ask([user("Hi")], "Hello").reply
     assert talk.outcome([user("Hi"), reply, user("more")]) == "root"
 
@@ -402,7 +402,7 @@ def test_an_edited_history(name: str, outcome: str) -> None:
 def test_other_tools_are_a_root(name: str) -> None:
     talk = Talk(name, TOOLS)
     reply = talk.ask([user("Hi")]).reply
-    talk.setting = Setting()
+    talk.setting = PromptSettings()
     assert talk.outcome([user("Hi"), reply, user("more")]) == "root"
 
 
@@ -500,7 +500,7 @@ TEXTS = [
 def test_random_conversations(name: str, seed: int) -> None:
     """Each prompt is checked, whatever model and client say."""
     draw = random.Random(f"{name} {seed}")
-    talk = Talk(name, draw.choice([TOOLS, Setting()]))
+    talk = Talk(name, draw.choice([TOOLS, PromptSettings()]))
     talk.strict = False
     for _ in range(6):
         messages = _random_history(talk, draw)

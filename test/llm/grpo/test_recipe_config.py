@@ -316,7 +316,7 @@ def test_a_logger_that_is_not_installed(compose, monkeypatch, backend):
         ("optimizer.name=Adamw", "did you mean 'AdamW'"),
         ("optimizer.scheduler=cosin", "optimizer.scheduler='cosin' is no schedule"),
         ("optimizer.scheduler=reduce_lr_on_plateau", "needs a metric in each step"),
-        ("train.correction=decoupled_tokn_is", "is no preset"),
+        ("train.correction=decoupled_tokn_is", "is not a preset"),
     ],
 )
 def test_what_the_learner_lacks_is_found_before_servers_start(

@@ -78,7 +78,7 @@ def test_an_address_that_leads_here_from_elsewhere(address, caplog):
             assert listener.getsockname()[0] == "0.0.0.0"
     finally:
         torchrl_logger.removeHandler(caplog.handler)
-    assert f"master_address='{address}' is no address at which other" in caplog.text
+    assert f"may not reach this one at master_address='{address}'" in caplog.text
 
 
 def test_a_port_that_is_taken_is_not_looked_for_elsewhere():

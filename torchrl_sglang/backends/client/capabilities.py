@@ -1,4 +1,4 @@
-"""Detects what a server can do, from its routes and answers.
+"""Detects the capabilities of a server from its routes and answers.
 
 This is the only file that knows how SGLang's versions differ. It never reads version
 numbers, so a new release needs no change as long as it keeps the routes.
@@ -31,8 +31,7 @@ _SECRET = ("api_key", "password", "launch_command", "internal_states")
 _LORA_TENSORS = "/load_lora_adapter_from_tensors"
 
 _LORA_FIELDS = ("serialized_named_tensors", "serialized_tensors")
-"""Its field for the tensors, newest first: one copy per tensor-parallel rank, or one
-text."""
+"""Fields for an adapter's tensors, newest first: one copy per rank, or one text."""
 
 _TENSOR_UPDATE = "/update_weights_from_tensor"
 _BEGIN_UPDATE = "/begin_weight_update"
@@ -310,8 +309,8 @@ def interpret(
         pp_size=size("pp_size"),
         dp_size=size("dp_size"),
         needs_update_session="/begin_weight_update" in routes,
-        # They came together. A flush leaves what a storage has, and retracted requests
-        # would find it under the key of the old weights.
+        # SGLang got both at once. A flush leaves the entries of a cache's storage, and
+        # retracted requests would find them under the key of the old weights.
         keeps_requests="/begin_weight_update" in routes
         and not has("hicache_storage_backend"),
         load_route=_first(routes, _LOAD_ROUTES, url),

@@ -31,7 +31,7 @@ CONTROL_TIMEOUT_SECONDS = 60.0
 QUERY_TIMEOUT_SECONDS = 10.0
 
 LoadFormat = Literal["flattened_bucket", "safetensors"] | None
-"""How servers read weights; one that a server does not know ends it."""
+"""Format in which servers read weights; an unknown one ends a server."""
 
 Errors = dict[str, SGLangError | None]
 """Each server's error, or ``None`` where the call succeeded."""

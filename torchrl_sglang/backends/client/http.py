@@ -1,6 +1,6 @@
 """HTTP to SGLang: pooled connections, timeouts and the mapping of errors.
 
-The only HTTP client of the package. Callers get a :class:`Response` or an error of
+The only HTTP client of the package. Callers get a :class:`HttpResponse` or an error of
 :mod:`torchrl_sglang.errors`, never an exception of aiohttp.
 """
 
@@ -56,15 +56,15 @@ STREAMED_BODY_BYTES = 1 << 20
 """A larger body is written in pieces, so that other requests are sent meanwhile."""
 
 END_SECONDS = 1.0
-"""How long the end of a stream may take after its last event."""
+"""Timeout of a stream's end after its last event."""
 
 EVENT_END = b"\n\n"
 LAST_EVENT = b"[DONE]"
 NOT_JSON = (ValueError, RecursionError)
-"""What decoding raises."""
+"""Errors of decoding a body that is not JSON."""
 
 ERROR_BODY_CHARACTERS = 2000
-"""How much of an error's body a message quotes."""
+"""Characters of an error's body that a message quotes."""
 
 _CLOSING = collections.deque[concurrent.futures.Future[None]](maxlen=64)
 """The latest sessions that are being closed."""
@@ -81,7 +81,7 @@ FEWEST_IN_FLIGHT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Response:
+class HttpResponse:
     """The status and the raw body of a server's response."""
 
     url: str
@@ -120,7 +120,7 @@ class Response:
             inner = next(filter(None, named), text)
         return str(inner or text)[:ERROR_BODY_CHARACTERS]
 
-    def raise_for_status(self) -> Response:
+    def raise_for_status(self) -> HttpResponse:
         """Returns itself, or raises for 4xx (refused) and for other failures."""
         if self.ok:
             return self
@@ -199,14 +199,16 @@ class HttpClient:
         *,
         timeout: float,
         headers: Mapping[str, str] | None = None,
-    ) -> Response:
+    ) -> HttpResponse:
         """Sends a request with a JSON body and reads the response, of any status.
 
         Bytes are sent as they are; see :func:`encode`.
         """
 
-        async def read(response: aiohttp.ClientResponse) -> Response:
-            return Response(url=url, status=response.status, body=await response.read())
+        async def read(response: aiohttp.ClientResponse) -> HttpResponse:
+            return HttpResponse(
+                url=url, status=response.status, body=await response.read()
+            )
 
         return await self._send(method, url, payload, timeout, headers or {}, read)
 
@@ -214,7 +216,7 @@ class HttpClient:
         self,
         url: str,
         payload: Any,
-        on_event: Callable[[Response], None],
+        on_event: Callable[[HttpResponse], None],
         *,
         timeout: float,
     ) -> None:
@@ -224,7 +226,7 @@ class HttpClient:
             status = response.status
             if not 200 <= status < 300:
                 body = await response.read()
-                Response(url=url, status=status, body=body).raise_for_status()
+                HttpResponse(url=url, status=status, body=body).raise_for_status()
             rest, searched = bytearray(), 0
             async for chunk in response.content.iter_any():
                 rest += chunk
@@ -237,7 +239,7 @@ class HttpClient:
                             async with asyncio.timeout(END_SECONDS):
                                 await response.read()
                         return
-                    on_event(Response(url=url, status=status, body=content))
+                    on_event(HttpResponse(url=url, status=status, body=content))
                     del rest[: end + len(EVENT_END)]
                     searched = 0
                 searched = max(len(rest) - len(EVENT_END) + 1, 0)
@@ -317,7 +319,8 @@ class HttpClient:
                     ) from None
             finally:
                 self._in_flight.pop(given_up, None)
-                # It holds the task, which holds an error, which holds this frame.
+                # The future holds the task, which holds an error, which holds this
+                # frame.
                 del given_up
             if time.monotonic() + NO_FILE_SECONDS > deadline:
                 raise ServerTimeoutError(
@@ -370,10 +373,10 @@ def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 def get(
     url: str, *, timeout: float, headers: Mapping[str, str] | None = None
-) -> Response:
+) -> HttpResponse:
     """Sends one GET and waits for it; for threads that watch a server start."""
 
-    async def ask() -> Response:
+    async def ask() -> HttpResponse:
         http = HttpClient()
         try:
             return await http.request("GET", url, timeout=timeout, headers=headers)

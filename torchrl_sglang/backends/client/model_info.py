@@ -55,7 +55,7 @@ class ServedModel:
         self._dtype = capabilities.dtype
         self._tokenizer_path = path or capabilities.tokenizer_path
         self._trusted = trust_remote_code
-        # It belongs to the name that the server was started with.
+        # The revision belongs to the name that the server was started with.
         self._revision = None if path else capabilities.args.revision
         self._tokenizer: Any = None
         self._metadata: ModelMetadata | None = None
@@ -76,7 +76,7 @@ class ServedModel:
             )
         except Exception as error:
             if name is not None and "trust_remote_code" not in str(error):
-                raise  # As TorchRL's wrappers do.
+                raise  # TorchRL's wrappers raise it, too.
             raise unreadable(
                 f"The tokenizer {path!r}",
                 error,
@@ -119,7 +119,7 @@ def metadata_from_config(
     held = _tensors(model)
     found: ModelMetadata = {}
     for name, saved in _saved(model).items():
-        # What is no parameter is kept as exact as it was trained.
+        # Buffers are kept as exact as they were trained.
         exact = name in held and not isinstance(held[name], torch.nn.Parameter)
         kind = held[name].dtype if exact else served
         found |= {part_name: (kind, part.shape) for part_name, part in saved.items()}
@@ -178,7 +178,7 @@ def _saved(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Returns name in the module -> name in a checkpoint -> tensor, all on meta.
 
     A checkpoint's tensor is a view of the module's, with its place in it. One that is
-    put together from several parameters is no view of any, and has its own name. Some
+    put together from several parameters is a copy, and has a name of its own. Some
     versions of transformers make each part contiguous, which would copy it.
     """
     from transformers.core_model_loading import revert_weight_conversion
@@ -220,16 +220,16 @@ def original_model(path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What the files of a served model tell."""
+    """Facts about a served model, read from its files."""
 
     path: str
-    """Where they can be read."""
+    """Folder or hub name that the files are read from."""
     vocab_size: int
     """Size of its vocabulary."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
     quant_method: str | None
-    """How its checkpoint is quantised; ``None``: not."""
+    """Quantisation of the checkpoint; ``None``: not quantised."""
 
 
 def read_model(
@@ -239,7 +239,7 @@ def read_model(
     trust_remote_code: bool,
     revision: str | None,
 ) -> ModelFacts:
-    """Returns what a server's model is, as its files tell."""
+    """Returns the facts about a server's model that its files tell."""
     # The folder of a disk update may be gone; its mark names the original model.
     served = original_model(reported)
     started = started or served

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.backends.client.http import HttpClient, Method, Response
+from torchrl_sglang.backends.client.http import HttpClient, HttpResponse, Method
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -23,7 +23,7 @@ WORKER_TIMEOUT_SECONDS = 45.0
 LIST_TIMEOUT_SECONDS = 10.0
 
 POLL_SECONDS = 0.05
-"""How often a change of the worker list, which is a job of the router, is polled."""
+"""Interval between polls of a change of the worker list, a job of the router."""
 
 
 class RouterClient:
@@ -71,7 +71,7 @@ class RouterClient:
     async def remove_worker(
         self, url: str, *, timeout: float = WORKER_TIMEOUT_SECONDS
     ) -> None:
-        """Removes a server, which finishes its requests; an unknown one is no error."""
+        """Removes a server, which finishes its requests; ignores an unknown one."""
         url = check_worker_url(url)
         async with self._change(f"removing {url}", timeout):
             entry = await self._find(url)
@@ -118,7 +118,7 @@ class RouterClient:
         payload: Any = None,
         *,
         timeout: float = WORKER_TIMEOUT_SECONDS,
-    ) -> Response:
+    ) -> HttpResponse:
         return await self._http.request(
             method, f"{self._url}{path}", payload, timeout=timeout
         )
@@ -159,7 +159,7 @@ class Found:
     """Servers that run elsewhere, and how to reach them."""
 
     urls: Sequence[str]
-    """Their addresses, without credentials."""
+    """Addresses of the servers, without credentials."""
     router_url: str | None
     """Address of a router in front of them."""
     http: HttpClient

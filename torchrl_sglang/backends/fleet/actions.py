@@ -1,4 +1,4 @@
-"""What :func:`.reconcile` can ask the loop of an engine to do."""
+"""Actions: requests of :func:`.reconcile` to the loop of an engine."""
 
 from __future__ import annotations
 

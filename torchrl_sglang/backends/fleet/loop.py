@@ -63,7 +63,7 @@ from torchrl_sglang.types import ServerCapabilities
 H = TypeVar("H", ServerHandle, RouterHandle)
 
 ROUTER = "router"
-"""What is started again, beside the ranks of servers."""
+"""Key of the router among the ranks of servers that are started again."""
 
 ROUTER_CALLS = 8
 """Most servers at once that a router adds or removes."""
@@ -116,7 +116,7 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
     for replica in asked:
         error, now = outcomes.get(replica.url), fleet.replicas[replica.rank]
         same = (now.url, now.handle) == (replica.url, replica.handle)
-        # It may have been started again meanwhile.
+        # The server may have been started again meanwhile.
         if error is None or not now.runs or not same:
             continue
         if replica.handle is None:
@@ -292,7 +292,7 @@ class Supervisor:
             await adapters.discover_changes()
 
     def _tick(self, fleet: Fleet) -> Tick:
-        """Returns what runs outside of the state."""
+        """Returns the conditions outside of the state."""
         router = fleet.router if fleet.state.owns_any else None
         # Threads that start a server change it.
         ranks = [each for each in list(self._starting) if isinstance(each, int)]

@@ -46,7 +46,7 @@ FEW_SERVERS = 16
 """Up to so many servers are looked at for every request."""
 
 DEATH_CHECK_SHARE = 0.05
-"""How much of the time is spent on looking at more, at most."""
+"""Largest share of the time that is spent on looking at more processes."""
 
 
 class Fleet:
@@ -74,7 +74,7 @@ class Fleet:
         """Begins to start the router again for these servers."""
         self._stop_servers = stop_servers
         self.directory = directory
-        """Where copies of this engine find servers that have another address."""
+        """Addresses of moved servers, for copies of this engine."""
         self.gate = RequestGate()
         """Holds requests back during a weight update."""
         self._act: Callable[[Sequence[Action]], object] = lambda actions: None
@@ -85,7 +85,7 @@ class Fleet:
 
     @property
     def state(self) -> FleetState:
-        """What is known now."""
+        """State of the servers as known now."""
         return self._state
 
     def apply(self, event: Event) -> Sequence[Action]:
@@ -98,11 +98,11 @@ class Fleet:
         return actions
 
     def change(self, change: Callable[[FleetState], FleetState]) -> None:
-        """Takes over what is known of the fleet and calls for nothing."""
+        """Replaces the state of the fleet, without actions."""
         self.apply(Changed(change=change))
 
     def learn(self, asked: Replica, change: Callable[[Replica], Replica]) -> None:
-        """Takes over what is known of a server, unless it was started again since."""
+        """Replaces the state of a server, unless the server was started again since."""
         self.apply(Learned(asked=asked, change=change))
 
     def watch(self) -> None:
@@ -116,7 +116,7 @@ class Fleet:
         """
         self._act = act
 
-    # What everybody reads.
+    # Read by every part of the engine.
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -224,7 +224,7 @@ class Fleet:
     # Weights, adapters and sleep.
 
     def change_weights(self, change: Callable[[ServedWeights], ServedWeights]) -> None:
-        """Replaces what is known of the weights."""
+        """Replaces the state of the weights."""
         self.change(lambda now: replace(now, weights=change(now.weights)))
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Asks servers what they are and what they hold: each answer is one observation.
+"""Asks servers for their versions and adapters: each answer is one observation.
 
 Several engine objects use the same servers: a trainer's, collectors', copies in other
 processes. Any of them may send weights or load adapters, and the owner restarts
@@ -61,7 +61,7 @@ Find = Callable[[str], Awaitable[ServerCapabilities]]
 
 
 async def discover(fleet: Fleet, find: Find) -> ServerCapabilities:
-    """Finds out what servers can do and hold; ours, and at least one, must answer."""
+    """Finds what servers can do and hold; ours, and at least one, must answer."""
     answers = await _ask_all(fleet.replicas, find)
     found: dict[int, ServerCapabilities] = {}
     events: list[Answered | Silent] = []
@@ -130,7 +130,7 @@ class AdapterReloader(Protocol):
         """Finds the adapters that any engine object has loaded."""
 
     async def discover_changes(self) -> None:
-        """Finds them where one of a few servers tells of a change."""
+        """Finds adapters again where one of a few servers tells of a change."""
 
     def reload(self, replica: Replica) -> None:
         """Begins to load the wanted adapters that a server lacks."""
@@ -149,7 +149,7 @@ class ServerPoller:
         self._http = http
         self._capabilities = capabilities
         self._find = find
-        # They hold the fleet.
+        # The adapters hold the fleet.
         self._adapters = weakref.ref(adapters)
 
     @property
@@ -162,7 +162,7 @@ class ServerPoller:
         """Polls the servers that are out of rotation or suspected."""
         look = _Look(lambda rank: self._poll(fleet, rank))
         ranks = [replica.rank for replica in fleet.state.to_poll]
-        # Those that wait for their turn are not polled by another round.
+        # Servers that wait for their turn are not polled by another round.
         fleet.change(lambda now: now.without_suspicion(ranks))
         await fan_out(lambda rank: self._poll(fleet, rank, look), ranks)
 
@@ -172,7 +172,8 @@ class ServerPoller:
         actions = fleet.apply(event)
         if isinstance(event, Answered) and Confirm(rank=rank) in actions:
             if look is None:
-                # It was to confirm others, and is polled in the next round.
+                # This poll was to confirm others; the server is polled again in the
+                # next round.
                 return
             await self._confirm(fleet, event, look)
             actions = fleet.apply(replace(event, confirmed=True))
@@ -181,7 +182,7 @@ class ServerPoller:
             adapters.reload(fleet.replicas[rank])
 
     async def _confirm(self, fleet: Fleet, event: Answered, look: _Look) -> None:
-        """Asks others what they hold, before a server counts as current."""
+        """Asks other servers for their versions, before a server counts as current."""
         rank, adapters = event.asked.rank, self._adapters()
         if event.held is not None and adapters and fleet.replicas[rank].restarted:
             # The other servers hold what other engine objects have loaded.

@@ -1,4 +1,4 @@
-"""What follows when something happens to a server. Pure.
+"""``reconcile``: the next state and the actions after an event. Pure.
 
 :func:`reconcile` takes the state of the fleet and one event, and returns the next state
 and the actions that it calls for. Some events say what a server reported or did; a
@@ -70,13 +70,13 @@ class Step:
         self.state = replace(self.state, **fields)
 
     def put(self, replica: Replica, **fields: Any) -> Replica:
-        """Changes what is known of a server, and returns it."""
+        """Changes the state of a server, and returns the new one."""
         replica = replace(replica, **fields)
         self.state = self.state.with_replicas(replica)
         return replica
 
     def same_start(self, asked: Replica) -> Replica | None:
-        """Returns what is known of a server now; ``None`` if it is another start."""
+        """Returns the present state of a server; ``None`` if it was started again."""
         now = self.state.replicas[asked.rank]
         same = now.url == asked.url and now.handle is asked.handle
         return now if same else None
@@ -149,7 +149,8 @@ class Step:
         if state.closed or not replica.runs:
             return
         if state.updating is not None:
-            # It counts for nothing now, and is asked again afterwards.
+            # An answer in an update counts for nothing; the server is asked again
+            # afterwards.
             self.put(replica, suspected=True)
             return
         newer = state.weights.observe(version)
@@ -181,7 +182,7 @@ class Answered(Event):
     asked: Replica
     """The server as it was asked; the answer of an earlier start counts no more."""
     version: str
-    """Its weight version."""
+    """Weight version of the server."""
     start_id: str = ""
     """The id of its start; ``""``: not asked."""
     held: frozenset[str] | None = None
@@ -207,7 +208,7 @@ class Answered(Event):
         """Records what the server holds, and whether it was started again."""
         known, held = replica.start_id, self.held or frozenset()
         if replica.state == "down" and not step.state.owns(replica):
-            # It may have been away when adapters were loaded, too.
+            # The server may have been away when adapters were loaded, too.
             lacks = not step.state.wanted_adapters <= held
             same = bool(self.start_id) and self.start_id == known
             restarted = replica.restarted or lacks or not same
@@ -360,7 +361,7 @@ class Tick(Event):
     """Time has passed. What runs outside is observed, and not remembered."""
 
     max_restarts: int = 0
-    """How often a server is started again."""
+    """Most starts of a server after its first."""
     starting: frozenset[int] = frozenset()
     """Ranks of the servers that are being started."""
     may_poll: bool = True
@@ -508,8 +509,9 @@ class AdaptersWanted(Event):
 
     names: frozenset[str]
     found: bool = False
-    """Whether they were found on the servers. Otherwise each that runs must hold the
-    new ones, but for those that are given them before they serve; else nothing changes.
+    """Whether the adapters were found on the servers. Otherwise each that runs must
+    hold the new ones, but for those that are given them before they serve; else nothing
+    changes.
     """
 
     def _apply(self, step: Step) -> None:

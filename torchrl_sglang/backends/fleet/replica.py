@@ -22,11 +22,11 @@ class ServerHandle(Protocol):
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Address of the server."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
 
     @property
     def host(self) -> str:
@@ -34,7 +34,7 @@ class ServerHandle(Protocol):
 
     @property
     def log_file(self) -> str:
-        """Where its log is; ``""`` if that is not known before it runs."""
+        """Path of the log; ``""`` if that is not known before the server runs."""
 
     @property
     def state(self) -> str:
@@ -48,19 +48,19 @@ class ServerHandle(Protocol):
         """Returns the last lines of its log."""
 
     def check_ready(self) -> bool:
-        """Returns whether it serves; raises ServerStartError if it never will.
+        """Returns whether the server serves; raises ServerStartError if it never will.
 
         That is a :class:`NotStartedError` if it was stopped before.
         """
 
     def wait_ready(self) -> None:
-        """Waits until it serves; stops it and raises ServerStartError otherwise."""
+        """Waits until the server serves; else stops it and raises ServerStartError."""
 
     def request_stop(self) -> None:
         """Begins to stop it; does not wait."""
 
     def stop(self) -> None:
-        """Stops it and waits until it has ended."""
+        """Stops the server and waits for its end."""
 
 
 def stop_all(handles: Iterable[ServerHandle | None]) -> None:
@@ -74,44 +74,44 @@ def stop_all(handles: Iterable[ServerHandle | None]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Location:
-    """Where one server runs."""
+    """Place of one server: its machine, process and log."""
 
     host: str
     """Name of the machine."""
     gpus: tuple[str, ...] | None
     """GPUs of its ranks, in order; none on CPU; ``None``: unknown."""
     visible_gpus: tuple[str, ...] | None
-    """GPUs that its processes see."""
+    """GPUs that the server's processes see."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Replica:
-    """What an engine knows of one server; only :func:`.reconcile` makes the next."""
+    """Known state of one server; only :func:`.reconcile` makes the next."""
 
     url: str
-    """Its address; it can be another one when the server was started again."""
+    """Address of the server, which can change when the server is started again."""
     rank: int = 0
-    """Its place among the servers of the engine, which stays the same."""
+    """Place among the servers of the engine, which stays the same."""
     handle: ServerHandle | None = None
     """Set where this engine started it."""
     restart: Callable[[], ServerHandle] | None = None
     """Begins to start it again, on this machine or on another."""
     locate: Callable[[], Location] | None = None
-    """Says where it runs."""
+    """Returns the place of the server."""
     location: Location | None = None
-    """Where it runs, if this engine, or the one that it is a copy of, started it."""
+    """Place of a server that this engine, or the one that it is a copy of, started."""
     state: ReplicaState = "serving"
     reason: str = ""
-    """Why it does not serve: usually the end of its log."""
+    """Reason why the server does not serve: usually the end of its log."""
     away_since: float | None = None
-    """When it ended or answered no more, on the monotonic clock; ``None`` while it
+    """Monotonic time of its end or of its last answer; ``None`` while the server
     serves. The last one that serves gets requests all the same."""
     restarts: int = 0
     """Number of times that it was started again."""
     restarted: bool = False
-    """It was started again and has not served since."""
+    """Whether the server was started again and has not served since."""
     suspected: bool = False
-    """It is polled although it serves: a request failed there."""
+    """Whether the server is polled although it serves: a request failed there."""
     start_id: str = ""
     """Differs after each start; see :class:`.ServerCapabilities`."""
     version: str = ""
@@ -123,12 +123,12 @@ class Replica:
 
     @property
     def runs(self) -> bool:
-        """Whether it runs, as far as is known."""
+        """Whether the process runs, as far as is known."""
         return self.state in ("serving", "stale")
 
     @property
     def status(self) -> str:
-        """Its state, or the memory that it released."""
+        """State of the server, or the memory that it released."""
         if self.unreachable:
             return "unreachable"
         asleep = self.runs and self.released
@@ -136,16 +136,16 @@ class Replica:
 
     @property
     def unreachable(self) -> bool:
-        """Whether it gets requests although it answers nothing: no other serves."""
+        """Whether a server that answers nothing gets requests, as no other serves."""
         return self.state == "serving" and self.away_since is not None
 
     def holding(self, adapters: Set[str], *, since: Replica) -> Replica:
-        """Returns it as it reports its adapters, beside those loaded since then."""
+        """Returns the server with its reported adapters and those loaded since then."""
         added = self.held_adapters - since.held_adapters
         return replace(self, held_adapters=added | adapters)
 
     def with_adapter(self, served_as: str) -> Replica:
-        """Returns it as it has loaded one more adapter."""
+        """Returns the server with one more adapter."""
         return replace(self, held_adapters=self.held_adapters | {served_as})
 
     def without_handle(self) -> Replica:
@@ -180,21 +180,21 @@ class RouterHandle(Protocol):
 
     @property
     def url(self) -> str:
-        """Address that requests go to."""
+        """Address to which requests go."""
 
     @property
     def usable(self) -> bool:
-        """Whether it runs, as far as is known."""
+        """Whether the process runs, as far as is known."""
 
     @property
     def keyed(self) -> bool:
-        """Whether it sends requests with one routing key to one server."""
+        """Whether the router sends requests with one routing key to one server."""
 
     def wait_ready(self) -> None:
         """Waits until its servers are in rotation."""
 
     def stop(self) -> None:
-        """Stops it, if this engine started it."""
+        """Stops the router, if this engine started it."""
 
     async def add_worker(self, url: str) -> None:
         """Adds a server to the router."""
@@ -225,7 +225,7 @@ class RemoteRouter:
 
 
 class Directory(Protocol):
-    """Says where the servers of an engine run.
+    """Addresses of the servers of an engine, for its copies.
 
     The engine that started them publishes it; copies of the engine in other processes
     ask. It pickles with the copies.
@@ -235,4 +235,4 @@ class Directory(Protocol):
         """Records each server's address, by rank; empty: it is down. Does not wait."""
 
     async def urls(self) -> Sequence[str]:
-        """Returns what was published last; raises an SGLangError if it cannot."""
+        """Returns the addresses that were published last, or raises an SGLangError."""

@@ -54,7 +54,7 @@ def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
 
 
 def check_can_sleep(capabilities: ServerCapabilities, url: str) -> None:
-    """Checks that the servers were started with what sleep needs."""
+    """Checks that the servers were started with the options that sleep needs."""
     if not capabilities.can_sleep:
         name, value, needed = next(sleep_obstacles(capabilities.args))
         raise UnsupportedByServerError(
@@ -205,7 +205,7 @@ class SleepControl:
             except SGLangError as error:
                 if not isinstance(error, ServerTimeoutError):
                     return error
-                # It has the call, and serves it before any later one.
+                # The server has the call, and serves it before any later one.
                 failure = error
             released = replica.released ^ missing
             self._fleet.learn(replica, lambda now: replace(now, released=released))

@@ -1,4 +1,4 @@
-"""What one engine knows of its servers at one moment, and what follows from it. Pure.
+"""``FleetState``: the servers of one engine at one moment. Pure.
 
 :func:`.reconcile` alone makes the next state. Everything else reads.
 """
@@ -156,7 +156,7 @@ class FleetState:
             f"it is gone, unload them."
         )
 
-    # What users are told.
+    # Reports to users.
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ class FleetState:
 
     @property
     def base_problem(self) -> str | None:
-        """Why adapters must not be trained over what the servers hold."""
+        """Reason why adapters must not be trained over the servers' weights."""
         now = self.weights
         if now.inconsistent is not None:
             return f"The weights of the servers are inconsistent: {now.inconsistent}"

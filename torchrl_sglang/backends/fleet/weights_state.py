@@ -31,9 +31,9 @@ class ServedWeights:
     checkpoint_version: str | None
     """Version of the checkpoint that the servers started with; ``None``: unknown."""
     inconsistent: str | None = None
-    """Why the servers may hold a mix of weights; ``None`` while they are consistent."""
+    """Reason why the servers may hold a mix of weights; ``None``: consistent."""
     abort_epoch: int = 0
-    """How often the in-flight requests were aborted, to be sent again."""
+    """Number of times that in-flight requests were aborted, to be sent again."""
     membership_epoch: int = 0
     """Grows when a server joins or leaves; a process group is valid for one epoch."""
     in_place_versions: frozenset[str] = frozenset()
@@ -43,7 +43,7 @@ class ServedWeights:
 
     @classmethod
     def reported(cls, version: str) -> ServedWeights:
-        """Returns what is known of servers that report a version."""
+        """Returns the state of weights of a version that servers report."""
         # A number means that a trainer has sent weights before.
         checkpoint = None if version.isdigit() else version
         return cls(version=version, newest=version, checkpoint_version=checkpoint)

@@ -48,13 +48,13 @@ from torchrl_sglang.requests.resume import (
 from torchrl_sglang.types import Adapter, Completion, VersionSpan
 
 MOST_SCORINGS = 5
-"""How often scoring a response is repeated when updates and aborts interrupt it."""
+"""Most repetitions of scoring a response when updates and aborts interrupt it."""
 
 GRACE_SECONDS = 0.5
 """Grace period for an in-flight request to report its own timeout."""
 
 MOST_CHECKS = 3
-"""How often in a row servers are checked for older weights without finding any."""
+"""Most checks in a row for servers with older weights that find none."""
 
 
 class RequestRun:
@@ -82,7 +82,7 @@ class RequestRun:
     def _start_over(self) -> None:
         self._so_far: Completion | None = None
         self._adapter: Adapter | None = None
-        # What remains of the request.
+        # The part of the request that has no response yet.
         self._rest = self._request
 
     async def run(self, before: asyncio.Task[None] | None) -> Outcome:
@@ -103,7 +103,7 @@ class RequestRun:
         return outcome
 
     async def _go_on(self) -> Outcome | None:
-        """Sends what remains; returns the outcome unless something still remains."""
+        """Sends the rest of the request; returns the outcome unless more remains."""
         response = await self._send(self._rest)
         if self._so_far is not None and response.adapter != self._adapter:
             # Requests that select none have another one since.
@@ -253,7 +253,7 @@ class ResendPolicy:
             and request.adapter is None
             and outcome.adapter != self._adapters.default
         ):
-            # It was sent with the previous default adapter.
+            # The request was sent with the previous default adapter.
             return True
         if outcome.weight_version is None:
             return False
@@ -303,14 +303,15 @@ class ResendPolicy:
 
     def _used_stale_cache(self, completion: Completion, key: str) -> bool:
         """Returns whether a response may rest on a KV cache of older weights."""
-        # It may if it began with newer weights than its key, and found a prefix under
-        # that: another engine object updated the weights, or the cache was not flushed.
+        # True if the response started on newer weights than its cache key and hit a
+        # cached prefix: another engine object updated the weights, or the cache was not
+        # flushed.
         weights = self._fleet.weights
         if completion.versions:
             first = completion.versions[0].version
             suspect = first not in weights.clean_versions
         else:
-            # It may have begun with any of them.
+            # The response may have started on any of the weights in place.
             first = completion.weight_version or ""
             suspect = first not in weights.in_place_versions
         newer = version_order(first) > version_order(key)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.client.http import HttpClient, Response
+from torchrl_sglang.backends.client.http import HttpClient, HttpResponse
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.backends.generation.in_flight import (
@@ -73,9 +73,9 @@ class ServerAnswer:
     weights: ServedWeights
     """State of the weights when it was sent."""
     sent_at: float
-    """That time, on the monotonic clock."""
+    """Monotonic time at which the request was sent."""
     deadline: float
-    """When the request's own timeout ends."""
+    """Monotonic time at which the request's own timeout ends."""
     cut_short: bool = False
     """The server ended in the middle of it."""
 
@@ -218,7 +218,7 @@ class Dispatcher:
         ticket: InFlightRequest,
         deadline: float,
         session_id: str | None,
-    ) -> Response:
+    ) -> HttpResponse:
         """Posts a request and returns the answer, which is a success."""
         answer = await self.http.request(
             "POST",
@@ -238,9 +238,9 @@ class Dispatcher:
         columns: Sequence[TokenColumn],
     ) -> tuple[Reply, bool]:
         """Posts a request; returns its reply, and whether the server ended before."""
-        latest: Response | None = None
+        latest: HttpResponse | None = None
 
-        def keep(event: Response) -> None:
+        def keep(event: HttpResponse) -> None:
             nonlocal latest
             latest = event
 
@@ -272,7 +272,7 @@ class Dispatcher:
         sent_version: str,
         ticket: InFlightRequest,
     ) -> Outcome:
-        """Returns what a reply says, with what only the engine knows."""
+        """Returns the outcome in a reply, with the facts that only the engine knows."""
         try:
             completion = parse_completion(
                 reply,

@@ -34,7 +34,7 @@ ABORTS_AT_ONCE = 64
 """Most calls at once that abort requests by their ids."""
 
 REPEATS = 5
-"""How often an abort is sent again while its request runs."""
+"""Most repetitions of an abort while its request runs."""
 
 REPEAT_SECONDS = 0.5
 RECALL_SECONDS = 2.0
@@ -58,27 +58,27 @@ class InFlightRequest:
     """One running request."""
 
     deadline: float
-    """When the timeout of its batch ends, on the monotonic clock."""
+    """Monotonic time at which the timeout of the batch ends."""
     request_timeout: float | None = None
-    """Its own timeout from when it is sent, in seconds."""
+    """Timeout of the request from when it is sent, in seconds."""
     request_id: str | None = None
     """The caller's name for it; several requests can share one."""
     sent_as: str = ""
-    """Its id on a server while it is sent; otherwise empty."""
+    """Id on a server while the request is sent; otherwise empty."""
     sent_to: str = ""
     """Server or router that it is sent to."""
     aborted: bool = False
-    """Whether the caller has aborted it."""
+    """Whether the caller has aborted the request."""
     returns_partial: bool = True
-    """Whether an abort returns what was generated before it."""
+    """Whether an abort returns the tokens that were generated before."""
     resumable: bool = True
-    """Whether its response can go on in another request."""
+    """Whether the response can go on in another request."""
     survives_retraction: bool = True
-    """Whether a server that keeps requests in a weight update keeps this one right."""
+    """Whether the response stays exact when the server retracts the request."""
     losses: int = 0
-    """How often a server ended in the middle of its response."""
+    """Number of servers that ended in the middle of the response."""
     restarts: int = 0
-    """How often a weight update made its response begin anew."""
+    """Number of weight updates that made the response begin anew."""
 
     def end_of_attempt(self) -> float:
         """Returns when an attempt that begins now times out."""
@@ -100,7 +100,7 @@ class Counters:
     prompt_tokens: int = 0
     """Prompt tokens of finished responses."""
     cached_tokens: int = 0
-    """How many of them came from the prefix cache."""
+    """Prompt tokens that came from the prefix cache."""
     response_tokens: int = 0
     """Tokens of finished responses."""
     _recent: deque[tuple[float, int]] = field(default_factory=deque, repr=False)
@@ -283,7 +283,7 @@ class InFlight:
             await self._until(lambda: not sent(), REPEAT_SECONDS)
 
     async def recall(self, router: str) -> None:
-        """Takes back what a router was sent, after a server behind it has vanished.
+        """Aborts requests in flight through a router whose server was lost; they go on.
 
         Nobody knows which server has which request, and the connection to one that
         vanished may never close. The others return the tokens that they have computed,
@@ -299,7 +299,7 @@ class InFlight:
         def waiting() -> list[InFlightRequest]:
             return [each for each, rid in sent.items() if each.sent_as == rid]
 
-        # As in a weight update: what is aborted is not at its end.
+        # Counts as an abort of a weight update: the aborted requests are sent again.
         self._fleet.change_weights(ServedWeights.abort_requests)
         while waiting() and time.monotonic() < begun + RECALL_SECONDS:
             await self._abort(waiting())
@@ -318,7 +318,7 @@ class InFlight:
     async def close(self) -> None:
         """Waits shortly for aborts that are in flight."""
         loop = asyncio.get_running_loop()
-        # Those of a fork's parent never end here.
+        # Tasks of a fork's parent never end in this process.
         tasks = [task for task in self._aborting if task.get_loop() is loop]
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_SECONDS)

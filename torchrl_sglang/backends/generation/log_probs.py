@@ -37,7 +37,7 @@ PROBE_TEMPERATURE = 1e4
 """Divided by it, the logits of any model are all alike."""
 
 PROBE_MARGIN = 0.2
-"""How far the top log-prob of undivided logits lies above that of equal ones."""
+"""Distance of the top log-prob of undivided logits above that of equal ones."""
 
 PROBE_TIMEOUT_SECONDS = 30.0
 
@@ -130,7 +130,7 @@ class TemperatureProbe:
             "sampling_params": {"max_new_tokens": 1, "temperature": PROBE_TEMPERATURE},
             "return_logprob": True,
             "top_logprobs_num": 1,
-            # Its prefix-cache entry is not shared with requests.
+            # The probe's prefix-cache entry is not shared with requests.
             "extra_key": "probe",
         }
         timeout = min(PROBE_TIMEOUT_SECONDS, seconds_left(deadline))

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from torchrl_sglang.backends.client.http import NOT_JSON, Response
+from torchrl_sglang.backends.client.http import NOT_JSON, HttpResponse
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
@@ -36,13 +36,14 @@ NAN_STOP = "NaN happened"
 """The stop text that SGLang reports when it sampled from logits that are NaN."""
 
 ABORTED_EARLY = "Aborted by AbortReq"
-"""What SGLang says, with status 400, of a request that was aborted before its grammar
-was compiled (``abort_requests`` in ``sglang/srt/constrained/grammar_manager.py``)."""
+"""Message of SGLang, with status 400, for a request that was aborted before its grammar
+was compiled (``abort_requests`` in ``sglang/srt/constrained/grammar_manager.py``).
+"""
 
 
 # A reply holds an entry for each token. As objects that Python's garbage collector
 # tracks, those of some hundred replies make it walk through the whole process.
-class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class LogProbEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A log-prob: ``[log-prob, token id, text]``."""
 
     log_prob: float | None
@@ -59,7 +60,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
 
 class FinishReason(msgspec.Struct, frozen=True, gc=False):
-    """Why a response ended."""
+    """Reason of a response's end."""
 
     type: str
     matched: Any = None
@@ -69,7 +70,7 @@ class FinishReason(msgspec.Struct, frozen=True, gc=False):
 
 
 class MetaInfo(msgspec.Struct, gc=False):
-    """What a server says of a response."""
+    """Facts that a server reports with a response."""
 
     finish_reason: FinishReason | None
     """``None`` in a stream, until the response has ended."""
@@ -79,10 +80,10 @@ class MetaInfo(msgspec.Struct, gc=False):
     weight_version: str | int | None = None
     """Version when the response ended."""
     weight_versions: list[Span] | None = None
-    input_token_logprobs: list[Entry] | None = None
-    output_token_logprobs: list[Entry] | None = None
-    input_top_logprobs: list[list[Entry] | None] | None = None
-    output_top_logprobs: list[list[Entry] | None] | None = None
+    input_token_logprobs: list[LogProbEntry] | None = None
+    output_token_logprobs: list[LogProbEntry] | None = None
+    input_top_logprobs: list[list[LogProbEntry] | None] | None = None
+    output_top_logprobs: list[list[LogProbEntry] | None] | None = None
 
 
 class Reply(msgspec.Struct, gc=False):
@@ -105,7 +106,7 @@ _DECODER = msgspec.json.Decoder(Reply)
 _FIELDS_DECODER = msgspec.json.Decoder(_Fields)
 
 
-def decode_reply(answer: Response, columns: Sequence[TokenColumn] = ()) -> Reply:
+def decode_reply(answer: HttpResponse, columns: Sequence[TokenColumn] = ()) -> Reply:
     """Returns the reply in a body; raises the error that a stream's event holds."""
     try:
         reply = _DECODER.decode(answer.body)
@@ -123,7 +124,7 @@ def decode_reply(answer: Response, columns: Sequence[TokenColumn] = ()) -> Reply
         error = content.get("error") if isinstance(content, dict) else None
         if isinstance(error, dict):
             status = error.get("code")
-            Response(
+            HttpResponse(
                 url=answer.url,
                 status=status if isinstance(status, int) else 500,
                 body=answer.body,
@@ -205,7 +206,7 @@ class _Reader:
         """Returns the response that was asked for."""
         meta, length = self._meta, len(self._token_ids)
         log_probs = prompt_log_probs = top_token_ids = top_log_probs = None
-        tops: Sequence[list[Entry] | None] = ()
+        tops: Sequence[list[LogProbEntry] | None] = ()
         own_scores = not request.score_response
         if request.scored_from is not None:
             scored = request.input_ids[request.scored_from :]
@@ -258,7 +259,7 @@ class _Reader:
         # would kill the server that is to go on from it.
         if (
             self._reason.type != "abort"
-            # It holds a token after another prompt.
+            # Such a response holds a token after another prompt.
             or ABORTED_EARLY in (self._reason.message or "")
             or counted not in (None, len(ids))
             or not all(0 <= token < self._vocab_size for token in ids)
@@ -294,7 +295,7 @@ class _Reader:
 
     def _log_probs(self, key: str, token_ids: Sequence[int]) -> list[float]:
         # The first prompt token has no context.
-        entries: list[Entry] | None = getattr(self._meta, key)
+        entries: list[LogProbEntry] | None = getattr(self._meta, key)
         if entries is None or len(entries) != len(token_ids):
             found = "none" if entries is None else str(len(entries))
             raise ServerUnavailableError(
@@ -323,8 +324,8 @@ class _Reader:
         return values  # type: ignore[return-value]  # None of them is None.
 
     def _top_entries(
-        self, rows: Sequence[list[Entry] | None], length: int, number: int
-    ) -> list[list[Entry]]:
+        self, rows: Sequence[list[LogProbEntry] | None], length: int, number: int
+    ) -> list[list[LogProbEntry]]:
         # One list per position, most probable first.
         found = [row for row in rows if row is not None and len(row) == number]
         if not len(found) == len(rows) == length:
@@ -403,7 +404,7 @@ def _abort_error(reason: FinishReason, length: int, server: str) -> SGLangError:
             status=status,
         )
     if status is not None and status >= 500:
-        # What is not streamed has it as the status of the answer.
+        # An answer that is not streamed has this status as its own.
         return ServerUnavailableError(
             f"{server} failed (HTTP {status}): {message}", transient=True, status=status
         )

@@ -35,12 +35,12 @@ LAUNCHER_VARIABLES: Mapping[str, str] = {
     "MPI": "OMPI_* ORTE_* PRTE_* OPAL_* PMI_* PMI2_* PMIX_* MPI_LOCALRANKID "
     "MPI_LOCALNRANKS MPIRUN_* I_MPI_HYDRA_* HYDRA_* HYDI_* MV2_COMM_WORLD_* "
     "MPISPAWN_* PALS_* ALPS_APP_PE JSM_NAMESPACE_*",
-    # They make a process a worker of the raylet that started it, and need Ray's
-    # debugger. Where the cluster is (RAY_ADDRESS) is passed on.
+    # These make a process a worker of the raylet that started it, and need Ray's
+    # debugger. The address of the cluster (RAY_ADDRESS) is passed on.
     "Ray": "RAY_JOB_ID RAY_RAYLET_PID RAY_NODE_ID RAY_WORKER_* RAY_ACTOR_* RAY_TASK_* "
     "RAY_RUNTIME_ENV_* RAY_CLIENT_MODE RAY_LD_PRELOAD_ON_WORKERS SPT_NOENV "
     "PYTHONBREAKPOINT=ray.*",
-    # They make a process a kernel of the notebook's server, and need its packages.
+    # These make a process a kernel of the notebook's server, and need its packages.
     "Jupyter": "JPY_* MPLBACKEND=module://*inline*",
 }
 """Launcher -> variables of it that are not inherited, separated by spaces.
@@ -53,7 +53,7 @@ SETTERS_OF_ONE_THREAD = ("TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID")
 nothing, so that ranks do not take each other's cores; it is not inherited either."""
 
 INTERPRETER_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
-"""Where an interpreter finds its packages; not inherited by another one."""
+"""Variables with which an interpreter finds its packages; not for another one."""
 
 
 def inherited_environment(

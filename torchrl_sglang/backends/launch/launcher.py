@@ -31,7 +31,7 @@ from torchrl_sglang.backends.launch.start_log import find_phase
 from torchrl_sglang.support.urls import LOOPBACK
 
 PROGRESS_SECONDS = 10.0
-"""How often it is logged what a start waits for."""
+"""Interval between log lines on the servers that a start waits for."""
 
 MOST_TOLD = 4
 """Servers of which this is logged; the log of another machine's is fetched for it."""
@@ -56,7 +56,7 @@ class Launcher(abc.ABC):
     api_key: str | None = None
     """Key that all servers ask for; ``None``: they ask for none."""
     directory: Directory | None = None
-    """Where copies of the engine find servers; ``None`` if none ever moves."""
+    """Addresses for copies of the engine; ``None`` if no server ever moves."""
 
     @property
     def router_host(self) -> str:
@@ -97,7 +97,7 @@ class Launcher(abc.ABC):
 
 
 class Placement(Protocol):
-    """Says where the servers of an engine run; ``launcher=`` takes any.
+    """Place for the servers of an engine; ``launcher=`` takes any.
 
     ``"local"`` stands for :class:`.LocalPlacement` and ``"ray"`` for
     :class:`.RayLauncher`.
@@ -112,7 +112,7 @@ class Placement(Protocol):
         parallel: ParallelStart,
         cuda_devices: Sequence[Any] | None,
     ) -> Launcher:
-        """Returns what starts servers, and starts none of them.
+        """Returns a launcher of the servers, and starts none of them.
 
         Args:
             num_replicas: number of servers.
@@ -190,7 +190,7 @@ class Launched:
     stop_servers: Callable[[Iterable[ServerHandle]], None] = stop_all
     """Stops servers for good, and releases what is reserved for them."""
     directory: Directory | None = None
-    """Where copies of the engine find the servers."""
+    """Addresses of the servers, for copies of the engine."""
 
     def stop(self) -> None:
         """Stops the router and the servers."""

@@ -14,7 +14,7 @@ PLACEMENTS: Mapping[str, Callable[[], Placement]] = {
     "local": LocalPlacement,
     "ray": RayLauncher,
 }
-"""What a name stands for."""
+"""Name -> placement."""
 
 
 def make_launcher(
@@ -23,7 +23,7 @@ def make_launcher(
     spec: Mapping[str, Any],
     **options: Any,
 ) -> Launcher:
-    """Returns what starts the servers of an engine.
+    """Returns the launcher of an engine's servers.
 
     Args:
         launcher: a name, or a placement.

@@ -16,10 +16,10 @@ from typing import Any
 from torchrl_sglang.errors import ConfigurationError
 
 PORTS = range(20_000, 32_000)
-"""Where free ports are searched: below those that Linux takes for connections."""
+"""Range of ports for servers: below those that Linux takes for connections."""
 
 ATTEMPTS = 1000
-"""How many random ports are tried."""
+"""Number of random ports that are tried."""
 
 DP_PORT_OFFSETS = range(233, 241)
 """Data-parallel attention listens on the HTTP port plus these."""

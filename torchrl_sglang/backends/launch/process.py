@@ -41,7 +41,7 @@ START_TIMEOUT_SECONDS = 600.0
 """Default timeout for a start: a large model loads for minutes."""
 
 READY_POLL_SECONDS = 0.1
-"""How often a starting server is polled."""
+"""Interval between polls of a starting server."""
 
 HEALTH_TIMEOUT_SECONDS = 2.0
 """Timeout of one such poll."""
@@ -52,7 +52,7 @@ STOP_TIMEOUT_SECONDS = 15.0
 LOG_TAIL_LINES = 30
 LOG_LINE_CHARACTERS = 500
 LOG_TAIL_BYTES = 100_000
-"""How much of a log is in an error, and how much is read for it."""
+"""Lines of a log in an error, and bytes that are read for them."""
 
 MAX_FOLDER_BYTES = 80
 """A socket's path has at most 107, some 20 of them for its name."""
@@ -61,7 +61,7 @@ _WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _WRONG_ARGUMENT = re.compile(r"[\w .-]+: error: ")
-"""What argparse says, after a usage of hundreds of lines."""
+"""Error of argparse, after a usage of hundreds of lines."""
 
 _LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
@@ -79,20 +79,20 @@ def stop_unreachable() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """What starts one process that serves HTTP."""
+    """Command line and environment of one process that serves HTTP."""
 
     line: tuple[str, ...]
     """Program and arguments; other users of the machine can read them."""
     environment: Mapping[str, str] = field(repr=False)
     """The whole environment."""
     url: str
-    """Where the server will answer."""
+    """Address of the server."""
     config: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Arguments that others must not see; a file has them until the server is ready."""
     hidden: tuple[str, ...] = field(default=(), repr=False)
     """Texts that no message may show, such as keys."""
     leases: tuple[PortLease, ...] = ()
-    """Ports that the server listens on; released at its end."""
+    """Ports that the server listens on; released at the server's end."""
     when_ready: str | None = None
     """Path that is asked for once when the server is ready, whatever it answers."""
 
@@ -171,7 +171,7 @@ class ServerProcess:
             # Later servers can use this cache again, so it stays where it was.
             cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
             defaults["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-            # They would be made anew in each server's folder, 10 s for each.
+            # The headers would be compiled anew in each server's folder, 10 s for each.
             defaults["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
         return {**defaults, **self.command.environment, **own}
 
@@ -201,7 +201,7 @@ class ServerProcess:
         return time.monotonic() - self._begun
 
     def wait_ready(self) -> None:
-        """Waits until it answers; otherwise stops it and raises ServerStartError."""
+        """Waits until the server answers; else stops it and raises ServerStartError."""
         try:
             while not self.check_ready():
                 time.sleep(READY_POLL_SECONDS)
@@ -288,7 +288,7 @@ class ServerProcess:
         if self._process.poll() is None:
             self._process.terminate()
         else:
-            # It ended by itself: its log says why.
+            # The process ended by itself: its log says why.
             self._failed = True
 
     def stop(self) -> None:
@@ -303,7 +303,8 @@ class ServerProcess:
         try:
             self._process.wait(STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            # Its session is its own, so the group holds the tree and nothing else.
+            # The process has its own session, so the group holds the tree and nothing
+            # else.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(STOP_TIMEOUT_SECONDS)

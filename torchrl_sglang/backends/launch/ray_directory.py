@@ -17,7 +17,7 @@ from torchrl_sglang.errors import ServerUnavailableError
 
 
 class RayDirectory:
-    """Where the servers of one engine run; see :class:`.Directory`."""
+    """Addresses of the servers of one engine in Ray; see :class:`.Directory`."""
 
     def __init__(self) -> None:
         import ray
@@ -30,7 +30,7 @@ class RayDirectory:
             num_cpus=0,
             max_restarts=-1,
             name=self._name,
-            # It ends with this process in any case, and must not end before.
+            # The actor ends with this process in any case, and must not end before.
             scheduling_strategy=NodeAffinitySchedulingStrategy(
                 context.get_node_id(), soft=True
             ),
@@ -42,7 +42,7 @@ class RayDirectory:
             self._actor.put.remote(tuple(urls))
 
     async def urls(self) -> Sequence[str]:
-        """Returns what was published last; raises an SGLangError if it cannot."""
+        """Returns the addresses that were published last, or raises an SGLangError."""
         if not is_connected():
             raise ServerUnavailableError(
                 "This process is not connected to the Ray cluster of the servers."

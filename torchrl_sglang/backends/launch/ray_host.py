@@ -23,12 +23,12 @@ MEETING_PORTS = 10
 """Ports of ``dist_init_addr``: SGLang listens on those that follow it, too."""
 
 END_POLL_SECONDS = 0.1
-"""How often the process is looked at."""
+"""Interval between looks at the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostInfo:
-    """Where Ray placed an actor."""
+    """Machine and GPUs that Ray gave an actor."""
 
     node_id: str
     """Ray's name of the node."""
@@ -39,19 +39,19 @@ class HostInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
+class PreparedServer:
     """A server that is ready to be started."""
 
     url: str
-    """Where it will answer."""
+    """Address of the server."""
     gpus: tuple[str, ...] | None
     """GPUs of its ranks on this node; ``None``: unknown."""
     visible_gpus: tuple[str, ...] | None
-    """GPUs that its processes see."""
+    """GPUs that the server's processes see."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Started:
+class StartedServer:
     """A server whose process runs."""
 
     pid: int
@@ -88,7 +88,7 @@ class ServerHost:
         self._meeting = lease_neighbours(address, MEETING_PORTS)
         return f"{address}:{self._meeting[0].port}"
 
-    def prepare(self, spec: Mapping[str, Any], port: int | None) -> Prepared:
+    def prepare(self, spec: Mapping[str, Any], port: int | None) -> PreparedServer:
         """Checks a server's arguments on this node and leases its ports.
 
         ``port`` is the one that it had before; it gets another one if that is taken.
@@ -101,9 +101,9 @@ class ServerHost:
             spec = {**spec, "port": port}
         self._command = make_server_command(**spec)
         gpus, visible = find_gpus(spec)
-        return Prepared(url=self._command.url, gpus=gpus, visible_gpus=visible)
+        return PreparedServer(url=self._command.url, gpus=gpus, visible_gpus=visible)
 
-    def start(self, name: str, start_timeout: float) -> Started:
+    def start(self, name: str, start_timeout: float) -> StartedServer:
         """Begins to start the server."""
         from torchrl_sglang.backends.launch.process import ServerProcess
 
@@ -113,7 +113,7 @@ class ServerHost:
             self._server = ServerProcess(
                 self._command, name=name, start_timeout=start_timeout
             )
-        return Started(pid=self._server.pid, log_path=str(self._server.log_path))
+        return StartedServer(pid=self._server.pid, log_path=str(self._server.log_path))
 
     def wait_ready(self) -> None:
         """Waits until the server answers; raises ServerStartError otherwise."""

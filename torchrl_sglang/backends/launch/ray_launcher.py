@@ -257,7 +257,7 @@ class RayLauncher:
             if not any(wanted in map(node.get, names) for node in alive):
                 known = ", ".join(node["NodeManagerAddress"] for node in alive)
                 raise ConfigurationError(
-                    f"nodes: {wanted!r} is no living node of the cluster; there are "
+                    f"nodes: no alive node of the cluster is named {wanted!r}; alive: "
                     f"{known}."
                 )
         return [n for n in alive if any(n.get(name) in self.nodes for name in names)]

@@ -16,7 +16,7 @@ from torchrl_sglang.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What a server needs on each of its nodes."""
+    """Resources that a server needs on each of its nodes."""
 
     nodes: int = 1
     """Number of its nodes."""
@@ -25,7 +25,7 @@ class Demand:
     gpu_fraction: float = 1.0
     """Share of each GPU that is reserved."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """What else is reserved; ``"CPU"`` is one of them."""
+    """Other reserved resources; ``"CPU"`` is one of them."""
 
     @property
     def reserved_gpus(self) -> float:
@@ -34,7 +34,7 @@ class Demand:
 
     @property
     def text(self) -> str:
-        """What is reserved for each server, for a message."""
+        """Reserved resources of each server, for a message."""
         gpus = {"GPU": self.reserved_gpus} if self.gpus else {}
         each = " on each of its nodes" if self.nodes > 1 else " on one node"
         return _shown({**self.resources, **gpus}) + each
@@ -62,11 +62,11 @@ class Bundle:
     """A bundle of a placement group, as Ray reports it."""
 
     index: int
-    """Its index in the group."""
+    """Index of the bundle in the group."""
     node: str
     """Node that it is on."""
     size: Mapping[str, float]
-    """Resources that it was made with."""
+    """Resources that the bundle was made with."""
     free: Mapping[str, float]
     """Resources that no actor has taken."""
 
@@ -78,9 +78,9 @@ class Seat:
     bundle: int
     """Index of the bundle in the placement group."""
     gpus: float
-    """GPUs that the actor takes of it."""
+    """GPUs of the bundle that the actor takes."""
     resources: Mapping[str, float]
-    """What else it takes; ``"CPU"`` is one of them."""
+    """Other resources of the seat; ``"CPU"`` is one of them."""
 
 
 Seats = Sequence[Sequence[Seat]]

@@ -35,7 +35,7 @@ from torchrl_sglang.backends.launch.process import (
     STOP_TIMEOUT_SECONDS,
 )
 from torchrl_sglang.backends.launch.ray_directory import RayDirectory, is_connected
-from torchrl_sglang.backends.launch.ray_host import HostInfo, Prepared, ServerHost
+from torchrl_sglang.backends.launch.ray_host import HostInfo, PreparedServer, ServerHost
 from torchrl_sglang.backends.launch.ray_placement import Demand, Seat, Seats
 from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
 
@@ -56,16 +56,16 @@ MAX_CONCURRENCY = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the actors of one placement group run."""
+    """Placement group, and the seats that its servers take."""
 
     group: Any
     """The placement group."""
     runtime_env: Mapping[str, Any] | None
     """Ray's runtime environment of the actors."""
     timeout: float
-    """For Ray to place the actors of a server, in seconds."""
+    """Timeout of Ray's placement of a server's actors, in seconds."""
     demand: Demand
-    """What each server takes."""
+    """Resources that each server takes."""
 
     def create(self, seat: Seat) -> Any:
         """Begins to create an actor."""
@@ -177,7 +177,7 @@ class RayServers(Launcher):
     def restart(self, rank: int) -> RayServer:
         """Begins to start a server that has ended again, perhaps on another node."""
         before = self._servers[rank]
-        # What it has reserved goes to the new one.
+        # The reserved resources go to the new server.
         before.stop()
         server = self._servers[rank] = self._make(rank, before)
         server.begin()
@@ -216,7 +216,7 @@ class RayServer:
         self.url: str = "" if before is None else before.url
         self.host: str = "" if before is None else before.host
         self.placed = False
-        """Whether Ray has placed its actors."""
+        """Whether Ray has placed the server's actors."""
         self.pid = 0
         self.log_file = ""
         nowhere = Location(host="", gpus=None, visible_gpus=None)
@@ -256,19 +256,19 @@ class RayServer:
         self._advance()
 
     def check_prepared(self) -> bool:
-        """Returns whether it is placed and checked; raises what was found wrong."""
+        """Returns whether the server is placed and checked, or raises an error."""
         if not self._prepared:
             self._advance()
         return self._prepared
 
     def check_ready(self) -> bool:
-        """Returns whether it serves; raises ServerStartError if it never will."""
+        """Returns whether the server serves; raises if it never will."""
         if not self._ready:
             self._advance()
         return self._ready
 
     def wait_ready(self) -> None:
-        """Waits until it serves; stops it and raises ServerStartError otherwise."""
+        """Waits until the server serves; else stops it and raises ServerStartError."""
         try:
             while not self.check_ready():
                 time.sleep(READY_POLL_SECONDS)
@@ -355,7 +355,7 @@ class RayServer:
 
     def _prepare(
         self, infos: Sequence[Sequence[HostInfo]]
-    ) -> Generator[None, None, list[Prepared]]:
+    ) -> Generator[None, None, list[PreparedServer]]:
         """Has each node check its arguments; returns what they found."""
         addresses = [node[0].address for node in infos]
         specs = [{**self._spec, "host": address} for address in addresses]
@@ -375,7 +375,7 @@ class RayServer:
             for rank, (host, spec) in enumerate(zip(self._hosts, specs, strict=True))
         ]
         try:
-            found: list[Prepared] = yield from _results(calls)
+            found: list[PreparedServer] = yield from _results(calls)
         except SGLangError as error:
             error.add_note(f"Found on node {', '.join(addresses)}.")
             raise
@@ -421,7 +421,7 @@ class RayServer:
         self._stopping = [_call(host, "stop") for host in self._hosts]
 
     def stop(self) -> None:
-        """Stops it and waits until it has ended; its GPUs are free then."""
+        """Stops the server and waits for its end; its GPUs are free then."""
         if self._stopped:
             return
         self.request_stop()

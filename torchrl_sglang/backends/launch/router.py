@@ -43,7 +43,7 @@ READY_TIMEOUT_SECONDS = 2.0
 ROUTER_ARGUMENTS: Mapping[str, Any] = {
     # The engine retries; errors must reach it.
     "disable_retries": True,
-    # It would take a server that refuses wrong requests out of rotation.
+    # The circuit breaker takes a server that refuses wrong requests out of rotation.
     "disable_circuit_breaker": True,
     # A dead server leaves the rotation within two seconds and comes back in one. A
     # slow one stays for 20 s more.
@@ -155,12 +155,12 @@ class RouterProcess(ServerProcess, RouterClient):
 
     @property
     def usable(self) -> bool:
-        """Whether requests can be sent to it, as far as is known."""
+        """Whether requests can be sent to the router, as far as is known."""
         return self.state == "ready"
 
     @property
     def keyed(self) -> bool:
-        """Whether it keeps requests with one routing key together."""
+        """Whether the router keeps requests with one routing key together."""
         return self.policy in KEYED_POLICIES
 
     def _answers(self) -> bool:

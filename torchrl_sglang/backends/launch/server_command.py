@@ -167,7 +167,7 @@ def _take_secrets(arguments: dict[str, Any]) -> dict[str, str]:
     secrets = {name: arguments.pop(name, None) for name in SECRETS}
     secrets = {name: value for name, value in secrets.items() if value is not None}
     for name, value in secrets.items():
-        # It is sent as an HTTP header, and given to the server as a flag.
+        # A key is sent as an HTTP header, and given to the server as a flag.
         if not isinstance(value, str) or not re.fullmatch(r"(?!-)[!-~]+", value):
             raise ConfigurationError(
                 f"{name} is not a key; give a string of printable ASCII characters "
@@ -222,7 +222,7 @@ class ServerFlag(NamedTuple):
     flag: str
     """The option with its dashes."""
     negatable: bool = False
-    """Whether it has a ``--no-`` form."""
+    """Whether the flag has a ``--no-`` form."""
 
 
 _FOUND: dict[tuple[str, str], Mapping[str, ServerFlag]] = {}

@@ -1,4 +1,4 @@
-"""What the log of a starting server says: how far it is, and how to mend it. Pure."""
+"""Reader of a starting server's log: the phase of the start, and remedies. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PHASES = (
     ("Application startup complete", "warming up"),
     ("The server is fired up", "ready"),
 )
-"""What SGLang logs -> the phase of the start that begins there."""
+"""Text in SGLang's log -> the phase of the start that begins there."""
 
 _MEMORY = (
     # SGLang counts what other programs allocate meanwhile as the server's own.
@@ -31,11 +31,11 @@ _MEMORY = (
         "a smaller mem_fraction_static or max_total_tokens",
     ),
 )
-"""What SGLang says of memory -> what to give."""
+"""SGLang's message about memory -> the argument that mends it."""
 
 
 def find_phase(log: str) -> str:
-    """Returns what a starting server is doing.
+    """Returns the phase of a server's start.
 
     Examples:
         >>> find_phase("[07:52:37] Load weight begin. avail mem=21.48 GB")

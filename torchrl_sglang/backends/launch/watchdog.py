@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 POLL_SECONDS = 0.1
-"""How long a tree outlives its trainer, which is looked for so often."""
+"""Interval between looks for the trainer; a tree outlives it by as much."""
 
 TERM_GRACE_SECONDS = 0.5
 """Time from SIGTERM to SIGKILL. SGLang waits longer, and then kills its processes."""
@@ -164,7 +164,7 @@ def main(owner: int, command: list[str]) -> int:
     """Runs the command until it or the owner process ends; returns the exit status."""
     parent = os.getppid()
     if not is_alive(owner):
-        # It ended while this script started, so ``parent`` is another process.
+        # The owner ended while this script started, so ``parent`` is another process.
         return 1
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     stop: list[int] = []
@@ -192,7 +192,7 @@ def main(owner: int, command: list[str]) -> int:
         with contextlib.suppress(OSError):
             os.unlink(path)
     if os.getppid() != parent and FOLDER_VARIABLE in os.environ:
-        # Its log may hold keys.
+        # The server's log may hold keys.
         shutil.rmtree(os.environ[FOLDER_VARIABLE], ignore_errors=True)
     if status is None:
         return 128 + stop[0] if stop else 1

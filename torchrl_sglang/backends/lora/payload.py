@@ -27,7 +27,7 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 
 PREFIX = "base_model.model."
-"""What PEFT prepends to parameter names."""
+"""Prefix that PEFT gives parameter names."""
 
 _NAME = re.compile(
     r"(?P<module>.+)\.lora_(?P<side>[AB](?=.*\.weight$)|embedding_[AB])(\.[^.]+){0,2}"
@@ -67,14 +67,14 @@ Pair = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterPayload:
-    """What servers are sent of an adapter; kept to load it again after a restart."""
+    """Weights and configuration of an adapter as sent; kept to load it again."""
 
     path: str | None = None
     """Folder or hub name that the servers read."""
     tensors: str = field(default="", repr=False)
-    """Its tensors as text, instead."""
+    """Tensors of the adapter as text, instead of a folder."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Its configuration."""
+    """PEFT's configuration of the adapter."""
 
 
 def prepare_adapter(
@@ -122,7 +122,7 @@ def read_folder(
     for name in (CONFIG_FILE, TENSORS_FILE):
         if not (folder / name).is_file():
             raise ConfigurationError(
-                f"The folder {str(folder)!r} has no {name}, so it is no LoRA adapter; "
+                f"The folder {str(folder)!r} has no {name}: it is not a LoRA adapter; "
                 f"save one there with PeftModel.save_pretrained()."
             )
     try:
@@ -237,7 +237,7 @@ def _pair(
     for name, value in tensors.items():
         found = _NAME.fullmatch(name.removeprefix(PREFIX))
         if found is None:
-            problems.append(f"{name} is no part of a LoRA adapter")
+            problems.append(f"{name} does not belong to a LoRA adapter")
         else:
             pairs.setdefault(found["module"], {})[found["side"]] = value
     return pairs, problems
@@ -253,7 +253,7 @@ def _problems(module: str, pair: Pair, rank: int, served: ModelMetadata) -> list
     if _UNCHECKED.search(module):
         return []
     if f"{module}.weight" not in served and module != "lm_head":
-        return [f"{module} is no module of it"]
+        return [f"the served model has no module {module}"]
     # An output head that is tied to the embedding has its shape.
     known = served.get(f"{module}.weight", served.get("model.embed_tokens.weight"))
     if known is None:

@@ -30,17 +30,17 @@ from torchrl_sglang.support.user_code import together
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentRun:
-    """What an agent did."""
+    """One call of an agent: its session and its task."""
 
     session: Session
-    """Its turns and its reward when it ended."""
+    """Turns and reward of the agent when it ended."""
     task: Mapping[str, Any]
-    """Columns of what it did it for."""
+    """Columns of the dataset element that the agent was given."""
     policy_version: int
-    """Policy version when it began."""
+    """Policy version when the agent began."""
 
 
-Group = Sequence[AgentRun]
+AgentGroup = Sequence[AgentRun]
 
 COLUMNS = ROW_COLUMNS | CONTAINERS
 """Names that a row of an agent uses itself."""
@@ -92,7 +92,7 @@ class AgentGroups:
         task: Mapping[str, Any],
         policy_version: Callable[[], int],
         turn: Callable[[], Any],
-    ) -> Group:
+    ) -> AgentGroup:
         """Returns a complete group of agents with the same task."""
         columns = check_task(task, self.columns)
 
@@ -133,23 +133,23 @@ class AgentGroups:
                 "An agent ended without a request to its session; its client has to "
                 "use the base_url and the api_key that it is called with."
             )
-        # Its client may still have requests in flight.
+        # The agent's client may still have requests in flight: hence a snapshot.
         return AgentRun(
             session=session.snapshot(), task=columns, policy_version=policy_version
         )
 
-    def oldest(self, group: Group) -> int:
+    def oldest(self, group: AgentGroup) -> int:
         """Returns the policy version of a group's oldest token."""
         return self._versions.oldest(
             (turn.completion, run.policy_version) for run, turn in _turns(group)
         )
 
-    def spans(self, group: Group) -> Iterator[TokenSpan]:
+    def spans(self, group: AgentGroup) -> Iterator[TokenSpan]:
         """Yields policy version and number of tokens of each part of the responses."""
         for run, turn in _turns(group):
             yield from self._versions.spans(turn.completion, run.policy_version)
 
-    def write(self, group: Group) -> list[TensorDictBase]:
+    def write(self, group: AgentGroup) -> list[TensorDictBase]:
         """Returns a TensorDict for each trajectory, in the layout of the gateway."""
         rows: list[TensorDictBase] = []
         for run in group:
@@ -177,7 +177,7 @@ class AgentGroups:
         self._blocking.close()
 
 
-def _turns(group: Group) -> Iterator[tuple[AgentRun, Turn]]:
+def _turns(group: AgentGroup) -> Iterator[tuple[AgentRun, Turn]]:
     for run in group:
         for turn in run.session.turns:
             yield run, turn

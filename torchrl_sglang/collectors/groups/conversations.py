@@ -33,13 +33,13 @@ _STEP = "The function step={!r}"
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Turn:
-    """One response of the policy, and what it responded to."""
+class ConversationTurn:
+    """One response of the policy, and its prompt."""
 
     prompt: EncodedPrompt
-    """What the model read."""
+    """Conversation that the model read."""
     response: TurnResponse
-    """What it wrote."""
+    """Response of the model."""
     num_messages: int
     """Number of messages of the conversation before the response."""
     policy_version: int
@@ -75,16 +75,16 @@ class Conversation:
     """Number of this conversation in its group."""
     messages: list[Message]
     """All messages so far."""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ConversationTurn] = field(default_factory=list)
     """The responses of the policy so far."""
     truncated: bool = False
-    """Whether it ended for its number of turns or the length of the context."""
+    """Whether the number of turns or the context's length ended the conversation."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Values of the reward functions that have a name."""
     state: dict[str, Any] = field(default_factory=dict)
-    """For the user's functions."""
+    """Values that the user's functions keep."""
     opening: EncodedPrompt
-    """What the model reads first; the same for all conversations of a group."""
+    """Prompt of the first turn; the same for all conversations of a group."""
     _endings: Endings = field(default_factory=Endings)
 
     def at_end(self, function: Callable[[], Any]) -> None:
@@ -108,7 +108,7 @@ Step: TypeAlias = Callable[
     [Conversation, Task],
     "Awaitable[str | Message | Sequence[Message] | None]",
 ]
-"""Returns what is said to the policy next; ``None`` ends the conversation."""
+"""Returns the next message to the policy; ``None`` ends the conversation."""
 
 
 class Conversations:
@@ -122,7 +122,7 @@ class Conversations:
         tools: that the policy can call.
         max_turns: most responses of a conversation.
         timeouts: of responses, steps and tools.
-        blocking: for functions that are no coroutines.
+        blocking: for functions that are not coroutines.
 
     Attributes:
         generating (Meter): conversations that wait for the engine.
@@ -198,7 +198,7 @@ class Conversations:
                 return
 
     async def end(self, conversations: Sequence[Conversation]) -> None:
-        """Calls what their functions left for their end, side by side."""
+        """Calls the clean-up that their functions asked for, side by side."""
         current = asyncio.current_task()
         ending = asyncio.ensure_future(together(map(self._end, conversations)))
         try:
@@ -249,7 +249,7 @@ class Conversations:
         finally:
             self.generating.add(-1)
         turns.append(
-            Turn(
+            ConversationTurn(
                 prompt=prompt,
                 response=response,
                 num_messages=len(conversation.messages),
@@ -260,7 +260,7 @@ class Conversations:
         return True
 
     async def _reply(self, conversation: Conversation) -> list[Message] | None:
-        """Returns what is said next, or ``None`` at the end."""
+        """Returns the next message, or ``None`` at the end."""
         if self._tools is not None:
             results = await self._tools.answer(
                 conversation.response,
@@ -294,7 +294,7 @@ def to_messages(said: Any, name: str) -> list[Message]:
     """Returns a text, a message or messages as a list of messages.
 
     Raises:
-        ConfigurationError: if it is something else, or has parts that are no text.
+        ConfigurationError: if it is something else, or has parts that are not text.
     """
     if isinstance(said, str):
         return [{"role": "user", "content": said}]

@@ -1,4 +1,4 @@
-"""What the functions of a conversation left for its end: sandboxes that they close.
+"""Clean-up at a conversation's end that its functions asked for, such as of sandboxes.
 
 Each function is called once, whatever happens: when the conversation has ended, at a
 shutdown that does not wait for it, and at once if it is given after the end, as by a
@@ -53,7 +53,7 @@ class Endings:
             yield function
 
     def call_in_thread(self) -> bool:
-        """Calls what is left in a thread that nothing waits for.
+        """Calls the rest in a thread that nothing waits for.
 
         Returns:
             bool: whether something is left.

@@ -40,7 +40,7 @@ from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
-from torchrl_sglang.policies.inputs import Prompts
+from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import describe, together
@@ -48,28 +48,28 @@ from torchrl_sglang.types import Completion
 
 
 @dataclass(kw_only=True, slots=True)
-class _Turn:
+class _EnvironmentStep:
     """A step of an environment."""
 
     row: TensorDictBase
-    """What the environment returned, of batch size 1."""
+    """Output of the environment's step, of batch size 1."""
     completion: Completion
     policy_version: int
     """Policy version when the prompt was sent."""
 
 
 @dataclass(kw_only=True, slots=True)
-class _Prompt:
-    """What an environment wants a response to."""
+class _Observation:
+    """Observation of an environment, and the requests for a response to it."""
 
     td: TensorDictBase
     task: TensorDictBase
-    """Without a batch size."""
-    prompts: Prompts
+    """Columns of the dataset element, without a batch size."""
+    prompts: PromptBatch
     requests: list[SampleRequest]
 
 
-Episode = list[_Turn]
+Episode = list[_EnvironmentStep]
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +80,7 @@ class _Environment:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
-        """Closes it, when a step that is under way has returned.
+        """Closes the environment, when a step that is under way has returned.
 
         TorchRL's environments of a single process say that they are closed from their
         beginning, so ``is_closed`` is not asked.
@@ -253,7 +253,9 @@ class EnvironmentGroups:
                     environment, "stepped", self._step, prompt, completion
                 )
                 episode.append(
-                    _Turn(row=row, completion=completion, policy_version=version)
+                    _EnvironmentStep(
+                        row=row, completion=completion, policy_version=version
+                    )
                 )
         except BaseException:
             self._environments.discard(environment)
@@ -303,7 +305,7 @@ class EnvironmentGroups:
         with naming(f"The environment, when it was {what},"):
             return await self._blocking.run(function, seconds=self._timeouts.step)
 
-    async def _respond(self, prompt: _Prompt) -> Completion:
+    async def _respond(self, prompt: _Observation) -> Completion:
         self.generating.add(1)
         try:
             (completion,) = await ask_async(
@@ -317,14 +319,14 @@ class EnvironmentGroups:
         assert isinstance(completion, Completion)
         return completion
 
-    def _reset(self, env: EnvBase, task: Mapping[str, Any]) -> _Prompt:
-        """Returns what an environment wants a response to first."""
+    def _reset(self, env: EnvBase, task: Mapping[str, Any]) -> _Observation:
+        """Returns the first observation of an environment, with its requests."""
         td = TensorDict(to_values(task))
         return self._read(env.reset(lazy_stack([td.copy()])), td)
 
-    def _read(self, td: TensorDictBase, task: TensorDictBase) -> _Prompt:
+    def _read(self, td: TensorDictBase, task: TensorDictBase) -> _Observation:
         prompts, requests = self.policy.begin(self._element(td))
-        return _Prompt(td=td, task=task, prompts=prompts, requests=requests)
+        return _Observation(td=td, task=task, prompts=prompts, requests=requests)
 
     def _element(self, td: TensorDictBase) -> TensorDictBase:
         """Returns the only element of a stack, which is read and written directly."""
@@ -334,8 +336,8 @@ class EnvironmentGroups:
         return td
 
     def _step(
-        self, env: EnvBase, prompt: _Prompt, completion: Completion
-    ) -> tuple[TensorDictBase, _Prompt | None]:
+        self, env: EnvBase, prompt: _Observation, completion: Completion
+    ) -> tuple[TensorDictBase, _Observation | None]:
         """Returns the step, and what follows unless it was the last one."""
         td = prompt.td
         written = self.policy.finish(self._element(td), prompt.prompts, [completion])

@@ -23,12 +23,12 @@ from torchrl_sglang.support.user_code import together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class FunctionGroup:
     """Complete conversations about a task."""
 
     conversations: Sequence[Conversation]
     task: Mapping[str, Any]
-    """Its columns."""
+    """Columns of the dataset element."""
 
 
 class FunctionGroups:
@@ -73,7 +73,7 @@ class FunctionGroups:
         task: Mapping[str, Any],
         policy_version: Callable[[], int],
         turn: Callable[[], Any],
-    ) -> Group:
+    ) -> FunctionGroup:
         """Returns the complete conversations about a task."""
         columns = check_task(task, self._columns)
         group = self._conversations.begin(task, self.size)
@@ -91,13 +91,13 @@ class FunctionGroups:
             await self._rewards.add(group)
         finally:
             await self._conversations.end(group)
-        return Group(conversations=group, task=columns)
+        return FunctionGroup(conversations=group, task=columns)
 
-    def oldest(self, group: Group) -> int:
+    def oldest(self, group: FunctionGroup) -> int:
         """Returns the policy version of a group's oldest token."""
         return oldest_version(group.conversations, self._versions)
 
-    def spans(self, group: Group) -> Iterator[TokenSpan]:
+    def spans(self, group: FunctionGroup) -> Iterator[TokenSpan]:
         """Yields policy version and number of tokens of each part of the responses."""
         for conversation in group.conversations:
             for turn in conversation.turns:
@@ -105,7 +105,7 @@ class FunctionGroups:
                     turn.response.completion, turn.policy_version
                 )
 
-    def write(self, group: Group) -> list[TensorDictBase]:
+    def write(self, group: FunctionGroup) -> list[TensorDictBase]:
         """Returns a group in TorchRL's layout; see :class:`.GroupWriter`."""
         return list(self._writer.write(group.conversations, group.task))
 

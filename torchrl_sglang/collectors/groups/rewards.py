@@ -35,14 +35,14 @@ class Rewards:
         group: functions of a group's conversations and their task, which return a
             number for each conversation.
         seconds: timeout of each call.
-        blocking: for functions that are no coroutines.
+        blocking: for functions that are not coroutines.
         query_key: key of a task's prompt, which TRL's functions get.
 
     Attributes:
         names (list of str): of the functions that have one.
 
     Raises:
-        ConfigurationError: if something is no function, or takes other arguments, or
+        ConfigurationError: if something is not a function, or takes other arguments, or
             two have one name.
     """
 
@@ -120,7 +120,7 @@ def finite(rewards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns the rewards of a turn as a row holds them: float32, of shape ``(1, 1)``.
 
     Raises:
-        ConfigurationError: if one is no finite number; it names it.
+        ConfigurationError: if one is not a finite number; the error names it.
     """
     return {
         name: torch.full(

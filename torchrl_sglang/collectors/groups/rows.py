@@ -170,7 +170,7 @@ def check_names(names: Iterable[Any], columns: frozenset[str], what: str) -> Non
         what: they name.
 
     Raises:
-        ConfigurationError: if one is no text, or is among ``columns``.
+        ConfigurationError: if one is not a string, or is among ``columns``.
     """
     for name in names:
         if not isinstance(name, str) or not name:

@@ -34,7 +34,7 @@ def parse_tool_calls(response: str) -> dict[str, Any]:
     """Reads tool calls as Qwen and Hermes models write them.
 
     ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``, any number of
-    times. What is no JSON is not a call.
+    times. Text that is not JSON is not a call.
 
     Args:
         response: of the policy.
@@ -64,7 +64,7 @@ class Tools:
         schemas (list of dict): what a chat template tells the policy of them.
 
     Raises:
-        ConfigurationError: if something is no function, or has no schema.
+        ConfigurationError: if something is not a function, or has no schema.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Tools:
         else:
             with naming(f"The tool_parser {name_of(self._parser)!r}"):
                 found = await blocking.call(self._parser, response, seconds=seconds)
-                # It may be anything else.
+                # A parser of the user's can return anything.
                 found = {"calls": list(found["calls"])}
         results = await together(
             self._run(each, conversation, blocking, seconds) for each in found["calls"]

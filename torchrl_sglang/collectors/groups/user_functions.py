@@ -39,7 +39,7 @@ def naming(role: str) -> Iterator[None]:
 
 
 def name_of(function: Any) -> str:
-    """Returns what a function is called in messages."""
+    """Returns the name of a function in messages."""
     name: str = getattr(function, "__name__", None) or type(function).__name__
     return name
 

@@ -1,4 +1,4 @@
-"""Says what TorchRL's ``MCAdvantage`` would fail at, before it gets the first batch."""
+"""Checks of ``MCAdvantage``'s requirements, before TorchRL gets the first batch."""
 
 from __future__ import annotations
 

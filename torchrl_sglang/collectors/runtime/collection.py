@@ -116,7 +116,7 @@ class Groups(Protocol):
         """
 
     def close(self) -> None:
-        """Frees what groups are made with."""
+        """Frees the resources with which groups are made."""
 
 
 @dataclass(slots=True)
@@ -136,9 +136,9 @@ class Complete:
     """A complete group."""
 
     group: Any
-    """As :class:`Groups` made it."""
+    """The group as :class:`Groups` made it."""
     rows: list[TensorDictBase]
-    """Its turns in TorchRL's layout."""
+    """Turns of the group in TorchRL's layout."""
     kept: bool = True
     """Whether it is trained on."""
 
@@ -363,7 +363,7 @@ class Collection:
             self.changed.notify_all()
 
     def stats(self, down: str = "") -> dict[str, Any]:
-        """Returns what the groups did; see :meth:`.AsyncLLMCollector.stats`.
+        """Returns the statistics of the groups; see :meth:`.AsyncLLMCollector.stats`.
 
         Args:
             down: sentences on servers that do not serve.
@@ -456,7 +456,7 @@ class Collection:
             try:
                 loop.call_soon_threadsafe(wake.set)
             except RuntimeError:
-                # It has ended.
+                # The loop of the consumer has ended.
                 return
 
     # The loop's side, in its own thread.
@@ -628,7 +628,8 @@ class Collection:
                 failures.own += 1
             retry = not isinstance(error, TaskError) and self._may_retry(failures, now)
             if engines and not retry and len(self._engine_failed) > 1:
-                # It is not this group: no other one is complete meanwhile.
+                # The engine is at fault, not this group: no other one is complete
+                # meanwhile.
                 self.end(error)
                 retry = True
             if retry:
@@ -667,7 +668,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _origin(error: BaseException) -> BaseException:
-    """Returns what a function of the user raised, if the error says that it did."""
+    """Returns the error that a function of the user raised, if the cause is one."""
     named = isinstance(error, UserFunctionError) and error.__cause__ is not None
     return error.__cause__ or error if named else error
 

@@ -41,7 +41,7 @@ class ConsumerVersion:
             self._actor = None
             return
         if sampler.consumer_version != version:
-            # It has no state but this.
+            # The version is the only state of the sampler.
             sampler.consumer_version = version
             ray.get(
                 self._actor.set_sampler.remote(sampler), timeout=CALL_TIMEOUT_SECONDS

@@ -26,7 +26,7 @@ class StaleMask:
 
     @classmethod
     def of(cls, policy: SGLangWrapper) -> StaleMask:
-        """Returns that of a policy's rows."""
+        """Returns the mask for the rows of a policy."""
         key = policy.log_probs_key if policy.return_log_probs else None
         return cls(masks_key=policy.masks_key, log_probs_key=key)
 

@@ -1,4 +1,4 @@
-"""What a collector is doing, and what bounds it. Pure, apart from the clock."""
+"""Statistics of a collector, and its bottleneck. Pure, apart from the clock."""
 
 from __future__ import annotations
 
@@ -80,23 +80,23 @@ class Meter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """What a collection had done at some time; two of them tell what it did between."""
+    """Totals of a collection at some time; two of them give the rates between."""
 
     tokens: int
     """Response tokens of complete groups."""
     taken: int
-    """Tokens that were taken."""
+    """Response tokens of groups that were taken for batches."""
     ages: int
     """Sum of their ages."""
     running: tuple[float, float, float]
     """Totals of the conversations that run."""
     generating: tuple[float, float, float]
-    """Totals of those that wait for the engine."""
+    """Totals of the conversations that wait for the engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """Where the time of a collection goes; each a share of it."""
+    """Shares of a collection's time."""
 
     trainer_waits: float
     """A consumer waits for a batch."""
@@ -143,7 +143,7 @@ def compare(before: Mark, after: Mark, trainer_waits: float) -> dict[str, float]
 
 
 def find_bottleneck(shares: Shares, max_staleness: int, down: str = "") -> str:
-    """Says in a sentence what bounds the run.
+    """Returns a sentence on the bottleneck of the run.
 
     A trainer that waits loses time that a faster engine would save, and an engine that
     idles loses what a faster trainer would. Where both lose much, neither would help,

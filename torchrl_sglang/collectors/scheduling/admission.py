@@ -1,4 +1,4 @@
-"""When a group may start and which groups make up a batch. Pure.
+"""Rules for when a group starts and which groups make up a batch. Pure.
 
 A token's staleness is the number of weight updates between the version that generated
 it and the version that is trained on it. Two rules bound it by ``max_staleness``:
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How far collection may run ahead of training."""
+    """Limits of how far collection runs ahead of training."""
 
     max_staleness: int
     """Most weight updates between generating a token and training on it."""
@@ -128,7 +128,7 @@ def choose_groups(
         # Groups that must be consumed before the version grows by more than `ahead`.
         horizon = version + ahead - limits.max_staleness
         due = [place for place, oldest in enumerate(ready) if oldest <= horizon]
-        # What is stale already is not waited for.
+        # Groups that are stale already are not waited for.
         late = version - limits.max_staleness
         coming = sum(late <= oldest <= horizon for oldest in running)
         places = later + ahead * limits.groups_per_update

@@ -20,7 +20,7 @@ from torchrl_sglang.collectors.scheduling.pace import Pace
 from torchrl_sglang.collectors.scheduling.prompt_order import PromptOrder
 
 OnStale: TypeAlias = Literal["drop", "retry", "mask"]
-"""What happens to a group with tokens older than ``max_staleness`` updates."""
+"""Treatment of a group with tokens older than ``max_staleness`` updates."""
 
 T = TypeVar("T")
 
@@ -32,11 +32,11 @@ class ReadyGroup(Generic[T]):
     position: int
     """Position of its prompt."""
     content: T
-    """Its conversations."""
+    """Conversations of the group."""
     oldest: int
     """Policy version of its oldest token."""
     seconds: float
-    """When it was completed, on the monotonic clock."""
+    """Monotonic time at which the group was completed."""
     version: int
     """Policy version at that time."""
 
@@ -245,7 +245,7 @@ class GroupPool(Generic[T]):
         ]
 
     def _drop_stale(self) -> None:
-        """Drops what is too old, as soon as it is: others can start in its place."""
+        """Drops groups as soon as they are too old: others can start instead."""
         if self._on_stale == "mask":
             return
         fresh = []
@@ -261,7 +261,7 @@ class GroupPool(Generic[T]):
         self._ready = fresh
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a later run needs to go on."""
+        """Returns the state from which a later run goes on."""
         return {
             "prompts": self.order.state_dict(),
             "consumed": self.consumed,

@@ -1,4 +1,4 @@
-"""Which prompt starts next, and which prompts are done: nothing lost, nothing twice."""
+"""Order of the prompts: the next to start, those that are done, none lost or twice."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PromptOrder:
             self._on_close(position)
 
     def end(self, position: int) -> None:
-        """There is no position from this one on."""
+        """Marks ``position`` as the end of the dataset."""
         self._next = min(self._next, position)
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class PromptStream(Protocol):
         """Nobody will ask for this position again."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what identifies the order of the tasks."""
+        """Returns the state of the order of the tasks."""
 
     def resume(
         self, state: Mapping[str, Any], position: int, still_open: Sequence[int]

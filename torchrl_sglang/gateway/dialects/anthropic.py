@@ -15,7 +15,7 @@ import msgspec
 
 from torchrl_sglang.chat.content import text_of
 from torchrl_sglang.chat.messages import Message
-from torchrl_sglang.chat.template import Setting
+from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects.base import (
     AnswerInfo,
@@ -89,7 +89,7 @@ def read_count(body: Any) -> Request:
         params[_SAMPLING[name]] = value
     return Request(
         messages=messages,
-        setting=Setting(tools=tools, template_kwargs=kwargs),
+        setting=PromptSettings(tools=tools, template_kwargs=kwargs),
         sampling=Sampling(params=params),
         model=model,
         stream=stream,

@@ -1,4 +1,4 @@
-"""What a dialect is: endpoints, and how requests, answers and errors are spelt."""
+"""``Dialect``: endpoints, and the form of requests, answers and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_sglang.gateway.session import Turn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerInfo:
-    """What an answer may say beside its turns."""
+    """Facts about an answer beside its turns."""
 
     name: str
     """24 hexadecimal digits, of this answer alone."""
@@ -44,7 +44,7 @@ class Endpoint:
     read: Callable[[Any], Request]
     """Reads a body; raises ``ConfigurationError`` for what is wrong or unsupported."""
     write: Callable[[Request, AnswerInfo], Writer] | None = None
-    """Makes what writes the answers; ``None``: nothing is generated."""
+    """Makes the writer of the answers; ``None``: nothing is generated."""
     count: Callable[[int], dict[str, Any]] | None = None
     """Answers with the number of tokens of the prompt, where nothing is generated."""
 
@@ -54,7 +54,7 @@ class Failure:
     """An error, before it is spelt."""
 
     status: int
-    """Of HTTP."""
+    """Status code of HTTP."""
     message: str
     """A sentence for the client's user."""
     kind: str
@@ -72,7 +72,7 @@ class Dialect(abc.ABC):
     """
 
     endpoints: Sequence[Endpoint]
-    """Where clients post to."""
+    """Addresses to which clients post."""
 
     @abc.abstractmethod
     def error(self, failure: Failure) -> dict[str, Any]:

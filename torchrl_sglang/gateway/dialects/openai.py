@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from torchrl_sglang.chat.messages import Message, from_openai
-from torchrl_sglang.chat.template import Setting
+from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects.base import (
     AnswerInfo,
@@ -95,7 +95,7 @@ def read_chat(body: Any) -> Request:
     return _request(
         given,
         messages=messages,
-        setting=Setting(tools=tools, template_kwargs=kwargs),
+        setting=PromptSettings(tools=tools, template_kwargs=kwargs),
         logprobs=logprobs,
         top=top,
     )

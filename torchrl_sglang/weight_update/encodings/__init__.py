@@ -1,4 +1,4 @@
-"""What is sent of the tensors that a model serves: between sources and transports.
+"""Encodings of served tensors, between sources and transports.
 
 An encoding maps each tensor to one or several, whose names, types and shapes are known
 before the first byte is sent. ``base.py`` has the contract and the stage itself, and

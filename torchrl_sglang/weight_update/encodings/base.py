@@ -47,14 +47,15 @@ class WeightEncoding(abc.ABC):
     """
 
     name: ClassVar[str]
-    """Its name in ``SGLangWeightSyncScheme(encoding=...)``."""
+    """Name in ``SGLangWeightSyncScheme(encoding=...)``."""
     quantized: ClassVar[str | None] = None
     """The servers that take what it makes, by ``ServerCapabilities.quantized``;
     ``None``: those that hold the weights as a checkpoint has them."""
 
     @abc.abstractmethod
     def plan(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Returns what is sent of a tensor: ``(spec,)`` sends it as it is.
+        """Returns the specs of the encoded tensors: ``(spec,)`` sends the tensor as it
+        is.
 
         Args:
             spec: name, type and shape as the servers' loader takes them.
@@ -143,7 +144,7 @@ def _encode(
     parts: tuple[TensorSpec, ...],
     tensor: torch.Tensor,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what is sent of one tensor, as it was planned."""
+    """Yields the encoded tensors of one tensor, as planned."""
     with torch.no_grad():
         made = list(encoding.encode(spec, tensor))
     del tensor

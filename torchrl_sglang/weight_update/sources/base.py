@@ -1,4 +1,4 @@
-"""What every source of weights is: descriptions first, tensors when they are sent.
+"""``Source``: named tensors described now and read lazily.
 
 Sharded tensors are gathered, and exported ones made, one after the other, so nothing
 may hold a tensor after it was yielded.

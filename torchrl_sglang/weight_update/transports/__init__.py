@@ -1,4 +1,4 @@
-"""How weights reach the servers: one file per transport, and ``registry`` of them all.
+"""Transports of weights to the servers: one file each, and ``registry`` of them all.
 
 ``base`` has the protocol; ``placement`` tells which servers share the weights' GPU.
 """

@@ -54,17 +54,17 @@ class WeightTransport(abc.ABC):
     """
 
     name: ClassVar[str]
-    """Its name in ``SGLangWeightSyncScheme(transport=...)`` and in reports."""
+    """Name in ``SGLangWeightSyncScheme(transport=...)`` and in reports."""
     route: ClassVar[WeightRoute | None] = None
-    """What servers load whole weights from; ``None``: it sends none."""
+    """Route by which servers load whole weights; ``None``: none are sent."""
     in_session: ClassVar[bool] = False
     """Servers take the tensors only between begin and end calls, if they have these."""
     adapter_only: ClassVar[bool] = False
-    """It loads a LoRA adapter beside the served weights, so nothing is paused."""
+    """Whether the transport loads an adapter beside the weights; nothing is paused."""
     options_type: ClassVar[type[TransportOptions]] = TransportOptions
-    """Its options, which are arguments of the scheme."""
+    """Type of the options, which are arguments of the scheme."""
     why: str = ""
-    """Why it was chosen."""
+    """Reason why the transport was chosen."""
 
     def __init__(
         self, engine: RLSGLangEngine, options: Any = None, *, device: torch.device = CPU

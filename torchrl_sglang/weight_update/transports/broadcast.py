@@ -44,7 +44,7 @@ from torchrl_sglang.weight_update.weights import (
 CONNECT_TIMEOUT_SECONDS = 60.0
 
 SETTLE_SECONDS = 0.0002
-"""How often the end of a broadcast is polled."""
+"""Interval between polls of a broadcast's end."""
 
 SMALL_BELOW = {"nccl": 8 << 20, "gloo": 0}
 """Smaller tensors are put together, in bytes. Its own broadcast costs a tensor 40 µs
@@ -246,7 +246,7 @@ class BroadcastTransport(WeightTransport):
             request.result()
             starting.result(self._options.send_timeout)
         except BaseException as error:  # noqa: BLE001 - _fail raises it again.
-            # A lost answer is no refusal, and servers may have loaded garbage where
+            # A lost answer is not a refusal, and servers may have loaded garbage where
             # nothing was sent.
             refused = isinstance(error, WeightTransferError) and error.untouched
             if request is not None:

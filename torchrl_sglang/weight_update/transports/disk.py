@@ -255,7 +255,7 @@ def _write_weights(weights: Weights, folder: Path, bucket_bytes: int) -> int:
     for index, (bucket, tensors) in enumerate(read_buckets(weights, bucket_bytes)):
         name = f"model-{index + 1:05}-of-{total:05}.safetensors"
         views = bucket.view(flatten(bucket, tensors, CPU))
-        # This bucket must be gone when the next one is made.
+        # The bucket's memory must be free when the next one is made.
         del tensors
         save_file(views, folder / name, metadata={"format": "pt"})
         _sync(folder / name)
@@ -291,7 +291,7 @@ def _folder_of(model: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(model, "config.json")
-    except ValueError:  # It is no hub name.
+    except ValueError:  # ``model`` is not a hub name.
         return None
     return Path(found).parent if isinstance(found, str) else None
 

@@ -1,4 +1,4 @@
-"""Which servers can open the memory of the weights, and which share their GPU."""
+"""Servers that can open the memory of the weights, and those that share their GPU."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Topology:
     """Facts that decide which transport ``"auto"`` takes."""
 
     device: str
-    """Where the weights are, like ``"cuda:0"``."""
+    """Device of the weights, like ``"cuda:0"``."""
     gpu_names: frozenset[str] = frozenset()
     """Names of that GPU: its entry in ``CUDA_VISIBLE_DEVICES``, and its UUID."""
     servers: tuple[ServerPlacement, ...]
-    """Where the servers are."""
+    """Placements of the servers."""
     pp_size: int
     """Pipeline stages of each server."""
     directory: str | None
-    """Where checkpoints can be written."""
+    """Folder to which checkpoints can be written."""
     adapter: bool = False
-    """The weights are a LoRA adapter."""
+    """Whether the weights are a LoRA adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +37,11 @@ class IpcAccess:
     url: str
     """Address of the server."""
     opens: bool | None
-    """Whether it can; ``None`` where its visible GPUs are unknown."""
+    """Whether the server can; ``None`` where its visible GPUs are unknown."""
     shares: bool = False
-    """One of its ranks computes on the GPU of the weights."""
+    """Whether a rank of the server computes on the GPU of the weights."""
     why: str = ""
-    """Why it cannot."""
+    """Reason why the server cannot."""
 
 
 def find_facts(

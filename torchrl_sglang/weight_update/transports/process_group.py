@@ -102,8 +102,8 @@ def listen_at(address: str, port: int) -> socket.socket:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     torchrl_logger.warning(
-        f"master_address={address!r} is no address at which other machines reach this "
-        f"one, so the process group's store listens on all addresses of this machine, "
+        f"Other machines may not reach this one at master_address={address!r}, "
+        f"so the process group's store listens on all addresses of this machine, "
         f"where others can connect, too."
     )
     return socket.create_server(("", port), family=family, backlog=LISTEN_BACKLOG)
@@ -245,7 +245,7 @@ def _has_begun() -> bool:
     for group in list(distributed_c10d._world.pg_map):
         try:
             backend: Any = group._get_backend(torch.device("cuda"))
-        except RuntimeError:  # It has none for GPUs.
+        except RuntimeError:  # The group has no backend for GPUs.
             continue
         # Other backends for GPUs lack this method.
         if getattr(backend, "_is_initialized", lambda: False)():

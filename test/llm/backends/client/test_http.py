@@ -25,7 +25,7 @@ from torchrl_sglang.backends.client.http import (
     ERROR_BODY_CHARACTERS,
     STREAMED_BODY_BYTES,
     HttpClient,
-    Response,
+    HttpResponse,
 )
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -45,7 +45,7 @@ def client() -> Iterator[HttpClient]:
     run_sync(client.close())
 
 
-def get(client: HttpClient, url: str, timeout: float = 10.0) -> Response:
+def get(client: HttpClient, url: str, timeout: float = 10.0) -> HttpResponse:
     return run_sync(client.request("GET", url, timeout=timeout))
 
 
@@ -131,7 +131,7 @@ def test_addresses_of_another_type(url):
     ],
 )
 def test_error_text(body, text):
-    assert Response(url="u", status=400, body=body).error_text() == text
+    assert HttpResponse(url="u", status=400, body=body).error_text() == text
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_error_text(body, text):
 )
 def test_an_error_text_has_an_end(form):
     """SGLang's validation errors quote the whole request."""
-    answer = Response(url="u", status=400, body=(form % ("x" * 10**6)).encode())
+    answer = HttpResponse(url="u", status=400, body=(form % ("x" * 10**6)).encode())
     assert len(answer.error_text()) <= ERROR_BODY_CHARACTERS
 
 
@@ -158,7 +158,9 @@ def test_an_error_text_has_an_end(form):
     ],
 )
 def test_statuses(status, error):
-    answer = Response(url="http://one:1/x", status=status, body=b'{"detail": "why"}')
+    answer = HttpResponse(
+        url="http://one:1/x", status=status, body=b'{"detail": "why"}'
+    )
     assert answer.ok == (error is None)
     if error is None:
         assert answer.raise_for_status() is answer
@@ -174,7 +176,7 @@ def test_statuses(status, error):
 )
 def test_a_body_that_is_not_json(body, shown):
     with pytest.raises(ServerUnavailableError, match=f"not JSON: b{shown}.*SGLang"):
-        Response(url="http://one:1", status=200, body=body).json()
+        HttpResponse(url="http://one:1", status=200, body=body).json()
 
 
 @pytest.mark.parametrize(
@@ -414,7 +416,7 @@ def test_a_large_body_arrives_whole_and_typed(client):
             }
         )
 
-    async def post() -> Response:
+    async def post() -> HttpResponse:
         app = web.Application(client_max_size=8 * STREAMED_BODY_BYTES)
         app.router.add_post("/", echo)
         async with TestServer(app) as server:

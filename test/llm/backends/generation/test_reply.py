@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_sglang.backends.client.http import Response
+from torchrl_sglang.backends.client.http import HttpResponse
 from torchrl_sglang.backends.generation.reply import decode_reply, parse_completion
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -289,7 +289,9 @@ CAPABILITIES = SimpleNamespace(vocab_size=300)
 
 def parse(reply, request=REQUEST):
     body = msgspec.json.encode(reply)
-    read = decode_reply(Response(url="http://one:1/generate", status=200, body=body))
+    read = decode_reply(
+        HttpResponse(url="http://one:1/generate", status=200, body=body)
+    )
     return parse_completion(
         read, request, capabilities=CAPABILITIES, server="http://one:1"
     )
@@ -427,7 +429,7 @@ def test_malformed_replies(reply, words):
 @pytest.mark.parametrize("body", [b"[" * 10_000, b'{"x": ' + b"[" * 10_000, b"\xff"])
 def test_replies_that_are_not_json(body):
     with pytest.raises(ServerUnavailableError, match="http://one:1 .*not JSON"):
-        decode_reply(Response(url="http://one:1", status=200, body=body))
+        decode_reply(HttpResponse(url="http://one:1", status=200, body=body))
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,9 @@ def test_what_is_wrong_on_a_node_is_told_before_anything_starts(cluster, spec):
     with pytest.raises(ConfigurationError, match="no model folder '/not/here'") as told:
         RayLauncher(nodes=[address(2)]).bind(1, {**spec, "model": "/not/here"})
     assert told.value.__notes__ == [f"Found on node {address(2)}."]
-    with pytest.raises(ConfigurationError, match="'10.0.0.9' is no living node"):
+    with pytest.raises(
+        ConfigurationError, match="no alive node of the cluster is named '10.0.0.9'"
+    ):
         RayLauncher(nodes=["10.0.0.9"]).bind(1, spec)
 
 

@@ -23,7 +23,7 @@ from aiohttp import web
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, make_sglang_server
-from torchrl_sglang.backends.client.http import HttpClient, Response
+from torchrl_sglang.backends.client.http import HttpClient, HttpResponse
 from torchrl_sglang.backends.generation.dispatch import ROUTING_KEY_HEADER
 from torchrl_sglang.backends.launch import router as router_module
 from torchrl_sglang.backends.launch.process import ServerProcess
@@ -75,7 +75,7 @@ async def send(
     *,
     key: str | None = None,
     api_key: str | None = None,
-) -> Response:
+) -> HttpResponse:
     http = HttpClient(api_key)
     headers = None if key is None else {ROUTING_KEY_HEADER: key}
     try:
@@ -86,8 +86,10 @@ async def send(
         await http.close()
 
 
-def send_all(url: str, payloads: Sequence[dict[str, Any]], **options) -> list[Response]:
-    async def gather() -> list[Response]:
+def send_all(
+    url: str, payloads: Sequence[dict[str, Any]], **options
+) -> list[HttpResponse]:
+    async def gather() -> list[HttpResponse]:
         return await asyncio.gather(*(send(url, p, **options) for p in payloads))
 
     return run_sync(gather())
@@ -451,8 +453,8 @@ def spread(
         recorder.requests.clear()
         recorder.go.clear()
 
-    async def gather(url: str) -> list[Response]:
-        tasks: list[asyncio.Task[Response]] = []
+    async def gather(url: str) -> list[HttpResponse]:
+        tasks: list[asyncio.Task[HttpResponse]] = []
         for prompt, key in zip(prompts, keys, strict=True):
             tasks.append(asyncio.create_task(send(url, {"input_ids": prompt}, key=key)))
             # The router decides about several at once without looking at each other.
@@ -536,7 +538,7 @@ def servers(tiny_model_path) -> Iterator[list[ServerProcess]]:
         yield found
 
 
-def version(answer: Response) -> str:
+def version(answer: HttpResponse) -> str:
     return answer.raise_for_status().json()["meta_info"]["weight_version"]
 
 
@@ -571,8 +573,8 @@ def running(server: ServerProcess) -> int:
 
 def in_background(
     url: str, payloads: Sequence[dict[str, Any]]
-) -> tuple[threading.Thread, list[Response]]:
-    answers: list[Response] = []
+) -> tuple[threading.Thread, list[HttpResponse]]:
+    answers: list[HttpResponse] = []
     thread = threading.Thread(
         target=lambda: answers.extend(send_all(url, payloads)), daemon=True
     )
