@@ -47,7 +47,7 @@ from torchrl_sglang.trainers.methods import find_method
 from torchrl_sglang.trainers.models import load_model, save_model, scorer, shard
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
 from torchrl_sglang.trainers.report import (
-    Clock,
+    PhaseClock,
     Rollouts,
     describe,
     line_of,
@@ -368,7 +368,7 @@ class GRPO:
                 tell(f"goes on after step {self.step}")
         if self.step == 0:
             self.report(self.evaluate())
-        self.clock = Clock()
+        self.clock = PhaseClock()
 
     def batches(self) -> Iterator[TensorDictBase]:
         """Yields this rank's share of each batch, with advantages."""
@@ -538,7 +538,7 @@ class GRPO:
         self.ranks = find_trainer_ranks()
         stack.callback(self.ranks.end)
         stack.enter_context(_quiet())
-        self.clock = Clock()
+        self.clock = PhaseClock()
         torch.manual_seed(self._seed)
         device = self.ranks.device()
         self.logger = None
