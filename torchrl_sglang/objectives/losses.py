@@ -35,7 +35,7 @@ from torchrl_sglang.objectives.correct import (
 )
 from torchrl_sglang.objectives.formulas import masked_mean
 from torchrl_sglang.objectives.parts import LossRanks, Means, own_gradients
-from torchrl_sglang.support.checks import check_count
+from torchrl_sglang.support.checks import check_count, check_keywords
 
 
 class CorrectedGRPOLoss(TorchRLGRPOLoss):
@@ -109,6 +109,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         max_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
+        check_keywords(type(self).__name__, kwargs, TorchRLGRPOLoss)
         super().__init__(actor_network, **kwargs)
         if (self.aggregation == "constant") is not (max_tokens is not None):
             raise ConfigurationError(

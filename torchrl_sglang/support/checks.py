@@ -8,6 +8,7 @@ and what is accepted.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -91,6 +92,34 @@ def check_mapping(name: str, value: Any) -> Mapping[str, Any]:
             f"{type(value).__name__}."
         )
     return value
+
+
+def check_keywords(name: str, given: Mapping[str, Any], kind: type) -> None:
+    """Refuses arguments that no constructor of a class has, with the nearest name.
+
+    Args:
+        name: of the mapping, for the message.
+        given: arguments of the class.
+        kind: the class; what its base classes take counts, too.
+
+    Raises:
+        ConfigurationError: naming the first such argument.
+    """
+    known = {
+        parameter.name
+        for base in kind.__mro__
+        if "__init__" in vars(base)
+        for parameter in inspect.signature(vars(base)["__init__"]).parameters.values()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    } - {"self"}
+    for each in given:
+        if each not in known:
+            near = nearest(str(each), known)
+            hint = "" if near is None else f" Did you mean {near!r}?"
+            raise ConfigurationError(
+                f"{name} has no argument {each!r}, which {kind.__name__} would "
+                f"ignore or refuse.{hint}"
+            )
 
 
 def given_once(name: str, value: T | None, alias: str, other: T | None) -> T | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from torchrl_sglang.objectives.advantages import GroupAdvantage, TrajectoryRetur
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.transform import MaskingStrategy, OffPolicyCorrection
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.support.checks import check_count, check_flag
+from torchrl_sglang.support.checks import check_count, check_flag, check_keywords
 from torchrl_sglang.trainers.checkpoints import (
     ROLLOUTS,
     Checkpoints,
@@ -240,7 +240,6 @@ class GRPO:
         )
         if resume != "auto":
             check_flag("resume", resume)
-        _check_placement(model, engine, colocated, max_staleness)
         self._given_model = model
         self._functions = {
             "rewards": rewards,
@@ -250,8 +249,6 @@ class GRPO:
             "max_turns": max_turns,
             "system_prompt": system_prompt,
         }
-        given = {**self._functions, "agent": agent, "env": env}
-        _check_collector(collector, prompts, given)
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._agent, self._env, self._gateway_arguments = agent, env, gateway
         self.query_key = query_key
@@ -259,7 +256,10 @@ class GRPO:
         self.sampling = {**SAMPLING, **(generate_kwargs or {})}
         self.group_size, self.groups_per_batch = group_size, groups_per_batch
         self.steps = _count_steps(steps, epochs, prompts, groups_per_batch)
-        self._staleness = {"max_staleness": max_staleness, "on_stale": on_stale}
+        self._staleness: dict[str, Any] = {
+            "max_staleness": max_staleness,
+            "on_stale": on_stale,
+        }
         self._keep_group = keep_group
         self._method = find_method(method)
         self._trajectory_return: TrajectoryReturn = "sum" if agent is None else "mean"
@@ -276,12 +276,6 @@ class GRPO:
             torch.optim.AdamW, lr=self._lr, weight_decay=0.0
         )
         self._schedule, self._warmup_steps = schedule, warmup_steps
-        make_schedule(
-            schedule,
-            torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
-            warmup_steps,
-            self.steps,
-        )
         self._learner_arguments: dict[str, Any] = {
             "minibatches": minibatches,
             "epochs": epochs_per_batch,
@@ -317,6 +311,34 @@ class GRPO:
         self._saved = 0
         self._saved_state: dict[str, Any] | None = None
         self._stack: ExitStack | None = None
+        self._check()
+
+    def _check(self) -> None:
+        """Refuses what does not fit together, before anything is started."""
+        max_staleness = self._staleness["max_staleness"]
+        _check_placement(self._given_model, self._engine, self.colocated, max_staleness)
+        whole = {"agent": self._agent, "env": self._env}
+        _check_collector(
+            self._collector_arguments, self._prompts, {**self._functions, **whole}
+        )
+        if not callable(self._collector_arguments) and not any(whole.values()):
+            _check_prompts("prompts", self._prompts, self.query_key)
+            if self._eval_prompts is not None:
+                _check_prompts("eval_prompts", self._eval_prompts, self.query_key)
+        for name, given, kind in (
+            ("loss", self._loss, self._method.loss),
+            ("collector", self._collector_arguments, AsyncLLMCollector),
+            ("gateway", self._gateway_arguments, Gateway),
+        ):
+            if isinstance(given, Mapping):
+                check_keywords(name, given, kind)
+        if not callable(self._make_optimizer):
+            raise ConfigurationError(
+                f"optimizer={self._make_optimizer!r} must be what makes an optimizer "
+                f"of parameters, such as functools.partial(torch.optim.AdamW, lr=1e-6)."
+            )
+        nothing = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+        make_schedule(self._schedule, nothing, self._warmup_steps, self.steps)
 
     # The loop.
 
@@ -384,7 +406,7 @@ class GRPO:
             batch,
             policy_version=self.collector_here.policy_version,
             group_size=self.group_size,
-            max_tokens=self.sampling.get("max_new_tokens"),
+            max_tokens=self._max_tokens,
             trajectory_return=self._trajectory_return,
         )
         self._rollouts.write(self.step + 1, batch, self.query_key)
@@ -413,6 +435,11 @@ class GRPO:
             torch.cuda.empty_cache()
         self.ranks.barrier()
         self.ranks.first(lambda: self.engine and self.engine.wake_up("weights"))
+
+    @property
+    def _max_tokens(self) -> int | None:
+        """Longest response of a row; that of an agent may have several."""
+        return self.sampling["max_new_tokens"] if self._agent is None else None
 
     def is_due(self, every: int) -> bool:
         """Returns whether a step is one of every so many."""
@@ -453,7 +480,7 @@ class GRPO:
             batch,
             policy_version=collector.policy_version,
             group_size=1,
-            max_tokens=self.sampling.get("max_new_tokens"),
+            max_tokens=self._max_tokens,
             trajectory_return=self._trajectory_return,
         )
         wanted = {
@@ -796,15 +823,37 @@ def _check_placement(
         )
 
 
+def _check_prompts(name: str, prompts: Any, query_key: str) -> None:
+    """Checks the first prompt, where it can be seen."""
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
+        return
+    if not prompts:
+        raise ConfigurationError(f"{name} is empty; give at least one task.")
+    first = prompts[0]
+    if isinstance(first, Mapping) and query_key not in first:
+        raise ConfigurationError(
+            f"The first task of {name} has no {query_key!r}; it has "
+            f"{', '.join(map(repr, first))}. Name the key of the prompt with "
+            f"query_key=...."
+        )
+
+
 def _check_collector(
     collector: Any, prompts: Any, functions: Mapping[str, Any]
 ) -> None:
     """Checks that there is one way to collect."""
+    given = [name for name, value in functions.items() if value is not None]
     if not callable(collector):
         if prompts is None:
             raise ConfigurationError("Give the prompts to train on as prompts=....")
+        for whole in ("agent", "env"):
+            others = [name for name in given if name != whole]
+            if whole in given and others:
+                raise ConfigurationError(
+                    f"{' and '.join(others)} cannot be given with {whole}, which is "
+                    f"the whole conversation."
+                )
         return
-    given = [name for name, value in functions.items() if value is not None]
     if given:
         raise ConfigurationError(
             f"collector=... makes the whole collector, so that {' and '.join(given)} "

@@ -20,6 +20,7 @@ from torchrl.modules.llm import TransformersWrapper
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_keywords
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -78,6 +79,7 @@ def _add_adapter(model: Any, lora: Mapping[str, Any]) -> Any:
             f"lora={dict(lora)!r} needs PEFT: {error}. Install it with pip install "
             f"torchrl_sglang[lora]."
         ) from error
+    check_keywords("lora", lora, LoraConfig)
     defaults = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return get_peft_model(model, LoraConfig(**{**defaults, **lora}))
 
