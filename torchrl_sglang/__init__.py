@@ -16,18 +16,27 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.launch.local import make_sglang_server
     from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
     from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
+    from torchrl_sglang.collectors.groups.filter import has_variance
     from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
     from torchrl_sglang.collectors.ray_collector import RayAsyncLLMCollector
     from torchrl_sglang.collectors.shared_collector import SharedCollector
     from torchrl_sglang.collectors.timeouts import CollectorTimeouts
     from torchrl_sglang.collectors.weight_sync import attach_weight_sync
     from torchrl_sglang.gateway.gateway import Gateway
+    from torchrl_sglang.objectives.advantages import GroupAdvantage
     from torchrl_sglang.objectives.config import RolloutCorrectionConfig
-    from torchrl_sglang.objectives.losses import CorrectedCISPOLoss, CorrectedGRPOLoss
+    from torchrl_sglang.objectives.losses import (
+        CorrectedCISPOLoss,
+        CorrectedGRPOLoss,
+        CorrectedGSPOLoss,
+    )
     from torchrl_sglang.objectives.transform import OffPolicyCorrection
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.requests.token_columns import TokenColumn
+    from torchrl_sglang.trainers.grpo import GRPO
+    from torchrl_sglang.trainers.learner import Learner
+    from torchrl_sglang.trainers.methods import overlong_penalty
     from torchrl_sglang.weight_update.encodings.base import WeightEncoding
     from torchrl_sglang.weight_update.scheme import (
         SGLangWeightReceiver,
@@ -41,9 +50,13 @@ _HOME = {
     "AsyncSGLang": "backends.async_sglang",
     "CorrectedCISPOLoss": "objectives.losses",
     "CorrectedGRPOLoss": "objectives.losses",
+    "CorrectedGSPOLoss": "objectives.losses",
+    "GRPO": "trainers.grpo",
     "Gateway": "gateway.gateway",
     "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.outputs",
+    "GroupAdvantage": "objectives.advantages",
+    "Learner": "trainers.learner",
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.contract",
     "RayAsyncLLMCollector": "collectors.ray_collector",
@@ -59,18 +72,24 @@ _HOME = {
     "WeightEncoding": "weight_update.encodings.base",
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
+    "has_variance": "collectors.groups.filter",
     "make_sglang_server": "backends.launch.local",
+    "overlong_penalty": "trainers.methods",
 }
 """Public name -> module that defines it."""
 
 __all__ = [
+    "GRPO",
     "AsyncLLMCollector",
     "AsyncSGLang",
     "CollectorTimeouts",
     "CorrectedCISPOLoss",
     "CorrectedGRPOLoss",
+    "CorrectedGSPOLoss",
     "Gateway",
     "GenerationInfo",
+    "GroupAdvantage",
+    "Learner",
     "OffPolicyCorrection",
     "RLSGLangEngine",
     "RayAsyncLLMCollector",
@@ -87,7 +106,9 @@ __all__ = [
     "__version__",
     "attach_weight_sync",
     "get_model_metadata",
+    "has_variance",
     "make_sglang_server",
+    "overlong_penalty",
 ]
 
 __version__ = "0.1.0"

@@ -294,7 +294,7 @@ def save_model(model: PreTrainedModel, policy: SGLangWrapper, folder: Path) -> N
     policy.tokenizer.save_pretrained(folder)
     if policy.chat_template or policy.chat_template_name:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.chat_template = policy.template
+        tokenizer.chat_template = policy.template.source
         tokenizer.save_pretrained(folder)
 
 

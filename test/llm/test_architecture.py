@@ -31,9 +31,10 @@ FLOOR = {
     "gateway": 5,
     "objectives": 5,
     "collectors": 6,
-    "testing": 7,
-    "cli": 8,
-    "__main__": 9,
+    "trainers": 7,
+    "testing": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 """A layer imports itself and the layers below it."""
 
@@ -54,9 +55,13 @@ PUBLIC = {
     "AsyncSGLang": "backends.async_sglang",
     "CorrectedCISPOLoss": "objectives.losses",
     "CorrectedGRPOLoss": "objectives.losses",
+    "CorrectedGSPOLoss": "objectives.losses",
+    "GRPO": "trainers.grpo",
     "Gateway": "gateway.gateway",
     "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.outputs",
+    "GroupAdvantage": "objectives.advantages",
+    "Learner": "trainers.learner",
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.contract",
     "RayAsyncLLMCollector": "collectors.ray_collector",
@@ -73,7 +78,9 @@ PUBLIC = {
     "__version__": None,
     "attach_weight_sync": "collectors.weight_sync",
     "get_model_metadata": "weight_update.sources.resolve",
+    "has_variance": "collectors.groups.filter",
     "make_sglang_server": "backends.launch.local",
+    "overlong_penalty": "trainers.methods",
 }
 """Public name -> where it is defined."""
 

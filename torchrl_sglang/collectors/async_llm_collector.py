@@ -17,8 +17,10 @@ from torchrl_sglang.collectors.base import GroupCollector, Pause
 from torchrl_sglang.collectors.groups.agents import AgentGroups
 from torchrl_sglang.collectors.groups.conversations import Conversations, Step
 from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
+from torchrl_sglang.collectors.groups.filter import KeepGroup, make_filter
 from torchrl_sglang.collectors.groups.functions import FunctionGroups
-from torchrl_sglang.collectors.groups.rewards import RewardFunctions, Rewards
+from torchrl_sglang.collectors.groups.reward_functions import RewardFunctions
+from torchrl_sglang.collectors.groups.rewards import Rewards
 from torchrl_sglang.collectors.groups.rows import GroupWriter
 from torchrl_sglang.collectors.groups.tools import (
     ToolFunctions,
@@ -94,10 +96,13 @@ class AsyncLLMCollector(GroupCollector):
             a TensorDict or a text; its values are in each turn of the batch, under
             their names, which must not be those of the batch's own columns.
         rewards: a function ``(conversation, task) -> float``, a list of them, or a
-            mapping of names to them. Values are finite numbers and are added up in
-            ``("next", "reward")`` of the last turn; those with a name are also under
-            ``("next", name)``. Coroutine functions run on the collector's event loop,
-            others in threads.
+            mapping of names to them, or to ``(function, weight)``. Values are finite
+            numbers; their weighted sum is in ``("next", "reward")`` of the last turn,
+            and those with a name are, without weight, under ``("next", name)``.
+            Coroutine functions run on the collector's event loop, others in threads.
+            Functions with TRL's (``prompts, completions, **columns``) or verl's
+            signature (``data_source, solution_str, ground_truth, extra_info``) are
+            called as these call them.
         group_rewards: likewise functions ``(conversations, task) -> list of float`` of
             a whole group.
         step: a function or coroutine function ``(conversation, task)`` that is called
@@ -137,6 +142,12 @@ class AsyncLLMCollector(GroupCollector):
             is taken: ``"drop"`` (default), ``"retry"`` (its prompt starts again) or
             ``"mask"`` (its older tokens are excluded from the loss: their assistant
             mask is False and their log-probs are NaN).
+        keep_group (callable, optional): gets the returns of a complete group's
+            conversations, a list of float, and says whether the group is trained on;
+            another prompt takes the place of one that is not. ``has_variance`` drops
+            groups that teach nothing, as DAPO's dynamic sampling does
+            (https://arxiv.org/abs/2503.14476). After the groups of ten updates in a row
+            the collector ends with an error.
         total_groups (int): groups to collect; -1 (default) for no end. The last batch
             may be smaller.
         max_in_flight (int, optional): most conversations that run at once. By default
@@ -198,6 +209,7 @@ class AsyncLLMCollector(GroupCollector):
         batches_per_update: int = 1,
         max_staleness: int = 1,
         on_stale: OnStale = "drop",
+        keep_group: KeepGroup | None = None,
         total_groups: int = -1,
         max_in_flight: int | None = None,
         max_retries: int = 2,
@@ -272,6 +284,7 @@ class AsyncLLMCollector(GroupCollector):
             max_in_flight=max_in_flight,
             max_retries=max_retries,
             engine_seconds=self.timeouts.engine,
+            keeps=make_filter(keep_group, of_agents=agent is not None),
         )
         columns = getattr(prompts, "column_names", None)
         if isinstance(columns, list):
@@ -511,6 +524,7 @@ class AsyncLLMCollector(GroupCollector):
             groups_stale              groups that were too old
             groups_retried            groups that started again after an error
             groups_failed             groups that were given up
+            groups_filtered           groups that ``keep_group`` did not keep
             conversations_in_flight   conversations that wait for the engine now
             conversations_waiting     other conversations: of environments, rewards, or
                                       of a place in ``max_in_flight``
@@ -600,6 +614,7 @@ def _make_groups(
         functions.pop("group_rewards"),
         seconds=timeouts.reward,
         blocking=blocking,
+        query_key=functions["query_key"],
     )
     tools = functions["tools"]
     codec = TurnCodec(policy, () if tools is None else tools.schemas)

@@ -35,6 +35,7 @@ from torchrl_sglang.objectives.correct import (
 )
 from torchrl_sglang.objectives.formulas import masked_mean
 from torchrl_sglang.objectives.parts import LossRanks, Means, own_gradients
+from torchrl_sglang.support.checks import check_count
 
 
 class CorrectedGRPOLoss(TorchRLGRPOLoss):
@@ -58,6 +59,9 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
     - with ``aggregation="prompt_mean"`` the penalties of the KL divergences are means
       over sequences, too, and with ``"none"`` they are those of each token, so that all
       losses are of one kind;
+    - ``aggregation="constant"`` divides the sum over tokens by the number of sequences
+      times ``max_tokens``, as Dr. GRPO does (https://arxiv.org/abs/2503.20783): long
+      responses count as much for each token as short ones;
     - :meth:`accumulate` has the gradient of a batch from parts of it;
     - an advantage or a reference log-prob that is NaN or infinite is refused, where a
       token of the loss has it;
@@ -77,10 +81,13 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         consumer_version: version of the trainer's weights at the start of the step, for
             ``max_staleness`` and ``proximal="interpolated"``; an attribute to be set
             after each update. Defaults to None.
+        max_tokens: for ``aggregation="constant"``: the longest response that there can
+            be, in tokens. Defaults to None.
         **kwargs: as for TorchRL's class.
 
     Raises:
-        ConfigurationError: if ``correction`` needs an old policy that is recomputed.
+        ConfigurationError: if ``correction`` needs an old policy that is recomputed, or
+            one of ``max_tokens`` and ``aggregation="constant"`` is given alone.
 
     Examples:
         >>> from torchrl.modules.llm import TransformersWrapper
@@ -99,9 +106,19 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         correction: RolloutCorrectionConfig | str | None = None,
         version_key: NestedKey = POLICY_VERSIONS,
         consumer_version: int | None = None,
+        max_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(actor_network, **kwargs)
+        if (self.aggregation == "constant") is not (max_tokens is not None):
+            raise ConfigurationError(
+                f"aggregation={self.aggregation!r} and max_tokens={max_tokens} do not "
+                f"fit: give aggregation='constant' and the longest response, or "
+                f"neither."
+            )
+        if max_tokens is not None:
+            check_count("max_tokens", max_tokens, least=1)
+        self.max_tokens = max_tokens
         self.correction = None if correction is None else as_config(correction)
         if self.correction is not None and not (
             self.correction.bypass_mode or self.correction.proximal == "interpolated"
@@ -293,11 +310,24 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
     def _count(self) -> Tensor:
         """Returns the denominator of the losses of the last forward pass."""
         assert self._mask is not None
+        if self.aggregation == "constant":
+            return torch.tensor(len(self._mask), device=self._mask.device)
         if self.aggregation != "prompt_mean":
             return self._mask.sum()
         # With a correction, sequences without a token left do not count.
         rows = self._mask.any(-1)
         return (rows if self.correction is not None else torch.ones_like(rows)).sum()
+
+    def _aggregate_loss_value(
+        self, value: Tensor, mask: Tensor, tensordict: TensorDictBase | None = None
+    ) -> Tensor:
+        """Returns the loss of a batch from that of each token."""
+        if self.aggregation == "constant" and self.reduction != "none":
+            assert self.max_tokens is not None
+            kept = torch.where(mask.unsqueeze(-1), value, 0)
+            return kept.sum((0, 1)) / (len(mask) * self.max_tokens)
+        found: Tensor = super()._aggregate_loss_value(value, mask, tensordict)
+        return found
 
     def _mean(self, value: Tensor, batch: TensorDictBase) -> Tensor:
         """Returns a loss of each token, aggregated as the policy's."""
@@ -496,3 +526,60 @@ class CorrectedCISPOLoss(CorrectedGRPOLoss, TorchRLCISPOLoss):
         """Returns the log-prob, weighted without gradient."""
         weight = log_weight.detach().clamp(*self._clip_bounds).exp()
         return weight * advantage * log_prob
+
+
+class CorrectedGSPOLoss(CorrectedGRPOLoss):
+    r"""GSPO: the ratio of a whole response, clipped as a whole.
+
+    .. math::
+
+        L = -\frac1B \sum_i \min(s_i A_i, clip(s_i, 1 - \epsilon_{low},
+            1 + \epsilon_{high}) A_i), \qquad
+        s_i = \Big(\frac{\pi_\theta(y_i)}{\pi_{rollout}(y_i)}\Big)^{1/|y_i|}
+
+    Group Sequence Policy Optimization, https://arxiv.org/abs/2507.18071. Clipping
+    bounds are much smaller than GRPO's: the paper has 3e-4 and 4e-4, which are the
+    defaults here, as is ``aggregation="prompt_mean"``.
+
+    Args:
+        actor_network: as for :class:`.CorrectedGRPOLoss`.
+
+    Keyword Args:
+        clip_epsilon: Defaults to ``(3e-4, 4e-4)``.
+        aggregation: Defaults to ``"prompt_mean"``.
+        **kwargs: as for :class:`.CorrectedGRPOLoss`.
+
+    Examples:
+        >>> from torchrl.modules.llm import TransformersWrapper
+        >>> actor = TransformersWrapper(
+        ...     model, tokenizer=tokenizer, input_mode="tokens", generate=False
+        ... )
+        >>> CorrectedGSPOLoss(actor).aggregation
+        'prompt_mean'
+    """
+
+    def __init__(
+        self,
+        actor_network: Any = None,
+        *,
+        clip_epsilon: float | tuple[float, float] = (3e-4, 4e-4),
+        aggregation: str = "prompt_mean",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            actor_network, clip_epsilon=clip_epsilon, aggregation=aggregation, **kwargs
+        )
+
+    def _policy_terms(
+        self,
+        log_weight: Tensor,
+        log_prob: Tensor,
+        advantage: Tensor,
+        mask: Tensor,
+        batch: TensorDictBase,
+    ) -> dict[str, Tensor]:
+        """Returns the terms with the mean log-ratio of each sequence for its tokens."""
+        mean = masked_mean(log_weight.squeeze(-1), mask, -1).view(-1, 1, 1)
+        return super()._policy_terms(
+            mean.expand_as(log_weight), log_prob, advantage, mask, batch
+        )

@@ -389,15 +389,8 @@ def test_prompts_that_can_never_work_are_not_tried_again(make, policy):
 
 
 def test_functions_with_other_arguments(make):
-    def trl(completions, **kwargs):
-        return [0.0 for _ in completions]
-
-    def verl(data_source, solution_str, ground_truth, extra_info=None):
-        return 0.0
-
-    for rewards in (trl, verl):
-        with pytest.raises(ConfigurationError, match=r"\(conversation, task\)"):
-            make(rewards=rewards)
+    with pytest.raises(ConfigurationError, match=r"\(conversation, task\)"):
+        make(rewards=lambda prediction: 0.0)
     with pytest.raises(ConfigurationError, match=r"\(conversations, task\)"):
         make(group_rewards=lambda conversations: [])
     with pytest.raises(ConfigurationError, match="step"):

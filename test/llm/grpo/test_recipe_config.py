@@ -345,6 +345,7 @@ def test_the_chat_template_of_the_run_is_saved(tiny_model_path, tmp_path):
         return AutoTokenizer.from_pretrained(tmp_path / name).chat_template
 
     own = get_tokenizer(tiny_model_path).chat_template
-    given = {"template": "{{ messages }}", "chat_template_name": None}
+    source = SimpleNamespace(source="{{ messages }}")
+    given = {"template": source, "chat_template_name": None}
     assert saved("other", chat_template="{{ messages }}", **given) == "{{ messages }}"
     assert saved("own", chat_template=None, **given) == own

@@ -13,6 +13,7 @@ from torch import nn
 from torchrl_sglang import (
     CorrectedCISPOLoss,
     CorrectedGRPOLoss,
+    CorrectedGSPOLoss,
     OffPolicyCorrection,
     RolloutCorrectionConfig,
 )
@@ -134,6 +135,16 @@ def test_cispo(aggregation):
     check(
         case, numbered(case), CorrectedCISPOLoss, torch.float64, aggregation=aggregation
     )
+
+
+@pytest.mark.parametrize("kind", [CorrectedGRPOLoss, CorrectedGSPOLoss])
+def test_other_normalisations(kind):
+    options = {}
+    if kind is CorrectedGRPOLoss:
+        options = {"aggregation": "constant", "max_tokens": 9}
+    for seed in range(4):
+        case = make_case(seed)
+        check(case, numbered(case), kind, torch.float64, **options)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])

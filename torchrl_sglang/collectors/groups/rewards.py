@@ -6,34 +6,37 @@ rows are written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from torchrl_sglang.collectors.groups.conversations import Conversation
-from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
+from torchrl_sglang.collectors.groups.reward_functions import (
+    RewardFunction,
+    RewardFunctions,
+    read_functions,
+)
+from torchrl_sglang.collectors.groups.user_functions import naming
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.session import as_reward
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
-
-RewardFunctions: TypeAlias = (
-    Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]]
-)
-"""One function, several, or several with names."""
 
 
 class Rewards:
     """Adds the rewards of a complete group to the last turn of each conversation.
 
     Args:
-        each: functions of a conversation and its task, which return a number.
+        each: functions of a conversation and its task, which return a number; TRL's and
+            verl's, too.
         group: functions of a group's conversations and their task, which return a
             number for each conversation.
         seconds: timeout of each call.
         blocking: for functions that are not coroutines.
+        query_key: key of a task's prompt, which TRL's functions get.
 
     Attributes:
         names (list of str): of the functions that have one.
@@ -50,60 +53,48 @@ class Rewards:
         *,
         seconds: float,
         blocking: BlockingCalls,
+        query_key: str = "query",
     ) -> None:
-        self._each = _named("rewards", each)
-        self._group = _named("group_rewards", group)
+        read = partial(read_functions, query_key=query_key)
+        self._functions = [
+            *read("rewards", each, of_group=False).items(),
+            *read("group_rewards", group, of_group=True).items(),
+        ]
         self._seconds = seconds
         self._blocking = blocking
-        both = (*self._each, *self._group)
-        self.names = [name for name in both if not name.isdigit()]
+        self.names = [name for name, _ in self._functions if not name.isdigit()]
         if len(set(self.names)) != len(self.names):
             raise ConfigurationError(
                 f"Give each reward function its own name, got {', '.join(self.names)}."
             )
-        for name, function in self._each.items():
-            check_call(_role(name, function), function, "conversation", "task")
-        for name, function in self._group.items():
-            check_call(_role(name, function), function, "conversations", "task")
 
     def __bool__(self) -> bool:
-        return bool(self._each or self._group)
+        return bool(self._functions)
 
     async def add(self, conversations: Sequence[Conversation]) -> None:
-        """Calls all functions, side by side, and adds their values."""
-        calls = [self._score_each(*item, conversations) for item in self._each.items()]
-        calls += [
-            self._score_group(*item, conversations) for item in self._group.items()
-        ]
-        for name, values in await together(calls):
+        """Calls all functions, side by side, and adds their weighted values."""
+        scored = await together(
+            self._score(function, conversations) for _, function in self._functions
+        )
+        for (name, function), values in zip(self._functions, scored, strict=True):
             for conversation, value in zip(conversations, values, strict=True):
                 turn = conversation.turns[-1]
-                turn.reward = value + _number("A turn's reward", turn.reward, "is")
+                before = _number("A turn's reward", turn.reward, "is")
+                turn.reward = before + function.weight * value
                 if not name.isdigit():
                     conversation.rewards[name] = value
 
-    async def _score_each(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        conversations: Sequence[Conversation],
-    ) -> tuple[str, list[float]]:
-        values = await together(
-            self._call(name, function, one, one.task) for one in conversations
-        )
-        role = _role(name, function)
-        return name, [_number(role, value) for value in values]
-
-    async def _score_group(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        conversations: Sequence[Conversation],
-    ) -> tuple[str, list[float]]:
-        values = await self._call(
-            name, function, list(conversations), conversations[0].task
-        )
-        role = _role(name, function)
+    async def _score(
+        self, function: RewardFunction, conversations: Sequence[Conversation]
+    ) -> list[float]:
+        """Returns the value of each conversation, not weighted."""
+        if function.of_group:
+            task = conversations[0].task
+            values = await self._call(function, list(conversations), task)
+        else:
+            values = await together(
+                self._call(function, each, each.task) for each in conversations
+            )
         if hasattr(values, "tolist"):
             values = values.tolist()
         if (
@@ -112,15 +103,17 @@ class Rewards:
             or len(values) != len(conversations)
         ):
             raise ConfigurationError(
-                f"{role} is called with (conversations, task) and returns "
-                f"{len(conversations)} numbers, one for each conversation; it returned "
+                f"{function.role} is called with all conversations of a group and "
+                f"returns {len(conversations)} numbers, one for each; it returned "
                 f"{values!r}."
             )
-        return name, [_number(role, value) for value in values]
+        return [_number(function.role, value) for value in values]
 
-    async def _call(self, name: str, function: Callable[..., Any], *given: Any) -> Any:
-        with naming(_role(name, function)):
-            return await self._blocking.call(function, *given, seconds=self._seconds)
+    async def _call(self, function: RewardFunction, *given: Any) -> Any:
+        with naming(function.role):
+            return await self._blocking.call(
+                function.call, *given, seconds=self._seconds
+            )
 
 
 def finite(rewards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -157,35 +150,6 @@ def check_rewards(rows: Sequence[TensorDictBase]) -> None:
                 f"A reward must be a finite number, and a row has the reward "
                 f"{reward.tolist()}."
             )
-
-
-def _named(
-    argument: str, given: RewardFunctions | None
-) -> dict[str, Callable[..., Any]]:
-    """Returns functions by name; those without a name have a number."""
-    if given is None:
-        return {}
-    if callable(given):
-        given = [given]
-    if isinstance(given, (list, tuple)):
-        given = {str(number): function for number, function in enumerate(given)}
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(
-            f"{argument} takes a function, a list of functions or a mapping of names "
-            f"to functions, got {given!r}."
-        )
-    for name, function in given.items():
-        if not callable(function) or not isinstance(name, str):
-            raise ConfigurationError(
-                f"{argument} takes a function, a list of functions or a mapping of "
-                f"names to functions, got {name!r}: {function!r}."
-            )
-    return dict(given)
-
-
-def _role(name: str, function: Callable[..., Any]) -> str:
-    spelt = name_of(function) if name.isdigit() else name
-    return f"The reward function {spelt!r}"
 
 
 def _number(role: str, value: Any, verb: str = "returned") -> float:

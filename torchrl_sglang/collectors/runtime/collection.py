@@ -21,6 +21,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from tensordict import TensorDictBase
@@ -64,6 +65,9 @@ WRITE_TIMEOUT_SECONDS = 600.0
 
 BACKOFF_SECONDS = 1.0
 """Wait before groups start after the engine failed."""
+
+MOST_FILTERED = 10
+"""Groups of so many updates in a row that ``keep_group`` rejects end a collection."""
 
 MOST_FAILURES = 8
 """Groups in a row that are given up before the collection ends with their error."""
@@ -135,6 +139,8 @@ class Complete:
     """The group as :class:`Groups` made it."""
     rows: list[TensorDictBase]
     """Turns of the group in TorchRL's layout."""
+    kept: bool = True
+    """Whether the group is trained on."""
 
 
 class Collection:
@@ -149,6 +155,7 @@ class Collection:
         max_in_flight: most conversations that run at once; ``None`` for no limit.
         max_retries: how often a group whose functions failed starts again.
         engine_seconds: how long groups that the engine failed start again.
+        keeps: whether a complete group is trained on, by its rows; ``None`` for all.
     """
 
     def __init__(
@@ -160,6 +167,7 @@ class Collection:
         max_in_flight: int | None,
         max_retries: int,
         engine_seconds: float,
+        keeps: Callable[[list[TensorDictBase]], bool] | None = None,
     ) -> None:
         self.pool = pool
         self.groups = groups
@@ -169,6 +177,7 @@ class Collection:
         self.ages = Ages()
         self.tokens = 0
         self.failed = 0
+        self.filtered = 0
         self.retried = 0
         self.errors: deque[str] = deque(maxlen=KEPT_ERRORS)
         self._prompts = prompts
@@ -180,6 +189,8 @@ class Collection:
         self._failures: dict[int, _Failures] = {}
         self._unfinished: dict[int, int] = {}
         self._failures_in_a_row = 0
+        self._keeps = keeps
+        self._filtered_in_a_row = 0
         # Groups that the engine failed since one was complete.
         self._engine_failed: set[int] = set()
         self._not_before = 0.0
@@ -376,6 +387,7 @@ class Collection:
             "groups_stale": self.pool.stale,
             "groups_retried": self.retried,
             "groups_failed": self.failed,
+            "groups_filtered": self.filtered,
             "conversations_in_flight": in_flight,
             "conversations_waiting": self.running.value - in_flight,
             "tokens": self.tokens,
@@ -553,7 +565,10 @@ class Collection:
         rows = await self._layout.run(
             lambda: self.groups.write(group), seconds=LAYOUT_TIMEOUT_SECONDS
         )
-        return Complete(group=group, rows=rows)
+        kept = self._keeps is None or await self._layout.run(
+            partial(self._keeps, rows), seconds=LAYOUT_TIMEOUT_SECONDS
+        )
+        return Complete(group=group, rows=rows, kept=kept)
 
     def _finish(self, position: int, count: int) -> None:
         """Counts conversations of a group that ended; others may take their place."""
@@ -572,11 +587,29 @@ class Collection:
             self._engine_failed.clear()
             group = complete.group
             self.tokens += sum(count for _, count in self.groups.spans(group))
+            if not complete.kept:
+                self._filter_out(position)
+                return
+            self._filtered_in_a_row = 0
             self.pool.complete(
                 position,
                 complete,
                 oldest=self.groups.oldest(group),
                 seconds=time.monotonic(),
+            )
+
+    def _filter_out(self, position: int) -> None:
+        """Drops a complete group; another prompt takes its place."""
+        self.pool.give_up(position, retry=False)
+        self.filtered += 1
+        self._filtered_in_a_row += 1
+        limit = MOST_FILTERED * self.pool.limits.groups_per_update
+        if self._filtered_in_a_row >= limit:
+            self.end(
+                CollectionError(
+                    f"keep_group has kept none of {limit} complete groups in a row: "
+                    f"there is nothing left to train on, or it is too strict."
+                )
             )
 
     def _fail(self, position: int, error: BaseException) -> None:

@@ -1,0 +1,63 @@
+"""Groups that are not trained on: others take their place, and somebody is told."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.collecting import tasks
+
+from torchrl_sglang import has_variance
+from torchrl_sglang.errors import CollectionError, ConfigurationError
+
+
+def by_sample(conversation, task):
+    """Differs in a group of every second prompt."""
+    return float(conversation.sample) * (int(task["answer"]) % 2)
+
+
+def test_groups_without_variance_are_replaced(make):
+    collector = make(
+        prompts=tasks(8),
+        rewards=by_sample,
+        group_size=2,
+        total_groups=4,
+        keep_group=has_variance,
+    )
+    answers = [int(a) for batch in collector for a in batch["answer"]]
+    assert len(answers) == 8
+    assert all(answer % 2 for answer in answers)
+    stats = collector.stats()
+    assert stats["groups_filtered"] >= 3
+    assert stats["groups_failed"] == stats["groups_retried"] == 0
+
+
+def test_nothing_left_to_train_on(make):
+    collector = make(
+        prompts=tasks(8),
+        rewards=lambda conversation, task: 1.0,
+        group_size=2,
+        keep_group=has_variance,
+    )
+    with pytest.raises(CollectionError, match="kept none of 20 complete groups"):
+        list(collector)
+
+
+def test_prompts_that_end_while_groups_are_dropped(make):
+    collector = make(
+        prompts=iter(tasks(6)), rewards=by_sample, group_size=2, keep_group=has_variance
+    )
+    assert sum(len(batch) for batch in collector) == 6
+
+
+def test_a_filter_that_raises(make):
+    def raises(returns):
+        raise KeyError("threshold")
+
+    collector = make(prompts=tasks(8), keep_group=raises, max_retries=0)
+    with pytest.raises(CollectionError, match="keep_group raised KeyError"):
+        list(collector)
+
+
+@pytest.mark.parametrize("given", [1, "has_variance", lambda: True])
+def test_no_filter(make, given):
+    with pytest.raises(ConfigurationError, match="keep_group"):
+        make(keep_group=given)

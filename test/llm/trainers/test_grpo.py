@@ -1,0 +1,411 @@
+"""GRPO in one call, on a real engine: what is trained, written, and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from helpers.forked_starts import trainer_python
+from helpers.log_probs import TOLERANCE, difference
+from helpers.tool_template import TOOL_TEMPLATE
+from torchrl._utils import logger as torchrl_logger
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchrl_sglang import GRPO, CorrectedGRPOLoss, has_variance
+from torchrl_sglang.errors import CollectionError, ConfigurationError
+from torchrl_sglang.trainers.methods import METHODS, overlong_penalty
+
+# TorchRL's own, about what is deprecated in torch.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PROGRAM = Path(__file__).with_name("train_program.py")
+LIMIT_SECONDS = 150.0
+PROMPTS = [{"query": f"Say {number}.", "number": number} for number in range(24)]
+HELD_OUT = [{"query": f"Say {number}."} for number in range(30, 36)]
+
+
+def few_tokens(conversation, task):
+    return -len(conversation.turns[-1].token_ids) / 10
+
+
+def vowels(conversation, task):
+    return float(sum(letter in "aeiou" for letter in conversation.response))
+
+
+@pytest.fixture
+def make(restored_engine, tiny_model_path, tmp_path):
+    """Makes a run on the servers of the test session."""
+
+    def made(**arguments):
+        given = {
+            "prompts": PROMPTS,
+            "rewards": few_tokens,
+            "generate_kwargs": {"max_new_tokens": 12},
+            "group_size": 4,
+            "groups_per_batch": 4,
+            "steps": 3,
+            "lr": 2e-3,
+            "engine": restored_engine,
+            "output": tmp_path / "run",
+        }
+        return GRPO(tiny_model_path, **{**given, **arguments})
+
+    with torch.random.fork_rng(devices=[]):
+        yield made
+
+
+def rollouts_of(folder):
+    lines = (folder / "rollouts.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def scalar(folder, name):
+    (path,) = (folder / "logs").rglob(f"scalars/{name}.csv")
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    return {int(step): float(value) for step, value in rows}
+
+
+def test_a_synchronous_run(make, restored_engine, tmp_path, capsys):
+    level = torchrl_logger.level
+    run = make(
+        steps=12,
+        rewards={"short": (few_tokens, 2.0), "vowels": (vowels, 0.25)},
+        eval_prompts=HELD_OUT,
+        eval_every=6,
+        checkpoint_every=5,
+    )
+    folder = run.train()
+    assert folder == tmp_path / "run" / "model"
+    # What is saved is what the servers generate with.
+    trained = AutoModelForCausalLM.from_pretrained(folder)
+    assert difference(restored_engine, trained) < TOLERANCE
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    # It learned.
+    rewards = list(scalar(folder.parent, "batch/reward").values())
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
+    assert set(scalar(folder.parent, "eval/reward")) == {0, 6, 12}
+    assert (folder.parent / "best" / "config.json").exists()
+    # Trainer and engine are the same policy at the start of each batch.
+    assert max(scalar(folder.parent, "train/kl_approx").values()) < 1e-6
+    assert set(scalar(folder.parent, "batch/age").values()) == {0.0}
+    rows = rollouts_of(folder.parent)
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 13), 16)
+    assert all(row["prompt"].startswith("Say ") for row in rows)
+    weighted = [2.0 * -row["tokens"] / 10 for row in rows]
+    assert all(r["reward"] >= w - 1e-5 for r, w in zip(rows, weighted, strict=True))
+    checkpoints = sorted((folder.parent / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == [
+        "step_00000010.pt",
+        "step_00000012.pt",
+    ]
+    printed = capsys.readouterr().out
+    assert re.search(r"step 12/12: reward -?\d.*eval .*tokens/s", printed)
+    assert "'Say " in printed
+    assert torchrl_logger.level == level
+
+
+def test_an_asynchronous_run_with_a_correction(make, tmp_path):
+    run = make(steps=6, max_staleness=2, correction="decoupled_token_is")
+    run.train()
+    ages = scalar(tmp_path / "run", "batch/age_max")
+    assert max(ages.values()) <= 2
+    weights = scalar(tmp_path / "run", "rollout_corr/rollout_is_mean")
+    assert weights[1] == pytest.approx(1.0, abs=1e-3)
+    assert len(weights) == 6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods(make, method):
+    run = make(method=method, steps=2, kl_to_ref_coeff=0.01, minibatches=2)
+    run.train()
+    assert type(run.learner.loss) is METHODS[method].loss
+    assert run.metrics["train/kl_to_ref"] >= 0
+    assert run.learner.steps == 4
+
+
+def test_lora(make, lora_engine, peft_models, tmp_path):
+    """The adapter alone is trained, sent and saved."""
+    run = make(
+        engine=lora_engine.server_url,
+        lora={"r": 4, "lora_alpha": 8},
+        kl_to_ref_coeff=0.1,
+        correction="bypass_ppo_clip",
+        checkpoint_every=1,
+    )
+    with run:
+        run.begin()
+        for batch in run.batches():
+            run.step += 1
+            run.learner.train(batch, run.collector.policy_version)
+            run.update_weights()
+            run.report({})
+        run.finish()
+        (answer,) = run.engine.generate(
+            input_ids=[[5, 6, 7, 8]],
+            sampling_params={"max_new_tokens": 6, "ignore_eos": True},
+            return_logprobs=True,
+        )
+        assert peft_models.difference(answer, [5, 6, 7, 8], run.model) < TOLERANCE
+        for name in run.engine.adapters:
+            run.engine.unload_adapter(name)
+    assert (tmp_path / "run" / "model" / "adapter_config.json").exists()
+    (*_, path) = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    saved = torch.load(path, weights_only=False)["model"]
+    assert saved
+    assert all("lora_" in name for name in saved)
+
+
+def test_a_run_that_goes_on(make, tmp_path):
+    """With the state of its last checkpoint, and every prompt once in an epoch."""
+    first = make(steps=None, epochs=2, max_staleness=1)
+    assert first.steps == 12
+    with first:
+        first.begin()
+        for batch in first.batches():
+            first.step += 1
+            first.learner.train(batch, first.collector.policy_version)
+            first.update_weights()
+            if first.step == 4:
+                first.save()
+                saved = {k: v.clone() for k, v in first.model.state_dict().items()}
+            if first.step == 6:
+                break
+    assert Counter(row["step"] for row in rollouts_of(tmp_path / "run")).keys() == set(
+        range(1, 7)
+    )
+    with pytest.raises(ConfigurationError, match="give resume='auto'"):
+        make(epochs=2, steps=None).train()
+    for other in ({"group_size": 8}, {"seed": 1}, {"method": "dapo"}):
+        with pytest.raises(ConfigurationError, match="was saved with"):
+            make(resume=True, **other).train()
+    second = make(steps=None, epochs=2, max_staleness=1, resume=True)
+    with second:
+        second.begin()
+        for name, value in second.model.state_dict().items():
+            assert torch.equal(value, saved[name]), name
+        assert second.step == 4
+        for batch in second.batches():
+            second.step += 1
+            second.learner.train(batch, second.collector.policy_version)
+            second.update_weights()
+        second.finish()
+    rows = rollouts_of(tmp_path / "run")
+    assert Counter(row["prompt"] for row in rows) == {
+        each["query"]: 2 * 4 for each in PROMPTS
+    }
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 13), 16)
+
+
+def test_tools(make):
+    """Several turns; the template tells of the tools."""
+    looked = []
+
+    def search(query: str) -> str:
+        """Looks something up.
+
+        Args:
+            query: what.
+        """
+        looked.append(query)
+        return "7"
+
+    run = make(
+        steps=1,
+        tools=[search],
+        chat_template=TOOL_TEMPLATE,
+        max_turns=3,
+        rewards=lambda conversation, task: float(len(conversation.turns)),
+    )
+    folder = run.train()
+    assert run.metrics["batch/turns"] >= 1.0
+    assert AutoTokenizer.from_pretrained(folder).chat_template == TOOL_TEMPLATE
+
+
+async def greet(task, *, base_url, api_key):
+    """An agent of two turns."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": task["query"]}]
+        for _ in range(2):
+            answer = await client.chat.completions.create(
+                model="policy", messages=messages, max_tokens=6
+            )
+            said = answer.choices[0].message.content
+            messages += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": "Go on."},
+            ]
+    return -len(said) / 10
+
+
+def test_agents(make, restored_engine, tmp_path):
+    run = make(rewards=None, agent=greet, steps=2, eval_prompts=HELD_OUT, eval_every=1)
+    run.train()
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert difference(restored_engine, trained) < TOLERANCE
+    assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 1e-6
+
+
+def test_parts_that_are_given(make, tmp_path):
+    """A loss, an optimizer, a filter, an advantage and arguments of the collector."""
+    made = []
+
+    def make_loss(actor):
+        made.append("loss")
+        return CorrectedGRPOLoss(actor, clip_epsilon=0.1, entropy_bonus=False)
+
+    def make_optimizer(parameters):
+        made.append("optimizer")
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def trl(completions, number, **columns):
+        made.append("reward")
+        assert len({*number}) == 1
+        return [float(len(text)) for text in completions]
+
+    run = make(
+        loss=make_loss,
+        optimizer=make_optimizer,
+        rewards=trl,
+        advantage=lambda returns: returns - returns.amax(-1, keepdim=True),
+        keep_group=has_variance,
+        collector={"max_in_flight": 8},
+        logger=None,
+        steps=1,
+    )
+    run.train()
+    assert {*made} == {"loss", "optimizer", "reward"}
+    assert run.metrics["batch/flat_groups"] == 0.0
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_overlong_responses_are_punished():
+    class Conversation:
+        def __init__(self, count):
+            self.turns = [type("Turn", (), {"token_ids": [0] * count})]
+
+    punish = overlong_penalty(100, 20)
+    found = [punish(Conversation(count), {}) for count in (1, 80, 90, 100, 120)]
+    assert found == [0.0, 0.0, -0.5, -1.0, -1.0]
+    with pytest.raises(ConfigurationError, match="margin"):
+        overlong_penalty(10, 11)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": None}, "Give the prompts"),
+        ({"group_size": 1}, "group_size"),
+        ({"method": "dapos"}, "Did you mean 'dapo'"),
+        ({"advantage": "centred"}, "Did you mean 'centered'"),
+        ({"correction": "decoupled"}, "decoupled"),
+        ({"steps": 3, "epochs": 2}, "say twice when to end"),
+        ({"colocated": True, "max_staleness": 1}, "max_staleness=1 has no use"),
+        ({"collector": lambda policy: None}, "rewards cannot be given beside it"),
+        ({"resume": "always"}, "resume"),
+        ({"steps": None, "prompts": iter(PROMPTS), "epochs": 2}, "with a length"),
+        ({"logger": "mlflow"}, "logger='mlflow' is not one of"),
+        ({"schedule": "cosin"}, "schedule='cosin' cannot be used"),
+        ({"minibatches": 0}, "minibatches"),
+        ({"query_key": "question", "steps": 1}, "query_key"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),
+)
+def test_what_is_refused(make, arguments, message):
+    with pytest.raises((ConfigurationError, CollectionError)) as caught:
+        make(**arguments).train()
+    assert message in str(caught.value)
+
+
+def test_a_model_needs_its_engine(hf_model, restored_engine, tmp_path):
+    with pytest.raises(ConfigurationError, match="give the engine that serves it"):
+        GRPO(hf_model, prompts=PROMPTS, rewards=few_tokens, output=tmp_path)
+    run = GRPO(
+        hf_model,
+        prompts=PROMPTS,
+        rewards=few_tokens,
+        engine=restored_engine,
+        generate_kwargs={"max_new_tokens": 4},
+        group_size=2,
+        groups_per_batch=2,
+        steps=1,
+        output=tmp_path,
+    )
+    run.train()
+    assert difference(restored_engine, hf_model) < TOLERANCE
+
+
+def launch(size, *arguments, folder):
+    """Runs the program on ranks, and returns what it printed."""
+    command = [trainer_python(), "-m", "torch.distributed.run", "--nproc-per-node"]
+    command += [str(size), "--master-port", "0", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", str(PROGRAM)]
+    if size == 1:
+        command = [trainer_python(), str(PROGRAM)]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        cwd=folder,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_ranks_of_torchrun_and_another_number_afterwards(
+    restored_engine, tiny_model_path, tmp_path
+):
+    """One run: FSDP2 over two ranks, then alone, from the same folder."""
+    arguments = [tiny_model_path, restored_engine.server_url, tmp_path / "run"]
+    printed = launch(2, *arguments, 3, folder=tmp_path)
+    assert len(re.findall(r"^step \d+/3: reward", printed, re.MULTILINE)) == 3
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert difference(restored_engine, trained) < TOLERANCE
+    assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 1e-6
+    printed = launch(1, *arguments, 6, folder=tmp_path)
+    assert "goes on after step 3" in printed
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert difference(restored_engine, trained) < TOLERANCE
+    rows = rollouts_of(tmp_path / "run")
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 7), 16)
+    assert Counter(row["prompt"] for row in rows) == {
+        each["query"]: 4 for each in PROMPTS
+    }
+
+
+@pytest.mark.parametrize("kills", [[3], pytest.param([1, 5], marks=pytest.mark.slow)])
+def test_a_run_that_is_killed(restored_engine, tiny_model_path, tmp_path, kills):
+    """No prompt is lost or repeated, and no step is logged twice."""
+    folder = tmp_path / "run"
+    command = [trainer_python(), str(PROGRAM), tiny_model_path]
+    command += [restored_engine.server_url, str(folder), "12", '{"max_staleness": 1}']
+    for step in (*kills, None):
+        with (tmp_path / "log.txt").open("w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path)
+        if step is None:
+            assert process.wait(LIMIT_SECONDS) == 0, (tmp_path / "log.txt").read_text()
+            break
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while f"step {step}/12" not in (tmp_path / "log.txt").read_text():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.kill()
+        process.wait()
+    rows = rollouts_of(folder)
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 13), 16)
+    assert Counter(row["prompt"] for row in rows) == {
+        each["query"]: 8 for each in PROMPTS
+    }
+    assert list(scalar(folder, "batch/reward")) == list(range(1, 13))
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert difference(restored_engine, trained) < TOLERANCE

@@ -1,0 +1,285 @@
+"""The learner: what a step changes, what it does not, and what does not matter."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers.log_probs import score
+from tensordict import TensorDict, lazy_stack
+from torchrl.objectives.llm import GRPOLoss
+from transformers import get_scheduler
+
+from torchrl_sglang import CorrectedGRPOLoss, GroupAdvantage, Learner
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError
+from torchrl_sglang.objectives.transform import OffPolicyCorrection
+from torchrl_sglang.trainers.learner import cut_by_tokens
+from torchrl_sglang.trainers.models import load_model, scorer
+
+# TorchRL's own, about what is deprecated in torch.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CPU = torch.device("cpu")
+GROUP = 4
+
+
+def make_row(number, reward, length=3, *, scored=True):
+    """Returns a response as a collector writes it."""
+    generator = torch.Generator().manual_seed(number)
+    prompt = torch.tensor([5, 6, 7])
+    response = torch.randint(8, 60, (length,), generator=generator)
+    log_probs = torch.full((length,), -5.0 if scored else math.nan)
+    full = torch.cat([prompt, response])
+    return TensorDict(
+        query=f"question {number // GROUP}",
+        tokens=TensorDict(prompt=prompt, response=response, full=full),
+        masks=TensorDict(
+            all_attention_mask=torch.ones(len(full), dtype=torch.bool),
+            all_assistant_mask=(torch.arange(len(full)) >= 3) & scored,
+        ),
+        log_probs=TensorDict(
+            response=log_probs, full=torch.cat([torch.full((3,), math.nan), log_probs])
+        ),
+        token_policy_version=torch.zeros(length, dtype=torch.int64),
+        next=TensorDict(
+            reward=torch.full((1, 1), float(reward)),
+            done=torch.ones(1, dtype=torch.bool),
+            policy_version=torch.tensor(0),
+        ),
+    )
+
+
+def make_batch(rewards, lengths=None, *, unscored=0):
+    lengths = lengths or [3] * len(rewards)
+    rows = [
+        make_row(number, reward, length, scored=number >= unscored)
+        for number, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
+    ]
+    return GroupAdvantage(GROUP)(lazy_stack(rows))
+
+
+@pytest.fixture
+def make_learner(tiny_model_path, tokenizer):
+    def made(*, correct=None, loss=None, optimizer=None, lr=1e-3, **arguments):
+        model = load_model(tiny_model_path, device=CPU)
+        kind = optimizer or torch.optim.AdamW
+        adam = kind([p for p in model.parameters() if p.requires_grad], lr=lr)
+        return Learner(
+            CorrectedGRPOLoss(
+                scorer(model, tokenizer),
+                **{"clip_epsilon": 0.2, "entropy_bonus": False, **(loss or {})},
+            ),
+            adam,
+            arguments.pop("schedule", None),
+            correct=None if correct is None else OffPolicyCorrection(correct),
+            **arguments,
+        )
+
+    return made
+
+
+def weights(learner):
+    return torch.cat([each.detach().flatten() for each in learner.model.parameters()])
+
+
+@pytest.mark.parametrize("where", ["transform", "loss"])
+def test_responses_that_are_too_old(make_learner, where):
+    """They have no log-probs, and nothing to train on."""
+    kinds = {
+        "transform": {"correct": "decoupled_token_is"},
+        "loss": {"loss": {"correction": "bypass_ppo_clip"}},
+    }
+    learner = make_learner(max_tokens_per_pass=6, **kinds[where])
+    before = weights(learner)
+    metrics = learner.train(make_batch([0.0, 1.0] * 4, unscored=8), 3)
+    assert metrics == {"train/unscored": 1.0}
+    assert torch.equal(weights(learner), before)
+    metrics = learner.train(make_batch([0.0, 1.0] * 4, unscored=5), 3)
+    assert metrics["train/unscored"] == 5 / 8
+    assert metrics["train/grad_norm"] > 0
+    assert all(map(math.isfinite, metrics.values()))
+    assert not torch.equal(weights(learner), before)
+
+
+@pytest.mark.parametrize("correct", [None, "decoupled_token_is"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_reward_that_is_not_finite(make_learner, value, correct):
+    """The step is not taken, and nothing of it is left; the next one is."""
+    learner = make_learner(correct=correct)
+    before = weights(learner)
+    batch = make_batch([0.0, 1.0, value, 0.0, 1.0, 0.0, 1.0, 0.0])
+    said = rf"'advantage' is nan.*responses to 'question 0' \(reward {value:g}\)"
+    with pytest.warns(RuntimeWarning, match=said):
+        metrics = learner.train(batch, 0)
+    assert metrics == {"train/unscored": 0.0, "train/skipped": 1.0}
+    assert torch.equal(weights(learner), before)
+    assert not learner.optimizer.state_dict()["state"]
+    assert not any(each.grad is not None for each in learner.model.parameters())
+    metrics = learner.train(make_batch([0.0, 1.0] * 4), 0)
+    assert weights(learner).isfinite().all()
+    assert not torch.equal(weights(learner), before)
+
+
+def test_steps_that_are_skipped_in_a_row_end_the_run(make_learner):
+    learner = make_learner(max_skipped_steps=2)
+    before = weights(learner)
+    good, bad = make_batch([0.0, 1.0] * 4), make_batch([math.nan] * 8)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="No optimizer step"):
+            learner.train(bad, 0)
+    with pytest.raises(NotFiniteError, match="3 steps in a row, more than"):
+        learner.train(bad, 0)
+    assert torch.equal(weights(learner), before)
+    learner.train(good, 0)
+    assert learner.skipped == 0
+
+
+def test_a_gradient_that_is_not_finite(make_learner):
+    """Every column is finite: the model's own numbers are not."""
+    learner = make_learner()
+    hook = next(learner.model.parameters()).register_hook(lambda g: g * math.inf)
+    before = weights(learner)
+    with pytest.warns(RuntimeWarning, match="norm is nan"):
+        learner.train(make_batch([0.0, 1.0] * 4), 0)
+    assert torch.equal(weights(learner), before)
+    hook.remove()
+    assert learner.train(make_batch([0.0, 1.0] * 4), 0)["train/skipped"] == 0.0
+
+
+def test_weights_that_are_not_finite_are_nowhere_sent(make_learner):
+    learner = make_learner()
+
+    @torch.no_grad()
+    def overflow(*args, **kwargs):
+        next(learner.model.parameters()).view(-1)[3] = math.inf
+
+    learner.optimizer.register_step_post_hook(overflow)
+    with pytest.raises(NotFiniteError, match="is not finite any more"):
+        learner.train(make_batch([0.0, 1.0] * 4), 0)
+
+
+REJECTION = {
+    "rollout_is": None,
+    "rollout_rs": "token_k3",
+    "rollout_rs_threshold": 1.0,
+    "bypass_mode": True,
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "transform", "prompt_mean", "constant"])
+def test_the_update_does_not_depend_on_the_passes(make_learner, kind):
+    """From one response a pass to all of them: plain gradient descent, so that the
+    change of the weights is the gradient.
+    """
+    given = {
+        "plain": {},
+        "transform": {"correct": "decoupled_token_is"},
+        "prompt_mean": {"loss": {"aggregation": "prompt_mean"}},
+        "constant": {"loss": {"aggregation": "constant", "max_tokens": 40}},
+    }[kind]
+    batch = make_batch([0.0, 1.0, 1.0, 0.2] * 2, [1, 40, 3, 9, 25, 2, 7, 5])
+    found = []
+    for limit in (1, 30, 100, 10_000):
+        learner = make_learner(
+            optimizer=torch.optim.SGD,
+            lr=10.0,
+            clip_grad_norm=None,
+            max_tokens_per_pass=limit,
+            **given,
+        )
+        before = weights(learner)
+        learner.train(batch, 0)
+        found.append(weights(learner) - before)
+    for other in found[1:]:
+        assert (other - found[0]).norm() < 1e-5 * found[0].norm()
+    assert found[0].norm() > 0
+
+
+def test_the_divergence_is_to_the_reference(make_learner, hf_model, tiny_model_path):
+    """The reference's log-probs are Hugging Face's."""
+    reference = load_model(tiny_model_path, device=CPU).requires_grad_(False)
+    learner = make_learner(loss={"kl_to_ref_coeff": 0.1}, reference=reference)
+    batch = make_batch([0.0, 1.0] * 4)
+    assert learner.train(batch, 0)["train/kl_to_ref"] == pytest.approx(0, abs=1e-6)
+    assert learner.train(batch, 0)["train/kl_to_ref"] > 1e-6
+    rows = batch.select("tokens", "masks")
+    learner._score(scorer(reference, learner.actor.tokenizer, "ref"), "ref", "x", rows)
+    for row in rows.unbind(0):
+        expected = score(hf_model, row["tokens", "full"])
+        found = row["x", "full"]
+        assert (found[1:] - expected[1:]).abs().max() < 1e-4
+
+
+def test_minibatches_and_epochs(make_learner):
+    learner = make_learner(minibatches=4, epochs=2)
+    learner.train(make_batch([0.0, 1.0] * 4), 0)
+    assert learner.steps == 8
+    # As many as there are responses, at most.
+    learner.train(make_batch([0.0, 1.0, 0.0, 1.0], unscored=2), 0)
+    assert learner.steps == 8 + 4
+
+
+CHANGED = {
+    "lr": {"lr": 1e-6},
+    "schedule": {"warmup": 7},
+    "clip": {"clip_grad_norm": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_is_changed_counts_after_a_resumption(make_learner, name):
+    """Optimizer and schedule are those of a new run at this step."""
+
+    def made(lr=1e-3, warmup=3, **given):
+        learner = make_learner(lr=lr, **given)
+        learner.schedule = get_scheduler(
+            "linear", learner.optimizer, warmup, num_training_steps=20
+        )
+        return learner
+
+    saving = made()
+    batch = make_batch([0.0, 1.0] * 4)
+    saving.train(batch, 0)
+    saving.train(batch, 0)
+    resumed, new = made(**CHANGED[name]), made(**CHANGED[name])
+    resumed.load_state_dict(copy.deepcopy(saving.state_dict()))
+    assert torch.equal(weights(resumed), weights(saving))
+    for _ in range(2):
+        new.optimizer.step()
+        new.schedule.step()
+    found, expected = resumed.optimizer.param_groups[0], new.optimizer.param_groups[0]
+    assert {**found, "params": None} == {**expected, "params": None}
+    (state, *_) = resumed.optimizer.state_dict()["state"].values()
+    assert int(state["step"]) == 2
+    resumed.train(batch, 0)
+    new.optimizer.step()
+    new.schedule.step()
+    assert resumed.schedule.get_last_lr() == new.schedule.get_last_lr()
+
+
+def test_what_is_refused(make_learner, tokenizer, hf_model):
+    learner = make_learner()
+    with pytest.raises(ConfigurationError, match="no 'advantage'"):
+        learner.train(make_batch([0.0, 1.0] * 2).exclude("advantage"), 0)
+    with pytest.raises(ConfigurationError, match="take CorrectedGRPOLoss"):
+        Learner(GRPOLoss(scorer(hf_model, tokenizer)), learner.optimizer)
+    learner.model.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="nothing to train"):
+        Learner(learner.loss, learner.optimizer)
+    for name in ("minibatches", "epochs", "max_tokens_per_pass"):
+        with pytest.raises(ConfigurationError, match=name):
+            make_learner(**{name: 0})
+
+
+def test_passes_hold_all_sequences_once():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        lengths = torch.randint(1, 60, (17,), generator=generator).tolist()
+        limit = int(torch.randint(1, 200, (), generator=generator))
+        parts = cut_by_tokens(lengths, limit)
+        assert sorted(index for part in parts for index in part) == list(range(17))
+        for part in parts:
+            padded = len(part) * max(lengths[index] for index in part)
+            assert padded <= limit or len(part) == 1

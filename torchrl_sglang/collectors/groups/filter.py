@@ -1,0 +1,63 @@
+"""Which complete groups are trained on: a function of the user on their returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from torchrl_sglang.collectors.groups.user_functions import check_call, naming
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.advantages import (
+    TrajectoryReturn,
+    conversation_returns,
+)
+
+KeepGroup: TypeAlias = Callable[[Sequence[float]], bool]
+"""Returns whether a group is trained on, from the returns of its conversations."""
+
+_ROLE = "The function keep_group"
+
+
+def has_variance(returns: Sequence[float]) -> bool:
+    """Whether the conversations of a group differ in their returns.
+
+    Args:
+        returns: of the conversations.
+
+    Examples:
+        >>> has_variance([1.0, 1.0]), has_variance([1.0, 0.5])
+        (False, True)
+    """
+    return max(returns) - min(returns) > 1e-9
+
+
+def make_filter(
+    function: Any, *, of_agents: bool
+) -> Callable[[list[TensorDictBase]], bool] | None:
+    """Returns what says whether a group is kept, by its rows.
+
+    Args:
+        function: the user's.
+        of_agents: whether each row of a conversation has the whole reward.
+
+    Raises:
+        ConfigurationError: if it is no function of one argument.
+    """
+    if function is None:
+        return None
+    if not callable(function):
+        raise ConfigurationError(
+            f"keep_group={function!r} must be a function of a group's returns, such "
+            f"as has_variance."
+        )
+    check_call(_ROLE, function, "returns")
+
+    def keeps(rows: list[TensorDictBase]) -> bool:
+        how: TrajectoryReturn = "mean" if of_agents else "sum"
+        returns, _ = conversation_returns(LazyStackedTensorDict(*rows), how)
+        with naming(_ROLE):
+            return bool(function(returns.tolist()))
+
+    return keeps

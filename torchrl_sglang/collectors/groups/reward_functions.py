@@ -1,0 +1,225 @@
+"""Reads reward functions as they are given: TorchRL-style ones, TRL's and verl's.
+
+All become functions ``(conversations, task) -> list of numbers`` or ``(conversation,
+task) -> number`` with a weight. Which kind a function is, its parameters say:
+
+- ``completions``: TRL's, called with the columns of the group as lists. Source:
+  ``_calculate_rewards`` in ``trl/trainer/grpo_trainer.py``;
+- ``solution_str``: verl's ``compute_score``. Source:
+  ``verl/workers/reward_manager/naive.py``;
+- anything else is called with ``(conversation, task)``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torchrl_sglang.collectors.groups.conversations import Conversation
+from torchrl_sglang.collectors.groups.user_functions import check_call, name_of
+from torchrl_sglang.errors import ConfigurationError
+
+RewardFunctions: TypeAlias = (
+    Callable[..., Any]
+    | Sequence[Callable[..., Any]]
+    | Mapping[str, Callable[..., Any] | tuple[Callable[..., Any], float]]
+)
+"""One function, several, or several with names, and weights if wanted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardFunction:
+    """A reward function as it is called."""
+
+    role: str
+    """What it is called in messages."""
+    call: Callable[..., Any]
+    """The user's function, or what calls it with the arguments that it expects."""
+    of_group: bool
+    """Whether it is called with all conversations of a group."""
+    weight: float = 1.0
+    """Factor of its values in the sum."""
+
+
+def read_functions(
+    argument: str,
+    given: RewardFunctions | None,
+    *,
+    of_group: bool,
+    query_key: str = "query",
+) -> dict[str, RewardFunction]:
+    """Returns reward functions by name; those without a name have a number.
+
+    Args:
+        argument: where they were given, for messages.
+        given: as the user gave them.
+        of_group: whether they take the conversations of a group.
+        query_key: key of a task's prompt.
+
+    Raises:
+        ConfigurationError: if one is no function, has a weight that is no finite
+            number, or takes other arguments than any kind that is known.
+    """
+    if given is None:
+        return {}
+    if callable(given):
+        given = [given]
+    if isinstance(given, (list, tuple)):
+        given = {str(number): function for number, function in enumerate(given)}
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"{argument} takes a function, a list of functions or a mapping of names "
+            f"to functions, got {given!r}."
+        )
+    return {
+        name: _read(argument, name, each, of_group, query_key)
+        for name, each in given.items()
+    }
+
+
+def _read(
+    argument: str, name: Any, given: Any, of_group: bool, query_key: str
+) -> RewardFunction:
+    function, weight = given, 1.0
+    if isinstance(given, tuple) and len(given) == 2:
+        function, weight = given
+    if not callable(function) or not isinstance(name, str):
+        raise ConfigurationError(
+            f"{argument} takes a function, a list of functions or a mapping of names "
+            f"to functions, or to (function, weight), got {name!r}: {given!r}."
+        )
+    if (
+        not isinstance(weight, (int, float))
+        or isinstance(weight, bool)
+        or not math.isfinite(weight)
+    ):
+        raise ConfigurationError(
+            f"{argument}: the weight of {name!r} must be a finite number, got "
+            f"{weight!r}."
+        )
+    spelt = name_of(function) if name.isdigit() else name
+    role = f"The reward function {spelt!r}"
+    parameters = _parameters(function)
+    call: Callable[..., Any] = function
+    if "completions" in parameters:
+        call, of_group = _TrlReward(function, role, query_key), True
+    elif "solution_str" in parameters:
+        call, of_group = _VerlReward(function, role), False
+    else:
+        names = "conversations" if of_group else "conversation"
+        check_call(role, function, names, "task")
+    return RewardFunction(role=role, call=call, of_group=of_group, weight=float(weight))
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        # Some built-in functions have no signature.
+        return {}
+
+
+class _Adapted:
+    """Calls a function with other arguments."""
+
+    def __init__(self, function: Callable[..., Any], role: str) -> None:
+        self._function = function
+        self._role = role
+        self.__name__ = name_of(function)
+
+
+class _TrlReward(_Adapted):
+    """TRL's: ``(prompts, completions, completion_ids, **columns) -> list of float``."""
+
+    def __init__(self, function: Callable[..., Any], role: str, query_key: str) -> None:
+        super().__init__(function, role)
+        self._query_key = query_key
+
+    def __call__(self, conversations: Sequence[Conversation], task: Any) -> Any:
+        parameters = _parameters(self._function)
+        columns = {key: [value] * len(conversations) for key, value in task.items()}
+        prompt = task[self._query_key]
+        # For a text TRL has texts, and for messages it has messages.
+        complete = _text if isinstance(prompt, str) else _messages
+        known = columns | {
+            "prompts": [prompt] * len(conversations),
+            "completions": [complete(each) for each in conversations],
+            "completion_ids": [each.turns[-1].token_ids for each in conversations],
+        }
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            missing = [
+                name
+                for name, each in parameters.items()
+                if each.default is each.empty and name not in known
+            ]
+            if missing:
+                raise ConfigurationError(
+                    f"{self._role} has TRL's signature and needs the column "
+                    f"{missing[0]!r}, and the task has {', '.join(map(repr, task))}."
+                )
+            known = {name: known[name] for name in parameters if name in known}
+        values = self._function(**known)
+        if inspect.isawaitable(values):
+            return _await_numbers(values)
+        return _without_none(values)
+
+
+async def _await_numbers(values: Any) -> Any:
+    return _without_none(await values)
+
+
+def _without_none(values: Any) -> Any:
+    """Returns rewards; None, which TRL leaves out of the sum, is 0."""
+    if not isinstance(values, (list, tuple)):
+        return values
+    return [0.0 if value is None else value for value in values]
+
+
+def _text(conversation: Conversation) -> Any:
+    several = len(conversation.turns) > 1
+    return _messages(conversation) if several else conversation.response
+
+
+def _messages(conversation: Conversation) -> Any:
+    return conversation.messages[conversation.turns[0].num_messages :]
+
+
+class _VerlReward(_Adapted):
+    """verl's: ``(data_source, solution_str, ground_truth, extra_info) -> score``."""
+
+    def __call__(self, conversation: Conversation, task: Any) -> Any:
+        parameters = _parameters(self._function)
+        model = task.get("reward_model")
+        truth = task.get("ground_truth", (model or {}).get("ground_truth"))
+        if truth is None and _is_required(parameters.get("ground_truth")):
+            raise ConfigurationError(
+                f"{self._role} has verl's signature and needs 'ground_truth', or "
+                f"'reward_model' with one, in the task, which has "
+                f"{', '.join(map(repr, task))}."
+            )
+        known = {
+            "data_source": task.get("data_source"),
+            "solution_str": conversation.response,
+            "ground_truth": truth,
+            "extra_info": task.get("extra_info"),
+        }
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            known = {name: known[name] for name in parameters if name in known}
+        value = self._function(**known)
+        return _await_score(value) if inspect.isawaitable(value) else _score(value)
+
+
+def _is_required(parameter: inspect.Parameter | None) -> bool:
+    return parameter is not None and parameter.default is parameter.empty
+
+
+async def _await_score(value: Any) -> Any:
+    return _score(await value)
+
+
+def _score(value: Any) -> Any:
+    """Returns a score, which verl's functions may give among others in a dict."""
+    return value["score"] if isinstance(value, Mapping) and "score" in value else value

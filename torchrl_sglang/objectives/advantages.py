@@ -1,0 +1,178 @@
+"""Advantages of responses compared with the others of their group.
+
+A row of :data:`ADVANTAGES` is a pure function of the returns of groups. Batches are
+those of this package's collectors: whole groups, the turns of a conversation and the
+conversations of a group one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_count, nearest
+
+REWARD = ("next", "reward")
+DONE = ("next", "done")
+
+TrajectoryReturn: TypeAlias = Literal["sum", "mean"]
+"""How the rewards of a conversation's rows become its return."""
+
+MIN_DEVIATION = 1e-6
+"""Added to the standard deviation, as in TRL and verl."""
+
+
+def standardized(returns: Tensor) -> Tensor:
+    r"""GRPO: :math:`(R_i - \bar R) / (\sigma + 10^{-6})`, :math:`\sigma` of a sample.
+
+    DeepSeekMath, https://arxiv.org/abs/2402.03300.
+
+    Args:
+        returns: float64, ``(groups, group_size)``.
+
+    Examples:
+        >>> standardized(torch.tensor([[0.0, 0.0, 1.0, 1.0]])).round(decimals=3)
+        tensor([[-0.8660, -0.8660,  0.8660,  0.8660]])
+    """
+    return centered(returns) / (returns.std(-1, keepdim=True) + MIN_DEVIATION)
+
+
+def centered(returns: Tensor) -> Tensor:
+    r"""Dr. GRPO: :math:`R_i - \bar R`, so that easy and hard prompts count alike.
+
+    Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783.
+
+    Args:
+        returns: float64, ``(groups, group_size)``.
+
+    Examples:
+        >>> centered(torch.tensor([[0.0, 0.0, 0.0, 1.0]]).double())
+        tensor([[-0.2500, -0.2500, -0.2500,  0.7500]], dtype=torch.float64)
+    """
+    return returns - returns.mean(-1, keepdim=True)
+
+
+def leave_one_out(returns: Tensor) -> Tensor:
+    r"""RLOO: :math:`R_i` less the mean of the *others*.
+
+    Back to Basics, https://arxiv.org/abs/2402.14740.
+
+    Args:
+        returns: float64, ``(groups, group_size)``.
+
+    Examples:
+        >>> leave_one_out(torch.tensor([[0.0, 0.0, 1.0]]).double())
+        tensor([[-0.5000, -0.5000,  1.0000]], dtype=torch.float64)
+    """
+    size = returns.shape[-1]
+    return centered(returns) * size / (size - 1)
+
+
+ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "standardized": standardized,
+    "centered": centered,
+    "leave_one_out": leave_one_out,
+}
+"""Name -> advantages ``(groups, group_size)`` of returns of the same shape."""
+
+
+def conversation_returns(
+    rows: TensorDictBase, trajectory_return: TrajectoryReturn = "sum"
+) -> tuple[Tensor, Tensor]:
+    """Returns the return of each whole conversation, and the conversation of each row.
+
+    Args:
+        rows: the turns of a conversation one after the other.
+        trajectory_return: as for :class:`GroupAdvantage`.
+
+    Returns:
+        tuple: float64 ``(conversations,)``, and int64 ``(B,)``.
+    """
+    done = rows[DONE].flatten().bool()
+    conversation = done.cumsum(0) - done.long()
+    count = int(conversation[-1]) + 1
+    rewards = rows[REWARD].double().flatten(1).sum(-1)
+    returns = rewards.new_zeros(count).index_add_(0, conversation, rewards)
+    if trajectory_return == "mean":
+        returns /= torch.bincount(conversation, minlength=count)
+    return returns, conversation
+
+
+class GroupAdvantage:
+    """Adds ``"advantage"`` to a batch of whole groups, float32 of shape ``(B, 1, 1)``.
+
+    All turns of a conversation have its advantage. Computed in float64, so that the
+    advantage of equal rewards is zero. It keeps no state: unlike TorchRL's
+    ``MCAdvantage`` it needs no prompt to find a group by, and a batch of whole groups.
+
+    Args:
+        group_size: conversations of a group; at least 2.
+        kind: one of :data:`ADVANTAGES`, or a function of the same kind. Defaults to
+            ``"standardized"``.
+        trajectory_return: ``"sum"`` adds the rewards of a conversation's turns up;
+            ``"mean"`` is for agents, each of whose rows has the whole reward. Defaults
+            to ``"sum"``.
+
+    Raises:
+        ConfigurationError: if an argument is none of these, or, when called, a batch
+            does not consist of whole groups.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> following = TensorDict(
+        ...     reward=torch.tensor([0.0, 1.0]).view(2, 1, 1),
+        ...     done=torch.ones(2, 1, dtype=torch.bool),
+        ...     batch_size=2,
+        ... )
+        >>> batch = TensorDict(next=following, batch_size=2)
+        >>> GroupAdvantage(2, "centered")(batch)["advantage"].flatten()
+        tensor([-0.5000,  0.5000])
+    """
+
+    def __init__(
+        self,
+        group_size: int,
+        kind: str | Callable[[Tensor], Tensor] = "standardized",
+        *,
+        trajectory_return: TrajectoryReturn = "sum",
+    ) -> None:
+        check_count("group_size", group_size, least=2)
+        if not callable(kind) and kind not in ADVANTAGES:
+            near = nearest(str(kind), ADVANTAGES)
+            hint = "" if near is None else f" Did you mean {near!r}?"
+            raise ConfigurationError(
+                f"advantage={kind!r} is not one of {', '.join(ADVANTAGES)}, nor a "
+                f"function of returns.{hint}"
+            )
+        if trajectory_return not in ("sum", "mean"):
+            raise ConfigurationError(
+                f"trajectory_return={trajectory_return!r} must be 'sum' or 'mean'."
+            )
+        self.group_size = group_size
+        self._compute = kind if callable(kind) else ADVANTAGES[kind]
+        self._trajectory_return = trajectory_return
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Returns the batch with advantages; the batch itself is changed."""
+        returns, conversation = conversation_returns(batch, self._trajectory_return)
+        if returns.numel() % self.group_size or not batch[DONE].flatten()[-1]:
+            raise ConfigurationError(
+                f"A batch of {returns.numel()} conversations in {len(conversation)} "
+                f"rows does not consist of whole groups of {self.group_size}; give the "
+                f"collector the same group_size."
+            )
+        returns = returns.view(-1, self.group_size)
+        found = self._compute(returns)
+        if not isinstance(found, Tensor) or found.shape != returns.shape:
+            raise ConfigurationError(
+                f"The advantage function was given returns of shape "
+                f"{tuple(returns.shape)} and returned {found!r:.200}; it must return "
+                f"a tensor of the same shape."
+            )
+        of_rows = found.flatten()[conversation].float()
+        return batch.set("advantage", of_rows.view(-1, 1, 1))

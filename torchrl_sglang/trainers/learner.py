@@ -1,0 +1,418 @@
+"""Learner: the optimizer steps of a batch, on one rank or several."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LRScheduler
+from torchrl.objectives.llm import GRPOLoss
+
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError
+from torchrl_sglang.objectives.advantages import REWARD
+from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
+from torchrl_sglang.objectives.parts import LossRanks
+from torchrl_sglang.objectives.transform import OffPolicyCorrection
+from torchrl_sglang.support.checks import check_count
+from torchrl_sglang.trainers.models import scorer
+from torchrl_sglang.trainers.ranks import TrainerRanks
+
+TRAINING_KEYS = (
+    "query",
+    "tokens",
+    "masks",
+    "log_probs",
+    "advantage",
+    POLICY_VERSIONS,
+    REWARD,
+)
+"""Columns of a batch that training reads, where it has them."""
+
+TRAIN_LOG_PROBS = "train_log_probs"
+REF_LOG_PROBS = ("next", "ref_log_probs")
+
+LOSSES = ("objective", "entropy", "kl_to_ref", "kl_to_inference")
+METRICS = ("clip_fraction", "kl_approx", "ESS", "entropy", "kl_to_ref")
+
+MAX_SKIPPED_STEPS = 5
+"""Steps in a row without a finite gradient that do not end a run."""
+
+
+class Learner:
+    """Takes the optimizer steps of a batch of responses with advantages.
+
+    Responses are cut into passes by their *tokens*, so that memory is bounded whatever
+    their lengths; the gradient is that of all of them together, over all ranks.
+
+    Args:
+        loss: a :class:`.CorrectedGRPOLoss` or one of its kind, around the actor.
+        optimizer: of the model's parameters.
+        schedule: of its learning rate; stepped once for each optimizer step.
+        correct: applied to each minibatch, with the trainer's log-probs before the
+            steps; None where the loss has the correction itself. Defaults to None.
+        reference: what the loss's divergence is to: a model, or ``"adapter"`` for the
+            trained one without its adapter. Defaults to None: no divergence.
+        minibatches: optimizer steps of a pass over a batch. Defaults to 1.
+        epochs: passes over a batch. Defaults to 1.
+        max_tokens_per_pass: most tokens, with padding, of a forward and backward pass;
+            a longer response has a pass of its own. Defaults to 16,384.
+        clip_grad_norm: largest norm of a gradient; None for no limit. Defaults to 1.
+        max_skipped_steps: as in :meth:`train`. Defaults to 5.
+        autocast: compute passes in bfloat16. Defaults to False.
+        ranks: of the trainer. Defaults to this process alone.
+
+    Examples:
+        >>> loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2)  # doctest: +SKIP
+        >>> optimizer = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
+        >>> learner = Learner(loss, optimizer)  # doctest: +SKIP
+        >>> advantage = GroupAdvantage(8)  # doctest: +SKIP
+        >>> for batch in collector:  # doctest: +SKIP
+        ...     learner.train(advantage(batch), collector.policy_version)
+        ...     collector.update_policy_weights_()
+    """
+
+    def __init__(
+        self,
+        loss: CorrectedGRPOLoss,
+        optimizer: torch.optim.Optimizer,
+        schedule: LRScheduler | None = None,
+        *,
+        correct: OffPolicyCorrection | None = None,
+        reference: Any = None,
+        minibatches: int = 1,
+        epochs: int = 1,
+        max_tokens_per_pass: int = 16_384,
+        clip_grad_norm: float | None = 1.0,
+        max_skipped_steps: int = MAX_SKIPPED_STEPS,
+        autocast: bool = False,
+        ranks: TrainerRanks | None = None,
+    ) -> None:
+        for name, count, least in (
+            ("minibatches", minibatches, 1),
+            ("epochs", epochs, 1),
+            ("max_tokens_per_pass", max_tokens_per_pass, 1),
+            ("max_skipped_steps", max_skipped_steps, 0),
+        ):
+            check_count(name, count, least=least)
+        if not callable(getattr(loss, "accumulate", None)):
+            hint = ""
+            if isinstance(loss, GRPOLoss):
+                hint = " TorchRL's GRPOLoss has none: take CorrectedGRPOLoss."
+            raise ConfigurationError(
+                f"loss={type(loss).__name__} has no accumulate(), which makes the "
+                f"gradient of a batch from parts of it.{hint}"
+            )
+        self.loss = loss
+        self.actor = loss.actor_network
+        self.model = self.actor.model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.ranks = ranks or TrainerRanks()
+        self.skipped = 0
+        self.steps = 0
+        self._correct = correct
+        self._reference = reference
+        self._minibatches = minibatches
+        self._epochs = epochs
+        self._max_tokens = max_tokens_per_pass
+        self._clip = clip_grad_norm
+        self._max_skipped = max_skipped_steps
+        self._autocast_on = autocast
+        self._device = next(self.model.parameters()).device
+        self._trained = [each for each in self.model.parameters() if each.requires_grad]
+        if not self._trained:
+            raise ConfigurationError(
+                "No parameter of the model has requires_grad=True, so there is nothing "
+                "to train."
+            )
+
+    def train(self, batch: TensorDictBase, policy_version: int) -> dict[str, float]:
+        """Takes the optimizer steps of a batch; all ranks call it, each with its share.
+
+        A step whose gradient is not finite is not taken: weights, optimizer and
+        schedule stay as they were, and a warning says which responses it was to be of.
+
+        Args:
+            batch: responses with ``"advantage"``.
+            policy_version: of the trainer's weights, as the collector counts them.
+
+        Returns:
+            Metrics of the loss, of all ranks: means over the optimizer steps.
+            ``train/unscored`` is the share of this rank's responses without a log-prob,
+            which are not trained on: as those are whose tokens are all too old. A batch
+            of such responses alone changes nothing.
+
+        Raises:
+            ConfigurationError: if the batch has no ``"advantage"``, or a rank has no
+                response to train on and others have.
+            NotFiniteError: after more than ``max_skipped_steps`` such steps in a row,
+                or if the weights are not finite.
+        """
+        if "advantage" not in batch.keys():
+            raise ConfigurationError(
+                "The batch has no 'advantage'; compute it first, for instance with "
+                "GroupAdvantage(group_size)."
+            )
+        rows = batch.select(*TRAINING_KEYS, strict=False)
+        scored = rows.get(("log_probs", "full"), as_list=True)
+        known = [i for i, each in enumerate(scored) if each.isfinite().any()]
+        metrics = {"train/unscored": 1 - len(known) / len(rows)}
+        if not self._any_rank(bool(known)):
+            return metrics
+        if len(known) < len(rows):
+            rows = LazyStackedTensorDict(*(rows[index] for index in known))
+        self.loss.consumer_version = policy_version
+        if self._correct is not None:
+            self._correct.consumer_version = policy_version
+        self._add_log_probs(rows)
+        sums: dict[str, list[float]] = defaultdict(list)
+        for _ in range(self._epochs):
+            for minibatch in self._cut(rows):
+                for name, value in self._step(minibatch).items():
+                    sums[name].append(value)
+        self._check_weights()
+        return metrics | {name: sum(v) / len(v) for name, v in sums.items()}
+
+    def _any_rank(self, value: bool) -> bool:
+        return not self.ranks.all_true(not value)
+
+    def _cut(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
+        """Yields minibatches in random order, as many on each rank."""
+        count = self._minibatches
+        while count > 1 and not self.ranks.all_true(len(rows) >= count):
+            count -= 1
+        order = torch.randperm(len(rows)).tolist()
+        for number in range(count):
+            begin, end = (len(rows) * each // count for each in (number, number + 1))
+            yield LazyStackedTensorDict(*(rows[i] for i in order[begin:end]))
+
+    def _step(self, minibatch: TensorDictBase) -> dict[str, float]:
+        """Takes one optimizer step, or none; returns metrics."""
+        try:
+            metrics = self._add_gradient(minibatch)
+        except NotFiniteError as error:
+            return self._skip(minibatch, str(error))
+        norm = clip_grad_norm_(
+            self._trained, math.inf if self._clip is None else self._clip
+        )
+        size = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not size.isfinite():
+            return self._skip(minibatch, f"The gradient's norm is {size.item()}.")
+        self.optimizer.step()
+        rate = self.optimizer.param_groups[0]["lr"]
+        if self.schedule is not None:
+            self.schedule.step()
+        self.optimizer.zero_grad()
+        self.skipped = 0
+        self.steps += 1
+        return metrics | {
+            "train/grad_norm": size.item(),
+            "train/lr": float(rate),
+            "train/skipped": 0.0,
+        }
+
+    def _add_gradient(self, minibatch: TensorDictBase) -> dict[str, float]:
+        """Adds the gradient of a minibatch, in passes; returns metrics."""
+        rows = minibatch.exclude("query").to(self._device)
+        if self._correct is not None:
+            rows = self._correct(rows)
+        with self._autocast():
+            output = self.loss.accumulate(
+                list(self._passes(rows)), process_group=self.ranks.group
+            )
+        losses = [getattr(output, f"loss_{name}", None) for name in LOSSES]
+        total = sum(each.sum().item() for each in losses if each is not None)
+        found = {name: getattr(output, name, None) for name in METRICS}
+        corrected = (
+            self.loss.correction_metrics
+            if self._correct is None
+            else self._correct.metrics
+        )
+        return {
+            "train/loss": total,
+            **{f"train/{k}": v.item() for k, v in found.items() if v is not None},
+            **corrected,
+        }
+
+    def _passes(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
+        """Yields parts of rows, each of so many tokens that a pass may have."""
+        lengths = [len(each) for each in rows.get(("tokens", "full"), as_list=True)]
+        for part in cut_by_tokens(lengths, self._max_tokens):
+            yield LazyStackedTensorDict(*(rows[index] for index in part))
+
+    def _skip(self, minibatch: TensorDictBase, reason: str) -> dict[str, float]:
+        """Takes no step, and says why; too many of these end the run."""
+        self.optimizer.zero_grad()
+        self.skipped += 1
+        message = f"No optimizer step: {reason} {describe_rows(minibatch)}"
+        if self.skipped > self._max_skipped:
+            raise NotFiniteError(
+                f"{message} These were {self.skipped} steps in a row, more than "
+                f"max_skipped_steps={self._max_skipped}; the weights are those before "
+                f"them."
+            )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return {"train/skipped": 1.0}
+
+    def _check_weights(self) -> None:
+        """Refuses to go on with weights that are not finite, on all ranks."""
+        wrong = ""
+        for name, parameter in self.model.named_parameters():
+            local = (
+                parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            )
+            if parameter.requires_grad and not local.isfinite().all():
+                wrong = name
+                break
+        if not self.ranks.all_true(not wrong):
+            raise NotFiniteError(
+                f"The weight {wrong or 'of another rank'} is not finite any more. It "
+                f"was neither saved nor sent to servers: go on with the last "
+                f"checkpoint, and a smaller learning rate."
+            )
+
+    @torch.no_grad()
+    def _add_log_probs(self, rows: TensorDictBase) -> None:
+        """Adds the log-probs of other policies that correction and loss read."""
+        tokenizer = self.actor.tokenizer
+        if self._correct is not None:
+            actor = scorer(self.model, tokenizer, TRAIN_LOG_PROBS)
+            self._score(actor, TRAIN_LOG_PROBS, TRAIN_LOG_PROBS, rows)
+        if self._reference is None:
+            return
+        model, adapter = self._reference, contextlib.nullcontext()
+        if model == "adapter":
+            model, adapter = self.model, self.model.disable_adapter()
+        with adapter:
+            self._score(scorer(model, tokenizer, "ref"), "ref", REF_LOG_PROBS, rows)
+
+    def _score(self, actor: Any, key: str, place: Any, rows: TensorDictBase) -> None:
+        """Writes log-probs of all rows, computed in passes; as many on each rank."""
+        lengths = [len(each) for each in rows.get(("tokens", "full"), as_list=True)]
+        parts = cut_by_tokens(lengths, self._max_tokens)
+        ranks = LossRanks(self.ranks.group, self.loss)
+        for part, counts in ranks.same_number(parts):
+            chosen = [rows[index] for index in part]
+            inputs = LazyStackedTensorDict(*chosen).select("tokens", "masks")
+            with self._autocast():
+                found = actor(inputs.to(self._device)).get((key, "full"), as_list=True)
+            for row, each in zip(chosen, found, strict=True):
+                if counts:
+                    row.set(place, row.empty().set("full", each.cpu()))
+
+    def _autocast(self) -> Any:
+        return torch.autocast(
+            self._device.type, dtype=torch.bfloat16, enabled=self._autocast_on
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns weights that are trained, optimizer and schedule; all ranks call it.
+
+        It is that of all ranks together, on the first one, and goes on with any number
+        of ranks.
+        """
+        options = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
+        )
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+        schedule = None if self.schedule is None else self.schedule.state_dict()
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "schedule": schedule,
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a state was saved; all ranks call it, others with ``{}``.
+
+        Learning rate and other values of the optimizer are this run's.
+        """
+        own = [{**group, "params": None} for group in self.optimizer.param_groups]
+        several = self.ranks.size > 1
+        options = StateDictOptions(
+            full_state_dict=True,
+            broadcast_from_rank0=several,
+            strict=False,
+            ignore_frozen_params=True,
+        )
+        head: dict[str, Any] = self.ranks.share(
+            {name: state.get(name) for name in ("schedule", "steps")}
+        )
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state.get("model", {}),
+            optim_state_dict=state.get("optimizer", {}),
+            options=options,
+        )
+        self.steps = head["steps"]
+        for group, values in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(values | {"params": group["params"]})
+        if self.schedule is not None and head["schedule"] is not None:
+            rates = self.schedule.base_lrs
+            self.schedule.load_state_dict({**head["schedule"], "base_lrs": rates})
+            set_learning_rates(self.schedule)
+
+
+def set_learning_rates(schedule: Any) -> None:
+    """Sets the learning rates that a schedule of transformers has for its step."""
+    groups = schedule.optimizer.param_groups
+    factors = getattr(schedule, "lr_lambdas", [None] * len(groups))
+    for group, base, factor in zip(groups, schedule.base_lrs, factors, strict=True):
+        group["initial_lr"] = base
+        if factor is not None:
+            group["lr"] = base * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in groups]
+
+
+def cut_by_tokens(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Groups sequences of similar length, so that a group has few padded tokens. Pure.
+
+    Args:
+        lengths: of the sequences.
+        limit: most tokens of a group, with padding; a longer sequence is alone.
+
+    Returns:
+        list: positions of the sequences of each group; all sequences are in one.
+
+    Examples:
+        >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6)
+        [[1, 2, 3], [0], [4]]
+    """
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    parts: list[list[int]] = []
+    for index in order:
+        if parts and (len(parts[-1]) + 1) * lengths[index] <= limit:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return parts
+
+
+def describe_rows(rows: TensorDictBase) -> str:
+    """Says which responses a step was to be made of, those with bad numbers first."""
+    rewards = rows[REWARD].flatten(1).sum(-1).tolist()
+    queries = rows["query"] if "query" in rows.keys() else [""] * len(rewards)
+    said = [
+        (math.isfinite(reward), f"{str(query)[:80]!r} (reward {reward:g})")
+        for query, reward in zip(queries, rewards, strict=True)
+    ]
+    # Of a group, once; not finite ones first.
+    texts = list(dict.fromkeys(text for _, text in sorted(said, key=lambda x: x[0])))
+    more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
+    return f"It was to train on {len(rows)} responses to {', '.join(texts[:5])}{more}."

@@ -1,0 +1,131 @@
+"""The ranks of a trainer: one process, or those that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from torchrl_sglang.errors import SGLangError
+
+CONTROL_TIMEOUT_SECONDS = 7200.0
+"""Wait of a rank for what the first one does: starting servers, evaluating, saving."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerRanks:
+    """What a process has to know of the others that train the same model."""
+
+    rank: int = 0
+    """Number of this process; rank 0 talks to the servers and writes files."""
+    size: int = 1
+    """Number of processes."""
+    local_rank: int = 0
+    """Number of this process on its machine, and of its GPU."""
+    local_size: int = 1
+    """Number of processes on this machine."""
+    control: dist.ProcessGroup | None = None
+    """Group of the ranks for what they tell each other: Gloo's, with a long timeout,
+    as a server may start for minutes."""
+    began: bool = False
+    """Whether the process group was initialised here, so that it is ended here."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process talks to the servers and writes files."""
+        return self.rank == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Process group of the ranks; ``None`` for a single one."""
+        return dist.group.WORLD if self.size > 1 else None
+
+    def device(self) -> torch.device:
+        """Returns the device of this rank."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", self.local_rank)
+
+    def all_true(self, value: bool) -> bool:
+        """Returns whether a condition holds on every rank; all of them call this."""
+        if self.size == 1:
+            return value
+        flag = torch.tensor(int(value))
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.control)
+        return bool(flag.item())
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        self.all_true(True)
+
+    def share(self, value: T) -> T:
+        """Returns the value of the first rank on all of them."""
+        if self.size == 1:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, group_src=0, group=self.control)
+        shared: T = values[0]
+        return shared
+
+    def first(self, call: Callable[[], T]) -> T:
+        """Returns what a call on the first rank returns or raises, on all of them.
+
+        Others get ``None`` for what cannot be sent to another process.
+        """
+        if self.size == 1:
+            return call()
+        value: Any = None
+        problem: BaseException | None = None
+        if self.is_first:
+            try:
+                value = call()
+            except Exception as error:  # noqa: BLE001 - The other ranks are told.
+                problem = error
+        told = self.share((_plain(value), None if problem is None else str(problem)))
+        if problem is not None:
+            raise problem
+        if told[1] is not None:
+            raise SGLangError(f"The first rank of the trainer failed: {told[1]}")
+        result: T = value if self.is_first else told[0]
+        return result
+
+    def end(self) -> None:
+        """Ends the process group, if it was initialised here."""
+        if self.began and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _plain(value: Any) -> Any:
+    """Returns what the other ranks are sent of a value."""
+    return value if isinstance(value, (dict, str, int, float, bool)) else None
+
+
+def find_trainer_ranks() -> TrainerRanks:
+    """Joins the ranks that torchrun has started; alone without it."""
+    began = False
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local)
+        both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(both)
+        began = True
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return TrainerRanks(began=began)
+    return TrainerRanks(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        control=dist.new_group(
+            timeout=timedelta(seconds=CONTROL_TIMEOUT_SECONDS), backend="gloo"
+        ),
+        began=began,
+    )

@@ -1,0 +1,244 @@
+"""What a run tells: metrics of a batch, a line for each step, and its rollouts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.record.loggers import Logger, get_logger
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.advantages import (
+    DONE,
+    REWARD,
+    TrajectoryReturn,
+    conversation_returns,
+)
+from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+
+LOGGERS = ("csv", "tensorboard", "wandb")
+
+SHOWN = (
+    ("reward", "batch/reward", "{:.3f}"),
+    ("eval", "eval/reward", "{:.3f}"),
+    ("tokens", "batch/response_tokens", "{:.0f}"),
+    ("cut off", "batch/truncated", "{:.0%}"),
+    ("flat", "batch/flat_groups", "{:.0%}"),
+    ("age", "batch/age", "{:.1f}"),
+    ("tokens/s", "time/tokens_per_second", "{:,.0f}"),
+    ("collect", "time/collect", "{:.1f}s"),
+    ("train", "time/train", "{:.1f}s"),
+    ("update", "time/update", "{:.1f}s"),
+)
+"""Words of a step's line: name, metric, format."""
+
+
+class Clock:
+    """Measures the phases of a step one after the other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def done(self, phase: str) -> None:
+        """Counts the time since the last call as a phase, of this step."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._start
+        self._start = now
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds of each phase, and begins a new step."""
+        found = {f"time/{name}": value for name, value in self.seconds.items()}
+        self.seconds = {}
+        return found
+
+
+def describe(
+    batch: TensorDictBase,
+    *,
+    policy_version: int,
+    group_size: int,
+    max_tokens: int | None = None,
+    trajectory_return: TrajectoryReturn = "sum",
+) -> dict[str, float]:
+    """Returns metrics of a whole batch before it is trained on.
+
+    Args:
+        batch: whole groups, as a collector yields them.
+        policy_version: of the trainer's weights.
+        group_size: conversations of a group.
+        max_tokens: of a response; one of so many was cut off.
+        trajectory_return: as for :class:`.GroupAdvantage`.
+
+    Returns:
+        dict: ``batch/reward`` and ``reward_std`` of conversations, ``reward/NAME`` of
+        each named reward, ``response_tokens`` of a response, ``truncated``, the share
+        of responses that were cut off, ``flat_groups``, the share of groups without
+        variance, ``turns`` of a conversation, ``tokens``, ``age`` and ``age_max`` in
+        weight updates.
+    """
+    returns, _ = conversation_returns(batch, trajectory_return)
+    groups = returns.view(-1, group_size)
+    flat = (groups.max(-1).values - groups.min(-1).values) < 1e-9
+    lengths = [len(each) for each in batch.get(("tokens", "response"), as_list=True)]
+    cut = [max_tokens is not None and length >= max_tokens for length in lengths]
+    ages = [
+        policy_version - each[each >= 0].float()
+        for each in batch.get(POLICY_VERSIONS, as_list=True)
+    ]
+    age = torch.cat(ages) if ages else torch.zeros(1)
+    age = age if len(age) else torch.zeros(1)
+    return {
+        "batch/reward": returns.mean().item(),
+        "batch/reward_std": groups.std(-1).mean().item() if group_size > 1 else 0.0,
+        **_named_rewards(batch),
+        "batch/response_tokens": sum(lengths) / len(lengths),
+        "batch/truncated": sum(cut) / len(cut),
+        "batch/flat_groups": flat.float().mean().item(),
+        "batch/turns": len(lengths) / len(returns),
+        "batch/tokens": float(sum(lengths)),
+        "batch/age": age.mean().item(),
+        "batch/age_max": age.max().item(),
+    }
+
+
+def _named_rewards(batch: TensorDictBase) -> dict[str, float]:
+    """Returns the mean of each reward function that has a name."""
+    last = [row for row in batch.unbind(0) if row[DONE].any()]
+    found = {}
+    for name, value in last[0]["next"].items() if last else ():
+        # One number for each conversation, as rewards are written.
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dtype == torch.float32
+            and value.shape == (1, 1)
+            and name != "reward"
+        ):
+            values = [row["next", name].item() for row in last]
+            found[f"reward/{name}"] = sum(values) / len(values)
+    return found
+
+
+def tell(text: str) -> None:
+    """Prints a line at once, also into a pipe."""
+    print(text, flush=True)  # noqa: T201 - What a run tells its user.
+
+
+def line_of(step: int, steps: int | None, metrics: Mapping[str, float]) -> str:
+    """Returns the line that a step prints.
+
+    Examples:
+        >>> line_of(3, 10, {"batch/reward": 0.5, "time/train": 1.25})
+        'step 3/10: reward 0.500, train 1.2s'
+    """
+    words = [
+        f"{name} {form.format(metrics[key])}"
+        for name, key, form in SHOWN
+        if key in metrics
+    ]
+    of = "" if steps is None else f"/{steps}"
+    return f"step {step}{of}: {', '.join(words)}"
+
+
+class Rollouts:
+    """Writes the responses of each step to a JSON-lines file.
+
+    A row has ``step``, ``prompt``, ``response``, ``reward``, ``advantage``,
+    ``policy_version`` and ``tokens``, a response's number of tokens.
+
+    Args:
+        path: of the file; appended to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, batch: TensorDictBase, query_key: str) -> None:
+        """Writes the rows of a batch with advantages."""
+        for row in batch.unbind(0):
+            text = row.get("text", None)
+            found = {
+                "step": step,
+                "prompt": _plain(row.get(query_key, None)),
+                "response": None if text is None else _plain(text.response),
+                "reward": row[REWARD].sum().item(),
+                "advantage": row["advantage"].mean().item(),
+                "policy_version": int(row["next", "policy_version"])
+                if ("next", "policy_version") in row.keys(True)
+                else None,
+                "tokens": len(row["tokens", "response"]),
+            }
+            self._file.write(f"{json.dumps(found, ensure_ascii=False)}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    """Returns a text or messages as JSON has them."""
+    value = getattr(value, "data", value)
+    if isinstance(value, (str, int, float, type(None))):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return str(value)
+
+
+def sample_of(batch: TensorDictBase, query_key: str) -> str:
+    """Returns the best response of a batch with its prompt, shortened, for a reader."""
+    rewards = batch[REWARD].flatten(1).sum(-1)
+    row = batch[int(rewards.argmax())]
+    text = row.get("text", None)
+    said = "" if text is None else str(_plain(text.response))
+    prompt = str(_plain(row.get(query_key, "")))
+    return f"  {prompt[-200:]!r} -> {said[:400]!r} (reward {float(rewards.max()):g})"
+
+
+def make_logger(
+    given: Logger | str | None,
+    folder: Path,
+    name: str,
+    project: str,
+    state: Any = None,
+) -> Logger | None:
+    """Returns TorchRL's logger of a run.
+
+    Args:
+        given: a logger, the name of one, or None.
+        folder: to write to.
+        name: of the run.
+        project: of W&B.
+        state: of the logger of a run that goes on.
+
+    Raises:
+        ConfigurationError: if there is none of this name, or its package is missing.
+    """
+    if given is None or isinstance(given, Logger):
+        return given
+    if given not in LOGGERS:
+        raise ConfigurationError(
+            f"logger={given!r} is not one of {', '.join(LOGGERS)}, nor a Logger of "
+            f"TorchRL."
+        )
+    try:
+        return get_logger(
+            given,
+            logger_name=str(folder / "logs"),
+            experiment_name=name,
+            state_dict=state,
+            wandb_kwargs={"project": project},
+        )
+    except ImportError as error:
+        raise ConfigurationError(
+            f"logger={given!r} needs a package: {error}. Install it, or give "
+            f"logger='csv'."
+        ) from error
