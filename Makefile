@@ -29,15 +29,16 @@ DOCS := $(VENV)/.docs-complete
 ENGINE := $(VENV)/.engine-complete
 ENGINE_PACKAGES := $(VENV)/.engine-packages-complete
 OLD_ENGINE := $(VENV)/.old-engine-complete
-CPU := torchrl_sglang/backends/launch/cpu
+ENGINE_SOURCES := $(wildcard torchrl_sglang/cli/cpu/*.py torchrl_sglang/cli/cpu/*.txt \
+	torchrl_sglang/backends/launch/cpu/__init__.py)
 
 # A second generation of SGLang, from before update sessions, for the tests.
 OLD_VERSION := 0.5.20
 
 # Installs with uv, and without it with pip, which takes three times as long.
 UV := uv==0.13.9
-INSTALL := $(BIN)/python -m torchrl_sglang.backends.launch.cpu.packages
-INSTALL_ENGINE := $(BIN)/python -m torchrl_sglang.backends.launch.cpu.install
+INSTALL := $(BIN)/python -m torchrl_sglang.cli.cpu.packages
+INSTALL_ENGINE := $(BIN)/python -m torchrl_sglang.cli.cpu.install
 
 # An interrupted installer can leave half a package that counts as installed. This file
 # is there while one runs; if it is still there now, the environment is made again.
@@ -164,7 +165,7 @@ $(TEST) $(LINT) $(DOCS): $(VENV)/.%-complete: requirements/%.txt $(TRAINER)
 	@touch $@
 
 # All but torch, which comes from the trainer, while that is being installed.
-$(ENGINE_PACKAGES): $(wildcard $(CPU)/*.py $(CPU)/*.txt) $(CREATED)
+$(ENGINE_PACKAGES): $(ENGINE_SOURCES) $(CREATED)
 	@$(INSTALL_ENGINE) --without-torch
 	@touch $@
 

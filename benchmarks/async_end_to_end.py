@@ -1,4 +1,4 @@
-"""Steps per hour of GRPO with a synchronous and an asynchronous collector.
+r"""Steps per hour of GRPO with a synchronous and an asynchronous collector.
 
 Trainer and engine have the same shapes, the trainer on the first GPU and the engine
 on the second one. A step is a batch of groups whose responses differ in length
@@ -10,7 +10,8 @@ same run. No overlap of the two can be faster than the slower one: that is the b
 and overlap efficiency is its share of the measured time.
 
     python benchmarks/async_end_to_end.py 0.5b
-    python benchmarks/async_end_to_end.py tiny --device cpu
+    python benchmarks/async_end_to_end.py tiny --device cpu --groups 4 --new-tokens 64 \
+        --in-flight 32
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import argparse
 import itertools
 import random
 import string
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,11 +29,11 @@ from tensordict import TensorDictBase, set_list_to_stack
 from torch.utils.data import DataLoader
 from torchrl import logger as torchrl_logger
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from script import print_row, read_options
 from torchrl_sglang import (
     AsyncLLMCollector,
     AsyncSGLang,
@@ -43,31 +42,20 @@ from torchrl_sglang import (
     SGLangWeightSyncScheme,
     SGLangWrapper,
 )
-from torchrl_sglang.cli.bench.collectors import OwnLengths
-from torchrl_sglang.cli.bench.generation import long_tailed
-from torchrl_sglang.cli.bench.models import Load, start_engine
-
-GROUP_SIZE = 8
-SMALL = {"groups": 4, "new_tokens": 64, "in_flight": 32}
-LARGE = {"groups": 32, "new_tokens": 512, "in_flight": 256}
-"""Sizes on CPU, and on GPUs."""
+from torchrl_sglang.cli.bench.measure import (
+    GROUP_SIZE,
+    Clock,
+    Load,
+    OwnLengths,
+    fill,
+    long_tailed,
+    make_env,
+    reward,
+    start_engine,
+)
 
 TRAINING_KEYS = ("tokens", "masks", "log_probs")
-WAIT_SECONDS = 600.0
-
 Step = Callable[[TensorDictBase], None]
-
-
-class RandomReward(Transform):
-    """Rewards responses at random."""
-
-    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
-        shape = (*next_tensordict.batch_size, 1, 1)
-        return next_tensordict.set("reward", torch.rand(shape))
-
-
-async def random_reward(conversation: Any, task: Any) -> float:
-    return random.random()
 
 
 class Trainer:
@@ -163,10 +151,10 @@ class Benchmark:
         )
         with collector:
             collector.start()
-            self._wait(buffer, self._warmup)
-            start = time.perf_counter()
-            self._wait(buffer, self._warmup + self._steps)
-            seconds = time.perf_counter() - start
+            fill(collector, buffer, self._warmup * self._turns)
+            clock = Clock()
+            fill(collector, buffer, (self._warmup + self._steps) * self._turns)
+            seconds = clock.stop(1).seconds
         batches = [
             buffer[number * self._turns : (number + 1) * self._turns]
             for number in range(self._warmup + self._steps)
@@ -191,13 +179,11 @@ class Benchmark:
             batch_size=(self._turns,),
             repeats=GROUP_SIZE,
         )
-        env.append_transform(StepCounter(max_steps=1))
-        env.append_transform(RandomReward())
         with warnings.catch_warnings():
             # It lacks a transform that only TorchRL's own wrappers need.
             warnings.simplefilter("ignore", FutureWarning)
             collector = SGLangLLMCollector(
-                env,
+                make_env(env=env),
                 policy=self._make_policy(),
                 dialog_turns_per_batch=self._turns,
                 weight_sync_schemes={"policy": self._scheme},
@@ -224,7 +210,7 @@ class Benchmark:
         return AsyncLLMCollector(
             policy=self._make_policy(),
             prompts=self._tasks,
-            rewards=random_reward,
+            rewards=reward,
             group_size=GROUP_SIZE,
             max_in_flight=self._in_flight,
             **options,
@@ -241,47 +227,31 @@ class Benchmark:
         """Returns seconds per step, after those that warm up."""
         for batch in itertools.islice(batches, self._warmup):
             step(batch)
-        start = time.perf_counter()
+        clock = Clock()
         for batch in itertools.islice(batches, self._steps):
             step(batch)
-        return (time.perf_counter() - start) / self._steps
-
-    def _wait(self, buffer: ReplayBuffer, steps: int) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while len(buffer) < steps * self._turns:
-            if time.monotonic() > deadline:
-                sys.exit(f"{len(buffer)} turns arrived within {WAIT_SECONDS:g} s.")
-            time.sleep(0.005)
+        return clock.stop(1).seconds / self._steps
 
 
 def report(name: str, seconds: float, bound: float | None = None) -> None:
     """Prints a row of the table."""
-    share = "" if bound is None else f"{bound / seconds:10.3f}"
-    print(f"{name:28}{seconds:10.3f}{3600 / seconds:12,.0f}{share}", flush=True)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("model", nargs="?", default="tiny")
-    add("--device", choices=("cpu", "cuda"), default="cuda")
-    add("--groups", type=int, help="groups of a step")
-    add("--new-tokens", type=int, help="longest response")
-    add("--in-flight", type=int, help="most conversations that run at once")
-    add("--minibatch", type=int, default=8, help="responses of a forward pass")
-    add("--steps", type=int, default=6, help="steps that count")
-    add("--warmup", type=int, default=2, help="steps before them")
-    add("--staleness", type=int, nargs="*", default=[0, 1, 2, 4])
-    arguments = parser.parse_args()
-    sizes = SMALL if arguments.device == "cpu" else LARGE
-    for name, size in sizes.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, size)
-    return arguments
+    share = () if bound is None else (bound / seconds,)
+    print_row(name, seconds, round(3600 / seconds), *share)
 
 
 def main() -> None:
-    arguments = parse()
+    arguments = read_options(
+        __doc__,
+        model="tiny",
+        device="cuda|cpu",
+        groups=32,
+        new_tokens=512,
+        in_flight=256,
+        minibatch=8,
+        steps=6,
+        warmup=2,
+        staleness=(0, 1, 2, 4),
+    )
     set_list_to_stack(True).set()
     # Without a line for each weight update.
     torchrl_logger.setLevel("WARNING")
@@ -293,14 +263,13 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
         options["base_gpu_id"] = 1
     with start_engine(arguments.model, device=arguments.device, **options) as engine:
-        start = time.perf_counter()
         benchmark = Benchmark(engine, arguments)
         print(
             f"{arguments.model} on {arguments.device}: {arguments.groups} groups of "
             f"{GROUP_SIZE} a step, {benchmark.tokens:,.0f} response tokens, up to "
             f"{arguments.new_tokens} each"
         )
-        print(f"{'':28}{'s a step':>10}{'steps/hour':>12}{'efficiency':>12}")
+        print_row("", "s a step", "steps/hour", "efficiency")
         generating, batches = benchmark.generate_alone()
         report("generation alone", generating)
         training = benchmark.train_alone(batches)
@@ -311,9 +280,8 @@ def main() -> None:
         report("SGLangLLMCollector", benchmark.train_synchronously(), bound)
         for k in arguments.staleness:
             seconds = benchmark.train_asynchronously(k)
-            report(f"AsyncLLMCollector, k = {k}", seconds, bound)
+            report(f"AsyncLLM, k = {k}", seconds, bound)
         benchmark.close()
-        print(f"{time.perf_counter() - start:.0f} s after the server's start")
 
 
 if __name__ == "__main__":

@@ -11,49 +11,28 @@ and after ``gc.freeze()``, which exempts the objects of the program's start.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
-from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
-from transformers import AutoTokenizer
 
+from script import print_row, read_options
 from torchrl_sglang import AsyncLLMCollector, SGLangWrapper
-from torchrl_sglang.testing.tiny_model import save_tiny_model
-from wrapper_overhead import InstantEngine
+from torchrl_sglang.cli.bench.measure import GROUP_SIZE, Clock, make_env, reward
+from wrapper_overhead import PROMPT_CHARACTERS, InstantEngine
 
-GROUP_SIZE = 8
 RESPONSE_TOKENS = 256
-PROMPT_CHARACTERS = 96
-
-
-class Reward(Transform):
-    """Rewards every response alike."""
-
-    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
-        shape = (*next_tensordict.batch_size, 1, 1)
-        return next_tensordict.set("reward", torch.ones(shape))
-
-
-async def reward(conversation: Any, task: Any) -> float:
-    return 1.0
+KINDS = ("functions", "environments", "LLMCollector")
 
 
 async def step(conversation: Any, task: Any) -> str | None:
     return "Go on." if len(conversation.turns) < task["turns"] else None
-
-
-def add_transforms(env: Any, turns: int) -> Any:
-    # The first call makes another environment of a bare one.
-    return env.append_transform(StepCounter(max_steps=turns)).append_transform(Reward())
 
 
 class Garbage:
@@ -83,88 +62,61 @@ def measure(batches: Iterator[Any], repeats: int) -> tuple[float, ...]:
     garbage, turns, times = Garbage(), 0, []
     gc.callbacks.append(garbage)
     for _ in range(repeats):
-        start = time.process_time()
-        size = next(batches).numel()
-        times.append(1e3 * (time.process_time() - start) / size)
-        turns += size
+        clock = Clock()
+        cost = clock.stop(next(batches).numel())
+        times.append(1e3 * cost.processor_seconds / cost.requests)
+        turns += cost.requests
     gc.callbacks.remove(garbage)
-    return (
-        statistics.median(times),
-        statistics.mean(times),
-        1e3 * garbage.seconds / turns,
-        1e3 * garbage.full / turns,
-    )
+    collected = (1e3 * garbage.seconds / turns, 1e3 * garbage.full / turns)
+    return statistics.median(times), statistics.mean(times), *collected
 
 
-def collectors(
-    policy: SGLangWrapper, turns: int, groups: int
-) -> dict[str, Callable[[], Any]]:
-    """Returns a function that makes each kind of collector."""
-    tokenizer = policy.tokenizer
-    tasks = [
-        {"query": "x" * (PROMPT_CHARACTERS - number % 32), "turns": turns}
-        for number in range(groups)
-    ]
-    size = groups * GROUP_SIZE
+def make_collector(kind: str, policy: SGLangWrapper, turns: int, groups: int) -> Any:
+    tokenizer, size = policy.tokenizer, groups * GROUP_SIZE
+    queries = ["x" * (PROMPT_CHARACTERS - number % 32) for number in range(groups)]
     common = {
         "policy": policy,
-        "prompts": tasks,
+        "prompts": [{"query": query, "turns": turns} for query in queries],
         "group_size": GROUP_SIZE,
         "groups_per_batch": groups,
         "max_staleness": 0,
     }
-
-    def make_env() -> Any:
-        return add_transforms(ChatEnv(batch_size=(1,), tokenizer=tokenizer), turns)
-
-    def make_torchrl() -> Any:
-        loader = [{"query": [task["query"] for task in tasks]}]
-        env = ChatEnv.from_dataloader(
-            loader, tokenizer=tokenizer, batch_size=(size,), repeats=GROUP_SIZE
-        )
-        return LLMCollector(
-            add_transforms(env, turns),
-            policy=policy,
-            dialog_turns_per_batch=size * turns,
-            yield_completed_trajectories=True,
-        )
-
-    return {
-        "functions": lambda: AsyncLLMCollector(rewards=reward, step=step, **common),
-        "environments": lambda: AsyncLLMCollector(make_env, **common),
-        "LLMCollector": make_torchrl,
-    }
+    if kind == "functions":
+        return AsyncLLMCollector(rewards=reward, step=step, **common)
+    if kind == "environments":
+        return AsyncLLMCollector(lambda: make_env(tokenizer, turns), **common)
+    env = ChatEnv.from_dataloader(
+        [{"query": queries}],
+        tokenizer=tokenizer,
+        batch_size=(size,),
+        repeats=GROUP_SIZE,
+    )
+    return LLMCollector(
+        make_env(turns=turns, env=env),
+        policy=policy,
+        dialog_turns_per_batch=size * turns,
+        yield_completed_trajectories=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--groups", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=9)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, groups=32, repeats=9)
     set_list_to_stack(True).set()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(save_tiny_model(folder))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    policy = SGLangWrapper(
-        InstantEngine(path, tokenizer, RESPONSE_TOKENS), tokenizer=tokenizer
-    )
+    policy = SGLangWrapper(InstantEngine(RESPONSE_TOKENS))
     print("milliseconds of processor time for each turn")
     names = ("turns", "gc", "median", "mean", "of it gc", "full/1000")
-    print(f"{'collector':14}", *(f"{name:>10}" for name in names))
-    for kind in collectors(policy, 1, 1):
+    print_row("collector", *names)
+    for kind in KINDS:
         for turns, frozen in ((1, False), (1, True), (3, False)):
             if frozen:
                 gc.collect()
                 gc.freeze()
-            collector = collectors(policy, turns, arguments.groups)[kind]()
+            collector = make_collector(kind, policy, turns, arguments.groups)
             row = measure(iter(collector), arguments.repeats)
             collector.shutdown()
             gc.unfreeze()
-            about = f"{turns:>10} {'frozen' if frozen else 'usual':>10}"
-            print(
-                f"{kind:14} {about}", *(f"{value:10.3f}" for value in row), flush=True
-            )
+            print_row(kind, turns, "frozen" if frozen else "usual", *row)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ a call, the processor time of this process, the HTTP requests, and the most conn
 that the servers had at once.
 
     python benchmarks/fleet_scale.py [--servers 1 16 1024] [--hard-limit 1024]
-        [--only control generate abort restart update failures] [--json]
+        [--only control generate abort restart update failures]
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import os
 import pickle
 import resource
 import socket
@@ -30,7 +29,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 from fleet_servers import address
+from script import memory, read_options
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.cli.bench.measure import Clock, save_model
+from torchrl_sglang.errors import SGLangError
+from torchrl_sglang.support.event_loop import run_async, run_sync
 
 SERVERS = (1, 4, 16, 64, 256, 1024)
 PER_PROCESS = 512
@@ -48,35 +54,35 @@ RESTARTED = 8
 """Servers that are started again at once."""
 
 
+MEASUREMENTS = ("control", "generate", "abort", "restart", "update", "failures")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--servers", type=int, nargs="+", default=SERVERS)
-    parser.add_argument("--hard-limit", type=int, help="open files, as ulimit -Hn")
-    parser.add_argument("--requests", type=int, default=REQUESTS)
-    parser.add_argument("--only", nargs="+", help="names of measurements")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__,
+        servers=SERVERS,
+        hard_limit=int,  # Open files, as ulimit -Hn.
+        requests=REQUESTS,
+        only=MEASUREMENTS,
+        measure=str,  # Of the process that measures: where servers are.
+    )
     if arguments.measure:
         print(json.dumps(Measuring(arguments, **json.loads(arguments.measure)).run()))
         return
-    results = {}
     for count in arguments.servers:
         with simulated(count) as place:
-            results[count] = in_own_process(place)
-        if not arguments.json:
-            show(count, results[count])
-    if arguments.json:
-        print(json.dumps(results, indent=1))
+            results = in_own_process(place)
+        print(f"\n{count} servers")
+        for name, figures in results.items():
+            shown = "  ".join(f"{key} {value:.6g}" for key, value in figures.items())
+            print(f"  {name:<24} {shown}", flush=True)
 
 
 @contextlib.contextmanager
 def simulated(count: int) -> Iterator[dict[str, Any]]:
     """Starts simulated servers; yields where they and their figures are."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        save = "from torchrl_sglang.testing.tiny_model import save_tiny_model as save"
-        make = f"import sys; {save}; save(sys.argv[1])"
-        subprocess.run([sys.executable, "-c", make, folder], check=True)
+        save_model("tiny", folder)
         port, admins = free_port(), []
         for first in range(0, count, PER_PROCESS):
             last = min(first + PER_PROCESS, count)
@@ -103,14 +109,6 @@ def in_own_process(place: dict[str, Any]) -> dict[str, Any]:
     )
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found
-
-
-def show(count: int, results: dict[str, Any]) -> None:
-    """Prints the results for one number of servers."""
-    print(f"\n{count} servers")
-    for name, figures in results.items():
-        shown = "  ".join(f"{key} {value:.6g}" for key, value in figures.items())
-        print(f"  {name:<24} {shown}", flush=True)
 
 
 class Measuring:
@@ -140,8 +138,6 @@ class Measuring:
 
     def run(self) -> dict[str, dict[str, float]]:
         """Returns name -> figures."""
-        from torchrl_sglang import AsyncSGLang
-
         # What the first use of transformers costs has nothing to do with servers.
         AsyncSGLang.connect(self._urls[0]).shutdown()
         gc.collect()
@@ -152,18 +148,9 @@ class Measuring:
         self._results["connect"]["megabytes"] = memory() - before
         copied = len(pickle.dumps(engine))
         self._results["a pickled copy"] = {"kilobytes": copied / 1e3}
-        measures: dict[str, Callable[[Any], None]] = {
-            "control": self._control,
-            "generate": self._generate,
-            "abort": self._abort,
-            "restart": self._restart,
-            "update": self._update,
-            "failures": self._failures,
-        }
-        for name, measure in measures.items():
-            if not self._only or name in self._only:
-                print(name, file=sys.stderr, flush=True)
-                measure(engine)
+        for name in self._only:
+            print(name, file=sys.stderr, flush=True)
+            getattr(self, f"_{name}")(engine)
         self._results["process"] = {"megabytes": memory()}
         with self._measured("shutdown"):
             engine.shutdown()
@@ -185,14 +172,13 @@ class Measuring:
     def _measured(self, name: str, divisor: int = 1) -> Iterator[dict[str, float]]:
         """Measures a block."""
         self._figures()
-        start, cpu = time.perf_counter(), time.process_time()
+        clock = Clock()
         results: dict[str, float] = {}
         yield results
-        seconds = time.perf_counter() - start
-        processor = time.process_time() - cpu
+        cost = clock.stop(divisor)
         requests, most = self._figures()
-        results["ms"] = 1e3 * seconds / divisor
-        results["processor ms"] = 1e3 * processor / divisor
+        results["ms"] = 1e3 * cost.seconds / divisor
+        results["processor ms"] = 1e3 * cost.processor_seconds / divisor
         results["requests"] = requests / divisor
         results["connections"] = most
         self._results[name] = results
@@ -209,8 +195,6 @@ class Measuring:
         }
 
     def _control(self, engine: Any) -> None:
-        from torchrl_sglang.support.event_loop import run_sync
-
         control = engine.control
         for name, call in {
             "pause": lambda: run_sync(control.pause("retract")),
@@ -233,25 +217,16 @@ class Measuring:
                 generate(engine, prompts, sessions)
 
     def _update(self, engine: Any) -> None:
-        from transformers import AutoModelForCausalLM
-
-        from torchrl_sglang import SGLangWeightSyncScheme
-
         model = AutoModelForCausalLM.from_pretrained(self._folder)
-        with tempfile.TemporaryDirectory() as folder:
-            scheme = SGLangWeightSyncScheme(engine, transport="disk", directory=folder)
-            sender = scheme.create_sender()
+        with open_sender(engine) as sender:
             sender.register_model(model)
             sender.update_weights()
             self._repeated("weight update", sender.update_weights)
             for phase, seconds in sender.last_report.phase_seconds.items():
                 self._results["weight update"][f"{phase} ms"] = 1e3 * seconds
-            sender.shutdown()
 
     def _abort(self, engine: Any) -> None:
         """Cancels callers, as a collector does that has enough responses."""
-        from torchrl_sglang.support.event_loop import run_async
-
         seconds: list[float] = []
 
         async def any_aborts() -> bool:
@@ -298,18 +273,11 @@ class Measuring:
 
     def _failures(self, engine: Any) -> None:
         """A quarter of the servers dies, and an update fails."""
-        from transformers import AutoModelForCausalLM
-
-        from torchrl_sglang import SGLangWeightSyncScheme
-        from torchrl_sglang.errors import SGLangError
-
         if self._count <= RESTARTED:
             return
         model = AutoModelForCausalLM.from_pretrained(self._folder)
         self._figures(die=list(range(self._count // 2, self._count * 3 // 4)))
-        with tempfile.TemporaryDirectory() as folder:
-            scheme = SGLangWeightSyncScheme(engine, transport="disk", directory=folder)
-            sender = scheme.create_sender()
+        with open_sender(engine) as sender:
             broken = contextlib.suppress(SGLangError)
             with self._measured("update, 1/4 dead"), broken:
                 sender.update_weights(model)
@@ -317,7 +285,15 @@ class Measuring:
                 engine.stats()
             with self._measured("while 1/4 are dead, 3 s"):
                 time.sleep(3)
-            sender.shutdown()
+
+
+@contextlib.contextmanager
+def open_sender(engine: Any) -> Iterator[Any]:
+    """Yields a sender of weights by the disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        scheme = SGLangWeightSyncScheme(engine, transport="disk", directory=folder)
+        yield (sender := scheme.create_sender())
+        sender.shutdown()
 
 
 def generate(engine: Any, prompts: list[list[int]], sessions: bool) -> None:
@@ -337,12 +313,6 @@ def generate(engine: Any, prompts: list[list[int]], sessions: bool) -> None:
         await asyncio.gather(*(one(*each) for each in enumerate(prompts)))
 
     asyncio.run(work())
-
-
-def memory() -> float:
-    """Returns this process's resident memory in MB."""
-    text = Path("/proc/self/statm").read_text()
-    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def free_port() -> int:

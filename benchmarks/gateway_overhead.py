@@ -20,27 +20,49 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+import aiohttp
 
+from script import read_options
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.chat.template import ChatTemplate
-from torchrl_sglang.cli.bench.models import start_engine
+from torchrl_sglang.cli.bench.measure import exact_length, start_engine
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.testing.tiny_model import save_tiny_model
 from wrapper_overhead import InstantEngine
 
-CLIENTS = Path(__file__).with_name("gateway_clients.py")
+AGENTS = "agents"
+"""The argument of the process that the agents are in."""
+
 USER_CHARACTERS = 96
 THREAD = "torchrl_sglang-gateway"
+
+
+async def talk(client: aiohttp.ClientSession, url: str, load: dict[str, Any]) -> None:
+    """Holds one conversation."""
+    user = {"role": "user", "content": load["text"]}
+    messages: list[Any] = [user]
+    options = {"max_tokens": load["new_tokens"], "ignore_eos": True}
+    for _ in range(load["turns"]):
+        async with client.post(url, json={"messages": messages, **options}) as answer:
+            answer.raise_for_status()
+            said = (await answer.json())["choices"][0]["message"]
+        messages += [said, user]
+
+
+async def talk_all(load: dict[str, Any]) -> float:
+    """Returns the seconds that all conversations of agents took."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+        start = time.perf_counter()
+        await asyncio.gather(*(talk(client, url, load) for url in load["urls"]))
+        return time.perf_counter() - start
 
 
 def thread_seconds() -> float:
@@ -63,7 +85,7 @@ def through_gateway(
     }
     before = thread_seconds()
     run = subprocess.run(
-        [sys.executable, str(CLIENTS)],
+        [sys.executable, __file__, AGENTS],
         input=json.dumps(load),
         stdout=subprocess.PIPE,
         text=True,
@@ -80,7 +102,7 @@ async def engine_alone(engine: AsyncSGLang, sessions: list[Session]) -> float:
             length = len(turn.completion.token_ids)
             request = GenerateRequest(
                 input_ids=turn.prompt.token_ids,
-                sampling_params={"max_new_tokens": length, "ignore_eos": True},
+                sampling_params=exact_length(length),
                 return_logprobs=True,
             )
             await engine.agenerate_requests([request], timeout=600)
@@ -114,25 +136,23 @@ def make_engine(arguments: argparse.Namespace) -> Iterator[AsyncSGLang]:
         with AsyncSGLang.connect(arguments.url) as engine:
             yield engine
     elif arguments.model == "instant":
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(save_tiny_model(folder))
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            yield InstantEngine(path, tokenizer, arguments.new_tokens)
+        yield InstantEngine(arguments.new_tokens)
     else:
         with start_engine(arguments.model, device=arguments.device) as engine:
             yield engine
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default="instant")
-    parser.add_argument("--url", help="of a server that runs already")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--sessions", type=int, default=256)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__,
+        model="instant",
+        url=str,
+        device="cpu|cuda",
+        sessions=256,
+        turns=4,
+        new_tokens=128,
+        repeats=3,
+    )
     ratios = []
     with make_engine(arguments) as engine, Gateway(engine) as gateway:
         tokenizer = engine.get_tokenizer()
@@ -155,4 +175,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == [AGENTS]:
+        print(asyncio.run(talk_all(json.load(sys.stdin))))
+    else:
+        main()

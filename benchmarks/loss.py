@@ -10,10 +10,7 @@ entropy of the same tokens, padded likewise.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 
 import torch
@@ -25,8 +22,9 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from script import read_options
 from torchrl_sglang import CorrectedGRPOLoss
-from torchrl_sglang.cli.bench.models import BUILT_IN, save_model
+from torchrl_sglang.cli.bench.measure import median_seconds, save_model
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 
 PROMPT_TOKENS = 32
@@ -77,35 +75,26 @@ def of_the_model(model: PreTrainedModel, batch: TensorDictBase) -> Callable[[], 
 
 def measure(run: Callable[[], Tensor], device: str, repeats: int) -> tuple[float, int]:
     """Returns the median seconds of forward and backward pass, and bytes of memory."""
-    seconds = []
-    cuda = device == "cuda"
-    if cuda:
+    if cuda := device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
+
+    def step() -> None:
         with torch.autocast(device, torch.bfloat16):
             loss = run()
         loss.backward()
         if cuda:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    # The first one allocates.
-    memory = torch.cuda.max_memory_allocated() if cuda else 0
-    return statistics.median(seconds[1:]), memory
+
+    seconds = median_seconds(step, repeats)
+    return seconds, torch.cuda.max_memory_allocated() if cuda else 0
 
 
 def main() -> None:
     """Prints a row for the model with cross entropy, and for each loss."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = read_options(
+        __doc__, model="0.5b", device="cuda|cpu", responses=8, tokens=1024, repeats=15
     )
-    parser.add_argument("model", choices=BUILT_IN)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--responses", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=15)
-    arguments = parser.parse_args()
     torch.manual_seed(0)
     device = arguments.device
     with tempfile.TemporaryDirectory() as folder:
@@ -120,19 +109,15 @@ def main() -> None:
     actor = TransformersWrapper(
         model, tokenizer=make_tiny_tokenizer(), input_mode="tokens", generate=False
     )
-    options = {"clip_epsilon": 0.2, "entropy_bonus": False}
-    losses = {
-        "CorrectedGRPOLoss": CorrectedGRPOLoss,
-        "TorchRL's GRPOLoss": TorchRLGRPOLoss,
-    }
     runs = {"cross entropy": of_the_model(model, batch)}
-    for name, kind in losses.items():
-        loss = kind(actor, **options)
+    for kind in (CorrectedGRPOLoss, TorchRLGRPOLoss):
+        loss = kind(actor, clip_epsilon=0.2, entropy_bonus=False)
+        name = f"{kind.__module__.partition('.')[0]} {kind.__name__}"
         runs[name] = lambda loss=loss: loss(batch).loss_objective
     first = None
     for name, run in runs.items():
         seconds, memory = measure(run, device, arguments.repeats)
-        first = seconds if first is None else first
+        first = first or seconds
         print(
             f"{name}: {seconds:.4f} s, {first / seconds:.3f} of cross entropy's speed, "
             f"{memory / 1e9:.1f} GB",

@@ -10,9 +10,7 @@ request are those of the first and of the last third of the run.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import random
@@ -23,9 +21,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from script import memory, read_options
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.launch.ports import PORTS
 from torchrl_sglang.backends.launch.watchdog import descendants
-from torchrl_sglang.cli.bench.models import start_engine
+from torchrl_sglang.cli.bench.measure import exact_length, start_engine
 from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
@@ -34,17 +34,14 @@ BATCH = 200
 """Requests of one call: what is in flight at once."""
 
 PROMPT_TOKENS = 12
+LISTENS = "0A"
 VOCABULARY = len(make_tiny_tokenizer())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--kill-every", type=float, default=60.0)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__, requests=20_000, kill_every=60.0, replicas=2, new_tokens=48
+    )
     # What this process has by itself: an event loop, and Python's own helper process.
     multiprocessing.Lock()
     run_sync(asyncio.sleep(0))
@@ -60,11 +57,8 @@ def main() -> None:
     report["left_over"] = {
         name: after[name] - before[name] for name in ("processes", "ports", "sockets")
     }
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        for name, value in report.items():
-            print(f"{name:>24}: {value}")
+    for name, value in report.items():
+        print(f"{name:>24}: {value}")
     wrong = report["wrong"] or report["errors"] or any(report["left_over"].values())
     sys.exit(bool(wrong))
 
@@ -74,7 +68,7 @@ def soak(
 ) -> dict[str, object]:
     """Sends the requests, kills servers meanwhile, and returns what was seen."""
     prompts = make_prompts(requests)
-    params = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
+    params = {**exact_length(new_tokens), "temperature": 0.0}
     # Greedy responses of an undisturbed engine: each prompt has one correct response.
     distinct = sorted(set(map(tuple, prompts)))
     answers = engine.generate(
@@ -87,7 +81,7 @@ def soak(
     if kill_every:
         killer.start()
     start = time.monotonic()
-    memory, processor = [], [time.process_time()]
+    held, processor = [], [time.process_time()]
     count, wrong, errors = 0, 0, []
     for begin in range(0, requests, BATCH):
         batch = prompts[begin : begin + BATCH]
@@ -101,14 +95,14 @@ def soak(
             answer.token_ids != right[tuple(prompt)]
             for prompt, answer in zip(batch, found, strict=True)
         )
-        memory.append(resident_megabytes())
+        held.append(memory())
         processor.append(time.process_time())
     seconds = time.monotonic() - start
     done.set()
     if kill_every:
         killer.join()
     stats = engine.stats()
-    third = max(len(memory) // 3, 1)
+    third = max(len(held) // 3, 1)
     return {
         "requests": requests,
         "answered": count,
@@ -119,7 +113,7 @@ def soak(
         "retries": stats.retries,
         "seconds": round(seconds, 1),
         "requests_per_second": round(count / seconds, 1),
-        "client_megabytes": [round(min(memory[:third])), round(min(memory[-third:]))],
+        "client_megabytes": [round(min(held[:third])), round(min(held[-third:]))],
         "client_ms_per_request": [
             round(1e3 * seconds / third / BATCH, 3)
             for seconds in (
@@ -154,27 +148,17 @@ def kill(
             kills[victim.url] += 1
 
 
-def resident_megabytes() -> float:
-    """Returns the memory that this process holds."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
 def measure() -> dict[str, int]:
     """Returns what this process has open, and what runs below it."""
-    descriptors = Path("/proc/self/fd")
-    links = [os.readlink(fd) for fd in descriptors.iterdir() if fd.is_symlink()]
-    inodes = {link[8:-1] for link in links if link.startswith("socket:")}
-    listening = 0
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        port = int(fields[1].split(":")[1], 16)
-        if fields[3] == "0A" and 20_000 <= port < 32_000:
-            listening += 1
+    descriptors = Path("/proc/self/fd").iterdir()
+    links = [os.readlink(each) for each in descriptors if each.is_symlink()]
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    rows = [line.split() for line in lines]
+    ports = [int(row[1].split(":")[1], 16) for row in rows if row[3] == LISTENS]
     return {
         "processes": len(descendants(os.getpid())),
-        "ports": listening,
-        "sockets": len(inodes),
+        "ports": sum(port in PORTS for port in ports),
+        "sockets": len({link for link in links if link.startswith("socket:")}),
     }
 
 

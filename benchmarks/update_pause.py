@@ -4,14 +4,13 @@ A client streams tokens through an update. The longest time between two of them,
 the duration that the update reports, is what the update costs beside its own time.
 
     python benchmarks/update_pause.py                    # CPU
-    python benchmarks/update_pause.py --model 7b --device cuda        # two GPUs
-    python benchmarks/update_pause.py --model 7b --device cuda --transport cuda_ipc \
+    python benchmarks/update_pause.py 7b --device cuda        # two GPUs
+    python benchmarks/update_pause.py 7b --device cuda --transport cuda_ipc \
         --pause-mode in_place                                         # one GPU
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -20,9 +19,9 @@ import time
 
 import requests
 
+from script import read_options
 from torchrl_sglang import SGLangWeightSyncScheme
-from torchrl_sglang.cli.bench.models import start_engine
-from torchrl_sglang.cli.bench.transfer import random_weights
+from torchrl_sglang.cli.bench.measure import exact_length, random_weights, start_engine
 
 TOKENS_BEFORE = 32
 """Tokens that come before an update begins."""
@@ -47,7 +46,7 @@ class Stream:
     def _run(self) -> None:
         body = {
             "input_ids": PROMPT,
-            "sampling_params": {"max_new_tokens": self._tokens, "ignore_eos": True},
+            "sampling_params": exact_length(self._tokens),
             "stream": True,
         }
         with requests.post(
@@ -78,15 +77,15 @@ class Stream:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="35m")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--transport", choices=["broadcast", "cuda_ipc"])
-    parser.add_argument("--pause-mode", choices=["continue", "in_place"])
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    transport = arguments.transport or "broadcast"
-    mode = arguments.pause_mode or "continue"
+    arguments = read_options(
+        __doc__,
+        model="35m",
+        device="cpu|cuda",
+        transport="broadcast|cuda_ipc",
+        pause_mode="continue|in_place",
+        repeats=5,
+    )
+    transport, mode = arguments.transport, arguments.pause_mode
     options = {}
     if arguments.device == "cuda":
         options = {"base_gpu_id": int(transport == "broadcast"), "start_timeout": 400}

@@ -1,19 +1,15 @@
 """Python time of SGLangWrapper for one sample, with an engine that responds instantly.
 
 What is measured is everything between a TensorDict and the engine's ``generate`` and
-back: templates, tokenization, containers. The tokenizer's own time, measured in the
-same run, is shown beside it. A second table shows how the time grows with the length
-of the responses.
+back: templates, tokenization, containers. Beside it is the time of the tokenizer's own
+calls. A second table shows how the time grows with the length of the responses.
 
     python benchmarks/wrapper_overhead.py [--batch-size 256] [--repeats 5]
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,15 +17,17 @@ import torch
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
-from transformers import AutoTokenizer
 
+from script import print_row, read_options
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
-from torchrl_sglang.testing.tiny_model import save_tiny_model
+from torchrl_sglang.cli.bench.measure import median_seconds
+from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer, save_tiny_model
 from torchrl_sglang.types import Completion, ServerCapabilities
 
 RESPONSE_TOKENS = 128
+MODES = ("history", "text", "tokens")
 LENGTHS = (128, 512, 2048, 8192)
 PROMPT_CHARACTERS = 96
 
@@ -37,14 +35,16 @@ PROMPT_CHARACTERS = 96
 class InstantEngine(AsyncSGLang):
     """An engine whose responses are known before they are requested."""
 
-    def __init__(self, path: str, tokenizer: Any, length: int) -> None:
+    def __init__(self, length: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        path = str(save_tiny_model(self._folder.name))
         super().__init__(
             Fleet(replicas=[Replica(url="http://127.0.0.1:1")], weight_version="0"),
             ServerCapabilities(
                 version="none",
                 model_path=path,
                 tokenizer_path=path,
-                vocab_size=len(tokenizer),
+                vocab_size=len(make_tiny_tokenizer()),
                 max_context=2048,
                 max_prompt=2047,
                 dtype=torch.float32,
@@ -58,7 +58,6 @@ class InstantEngine(AsyncSGLang):
                 weight_version="0",
             ),
         )
-        self._tokenizer = tokenizer
         self.response_tokens = length
 
     def generate_requests(
@@ -99,32 +98,24 @@ def make_input(mode: str, size: int, tokenizer: Any) -> TensorDict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    size = arguments.batch_size
+    arguments = read_options(__doc__, batch_size=256, repeats=5)
+    size, repeats = arguments.batch_size, arguments.repeats
     set_list_to_stack(True).set()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(save_tiny_model(folder))
-        tokenizer = AutoTokenizer.from_pretrained(path)
+    engine = InstantEngine(RESPONSE_TOKENS)
     print(f"batch of {size}, {RESPONSE_TOKENS} response tokens, milliseconds a sample")
-    print(f"{'mode':8} {'padded':6} {'wrapper':>8} {'of which the tokenizer':>24}")
-    for mode in ("history", "text", "tokens"):
-        for pad_output in (False, True):
-            engine = InstantEngine(path, tokenizer, RESPONSE_TOKENS)
-            total, tokenizing = measure(
-                engine, mode, size, arguments.repeats, pad_output=pad_output
-            )
-            print(f"{mode:8} {pad_output!s:6} {total:8.3f} {tokenizing:24.3f}")
-    print(f"\nragged, by response length\n{'mode':8}", *(f"{n:>8}" for n in LENGTHS))
-    for mode in ("history", "text", "tokens"):
+    print_row("mode", "ragged", "padded", "tokenizer")
+    for mode in MODES:
+        ragged = measure(engine, mode, size, repeats)
+        padded = measure(engine, mode, size, repeats, pad_output=True)
+        texts = measure_tokenizer(engine, mode, size, repeats)
+        print_row(mode, ragged, padded, texts)
+    print_row("\nragged, by length", *LENGTHS)
+    for mode in MODES:
         row = []
-        for length in LENGTHS:
-            engine = InstantEngine(path, tokenizer, length)
-            row.append(measure(engine, mode, size, arguments.repeats)[0])
-        print(f"{mode:8}", *(f"{total:8.3f}" for total in row))
+        for engine.response_tokens in LENGTHS:
+            row.append(measure(engine, mode, size, repeats))
+        print_row(mode, *row)
 
 
 def measure(
@@ -134,40 +125,34 @@ def measure(
     repeats: int,
     *,
     pad_output: bool = False,
-) -> tuple[float, float]:
-    """Returns milliseconds a sample: the wrapper's, and the tokenizer's alone."""
+) -> float:
+    """Returns the wrapper's milliseconds a sample."""
+    wrapper = SGLangWrapper(engine, input_mode=mode, pad_output=pad_output)
     tokenizer = engine.get_tokenizer()
-    wrapper = SGLangWrapper(
-        engine, tokenizer=tokenizer, input_mode=mode, pad_output=pad_output
-    )
-    total, tokenizing = [], []
-    for _ in range(repeats + 1):
-        td = make_input(mode, size, tokenizer)
-        start = time.perf_counter()
-        wrapper(td)
-        total.append(time.perf_counter() - start)
-        tokenizing.append(measure_tokenizer(mode, size, engine))
-    # The first run warms up.
-    both = (statistics.median(total[1:]), statistics.median(tokenizing[1:]))
-    return 1e3 * both[0] / size, 1e3 * both[1] / size
+    inputs = iter([make_input(mode, size, tokenizer) for _ in range(repeats + 1)])
+    return 1e3 * median_seconds(lambda: wrapper(next(inputs)), repeats) / size
 
 
-def measure_tokenizer(mode: str, size: int, engine: InstantEngine) -> float:
-    """Returns the seconds that the tokenizer's own calls take for such a batch."""
+def measure_tokenizer(
+    engine: InstantEngine, mode: str, size: int, repeats: int
+) -> float:
+    """Returns the milliseconds a sample of the tokenizer's own calls."""
     if mode == "tokens":
         return 0.0
     tokenizer = engine.get_tokenizer()
-    texts = ["x" * PROMPT_CHARACTERS] * size
     responses = [[5] * engine.response_tokens] * size
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    start = time.perf_counter()
-    if mode == "history":
-        texts = tokenizer.apply_chat_template(
-            chats, tokenize=False, add_generation_prompt=True
-        )
-    tokenizer(texts)
-    tokenizer.batch_decode(responses, skip_special_tokens=False)
-    return time.perf_counter() - start
+    chats = [[{"role": "user", "content": "x" * PROMPT_CHARACTERS}]] * size
+
+    def run() -> None:
+        texts = ["x" * PROMPT_CHARACTERS] * size
+        if mode == "history":
+            texts = tokenizer.apply_chat_template(
+                chats, tokenize=False, add_generation_prompt=True
+            )
+        tokenizer(texts)
+        tokenizer.batch_decode(responses, skip_special_tokens=False)
+
+    return 1e3 * median_seconds(run, repeats) / size
 
 
 if __name__ == "__main__":

@@ -167,9 +167,8 @@ from torchrl_sglang import CorrectedGRPOLoss, SGLangWeightSyncScheme
 
 GROUP_SIZE, TASKS, STEPS = 8, 6, 20
 
-scheme = SGLangWeightSyncScheme(engine)
+scheme = SGLangWeightSyncScheme(engine, model)
 sender = scheme.create_sender()
-sender.register_model(model)
 actor = TransformersWrapper(
     model, tokenizer=engine.get_tokenizer(), input_mode="tokens", generate=False
 )

@@ -34,8 +34,7 @@ GROUP_SIZE, GROUPS, STEPS = 8, 8, 15
 path = save_tiny_model(tempfile.mkdtemp(), initializer_range=0.05)
 model = AutoModelForCausalLM.from_pretrained(path)
 engine = AsyncSGLang.from_pretrained(path, device="cpu")
-scheme = SGLangWeightSyncScheme(engine)
-scheme.create_sender().register_model(model)
+scheme = SGLangWeightSyncScheme(engine, model)
 
 
 async def digits(conversation, task):

@@ -107,9 +107,8 @@ print(f"largest difference: {(trainer_log_probs() - log_probs).abs().max():.1e}"
 
 from torchrl_sglang import SGLangWeightSyncScheme, get_model_metadata
 
-scheme = SGLangWeightSyncScheme(engine)
+scheme = SGLangWeightSyncScheme(engine, model)
 sender = scheme.create_sender()
-sender.register_model(model)
 sender.init_all_workers_group(get_model_metadata(model))
 
 # %%

@@ -79,8 +79,7 @@ env.append_transform(Digits())
 
 from torchrl_sglang import SGLangLLMCollector
 
-scheme = SGLangWeightSyncScheme(engine)
-scheme.create_sender().register_model(model)
+scheme = SGLangWeightSyncScheme(engine, model)
 collector = SGLangLLMCollector(
     env,
     policy=policy,

@@ -68,8 +68,7 @@ from torchrl_sglang import AsyncLLMCollector, SGLangWeightSyncScheme
 
 GROUP_SIZE, GROUPS, STEPS = 8, 4, 12
 
-scheme = SGLangWeightSyncScheme(engine)
-scheme.create_sender().register_model(model)
+scheme = SGLangWeightSyncScheme(engine, model)
 collector = AsyncLLMCollector(
     policy=policy,
     prompts=[f"Which number has box {n}?" for n in range(40)],

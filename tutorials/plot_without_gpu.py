@@ -81,8 +81,8 @@ print(f"{len(answers)} answers, {through.stats().retries} sent again")
 #
 # The server refuses the weights. It still has the old ones, and generates:
 
-sender = SGLangWeightSyncScheme(through, control_timeout=5.0).create_sender()
-sender.register_model(model)
+scheme = SGLangWeightSyncScheme(through, model, control_timeout=5.0)
+sender = scheme.create_sender()
 sender.update_weights()
 proxy.inject("/pause_generation", "refuse")
 attempt(sender.update_weights)
@@ -96,9 +96,8 @@ print(len(through.generate(["Hi"], max_new_tokens=4)), "answer")
 # Several buckets are needed, and the answer to the second one is lost. The server may
 # hold half of the new weights, so generating is refused until an update succeeds:
 
-small = SGLangWeightSyncScheme(through, bucket_bytes=200_000, send_timeout=5.0)
+small = SGLangWeightSyncScheme(through, model, bucket_bytes=200_000, send_timeout=5.0)
 careful = small.create_sender()
-careful.register_model(model)
 proxy.inject("/update_weights_from_distributed", "lose", first=2)
 attempt(careful.update_weights)
 attempt(through.generate, ["Hi"])

@@ -308,10 +308,10 @@ def test_without_a_registered_model_nothing_is_counted(restored_engine, tokenize
     collector = make_collector(restored_engine, tokenizer)
     scheme = SGLangWeightSyncScheme(restored_engine)
     collector._setup_weight_sync(None, {"policy": scheme})
-    with pytest.raises(WeightSyncStateError, match="register the model"):
+    with pytest.raises(WeightSyncStateError, match="give the model that is trained"):
         collector.update_policy_weights_()
     attach_weight_sync(collector, scheme)
-    with pytest.raises(WeightSyncStateError, match="register the model"):
+    with pytest.raises(WeightSyncStateError, match="give the model that is trained"):
         collector.update_policy_weights_()
     assert collector.policy_version == 0
     collector.shutdown()

@@ -2,7 +2,8 @@
 
 The top layer: it may use everything, and nothing uses it. Modules import at their top
 only what parsing needs; torch and the engine are imported when a command runs, so that
-``--help`` and mistakes are answered at once.
+``--help`` and mistakes are answered at once. This module itself needs the standard
+library only: ``cpu`` runs before anything is installed.
 
 Results go to standard output, everything else to standard error. The exit status is 0,
 1 for a failure, 2 for a wrong command line, or 128 plus the number of the signal that
@@ -17,9 +18,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from torchrl_sglang.cli import bench, doctor, gateway, serve
 from torchrl_sglang.cli.interrupts import Interrupted, interruptible
-from torchrl_sglang.cli.options import Parser, split
 from torchrl_sglang.errors import ConfigurationError, SGLangError
 
 
@@ -32,6 +31,9 @@ def program() -> str:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parses a command line; exits with status 2 and a message if it is wrong."""
+    from torchrl_sglang.cli import bench, doctor, gateway, serve
+    from torchrl_sglang.cli.options import Parser, split
+
     parser = Parser(
         prog=program(),
         description="SGLang for TorchRL: serve a model, check a machine, measure it.",

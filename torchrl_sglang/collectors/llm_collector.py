@@ -46,8 +46,7 @@ class SGLangLLMCollector(LLMCollector):
             model other than ``"policy"``.
 
     Examples:
-        >>> scheme = SGLangWeightSyncScheme(engine)
-        >>> scheme.create_sender().register_model(model)
+        >>> scheme = SGLangWeightSyncScheme(engine, model)
         >>> from tensordict import TensorDict
         >>> from torchrl.envs.llm import ChatEnv
         >>> queries = [TensorDict(query=["Hi"], batch_size=1)]

@@ -53,8 +53,7 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
         ...     dialog_turns_per_batch=1,
         ...     track_policy_version=True,
         ... )
-        >>> scheme = SGLangWeightSyncScheme(engine)
-        >>> scheme.create_sender().register_model(model)
+        >>> scheme = SGLangWeightSyncScheme(engine, model)
         >>> report = attach_weight_sync(collector, scheme).update_policy_weights_()
         >>> collector.policy_version, report is collector.last_sync_report
         (1, True)

@@ -47,7 +47,7 @@ from torchrl_sglang.trainers.methods import find_method
 from torchrl_sglang.trainers.models import load_model, save_model, scorer, shard
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
 from torchrl_sglang.trainers.report import (
-    Clock,
+    PhaseClock,
     Rollouts,
     describe,
     line_of,
@@ -59,6 +59,10 @@ from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
 """Sampling parameters, unless others are given."""
+
+COLOCATED_SHARE = 0.6
+"""Share of a GPU's memory of a server that sleeps while the trainer trains, unless
+``engine`` has another one."""
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0}
 """What evaluation changes of them."""
@@ -364,7 +368,7 @@ class GRPO:
                 tell(f"goes on after step {self.step}")
         if self.step == 0:
             self.report(self.evaluate())
-        self.clock = Clock()
+        self.clock = PhaseClock()
 
     def batches(self) -> Iterator[TensorDictBase]:
         """Yields this rank's share of each batch, with advantages."""
@@ -534,7 +538,7 @@ class GRPO:
         self.ranks = find_trainer_ranks()
         stack.callback(self.ranks.end)
         stack.enter_context(_quiet())
-        self.clock = Clock()
+        self.clock = PhaseClock()
         torch.manual_seed(self._seed)
         device = self.ranks.device()
         self.logger = None
@@ -545,9 +549,10 @@ class GRPO:
         tokenizer = self._tokenizer()
         self.model = self._load(device)
         self.learner = self._make_learner(device, tokenizer)
-        self.scheme = SGLangWeightSyncScheme(self.engine, **self._weight_sync)
+        self.scheme = SGLangWeightSyncScheme(
+            self.engine, self.model, **self._weight_sync
+        )
         stack.callback(self.scheme.shutdown)
-        self.scheme.create_sender().register_model(self.model)
 
         def make() -> Any:
             assert self.policy is not None
@@ -619,7 +624,10 @@ class GRPO:
                 "lora_target_modules": ["all"],
             }
         if self.colocated:
-            arguments["enable_memory_saver"] = True
+            arguments |= {"enable_memory_saver": True, "num_replicas": 1}
+            if "gpu_memory_utilization" not in given:
+                arguments["mem_fraction_static"] = COLOCATED_SHARE
+            self._check_colocated(given)
         if torch.cuda.is_available() and "launcher" not in given:
             # The trainer's ranks take the first GPUs.
             first = 0 if self.colocated else self.ranks.local_size
@@ -629,6 +637,18 @@ class GRPO:
             # Equal types, so that ratios begin at 1.
             arguments |= {"device": "cpu"}
         return arguments
+
+    def _check_colocated(self, given: Mapping[str, Any]) -> None:
+        """Refuses servers that the weights of the first rank's GPU do not reach."""
+        several = max(given.get("num_replicas", 1), self.ranks.size) > 1
+        by_file = self._lora is not None or self._weight_sync.get("directory")
+        if several and not by_file and torch.cuda.is_available():
+            raise ConfigurationError(
+                "colocated=True has a server open the memory of the first rank's GPU, "
+                "which servers on other GPUs cannot; give weight_sync={'directory': a "
+                "folder on this machine, such as '/dev/shm/weights'}, train an adapter "
+                "with lora={...}, or give the servers GPUs of their own."
+            )
 
     def _tokenizer(self) -> Any:
         """Returns the tokenizer on each rank, padding on the left."""

@@ -38,7 +38,7 @@ SHOWN = (
 """Words of a step's line: name, metric, format."""
 
 
-class Clock:
+class PhaseClock:
     """Measures the phases of a step one after the other."""
 
     def __init__(self) -> None:

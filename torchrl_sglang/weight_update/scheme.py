@@ -19,7 +19,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
 )
-from torchrl_sglang.support.checks import check_flag
+from torchrl_sglang.support.checks import check_flag, given_once
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.urls import (
     hide_passwords,
@@ -48,22 +48,24 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
 
     Used by itself, through :meth:`create_sender`, or with a collector::
 
-        sender = scheme.create_sender()
-        sender.register_model(model)
-        attach_weight_sync(collector, scheme)
+        scheme = SGLangWeightSyncScheme(engine, model)
+        collector = AsyncLLMCollector(..., weight_sync_schemes={"policy": scheme})
         collector.update_policy_weights_()   # sends, and counts one policy version
 
     Args:
         engine (RLSGLangEngine or str, optional): the engine, or the URL of a server, or
             given later to :meth:`SGLangWeightSender.init_all_workers_group`.
-        master_address (str, optional): address at which servers meet the sender; an
-            option of ``"broadcast"``, as is the next one. Defaults to the address of
-            this machine that they can reach.
-        master_port (int, optional): defaults to a free one.
+        model (optional): what is sent when no weights are given, the model that is
+            trained; :meth:`SGLangWeightSender.register_model` takes it later. A text is
+            ``master_address``, which TorchRL's schemes have in this place.
+        master_port (int, optional): port at which servers meet the sender; an option of
+            ``"broadcast"``, as is ``master_address``. Defaults to a free one.
         num_gpus (int, optional): GPUs of all servers together, as TorchRL's recipes
             count them; only checked.
 
     Keyword Args:
+        master_address (str, optional): defaults to the address of this machine that
+            the servers can reach.
         strategy (str): ``"tensordict"`` (default) or ``"state_dict"``; kept for
             TorchRL, and both are sent the same way.
         transport (str): how weights are sent. ``"broadcast"`` sends them over a process
@@ -126,10 +128,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         ConfigurationError: if an argument is wrong.
 
     Examples:
-        >>> scheme = SGLangWeightSyncScheme(engine)
-        >>> sender = scheme.create_sender()
-        >>> sender.register_model(model)
-        >>> report = sender.update_weights()
+        >>> scheme = SGLangWeightSyncScheme(engine, model)
+        >>> report = scheme.create_sender().update_weights()
         >>> report.num_tensors == len(get_model_metadata(model))
         True
         >>> scheme.shutdown()
@@ -138,10 +138,11 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
     def __init__(
         self,
         engine: RLSGLangEngine | str | None = None,
-        master_address: str | None = None,
+        model: Any = None,
         master_port: int | None = None,
         num_gpus: int | None = None,
         *,
+        master_address: str | None = None,
         strategy: Literal["tensordict", "state_dict"] = "tensordict",
         transport: str = AUTO,
         device: torch.device | str | int | None = None,
@@ -170,6 +171,13 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
                 f"Give the engine once: engine={engine!r}, "
                 f"server_url={hide_passwords(server_url)!r}."
             )
+        if isinstance(model, str):
+            # Where TorchRL's schemes have it.
+            master_address = given_once(
+                "master_address", master_address, "the second argument", model
+            )
+            model = None
+        self._model = model
         # TorchRL warns of the other one, which makes no difference here.
         super().__init__("tensordict")
         if flush_cache_on_update is not None:
@@ -295,6 +303,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         """Returns the scheme's sender; the same one every time."""
         if self._sender is None:
             self._sender = SGLangWeightSender(self)
+            if self._model is not None:
+                self._sender.register_model(self._model)
         return self._sender
 
     def create_receiver(
@@ -349,7 +359,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
     def __getstate__(self) -> dict[str, Any]:
         # The sender holds the model and a process group of this process.
         state: dict[str, Any] = super().__getstate__()
-        state["_sender"] = None
+        state["_sender"] = state["_model"] = None
         state["_sender_transports"] = None
         state["options"] = dataclasses.replace(self.options, process_group=None)
         return state

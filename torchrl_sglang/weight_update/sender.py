@@ -62,8 +62,7 @@ class SGLangWeightSender:
     Make one with :meth:`SGLangWeightSyncScheme.create_sender`.
 
     Examples:
-        >>> sender = SGLangWeightSyncScheme(engine).create_sender()
-        >>> sender.register_model(model)
+        >>> sender = SGLangWeightSyncScheme(engine, model).create_sender()
         >>> report = sender.update_weights()
         >>> report.version == engine.weight_version
         True
@@ -495,8 +494,8 @@ class SGLangWeightSender:
         given = self._model if weights is None else weights
         if given is None:
             raise WeightSyncStateError(
-                "There are no weights to send: register the model that is trained with "
-                "sender.register_model(model), or give weights."
+                "There are no weights to send: give the model that is trained, "
+                "SGLangWeightSyncScheme(engine, model), or give weights."
             )
         return given
 

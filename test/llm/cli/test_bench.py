@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import json
 import random
 import statistics
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers.forked_starts import trainer_python
 
 from torchrl_sglang.cli import main
-from torchrl_sglang.cli.bench import plan, to_lines
+from torchrl_sglang.cli.bench import measure, plan, to_lines
 from torchrl_sglang.cli.bench.generation import (
     long_tailed,
     make_prompts,
     measure_throughput,
-    percentile,
 )
 from torchrl_sglang.cli.bench.models import BUILT_IN, SHAPES, Load, save_model
+from torchrl_sglang.cli.bench.timing import percentile
 from torchrl_sglang.cli.bench.transfer import limit_of_gloo
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 
@@ -31,6 +34,9 @@ SMALL = ["--prompts=6", "--prompt-tokens=8", "--new-tokens=4", "--repeats=2"]
 def quick_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank of a measured broadcast is forked."""
     monkeypatch.setattr(sys, "executable", trainer_python())
+
+
+SCRIPTS = sorted((Path(__file__).parents[3] / "benchmarks").glob("*.py"))
 
 
 def bench(capsys, *words: str) -> dict:
@@ -307,3 +313,44 @@ def test_tables():
         "2.0000 s     0.50 GB/s  0.250 of the limit",
     ):
         assert words in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_our_own_scripts_measure_as_bench_does(script):
+    """They take what they share with it from one module."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        module = getattr(node, "module", None) or ""
+        if module.startswith("torchrl_sglang.cli"):
+            assert module == measure.__name__
+            assert all(hasattr(measure, alias.name) for alias in node.names)
+
+
+def test_what_measure_does_not_have():
+    with pytest.raises(AttributeError, match="has no attribute 'stopwatch'"):
+        _ = measure.stopwatch
+
+
+def test_options_of_a_script(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPTS[0].parent)
+    read_options = importlib.import_module("script").read_options
+    words = ["0.5b", "--device", "cuda", "--staleness", "0", "2", "--sessions", "4"]
+    monkeypatch.setattr(sys, "argv", ["script.py", *words, "--limit", "7", "--fast"])
+    found = read_options(
+        "Measures something.",
+        model="tiny",
+        device="cpu|cuda",
+        staleness=(0, 1),
+        sessions=256,
+        new_tokens=128,
+        limit=int,
+        url=str,
+        fast=False,
+    )
+    assert (found.model, found.device, found.staleness) == ("0.5b", "cuda", [0, 2])
+    assert (found.sessions, found.new_tokens, found.limit) == (4, 128, 7)
+    assert found.url is None
+    assert found.fast is True
+    assert "cores" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["script.py", "--device", "tpu"])
+    with pytest.raises(SystemExit):
+        read_options("Measures something.", device="cpu|cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,14 +13,23 @@ from packaging.specifiers import SpecifierSet
 
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.cli import main
-from torchrl_sglang.cli.doctor.facts import (
-    PORTS_TRIED,
-    find_servers,
-    gather,
-    gather_engine,
-    gather_model,
+from torchrl_sglang.cli.doctor.checks import CHECKS, run_checks
+from torchrl_sglang.cli.doctor.machine import (
+    Machine,
+    find_model,
+    read_engine,
     read_requirements,
 )
+
+
+def look_here() -> Machine:
+    return Machine.here(model=None, python=None, device="cpu")
+
+
+def find_servers() -> str:
+    """Returns what is told of this machine's servers."""
+    found = run_checks(CHECKS, look_here())
+    return next(each.message for each in found if each.check == "servers")
 
 
 def test_this_machine_can_run_the_tests(tiny_model_path, capsys):
@@ -43,29 +53,19 @@ def test_a_problem_is_an_exit_status(tmp_path, capsys):
     assert "1 problems" in shown.err
 
 
-def test_facts_of_this_machine(tiny_model_path):
-    facts = gather(model=tiny_model_path, device="cpu")
-    assert facts.python == ".".join(map(str, sys.version_info[:3]))
-    assert {name for name, *_ in facts.packages} == set(read_requirements()[1])
-    assert all(version and not error for _, _, version, error in facts.packages)
-    assert facts.engine_packages["sglang"] == cpu.DEFAULT_VERSION
-    assert facts.engine_python == str(cpu.engine_python())
-    assert 0 < facts.ports_free <= PORTS_TRIED
-    assert "lo" in facts.interfaces
-    assert facts.cores == len(os.sched_getaffinity(0))
-    assert facts.model is not None
-    assert facts.model.weight_bytes > 0
+def test_what_this_machine_has():
+    found = {each.check: each.message for each in run_checks(CHECKS, look_here())}
+    assert ".".join(map(str, sys.version_info[:3])) in found["python"]
+    assert set(read_requirements().packages) <= found.keys()
+    assert f"SGLang {cpu.DEFAULT_VERSION}" in found["engine"]
+    assert str(cpu.engine_python()) in found["engine"]
+    assert f"{len(os.sched_getaffinity(0))} cores" in found["memory"]
 
 
 def test_variables_that_matter(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    monkeypatch.setenv("no_proxy", "x")
-    monkeypatch.setenv("NCCLX", "1")
-    found = gather(device="cpu").environment
-    assert found["NCCL_P2P_DISABLE"] == "1"
-    assert found["no_proxy"] == "x"
-    assert "NCCLX" not in found
-    assert "PATH" not in found
+    found = {each.check: each.message for each in run_checks(CHECKS, look_here())}
+    assert "NCCL_P2P_DISABLE=1" in found["nccl"]
 
 
 def test_requirements_are_those_of_the_project():
@@ -77,10 +77,10 @@ def test_requirements_are_those_of_the_project():
 
 
 def test_an_engine_is_found_by_its_interpreter():
-    found = gather_engine("cuda", str(cpu.engine_python()))
-    assert found["engine_packages"]["sglang"] == cpu.DEFAULT_VERSION
-    assert found["engine_generations"] == []
-    assert gather_engine("cuda", None)["engine_python"] == sys.executable
+    _, packages, error = read_engine("cuda", str(cpu.engine_python()))
+    assert packages["sglang"] == cpu.DEFAULT_VERSION
+    assert error is None
+    assert read_engine("cuda", None)[0] == sys.executable
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,17 @@ def test_an_interpreter_that_is_none(tmp_path, script, message):
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    assert message in gather_engine("cuda", str(program))["engine_error"]
+    _, packages, error = read_engine("cuda", str(program))
+    assert message in error
+    assert packages == {}
 
 
 def test_servers_of_a_test_are_in_use(engine):
-    in_use, left = find_servers()
     (watchdog,) = engine.servers
-    assert watchdog.pid in in_use
-    assert watchdog.pid not in left
+    found = find_servers()
+    assert str(watchdog.pid) not in found
+    if "None is left over" in found:
+        assert "; 0 in use" not in found
 
 
 def test_servers_that_nobody_looks_after():
@@ -110,52 +113,13 @@ def test_servers_that_nobody_looks_after():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(words, **pipes) as process:
         child_pid = int(process.stdout.readline())
-        in_use, left = find_servers()
+        found = find_servers()
         process.communicate()
-    assert process.pid in left
-    assert child_pid not in left
-    assert not {process.pid, child_pid} & set(in_use)
+    left = re.findall(r"\d+", found)
+    assert str(process.pid) in left
+    assert str(child_pid) not in left
 
 
-def test_a_model_folder(tiny_model_path):
-    found = gather_model(tiny_model_path)
-    assert str(found.folder) == tiny_model_path
-    assert found.model_type == "qwen2"
-    assert found.dtype == "float32"
-    assert found.has_tokenizer
-    assert found.has_chat_template
-    assert not found.missing_files
-    assert not found.pointer_files
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_a_folder_that_is_no_model(tmp_path, content):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    assert gather_model(str(tmp_path)).config_error
-
-
-def test_a_model_that_is_not_whole(tmp_path):
-    config = {"model_type": "x", "text_config": {"dtype": "bfloat16"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    weight_map = {"a": "1.safetensors", "b": "2.safetensors"}
-    index = {"weight_map": weight_map}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
-    (tmp_path / "1.safetensors").write_text(pointer)
-    found = gather_model(str(tmp_path))
-    assert found.dtype == "bfloat16"
-    assert found.missing_files == ["2.safetensors"]
-    assert found.pointer_files == ["1.safetensors"]
-    assert not found.has_tokenizer
-    assert not found.has_chat_template
-    (tmp_path / "2.safetensors").write_bytes(b"x" * 100)
-    (tmp_path / "chat_template.jinja").write_text("x")
-    found = gather_model(str(tmp_path))
-    assert found.missing_files == []
-    assert found.has_chat_template
-
-
-@pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "not a name at all"])
-def test_a_model_that_is_not_here(name):
-    assert gather_model(name).folder is None
+def test_a_model_folder(tiny_model_path, tmp_path):
+    assert str(find_model(tiny_model_path)) == tiny_model_path
+    assert find_model(str(tmp_path / "none")) is None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,44 +12,41 @@ from helpers.ray_cluster import address, ray_cluster
 
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.cli import main
-from torchrl_sglang.cli.doctor.ray_cluster import judge_cluster
+from torchrl_sglang.cli.doctor.checks import run_checks
+from torchrl_sglang.cli.doctor.ray_cluster import CLUSTER_CHECKS, Inspector
 
 NODE = {
-    "id": "a1",
     "address": "10.0.0.1",
     "name": "worker-1",
     "cpus": 8,
-    "ray_gpus": 2,
+    "gpus": 2,
     "unreached": [],
     "error": None,
     "python": "3.11.7",
     "package": "0.1.0",
-    "gpus": [["H200", 140 * 1024, 141 * 1024]],
+    "memory": [("H200", 140 * 1024, 141 * 1024)],
+    "sglang": "0.5.23",
     "engine_python": "/opt/bin/python",
     "engine_error": None,
-    "engine_packages": {"sglang": "0.5.23"},
-    "engine_generations": [],
-    "model_folder": "/shared/model",
-    "model_error": None,
-    "model_incomplete": False,
+    "has_model": True,
+    "model_problem": None,
 }
-CLUSTER = {
-    "ray": "2.60.0",
-    "device": "cuda",
-    "model": "/shared/model",
-    "engine_required": ">=0.5.15",
-    "nodes": [NODE, {**NODE, "id": "a2", "address": "10.0.0.2", "name": "worker-2"}],
-}
+SECOND = {**NODE, "address": "10.0.0.2", "name": "worker-2"}
 
 
-def judge(model: str = "/shared/model", device: str = "cuda", **second: Any) -> Any:
-    cluster = copy.deepcopy({**CLUSTER, "model": model, "device": device})
-    cluster["nodes"][1].update(second)
-    return judge_cluster(cluster)
+def judge(*nodes: Any, model: str = "/shared/model", device: str = "cuda") -> Any:
+    cluster = SimpleNamespace(
+        ray="2.60.0",
+        device=device,
+        model=model,
+        wanted=">=0.5.15",
+        nodes=[SimpleNamespace(**node) for node in nodes],
+    )
+    return run_checks(CLUSTER_CHECKS, cluster)
 
 
 def test_a_cluster_that_is_well():
-    findings = judge()
+    findings = judge(NODE, SECOND)
     assert {finding.level for finding in findings} == {"ok"}
     told = " ".join(finding.message for finding in findings)
     assert "Ray 2.60.0, 2 nodes, 4 GPUs." in told
@@ -64,33 +61,60 @@ def test_a_cluster_that_is_well():
         ({"error": "ModuleNotFoundError: torchrl_sglang"}, "problem", "ModuleNotFound"),
         ({"package": "0.2.0"}, "problem", "0.1.0 on 10.0.0.1; 0.2.0 on 10.0.0.2"),
         ({"python": "3.12.1"}, "problem", "3.12.1 on 10.0.0.2"),
-        ({"engine_packages": {}}, "problem", "/opt/bin/python has no sglang"),
-        ({"engine_packages": {"sglang": "0.5.20"}}, "warning", "0.5.20 on 10.0.0.2"),
-        ({"engine_packages": {"sglang": "0.4.0"}}, "warning", "not in >=0.5.15"),
+        ({"sglang": None}, "problem", "/opt/bin/python has no sglang"),
+        ({"sglang": "0.5.20"}, "warning", "0.5.20 on 10.0.0.2"),
+        ({"sglang": "0.4.0"}, "warning", "not in >=0.5.15"),
         ({"unreached": ["10.0.0.1"]}, "problem", "cannot connect to 10.0.0.1"),
-        ({"model_folder": None}, "problem", "/shared/model is not on 10.0.0.2"),
-        ({"model_error": "no config.json"}, "problem", "no config.json"),
-        ({"model_incomplete": True}, "problem", "weights are missing"),
+        ({"has_model": False}, "problem", "/shared/model is not on 10.0.0.2"),
+        ({"model_problem": "no config.json"}, "problem", "no config.json"),
     ],
 )
 def test_what_is_wrong_on_one_node(second, level, words):
-    found = [each for each in judge(**second) if each.level != "ok"]
+    found = judge(NODE, {**SECOND, **second})
+    found = [each for each in found if each.level != "ok"]
     assert level in {finding.level for finding in found}
     assert words in " ".join(finding.message for finding in found)
     assert all(finding.remedy for finding in found)
 
 
 def test_a_name_of_the_hub_may_be_downloaded():
-    found = [f for f in judge("owner/model", model_folder=None) if f.level != "ok"]
+    found = judge(NODE, {**SECOND, "has_model": False}, model="owner/model")
+    found = [each for each in found if each.level != "ok"]
     assert [finding.level for finding in found] == ["warning"]
     assert "downloads it" in found[0].remedy
 
 
 def test_servers_on_cpu_need_no_gpu():
-    nodes = [{**node, "ray_gpus": 0, "gpus": []} for node in CLUSTER["nodes"]]
-    found = judge_cluster({**CLUSTER, "nodes": nodes})
-    assert found[0].level == "problem"
-    assert judge_cluster({**CLUSTER, "nodes": nodes, "device": "cpu"})[0].level == "ok"
+    node = {**NODE, "gpus": 0, "memory": []}
+    assert judge(node)[0].level == "problem"
+    assert judge(node, device="cpu")[0].level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({}, "config.json"),
+        ({"config.json": "[]"}, "no JSON object"),
+        (
+            {"config.json": "{}", "x.index.json": '{"weight_map": {"a": "b"}}'},
+            "weights are missing",
+        ),
+    ],
+)
+def test_what_an_actor_finds_of_a_model(tmp_path, files, problem):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    found = Inspector().look([], "cuda", "/none", str(tmp_path))
+    assert problem in found["model_problem"]
+
+
+def test_an_actor_tells_whom_it_does_not_reach():
+    inspector = Inspector()
+    port = inspector.listen("127.0.0.1")
+    with inspector.listener:
+        others = [("127.0.0.1", port), ("127.0.0.2", 1)]
+        found = inspector.look(others, "cuda", "/none", None)
+    assert found["unreached"] == ["127.0.0.2"]
 
 
 @pytest.fixture

@@ -1,302 +1,250 @@
-"""From facts to findings: every case, written down."""
+"""What each check finds, on machines and folders that are made up for it."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
-from types import SimpleNamespace
+import resource
+import secrets
+import shutil
+import socket
+import tempfile
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchrl_sglang.backends.async_sglang import MAX_IN_FLIGHT
-from torchrl_sglang.cli.doctor import to_lines
-from torchrl_sglang.cli.doctor.findings import (
+from torchrl_sglang.backends.launch import cpu
+from torchrl_sglang.cli.doctor import checks, to_lines
+from torchrl_sglang.cli.doctor.checks import (
+    CHECKS,
     GIB,
     SOCKETS_WANTED,
     Finding,
     in_range,
-    judge,
+    run_checks,
 )
+from torchrl_sglang.cli.doctor.machine import GPUs, Machine, Required
 
-MODEL = SimpleNamespace(
-    name="m",
-    folder="/m",
-    config_error=None,
-    model_type="qwen2",
-    dtype="bfloat16",
-    has_tokenizer=True,
-    has_chat_template=True,
-    weight_bytes=GIB,
-    missing_files=[],
-    pointer_files=[],
-)
-
-TORCH = ("torch", ">=2.11,<3", "2.13.0+cpu", None)
-TORCHRL = ("torchrl", ">=0.14.1,<0.15", "0.14.1", None)
-
-HEALTHY = SimpleNamespace(
-    python="3.11.7",
-    requires_python=">=3.11,<3.13",
-    packages=[TORCH, TORCHRL],
-    device="cpu",
-    engine_python="/engine/bin/python",
-    engine_error=None,
-    engine_packages={"sglang": "0.5.23", "sglang-router": "0.3.2"},
-    engine_required=">=0.5.15,<0.6",
-    engine_generations=["0.5.20"],
-    visible_gpus=0,
-    cuda=None,
-    driver=None,
-    gpus=[],
-    peers=None,
-    environment={},
-    interfaces=("lo", "eth0"),
-    ports_free=198,
-    ephemeral=(32_768, 60_999),
-    shm_free=8 * GIB,
-    open_files=65_536,
-    temp_folder="/tmp",
-    temp_free=50 * GIB,
-    memory_free=16 * GIB,
-    cores=2,
-    servers=([7], []),
-    model=MODEL,
-)
-
-TWO_GPUS = {
-    "visible_gpus": 2,
-    "cuda": "13.0",
-    "driver": "580.1",
-    "gpus": (("H200", 142_000, 143_000), ("H200", 142_000, 143_000)),
-    "peers": True,
-}
+SGLANG = {"sglang": "0.5.23", "sglang-router": "0.3.2"}
+REQUIRED = Required("", {}, ">=0.5.15,<0.6")
+NO_GPU = GPUs()
+H200 = ("H200", 142_000, 143_000)
+TWO = GPUs(2, "13.0", peers=True, driver="580.1", memory=(H200, H200))
+Make = Callable[..., Machine]
 
 
-def change(**fields: Any) -> SimpleNamespace:
-    """Returns the healthy facts with some fields changed."""
-    return SimpleNamespace(**{**vars(HEALTHY), **fields})
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Returns a function that makes up a machine."""
+
+    def make(
+        *,
+        memory_free: int | None = 16 * GIB,
+        outgoing: str = "32768\t60999",
+        answer: str = json.dumps(SGLANG),
+        required: Required = REQUIRED,
+        gpus: GPUs = NO_GPU,
+        **fields: Any,
+    ) -> Machine:
+        ports = tmp_path / "sys/net/ipv4/ip_local_port_range"
+        ports.parent.mkdir(parents=True, exist_ok=True)
+        ports.write_text(outgoing)
+        if memory_free is not None:
+            text = f"MemTotal: 9 kB\nMemAvailable: {memory_free >> 10} kB\n"
+            (tmp_path / "meminfo").write_text(text)
+        python = tmp_path / "bin" / "python"
+        python.parent.mkdir(exist_ok=True)
+        python.write_text(f"#!/bin/sh\necho '{answer}'\n")
+        python.chmod(0o755)
+        (tmp_path / "sglang-0.5.20").mkdir(exist_ok=True)
+        own: dict[str, Any] = {
+            "device": "cuda" if gpus.visible else "cpu",
+            "python": str(python),
+            "environment": {},
+            "proc": tmp_path,
+        }
+        return Machine(gpus=gpus, required=required, **{**own, **fields})
+
+    return make
 
 
-def on_gpus(**fields: Any) -> SimpleNamespace:
-    return change(**{**TWO_GPUS, "device": "cuda", **fields})
+def of(name: str, machine: Machine) -> list[Finding]:
+    """Returns what one check finds."""
+    return run_checks([getattr(checks, name)], machine)
 
 
-def environment(**variables: str) -> SimpleNamespace:
-    return change(environment=variables)
-
-
-def model(**fields: Any) -> SimpleNamespace:
-    return change(model=SimpleNamespace(**{**vars(MODEL), **fields}))
-
-
-def not_ok(facts: SimpleNamespace) -> list[Finding]:
-    return [finding for finding in judge(facts) if finding.level != "ok"]
+def not_ok(name: str, machine: Machine) -> list[Finding]:
+    return [finding for finding in of(name, machine) if finding.level != "ok"]
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("name", "fields"),
     [
-        HEALTHY,
-        change(model=None),
-        on_gpus(),
-        on_gpus(gpus=(), driver=None),
-        on_gpus(visible_gpus=1, peers=None),
-        environment(NCCL_CUMEM_ENABLE="0", NCCL_P2P_DISABLE="0", NCCL_DEBUG="INFO"),
-        environment(NCCL_SOCKET_IFNAME="eth", GLOO_SOCKET_IFNAME="lo"),
-        environment(NCCL_SOCKET_IFNAME="^docker"),
-        environment(NCCL_SOCKET_IFNAME="=eth0,lo"),
-        environment(http_proxy="http://p:1", no_proxy="x, localhost,127.0.0.1"),
-        environment(http_proxy="http://p:1", NO_PROXY="*"),
-        environment(https_proxy="http://p:1"),
-        change(ephemeral=None),
-        change(open_files=math.inf),
-        change(memory_free=None),
+        ("_python", {}),
+        ("_packages", {"required": Required("", {"torch": ">=2.11,<3"}, "")}),
+        ("_engine", {}),
+        ("_engine", {"device": "cuda"}),
+        ("_gpus", {}),
+        ("_gpus", {"gpus": TWO}),
+        ("_gpus", {"gpus": TWO._replace(memory=(), driver=None)}),
+        ("_gpus", {"gpus": TWO._replace(visible=1, peers=None)}),
+        ("_nccl", {}),
+        ("_nccl", {"environment": {"NCCL_CUMEM_ENABLE": "0", "NCCL_DEBUG": "INFO"}}),
+        ("_nccl", {"environment": {"NCCL_P2P_DISABLE": "0"}}),
+        ("_nccl", {"environment": {"NCCL_SOCKET_IFNAME": "l"}}),
+        ("_nccl", {"environment": {"GLOO_SOCKET_IFNAME": "lo"}}),
+        ("_nccl", {"environment": {"NCCL_SOCKET_IFNAME": "^docker"}}),
+        ("_nccl", {"environment": {"NCCL_SOCKET_IFNAME": "=lo,lo"}}),
+        ("_ports", {"outgoing": ""}),
+        ("_proxy", {"environment": {"no_proxy": "x"}}),
+        (
+            "_proxy",
+            {
+                "environment": {
+                    "http_proxy": "http://p:1",
+                    "no_proxy": "x, localhost,127.0.0.1",
+                }
+            },
+        ),
+        ("_proxy", {"environment": {"http_proxy": "http://p:1", "NO_PROXY": "*"}}),
+        ("_proxy", {"environment": {"https_proxy": "http://p:1"}}),
+        ("_memory", {}),
+        ("_memory", {"memory_free": None}),
+        ("_memory", {"memory_free": GIB, "gpus": TWO}),
+        ("_model", {}),
     ],
 )
-def test_what_is_as_it_should_be(facts):
-    assert not_ok(facts) == []
-    assert all(finding.remedy == "" for finding in judge(facts))
+def test_what_is_as_it_should_be(make, name, fields):
+    assert not_ok(name, make(**fields)) == []
+    assert all(finding.remedy == "" for finding in of(name, make(**fields)))
+
+
+NO_ROUTER = json.dumps({"sglang": "0.5.23"})
+OLD = json.dumps({**SGLANG, "sglang": "0.5.9"})
 
 
 @pytest.mark.parametrize(
-    ("facts", "level", "check", "message", "remedy"),
+    ("name", "fields", "level", "check", "message", "remedy"),
     [
         (
-            change(python="3.13.1"),
-            *("problem", "python", "3.13.1 is not in >=3.11,<3.13", "Make"),
+            *("_python", {"required": Required(">=9", {}, "")}),
+            *("problem", "python", " is not in >=9.", "Make"),
         ),
         (
-            change(packages=[TORCH, (*TORCHRL[:2], None, None)]),
-            *("problem", "torchrl", "not installed", '"torchrl>=0.14.1,<0.15"'),
+            *("_packages", {"required": Required("", {"no-such": ">=1,<2"}, "")}),
+            *("problem", "no-such", "not installed", '"no-such>=1,<2"'),
         ),
         (
-            change(packages=[(*TORCH[:2], "2.10.1", None), TORCHRL]),
-            *("problem", "torch", "2.10.1 is not in >=2.11,<3", "pip install"),
+            *("_packages", {"required": Required("", {"torch": ">=99"}, "")}),
+            *("problem", "torch", "is not in >=99", "pip install"),
         ),
         (
-            change(packages=[(*TORCH[:3], "OSError: no libcuda"), TORCHRL]),
-            *("problem", "torch", "OSError: no libcuda", "Install it again"),
+            *("_engine", {"answer": "{}"}),
+            *("problem", "engine", "/bin/python has no sglang", cpu.INSTALL_COMMAND),
         ),
         (
-            change(engine_error="There is no x.", engine_packages={}),
-            *("problem", "engine", "There is no x.", "launch.cpu.install"),
+            *("_engine", {"python": "/none"}),
+            *("problem", "engine", "/none does not tell", cpu.INSTALL_COMMAND),
         ),
         (
-            change(engine_packages={}),
-            *("problem", "engine", "/engine/bin/python has no sglang", "install"),
-        ),
-        (
-            change(engine_packages={"sglang": "0.5.9", "sglang-router": "1"}),
+            *("_engine", {"answer": OLD}),
             *("warning", "engine", "0.5.9 in", "Install a version"),
         ),
         (
-            change(engine_packages={"sglang": "0.5.23"}),
+            *("_engine", {"answer": NO_ROUTER}),
             *("warning", "router", "no sglang-router", "one server"),
         ),
         (
-            change(**{**TWO_GPUS, "visible_gpus": 0, "cuda": None}),
+            *("_gpus", {"gpus": TWO._replace(visible=0, cuda=None)}),
             *("warning", "gpu", "PyTorch is a build for CPU", "CUDA build"),
         ),
         (
-            change(**{**TWO_GPUS, "visible_gpus": 0}),
+            *("_gpus", {"gpus": TWO._replace(visible=0)}),
             *("warning", "gpu", "finds none", "CUDA_VISIBLE_DEVICES"),
         ),
         (
-            change(device="cuda"),
+            *("_gpus", {"device": "cuda"}),
             *("problem", "gpu", "no GPU", "--device cpu"),
         ),
         (
-            on_gpus(gpus=(("H200", 142_000, 143_000), ("H200", 9_000, 143_000))),
+            *("_gpus", {"gpus": TWO._replace(memory=(H200, ("H200", 9_000, 143_000)))}),
             *("warning", "gpu memory", "GPU 1 is", "--cuda-devices"),
         ),
         (
-            on_gpus(peers=False),
+            *("_gpus", {"gpus": TWO._replace(peers=False)}),
             *("warning", "gpu links", "cannot all copy", "nvidia-smi topo"),
         ),
         (
-            environment(NCCL_CUMEM_ENABLE="1"),
+            *("_nccl", {"environment": {"NCCL_CUMEM_ENABLE": "1"}}),
             *("warning", "nccl", "NCCL_CUMEM_ENABLE=1", "NCCL_CUMEM_ENABLE=0"),
         ),
         (
-            on_gpus(environment={"NCCL_CUMEM_ENABLE": "1"}),
+            *("_nccl", {"environment": {"NCCL_CUMEM_ENABLE": "1"}, "gpus": TWO}),
             *("problem", "nccl", "NCCL_CUMEM_ENABLE=1", "NCCL_CUMEM_ENABLE=0"),
         ),
         (
-            environment(NCCL_P2P_DISABLE="1"),
+            *("_nccl", {"environment": {"NCCL_P2P_DISABLE": "1"}}),
             *("warning", "nccl", "NCCL_P2P_DISABLE=1", "Unset NCCL_P2P_DISABLE"),
         ),
         (
-            environment(NCCL_SHM_DISABLE="1"),
+            *("_nccl", {"environment": {"NCCL_SHM_DISABLE": "1"}}),
             *("warning", "nccl", "NCCL_SHM_DISABLE=1", "Unset NCCL_SHM_DISABLE"),
         ),
         (
-            environment(NCCL_NVLS_ENABLE="2"),
+            *("_nccl", {"environment": {"NCCL_NVLS_ENABLE": "2"}}),
             *("warning", "nccl", "NCCL_NVLS_ENABLE=2", "Unset NCCL_NVLS_ENABLE"),
         ),
         (
-            environment(NCCL_SOCKET_IFNAME="ib0,eth0"),
-            *("problem", "nccl", "names ib0, and", "lo, eth0"),
+            *("_nccl", {"environment": {"NCCL_SOCKET_IFNAME": "none0,lo"}}),
+            *("problem", "nccl", "names none0, and", "choose from "),
         ),
         (
-            environment(GLOO_SOCKET_IFNAME="ib0"),
-            *("problem", "gloo", "GLOO_SOCKET_IFNAME names ib0", "Unset it"),
+            *("_nccl", {"environment": {"GLOO_SOCKET_IFNAME": "none0"}}),
+            *("problem", "gloo", "GLOO_SOCKET_IFNAME names none0", "Unset it"),
         ),
         (
-            change(ports_free=0),
-            *("problem", "ports", "0 of 200", "--port"),
-        ),
-        (
-            change(ports_free=60),
-            *("warning", "ports", "60 of 200", "servers that nobody needs"),
-        ),
-        (
-            change(ephemeral=(1024, 60_999)),
+            *("_ports", {"outgoing": "1024\t60999"}),
             *("warning", "ports", "from 1024 to 60999", "begin at 32000"),
         ),
         (
-            environment(HTTP_PROXY="http://me:secret@p:1", no_proxy="localhost"),
+            "_proxy",
+            {
+                "environment": {
+                    "HTTP_PROXY": "http://me:secret@p:1",
+                    "no_proxy": "localhost",
+                }
+            },
             *("warning", "proxy", "exempt 127.0.0.1.", "no_proxy=localhost,127.0.0.1."),
         ),
         (
-            environment(all_proxy="socks://p:1"),
+            *("_proxy", {"environment": {"all_proxy": "socks://p:1"}}),
             *("warning", "proxy", "all_proxy is set", "no_proxy=127.0.0.1,localhost."),
         ),
         (
-            change(shm_free=None),
-            *("warning", "/dev/shm", "0.00 GiB", "--shm-size"),
-        ),
-        (
-            change(shm_free=64 << 20),
-            *("warning", "/dev/shm", "0.06 GiB", "--shm-size"),
-        ),
-        (
-            change(open_files=1024),
-            *("warning", "open files", "limit is 1024", "ulimit -n 4096"),
-        ),
-        (
-            change(open_files=128),
-            *("problem", "open files", "limit is 128", "ulimit -n 4096"),
-        ),
-        (
-            change(temp_free=None),
-            *("problem", "temp", "Nothing can be written to /tmp", "TMPDIR"),
-        ),
-        (
-            change(temp_free=1 << 20),
-            *("warning", "temp", "0.00 GiB are free in /tmp", "TMPDIR"),
-        ),
-        (
-            change(temp_folder="/" + "x" * 90),
-            *("warning", "temp", "too long for sockets", "56 characters"),
-        ),
-        (
-            change(memory_free=GIB + (GIB >> 1)),
+            *("_memory", {"memory_free": GIB + (GIB >> 1)}),
             *("warning", "memory", "1.5 GiB", "2 GiB"),
         ),
         (
-            change(servers=([7], [5, 9])),
-            *("warning", "servers", "not look after: 5, 9.", "`kill 5 9`"),
+            *("_model", {"model": "no-such-owner/none"}),
+            *("warning", "model", "no-such-owner/none is neither", "downloaded"),
         ),
         (
-            model(name="a/b", folder=None),
-            *("warning", "model", "a/b is neither", "downloaded"),
-        ),
-        (
-            model(config_error="no file"),
-            *("problem", "model", "no usable config.json: no file", "Give"),
-        ),
-        (
-            model(weight_bytes=0),
-            *("problem", "weights", "missing: *.safetensors", "load_format=dummy"),
-        ),
-        (
-            model(missing_files=["a", "b", "c", "d"]),
-            *("problem", "weights", "missing: a, b, c.", "Complete the download"),
-        ),
-        (
-            model(pointer_files=["a.safetensors"]),
-            *("problem", "weights", "a.safetensors is a reference", "git lfs pull"),
-        ),
-        (
-            model(has_tokenizer=False),
-            *("warning", "tokenizer", "no tokenizer", "skip_tokenizer_init"),
-        ),
-        (
-            model(has_chat_template=False),
-            *("warning", "chat template", "no chat template", "Conversations"),
-        ),
-        (
-            model(weight_bytes=20 * GIB),
-            *("warning", "model size", "20.0 GiB, and 16.0 GiB", "tp_size"),
-        ),
-        (
-            on_gpus(model=model(weight_bytes=300 * GIB).model),
-            *("warning", "model size", "300.0 GiB, and 138.7 GiB", "tp_size"),
+            *("_model", {"model": "not a name at all"}),
+            *("warning", "model", "not a name at all is neither", "downloaded"),
         ),
     ],
 )
-def test_what_is_not(facts, level, check, message, remedy):
-    (finding,) = not_ok(facts)
+def test_what_is_not(make, name, fields, level, check, message, remedy):
+    (finding,) = not_ok(name, make(**fields))
+    expect(finding, level, check, message, remedy)
+
+
+def expect(finding: Finding, level: str, check: str, message: str, remedy: str) -> None:
     assert (finding.level, finding.check) == (level, check)
     assert message in finding.message
     assert remedy in finding.remedy
@@ -305,14 +253,200 @@ def test_what_is_not(facts, level, check, message, remedy):
     assert finding.remedy.endswith(".")
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [{"engine_packages": {}}, {"engine_error": "No.", "engine_packages": {}}],
-)
-def test_without_an_engine_on_gpus(engine):
-    (finding,) = not_ok(on_gpus(**engine))
+def test_a_package_that_is_broken(make, tmp_path, monkeypatch):
+    about = tmp_path / "broken_one-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: broken_one\nVersion: 1.0\n"
+    )
+    (tmp_path / "broken_one.py").write_text("raise OSError('no libcuda')")
+    monkeypatch.syspath_prepend(tmp_path)
+    required = Required("", {"broken_one": ">=1"}, "")
+    (finding,) = not_ok("_packages", make(required=required))
+    expect(finding, "problem", "broken_one", "OSError: no libcuda", "Install it again")
+
+
+def test_versions_beside_the_default_one_are_named(make):
+    (found, _) = of("_engine", make())
+    assert "SGLang 0.5.23, 0.5.20 for cpu in " in found.message
+    (found, _) = of("_engine", make(device="cuda"))
+    assert "SGLang 0.5.23 for cuda in " in found.message
+
+
+@pytest.mark.parametrize("fields", [{"answer": "{}"}, {"python": "/none"}])
+def test_without_an_engine_on_gpus(make, fields):
+    (finding,) = not_ok("_engine", make(device="cuda", **fields))
     assert finding.level == "problem"
-    assert "cpu.install" not in finding.remedy
+    assert cpu.INSTALL_COMMAND not in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("taken", "level", "message"),
+    [(200, "problem", "0 of 200"), (140, "warning", "60")],
+)
+def test_ports_that_are_taken(make, monkeypatch, taken, level, message):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        used, free = server.getsockname()[1], probe.getsockname()[1]
+        probe.close()
+        ports = itertools.chain([used] * taken, itertools.repeat(free))
+        monkeypatch.setattr(secrets, "choice", lambda _: next(ports))
+        (finding,) = not_ok("_ports", make())
+    expect(finding, level, "ports", message, "--port")
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "free", "message", "remedy"),
+    [
+        ("_shared_memory", "/dev/shm", 64 << 20, "0.06 GiB", "--shm-size"),
+        ("_shared_memory", "/dev/shm", None, "0.00 GiB", "--shm-size"),
+        ("_temp", "temp", 1 << 20, "0.00 GiB are free in ", "TMPDIR"),
+    ],
+)
+def test_folders_that_are_full(make, monkeypatch, name, check, free, message, remedy):
+    def usage(folder: str) -> Any:
+        if free is None:
+            raise OSError(folder)
+        return namedtuple("Usage", "free")(free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    (finding,) = not_ok(name, make())
+    expect(finding, "warning", check, message, remedy)
+
+
+@pytest.mark.parametrize(
+    ("folder", "level", "message", "remedy"),
+    [
+        ("/none", "problem", "Nothing can be written to /none", "TMPDIR"),
+        ("x" * 90, "warning", "too long for sockets", "56 characters"),
+    ],
+)
+def test_temporary_folders(make, tmp_path, monkeypatch, folder, level, message, remedy):
+    path = tmp_path / folder
+    if folder != "/none":
+        path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    (finding,) = not_ok("_temp", make())
+    expect(finding, level, "temp", message, remedy)
+
+
+@pytest.mark.parametrize(
+    ("limit", "level"),
+    [
+        (65_536, None),
+        (resource.RLIM_INFINITY, None),
+        (1024, "warning"),
+        (128, "problem"),
+    ],
+)
+def test_open_files(make, monkeypatch, limit, level):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    found = of("_open_files", make())
+    if level is None:
+        shown = math.inf if limit == resource.RLIM_INFINITY else limit
+        assert f"The limit is {shown};" in found[0].message
+        assert found[0].level == "ok"
+    else:
+        (finding,) = found
+        expect(finding, level, "open files", f"limit is {limit}", "ulimit -n 4096")
+
+
+def save_model(folder: Path, **files: str) -> str:
+    """Writes a whole model, some of whose files are others, or absent if empty."""
+    whole = {
+        "config.json": json.dumps({"model_type": "x", "text_config": {"dtype": "f"}}),
+        "model.safetensors": "weights",
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": json.dumps({"chat_template": "x"}),
+    }
+    folder.mkdir()
+    for name, content in (whole | files).items():
+        if content:
+            (folder / name).write_text(content)
+    return str(folder)
+
+
+INDEX = {"weight_map": {"a": "1", "b": "2", "c": "3", "d": "4"}}
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "level", "check", "message", "remedy"),
+    [
+        (
+            {"config.json": ""},
+            *("problem", "model", "no usable config.json: [Errno", "Give"),
+        ),
+        ({"config.json": "{"}, *("problem", "model", "no usable config", "Give")),
+        ({"config.json": "[]"}, *("problem", "model", "no JSON object", "Give")),
+        (
+            {"model.safetensors": ""},
+            *("problem", "weights", "missing: *.safetensors", "load_format=dummy"),
+        ),
+        (
+            {"x.index.json": json.dumps(INDEX)},
+            *("problem", "weights", "missing: 1, 2, 3.", "Complete the download"),
+        ),
+        (
+            {"model.safetensors": POINTER},
+            *("problem", "weights", "model.safetensors is a reference", "git lfs pull"),
+        ),
+        (
+            {"tokenizer.json": ""},
+            *("warning", "tokenizer", "no tokenizer", "skip_tokenizer_init"),
+        ),
+        (
+            {"tokenizer_config.json": ""},
+            *("warning", "chat template", "no chat template", "Conversations"),
+        ),
+    ],
+)
+def test_models_that_are_not_whole(
+    make, tmp_path, files, level, check, message, remedy
+):
+    model = save_model(tmp_path / "model", **files)
+    (finding,) = not_ok("_model", make(model=model))
+    expect(finding, level, check, message, remedy)
+
+
+def test_a_model_that_is_whole(make, tmp_path):
+    index = json.dumps({"weight_map": {"a": "model.safetensors"}})
+    files = {"tokenizer_config.json": "", "chat_template.jinja": "x"}
+    # One complete format is enough.
+    files |= {"x.index.json": index, "y.index.json": json.dumps(INDEX)}
+    model = save_model(tmp_path / "model", **files)
+    about, tokenizer = of("_model", make(model=model))
+    assert about.message.startswith("x of dtype f, ")
+    assert model in about.message
+    assert tokenizer.level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "message"),
+    [
+        (20 * GIB, {}, "20.0 GiB, and 16.0 GiB"),
+        (300 * GIB, {"gpus": TWO}, "300.0 GiB, and 138.7 GiB"),
+    ],
+)
+def test_models_that_are_too_large(make, tmp_path, size, fields, message):
+    model = save_model(tmp_path / "model")
+    with open(f"{model}/model.safetensors", "r+b") as file:
+        file.truncate(size)
+    (finding,) = not_ok("_model", make(model=model, **fields))
+    expect(finding, "warning", "model size", message, "tp_size")
+
+
+def test_a_check_of_somebody_else(make):
+    def look(machine: Machine) -> checks.Rows:
+        level = "warning" if machine.device == "cpu" else "ok"
+        yield level, "amx", "The processor has no AMX.", "Take another one."
+
+    findings = run_checks([*CHECKS, look], make())
+    assert findings[-1] == Finding(
+        "warning", "amx", "The processor has no AMX.", "Take another one."
+    )
+    (found,) = run_checks([look], make(gpus=TWO))
+    assert found.remedy == ""
 
 
 def test_sockets_are_those_of_an_engine():
@@ -320,10 +454,8 @@ def test_sockets_are_those_of_an_engine():
 
 
 def test_one_line_each():
-    facts = change(engine_error="One\nline.", engine_packages={})
-    lines = to_lines(judge(facts))
-    assert len(lines) == len(judge(facts))
-    assert not any("\n" in line or line.endswith(" ") for line in lines)
+    findings = [Finding("problem", "a", "One\nline.", "Do."), Finding("ok", "bc", "x")]
+    assert to_lines(findings) == ["problem  a   One line. Do.", "ok       bc  x"]
     assert to_lines([]) == []
 
 

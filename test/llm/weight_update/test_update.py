@@ -329,7 +329,7 @@ def test_meeting_point_that_is_taken(restored_engine, hf_model, tokenizer):
 
 
 def test_nothing_to_send(sender):
-    with pytest.raises(WeightSyncStateError, match="register the model"):
+    with pytest.raises(WeightSyncStateError, match="give the model that is trained"):
         sender.update_weights()
 
 
@@ -380,10 +380,14 @@ def test_what_is_no_engine(engine, words):
 def test_an_inference_wrapper_is_not_what_is_trained(engine, tokenizer):
     sender = SGLangWeightSyncScheme(engine).create_sender()
     wrapper = SGLangWrapper(engine, tokenizer=tokenizer)
-    words = "SGLangWrapper .*inference wrapper around a AsyncSGLang.*register_model"
+    words = (
+        "SGLangWrapper .*inference wrapper around a AsyncSGLang.*model that is trained"
+    )
     with pytest.raises(ConfigurationError, match=words):
         sender.update_weights(wrapper)
-    with pytest.raises(ConfigurationError, match=r"is the engine.*register_model"):
+    with pytest.raises(
+        ConfigurationError, match=r"is the engine.*model that is trained"
+    ):
         sender.update_weights(engine)
 
 
@@ -403,3 +407,23 @@ def test_server_that_dies(tiny_model_path, new_model):
             sender.update_weights()
         assert time.monotonic() - start < 60
         scheme.shutdown()
+
+
+def test_the_model_is_given_with_the_scheme(restored_engine, tokenizer):
+    model = make_tiny_model(tokenizer, seed=77)
+    scheme = SGLangWeightSyncScheme(restored_engine, model)
+    report = scheme.create_sender().update_weights()
+    assert report.version == restored_engine.weight_version
+    assert difference(restored_engine, model, tokenizer) < TOLERANCE
+    # It belongs to this process.
+    assert pickle.loads(pickle.dumps(scheme))._model is None
+    scheme.shutdown()
+
+
+def test_an_address_in_the_models_place():
+    """As TorchRL's schemes have it."""
+    url = "http://127.0.0.1:1"
+    scheme = SGLangWeightSyncScheme(url, "127.0.0.1", 29500)
+    assert (scheme.master_address, scheme.master_port) == ("127.0.0.1", 29500)
+    with pytest.raises(ConfigurationError, match="Give master_address once"):
+        SGLangWeightSyncScheme(url, "127.0.0.1", master_address="127.0.0.2")

@@ -91,7 +91,7 @@ def make_sglang_server(
         device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` where there is one.
         python: interpreter that has sglang installed. By default this one on CUDA, and
             on CPU that of the environment which
-            ``python -m torchrl_sglang.backends.launch.cpu.install`` made.
+            ``python -m torchrl_sglang.cli.cpu.install`` made.
         start_timeout: timeout for the start, in seconds.
         environment: variables to add to the server's environment, or to override. What
             a launcher of ranks (torchrun, accelerate, DeepSpeed, Slurm, MPI, Ray) set

@@ -1,8 +1,9 @@
 """``bench``: measures an engine beside what it is to be compared with.
 
-``models.py`` starts the engine, ``generation.py``, ``collectors.py`` and
-``transfer.py`` measure it, and this module decides on what and prints the results.
-``benchmarks/`` uses the same code.
+``models.py`` starts the engine; ``generation.py``, ``collectors.py`` and
+``transfer.py`` measure it, with the clock and the medians of ``timing.py``; this module
+decides on what, and prints the results. Our own scripts in ``benchmarks/`` measure with
+the same code, through ``measure.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchrl_sglang.cli.bench.models import BUILT_IN, Load, start_engine
@@ -226,36 +227,34 @@ def _measure(
         "load": dataclasses.asdict(load),
         **dict.fromkeys(ACTIONS),
     }
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "throughput": lambda: generation.measure_throughput(
+            engine,
+            load,
+            api_key=key,
+            wrapper=arguments.wrapper,
+            collector=arguments.collector,
+        ),
+        "latency": lambda: generation.measure_latency(engine, load, api_key=key),
+        "overhead": lambda: generation.measure_overhead(engine, load, api_key=key),
+        "collectors": lambda: collectors.measure_collectors(
+            engine,
+            load,
+            api_key=key,
+            in_flight=arguments.in_flight,
+            update_every=arguments.update_every,
+            pause_mode=arguments.pause_mode,
+        ),
+        "weights": lambda: transfer.measure_weights(
+            engine,
+            repeats=load.repeats,
+            bucket_bytes=arguments.bucket_bytes,
+            transport=arguments.transport,
+        ),
+    }
     for action in actions:
         print(f"Measuring {action} ...", file=sys.stderr, flush=True)
-        if action == "throughput":
-            report[action] = generation.measure_throughput(
-                engine,
-                load,
-                api_key=key,
-                wrapper=arguments.wrapper,
-                collector=arguments.collector,
-            )
-        elif action == "latency":
-            report[action] = generation.measure_latency(engine, load, api_key=key)
-        elif action == "overhead":
-            report[action] = generation.measure_overhead(engine, load, api_key=key)
-        elif action == "collectors":
-            report[action] = collectors.measure_collectors(
-                engine,
-                load,
-                api_key=key,
-                in_flight=arguments.in_flight,
-                update_every=arguments.update_every,
-                pause_mode=arguments.pause_mode,
-            )
-        else:
-            report[action] = transfer.measure_weights(
-                engine,
-                repeats=load.repeats,
-                bucket_bytes=arguments.bucket_bytes,
-                transport=arguments.transport,
-            )
+        report[action] = measures[action]()
     return report
 
 

@@ -26,6 +26,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_sglang.cli.bench import generation
 from torchrl_sglang.cli.bench.models import Load
+from torchrl_sglang.cli.bench.timing import Clock, Cost, speed, summarize
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.errors import CollectionTimeoutError
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -62,40 +63,7 @@ class Work:
     """Prompt and length of each response, a group's one after the other."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """What a client did, and what it needed for it."""
-
-    turns: int
-    """Responses."""
-    seconds: float
-    """Duration."""
-    processor_seconds: float
-    """Processor time of this process."""
-    tokens: int = 0
-    """Tokens that arrived."""
-    updates: int = 0
-    """Weight updates meanwhile."""
-    stale: float = 0.0
-    """Share of the tokens that are older than the bound, and masked."""
-
-
 Client = Callable[[Work], Awaitable[Cost]]
-
-
-class Clock:
-    """Measures time and processor time."""
-
-    def __init__(self) -> None:
-        self._start, self._spent = time.perf_counter(), time.process_time()
-
-    def stop(self, turns: int) -> Cost:
-        """Returns both since the start, for so many responses."""
-        return Cost(
-            turns=turns,
-            seconds=time.perf_counter() - self._start,
-            processor_seconds=time.process_time() - self._spent,
-        )
 
 
 class OwnLengths:
@@ -140,6 +108,20 @@ class Reward(Transform):  # type: ignore[misc] # TorchRL has no types.
 async def reward(conversation: Any, task: Any) -> float:
     """Does the same for plain functions."""
     return 1.0
+
+
+def make_env(
+    tokenizer: Any = None, turns: int = 1, env: EnvBase | None = None
+) -> EnvBase:
+    """Returns an environment with a reward, and with an end after so many turns.
+
+    By default it has one conversation, and its tokenizer is needed.
+    """
+    env = env or ChatEnv(batch_size=(1,), tokenizer=tokenizer)
+    for transform in (StepCounter(max_steps=turns), Reward()):
+        # The first call makes another environment.
+        env = env.append_transform(transform)
+    return env
 
 
 def measure_collectors(
@@ -232,7 +214,7 @@ class _Bench:
                     if number:
                         costs.setdefault(name, []).append(cost)
                 if number == 1:
-                    best = max(names, key=lambda name: _speed(costs[name]))
+                    best = max(names, key=lambda name: speed(costs[name]))
                     running = {best: running[best]} | clients
         return _summarize(costs)
 
@@ -254,9 +236,10 @@ class _Bench:
             buffer = _make_buffer(size)
             clock = Clock()
             buffer.extend(rollout(queries))
-            return replace(clock.stop(size), tokens=_count_tokens(buffer))
+            cost = clock.stop(size)
+            return replace(cost, tokens=_count_tokens(buffer))
 
-        return {"collector": _in_thread(collect)}
+        return {"collector": generation.in_thread(collect)}
 
     def _async_client(
         self, in_flight: int, update_every: float | None, *, environments: bool
@@ -272,8 +255,15 @@ class _Bench:
             way: dict[str, Any] = {"rewards": reward}
             if environments:
                 # A run makes them once; it is no part of a round.
-                envs = [self._make_env() for _ in range(min(in_flight, turns) + 1)]
-                way = {"env": lambda: envs.pop() if envs else self._make_env()}
+                envs = [
+                    make_env(self._engine.get_tokenizer())
+                    for _ in range(min(in_flight, turns) + 1)
+                ]
+                way = {
+                    "env": lambda: (
+                        envs.pop() if envs else make_env(self._engine.get_tokenizer())
+                    )
+                }
             collector = AsyncLLMCollector(
                 **way,
                 policy=policy,
@@ -291,7 +281,7 @@ class _Bench:
             with collector:
                 clock = Clock()
                 collector.start()
-                _fill(collector, buffer, turns, update_every)
+                fill(collector, buffer, turns, update_every)
                 cost = clock.stop(turns)
                 ages = collector.stats()["age"]
             return replace(
@@ -302,7 +292,7 @@ class _Bench:
                 / sum(ages.values()),
             )
 
-        return _in_thread(collect)
+        return generation.in_thread(collect)
 
     def _make_work(self, lengths: Sequence[int]) -> Work:
         """Returns new prompts, so that no client finds a cached prefix."""
@@ -329,13 +319,6 @@ class _Bench:
         text: str = tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def _make_env(self) -> EnvBase:
-        env: EnvBase = ChatEnv(batch_size=(1,), tokenizer=self._engine.get_tokenizer())
-        for transform in (StepCounter(max_steps=1), Reward()):
-            # The first call makes another environment.
-            env = env.append_transform(transform)
-        return env
-
     def _get_scheme(self) -> SGLangWeightSyncScheme:
         """Returns what sends a module of the served shapes with random weights."""
         if self._scheme is None:
@@ -355,11 +338,11 @@ class _Bench:
         return self._scheme
 
 
-def _fill(
+def fill(
     collector: AsyncLLMCollector,
     buffer: ReplayBuffer,
     turns: int,
-    update_every: float | None,
+    update_every: float | None = None,
 ) -> None:
     """Updates weights until a buffer has all turns."""
     start = time.monotonic()
@@ -387,38 +370,23 @@ def _count_tokens(buffer: ReplayBuffer) -> int:
     return sum(response.numel() for response in responses)
 
 
-def _in_thread(collect: Callable[[Work], Cost]) -> Client:
-    async def client(work: Work) -> Cost:
-        return await asyncio.to_thread(collect, work)
-
-    return client
-
-
 def _raw_client(client: generation.Client) -> Client:
     async def timed(work: Work) -> Cost:
         clock = Clock()
         tokens = await client(work.requests)
-        return replace(clock.stop(len(work.requests)), tokens=tokens)
+        return clock.stop(len(work.requests), tokens)
 
     return timed
 
 
-def _speed(costs: Sequence[Cost]) -> float:
-    return statistics.median(cost.tokens / cost.seconds for cost in costs)
-
-
 def _summarize(costs: dict[str, list[Cost]]) -> dict[str, dict[str, float]]:
     """Returns medians, and ratios to the best raw client."""
-    best = max(_speed(found) for name, found in costs.items() if name.startswith("raw"))
     return {
         name: {
-            "tokens": found[-1].tokens,
-            "tokens_per_second": _speed(found),
-            "ratio": _speed(found) / best,
-            "processor_ms": 1e3
-            * statistics.median(cost.processor_seconds / cost.turns for cost in found),
-            "updates": statistics.median(cost.updates for cost in found),
-            "stale": statistics.median(cost.stale for cost in found),
+            "tokens": costs[name][-1].tokens,
+            **values,
+            "updates": statistics.median(cost.updates for cost in costs[name]),
+            "stale": statistics.median(cost.stale for cost in costs[name]),
         }
-        for name, found in costs.items()
+        for name, values in summarize(costs).items()
     }

@@ -11,8 +11,6 @@ import asyncio
 import itertools
 import math
 import random
-import statistics
-import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +20,7 @@ import aiohttp
 import msgspec
 
 from torchrl_sglang.cli.bench.models import Load
+from torchrl_sglang.cli.bench.timing import Clock, Cost, percentile, speed, summarize
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ TAIL = 64
 BATCHES = 4
 """Synchronous batches that :func:`measure_overhead` divides a round into."""
 
+S = TypeVar("S")
 T = TypeVar("T")
 Requests = list[tuple[list[int], int]]
 """Prompts, and how many tokens each response has."""
@@ -70,10 +70,7 @@ def measure_throughput(
     more = [name for name, measured in wanted.items() if measured]
     names = ("raw", "engine", *more)
     rounds = asyncio.run(_run_rounds(engine, load, names, _time_batches, api_key))
-    found = {
-        name: statistics.median(speed for speed, _ in values)
-        for name, values in rounds.items()
-    }
+    found = {name: speed(costs) for name, costs in rounds.items()}
     found["ratio"] = found["engine"] / found["raw"]
     for name in more:
         found[f"{name}_ratio"] = found[name] / found["raw"]
@@ -96,18 +93,11 @@ def measure_overhead(
     rounds = asyncio.run(
         _run_rounds(engine, load, names, _time_batches, api_key, lengths)
     )
-    found = {
-        name: {
-            "tokens_per_second": statistics.median(speed for speed, _ in values),
-            "processor_ms": statistics.median(spent for _, spent in values),
-        }
-        for name, values in rounds.items()
+    return {
+        "clients": summarize(rounds),
+        "tokens": sum(lengths),
+        "shortest": min(lengths),
     }
-    raw = (row for name, row in found.items() if name.startswith("raw"))
-    best = max(row["tokens_per_second"] for row in raw)
-    for values in found.values():
-        values["ratio"] = values["tokens_per_second"] / best
-    return {"clients": found, "tokens": sum(lengths), "shortest": min(lengths)}
 
 
 def measure_latency(
@@ -132,14 +122,13 @@ def measure_latency(
 
 async def _time_batches(
     client: Client, requests: Requests, load: Load, _warmup: bool
-) -> list[tuple[float, float]]:
-    """Returns tokens per second, and milliseconds of processor time for a request."""
+) -> list[Cost]:
+    """Returns what all requests cost."""
     callers = min(load.concurrency, load.prompts)
     shares = [requests[first::callers] for first in range(callers)]
-    start, spent = time.perf_counter(), time.process_time()
+    clock = Clock()
     tokens = sum(await asyncio.gather(*map(client, shares)))
-    seconds, spent = time.perf_counter() - start, time.process_time() - spent
-    return [(tokens / seconds, 1e3 * spent / len(requests))]
+    return [clock.stop(len(requests), tokens)]
 
 
 async def _time_requests(
@@ -151,9 +140,9 @@ async def _time_requests(
 
     async def call() -> None:
         for request in waiting:
-            start = time.perf_counter()
+            clock = Clock()
             await client([request])
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock.stop(1).seconds)
 
     await asyncio.gather(*(call() for _ in range(load.concurrency)))
     return seconds
@@ -214,6 +203,7 @@ def long_tailed(load: Load) -> list[int]:
     """Returns lengths of responses, log-normal, from 1/64 of the longest on.
 
     Examples:
+        >>> import statistics
         >>> lengths = long_tailed(Load(prompts=1024, new_tokens=2048))
         >>> min(lengths), statistics.median(lengths), max(lengths)
         (32, 265.5, 2048)
@@ -223,13 +213,6 @@ def long_tailed(load: Load) -> list[int]:
     middle, spread = math.log(longest * shortest) / 2, math.log(longest / shortest) / 4
     drawn = (source.lognormvariate(middle, spread) for _ in range(load.prompts))
     return [round(min(max(length, shortest), longest)) for length in drawn]
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value that so many percent do not exceed."""
-    ordered = sorted(values)
-    rank = -(-len(ordered) * percent // 100)
-    return ordered[max(int(rank), 1) - 1]
 
 
 def raw_names(engine: AsyncSGLang) -> list[str]:
@@ -333,10 +316,7 @@ def _wrapper_client(engine: AsyncSGLang, load: Load) -> Client:
         responses = result.get(("tokens", "response"), as_list=True)
         return sum(response.numel() for response in responses)
 
-    async def client(requests: Requests) -> int:
-        return await asyncio.to_thread(generate, requests)
-
-    return client
+    return in_thread(generate)
 
 
 def _collector_client(engine: AsyncSGLang, load: Load) -> Client:
@@ -348,8 +328,14 @@ def _collector_client(engine: AsyncSGLang, load: Load) -> Client:
         responses = batch.get(("tokens", "response"), as_list=True)
         return sum(response.numel() for response in responses)
 
-    async def client(requests: Requests) -> int:
-        return await asyncio.to_thread(collect, requests)
+    return in_thread(collect)
+
+
+def in_thread(function: Callable[[S], T]) -> Callable[[S], Awaitable[T]]:
+    """Makes a coroutine of a function that blocks."""
+
+    async def client(work: S) -> T:
+        return await asyncio.to_thread(function, work)
 
     return client
 

@@ -12,13 +12,13 @@ import statistics
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from torchrl_sglang.cli.bench.timing import median_seconds
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 from torchrl_sglang.weight_update.transports.base import BUCKET_BYTES
@@ -161,7 +161,7 @@ def limit_of_gloo(num_bytes: int, repeats: int) -> float:
                 group.broadcast([flat], dist.BroadcastOptions()).wait()
                 group.barrier().wait()
 
-            seconds = _median_seconds(broadcast, repeats)
+            seconds = median_seconds(broadcast, repeats)
             other.wait(GLOO_SECONDS)
         finally:
             other.kill()
@@ -179,14 +179,4 @@ def limit_of_gpus(num_bytes: int, repeats: int, *, target: int) -> float:
         torch.cuda.synchronize(0)
         torch.cuda.synchronize(target)
 
-    return _median_seconds(copy, repeats)
-
-
-def _median_seconds(function: Callable[[], None], repeats: int) -> float:
-    """Returns the median duration of some calls; one before them does not count."""
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+    return median_seconds(copy, repeats)

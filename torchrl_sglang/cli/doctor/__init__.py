@@ -1,7 +1,7 @@
 """``doctor``: finds what keeps this machine from working, and says what to do.
 
-``facts.py`` reads the machine, ``findings.py`` judges the facts, and this module prints
-the findings.
+``checks.py`` has the checks of a machine and ``ray_cluster.py`` those of a cluster;
+``machine.py`` looks at what several of them need, and this module prints the findings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_sglang.cli.options import Parser
 
 if TYPE_CHECKING:
-    from torchrl_sglang.cli.doctor.findings import Finding
+    from torchrl_sglang.cli.doctor.checks import Finding
 
 DESCRIPTION = """\
 Checks this Python and its packages, SGLang's Python, GPUs, variables of NCCL, the
@@ -74,14 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find(address: str | None, options: dict[str, str | None]) -> list[Finding]:
-    if address is not None:
-        from torchrl_sglang.cli.doctor.ray_cluster import gather_cluster, judge_cluster
+    from torchrl_sglang.cli.doctor.checks import CHECKS, run_checks
+    from torchrl_sglang.cli.doctor.machine import Machine
 
-        return judge_cluster(gather_cluster(address, **options))
-    from torchrl_sglang.cli.doctor.facts import gather
-    from torchrl_sglang.cli.doctor.findings import judge
+    if address is None:
+        return run_checks(CHECKS, Machine.here(**options))
+    from torchrl_sglang.cli.doctor.ray_cluster import CLUSTER_CHECKS, look_at_cluster
 
-    return judge(gather(**options))
+    return run_checks(CLUSTER_CHECKS, look_at_cluster(address, **options))
 
 
 def to_lines(findings: Sequence[tuple[str, ...]]) -> list[str]:

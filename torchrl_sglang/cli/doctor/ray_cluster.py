@@ -1,7 +1,7 @@
-"""Facts about a Ray cluster, and what they mean for servers on it.
+"""The checks of a Ray cluster.
 
-An actor without a CPU on each node reads the facts of its node and tries to reach the
-others, as a server and a sender of weights would. Each question may fail by itself.
+An actor without a CPU on each node looks at it and tries to reach the others, as a
+server and a sender of weights would. Each question may fail by itself.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 import platform
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from torchrl_sglang.cli.doctor.facts import (
-    gather_engine,
-    gather_gpus,
-    gather_model,
+from torchrl_sglang.cli.doctor.checks import INSTALL, in_range
+from torchrl_sglang.cli.doctor.machine import (
+    Rows,
+    find_model,
+    missing_files,
+    read_engine,
+    read_gpus,
+    read_json,
     read_requirements,
 )
-from torchrl_sglang.cli.doctor.findings import INSTALL, Finding, Rows, in_range
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 
 START_SECONDS = 60.0
@@ -28,61 +33,75 @@ START_SECONDS = 60.0
 REACH_SECONDS = 5.0
 """Timeout for a connection from node to node."""
 
-Node = dict[str, Any]
-"""Facts about one node."""
+AT_ONCE = 64
+"""Connections that a node tries at the same time."""
+
+SAME = "Install the same version on every node."
+Cluster = SimpleNamespace
+"""What :func:`look_at_cluster` returns."""
 
 
 class Inspector:
     """The actor on a node."""
 
-    def __init__(self) -> None:
-        self._listener: socket.socket | None = None
+    listener: socket.socket
 
     def listen(self, address: str) -> int:
         """Listens on the node's address; returns the port."""
-        self._listener = socket.create_server((address, 0), backlog=1024)
-        return int(self._listener.getsockname()[1])
+        self.listener = socket.create_server((address, 0), backlog=1024)
+        return int(self.listener.getsockname()[1])
 
-    def reach(self, others: Sequence[tuple[str, int]]) -> list[str]:
-        """Returns the addresses that this node cannot connect to."""
-        lost = []
-        for address in others:
-            try:
-                socket.create_connection(address, REACH_SECONDS).close()
-            except OSError:
-                lost.append(address[0])
-        return lost
-
-    def facts(self, device: str, python: str | None, model: str | None) -> Node:
-        """Returns what is installed on the node, its GPUs, and where the model is."""
+    def look(
+        self,
+        others: Sequence[tuple[str, int]],
+        device: str,
+        python: str | None,
+        model: str | None,
+    ) -> dict[str, Any]:
+        """Returns what is on the node, and which others it cannot connect to."""
         from torchrl_sglang import __version__
 
-        gpus = gather_gpus()["gpus"]
-        about = None if model is None else gather_model(model)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            reached = list(pool.map(_can_connect, others))
+        folder = None if model is None else find_model(model)
+        interpreter, packages, error = read_engine(device, python)
         return {
+            "error": None,  # why it does not answer
+            "unreached": [
+                host for (host, _), ok in zip(others, reached, strict=True) if not ok
+            ],
             "python": platform.python_version(),
             "package": __version__,
-            # Name, free MiB, total MiB
-            "gpus": [list(gpu) for gpu in gpus],
-            **gather_engine(device, python),
-            "model_folder": None if about is None else _text(about.folder),
-            "model_error": None if about is None else about.config_error,
-            "model_incomplete": bool(getattr(about, "missing_files", None)),
+            "memory": read_gpus().memory,
+            "sglang": packages.get("sglang"),
+            "engine_python": interpreter,
+            "engine_error": error,
+            "has_model": folder is not None,
+            "model_problem": None if folder is None else _problem(folder),
         }
 
 
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
+def _can_connect(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, REACH_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
-def gather_cluster(
-    address: str,
-    *,
-    model: str | None = None,
-    python: str | None = None,
-    device: str | None = None,
-) -> dict[str, Any]:
-    """Returns the facts about every node of a cluster.
+def _problem(folder: Path) -> str | None:
+    """Returns why a model cannot be loaded."""
+    try:
+        read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "weights are missing" if missing_files(folder) else None
+
+
+def look_at_cluster(
+    address: str, *, model: str | None, python: str | None, device: str | None
+) -> Cluster:
+    """Returns what was found on every node of a cluster.
 
     Raises:
         ConfigurationError: if Ray is not installed.
@@ -92,42 +111,33 @@ def gather_cluster(
     if model is not None and Path(model).is_dir():
         model = str(Path(model).resolve())
     alive = [node for node in ray.nodes() if node["Alive"]]
-    if device is None:
-        device = "cuda" if any(_gpus(node) for node in alive) else "cpu"
-    found: list[Node] = [
-        {
-            "id": node["NodeID"],
-            "address": node["NodeManagerAddress"],
-            "name": node["NodeManagerHostname"],
-            "cpus": int(node["Resources"].get("CPU", 0)),
-            "ray_gpus": _gpus(node),
-        }
+    nodes = [
+        SimpleNamespace(
+            address=node["NodeManagerAddress"],
+            name=node["NodeManagerHostname"],
+            cpus=int(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
+        )
         for node in alive
     ]
-    actors = [_start(ray, node) for node in found]
-    ports = _ask(
-        ray, [a.listen.remote(n["address"]) for a, n in zip(actors, found, strict=True)]
-    )
-    listening = [
-        (node["address"], port)
-        for node, port in zip(found, ports, strict=True)
-        if isinstance(port, int)
-    ]
-    lost = _ask(ray, [actor.reach.remote(listening) for actor in actors])
-    facts = _ask(ray, [actor.facts.remote(device, python, model) for actor in actors])
-    for node, unreached, own in zip(found, lost, facts, strict=True):
-        node["unreached"] = unreached if isinstance(unreached, list) else []
-        node["error"] = own if isinstance(own, str) else None
-        node.update(own if isinstance(own, Mapping) else {})
+    device = device or ("cuda" if any(node.gpus for node in nodes) else "cpu")
+    actors = [_start(ray, node["NodeID"]) for node in alive]
+    pairs = zip(actors, nodes, strict=True)
+    ports = _ask(ray, [actor.listen.remote(node.address) for actor, node in pairs])
+    found = zip(nodes, ports, strict=True)
+    others = [(node.address, port) for node, port in found if isinstance(port, int)]
+    looks = [actor.look.remote(others, device, python, model) for actor in actors]
+    for node, seen in zip(nodes, _ask(ray, looks), strict=True):
+        vars(node).update({"error": seen} if isinstance(seen, str) else seen)
     for actor in actors:
         ray.kill(actor)
-    return {
-        "ray": ray.__version__,
-        "device": device,
-        "model": model,
-        "engine_required": read_requirements()[2],
-        "nodes": found,
-    }
+    return Cluster(
+        ray=ray.__version__,
+        device=device,
+        model=model,
+        wanted=read_requirements().sglang,  # supported versions
+        nodes=nodes,
+    )
 
 
 def _connect(address: str) -> Any:
@@ -140,7 +150,10 @@ def _connect(address: str) -> Any:
         ) from error
     if not ray.is_initialized():
         try:
-            _check_listens(address)
+            # Where nobody listens, Ray would wait two minutes.
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit() and "/" not in host:
+                socket.create_connection((host, int(port)), REACH_SECONDS).close()
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
@@ -151,21 +164,10 @@ def _connect(address: str) -> Any:
     return ray
 
 
-def _check_listens(address: str) -> None:
-    """Raises OSError if nobody is there, for which Ray would wait two minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "/" not in host:
-        socket.create_connection((host, int(port)), REACH_SECONDS).close()
-
-
-def _gpus(node: Mapping[str, Any]) -> int:
-    return int(node["Resources"].get("GPU", 0))
-
-
-def _start(ray: Any, node: Node) -> Any:
+def _start(ray: Any, node: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    strategy = NodeAffinitySchedulingStrategy(node["id"], soft=False)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(num_cpus=0, scheduling_strategy=strategy)(Inspector).remote()
 
 
@@ -183,120 +185,97 @@ def _ask(ray: Any, calls: Sequence[Any]) -> list[Any]:
     return answers
 
 
-def judge_cluster(cluster: Mapping[str, Any]) -> list[Finding]:
-    """Returns all findings about the facts of :func:`gather_cluster`. Pure."""
-    checks = (_nodes, _packages, _engines, _reach, _models)
-    findings = [Finding(*row) for check in checks for row in check(cluster)]
-    return [each._replace(remedy="") if each[0] == "ok" else each for each in findings]
-
-
-def _answered(cluster: Mapping[str, Any]) -> list[Node]:
-    return [node for node in cluster["nodes"] if node["error"] is None]
-
-
-def _nodes(cluster: Mapping[str, Any]) -> Rows:
-    nodes = cluster["nodes"]
-    gpus = sum(node["ray_gpus"] for node in nodes)
-    message = f"Ray {cluster['ray']}, {len(nodes)} nodes, {gpus} GPUs."
-    if cluster["device"] == "cuda" and not gpus:
-        yield "problem", "ray", message, "Start nodes with GPUs, or give --device cpu."
-    else:
-        yield "ok", "ray", message
-    for node in nodes:
-        check = f"node {node['address']}"
-        if node["error"] is not None:
-            message = f"It does not answer: {node['error']}."
+def _nodes(cluster: Cluster) -> Rows:
+    gpus = sum(node.gpus for node in cluster.nodes)
+    level = "problem" if cluster.device == "cuda" and not gpus else "ok"
+    message = f"Ray {cluster.ray}, {len(cluster.nodes)} nodes, {gpus} GPUs."
+    yield level, "ray", message, "Start nodes with GPUs, or give --device cpu."
+    for node in cluster.nodes:
+        check = f"node {node.address}"
+        if node.error is not None:
             remedy = "Install this package there, for the Python that runs Ray."
-            yield "problem", check, message, remedy
+            yield "problem", check, f"It does not answer: {node.error}.", remedy
             continue
-        free = [f"{n} {f / 1024:.0f} of {t / 1024:.0f} GiB" for n, f, t in node["gpus"]]
-        about = f"{node['name']}, {node['cpus']} CPUs, {node['ray_gpus']} GPUs"
+        free = [f"{n} {f / 1024:.0f} of {t / 1024:.0f} GiB" for n, f, t in node.memory]
+        about = f"{node.name}, {node.cpus} CPUs, {node.gpus} GPUs"
         yield "ok", check, f"{about}{''.join(f', {each} free' for each in free)}."
 
 
-def _packages(cluster: Mapping[str, Any]) -> Rows:
-    rows = (("package", "torchrl_sglang", "package"), ("python", "Python", "python"))
-    for check, name, key in rows:
-        versions = _by(_answered(cluster), lambda node, key=key: node[key])
+def _packages(cluster: Cluster) -> Rows:
+    for check, name in (("package", "torchrl_sglang"), ("python", "Python")):
+        versions = _by(cluster, check)
         if len(versions) > 1:
-            remedy = "Install the same version on every node."
-            yield "problem", check, f"{name} is {_tell(versions)}.", remedy
+            yield "problem", check, f"{name} is {_tell(versions)}.", SAME
         elif versions:
             yield "ok", check, f"{name} {next(iter(versions))} on every node."
 
 
-def _engines(cluster: Mapping[str, Any]) -> Rows:
-    missing = False
+def _engines(cluster: Cluster) -> Rows:
+    install = INSTALL[cluster.device]
     for node in _answered(cluster):
-        if node["engine_packages"].get("sglang") is None:
-            missing = True
-            python = node["engine_python"]
-            message = node["engine_error"] or f"{python} has no sglang."
-            install = INSTALL[cluster["device"]]
+        if node.sglang is None:
+            message = node.engine_error or f"{node.engine_python} has no sglang."
             remedy = f"Name an interpreter with --python, or {install} there."
-            yield "problem", f"node {node['address']}", message, remedy
-    nodes = [n for n in _answered(cluster) if n["engine_packages"].get("sglang")]
-    versions = _by(nodes, lambda node: node["engine_packages"]["sglang"])
+            yield "problem", f"node {node.address}", message, remedy
+    versions = _by(cluster, "sglang")
+    missing = versions.pop(None, [])
     if len(versions) > 1:
-        remedy = "Install the same version on every node."
-        yield "warning", "engine", f"SGLang is {_tell(versions)}.", remedy
-    wanted = cluster["engine_required"]
+        yield "warning", "engine", f"SGLang is {_tell(versions)}.", SAME
+    wanted = cluster.wanted
     for version, addresses in versions.items():
         if not in_range(version, wanted):
             message = f"SGLang {version} on {', '.join(addresses)} is not in {wanted}."
             yield "warning", "engine", message, "Install a version that is."
         elif len(versions) == 1 and not missing:
-            pythons = _by(nodes, lambda node: node["engine_python"])
+            pythons = _by(cluster, "engine_python")
             where = next(iter(pythons)) if len(pythons) == 1 else _tell(pythons)
             yield "ok", "engine", f"SGLang {version} on every node, in {where}."
 
 
-def _reach(cluster: Mapping[str, Any]) -> Rows:
-    found = False
-    for node in _answered(cluster):
-        if node["unreached"]:
-            found = True
-            message = f"It cannot connect to {', '.join(node['unreached'])}."
-            remedy = "Open all TCP ports between the nodes of the cluster."
-            yield "problem", f"node {node['address']}", message, remedy
-    if not found and len(cluster["nodes"]) > 1:
+def _network(cluster: Cluster) -> Rows:
+    cut_off = [node for node in _answered(cluster) if node.unreached]
+    for node in cut_off:
+        message = f"It cannot connect to {', '.join(node.unreached)}."
+        remedy = "Open all TCP ports between the nodes of the cluster."
+        yield "problem", f"node {node.address}", message, remedy
+    if not cut_off and len(cluster.nodes) > 1:
         yield "ok", "network", "Each node reaches the others."
 
 
-def _models(cluster: Mapping[str, Any]) -> Rows:
-    model, nodes = cluster["model"], _answered(cluster)
-    if model is None:
+def _model(cluster: Cluster) -> Rows:
+    if (model := cluster.model) is None:
         return
-    folders = _by(nodes, lambda node: node["model_folder"])
-    absent = folders.pop(None, [])
-    if absent:
-        is_path = model.startswith((".", "/", "~"))
-        level = "problem" if is_path or folders else "warning"
-        message = f"{model} is not on {', '.join(absent)}."
-        remedy = "Give a folder that all nodes share, or a name of the hub."
-        if not is_path:
-            remedy = "Each node downloads it at the first start; or share a folder."
-            level = "warning"
-        yield level, "model", message, remedy
-    for node in nodes:
-        problem = node["model_error"]
-        if problem is None and node["model_incomplete"]:
-            problem = "weights are missing"
-        if problem is not None:
-            message = f"{model} cannot be loaded there: {problem}."
-            remedy = "Give the folder that a model was saved to."
-            yield "problem", f"node {node['address']}", message, remedy
+    absent = [node.address for node in _answered(cluster) if not node.has_model]
     if not absent:
         yield "ok", "model", f"{model} is on every node."
+    elif model.startswith((".", "/", "~")):
+        remedy = "Give a folder that all nodes share, or a name of the hub."
+        yield "problem", "model", f"{model} is not on {', '.join(absent)}.", remedy
+    else:
+        remedy = "Each node downloads it at the first start; or share a folder."
+        yield "warning", "model", f"{model} is not on {', '.join(absent)}.", remedy
+    for node in _answered(cluster):
+        if node.model_problem is not None:
+            message = f"{model} cannot be loaded there: {node.model_problem}."
+            remedy = "Give the folder that a model was saved to."
+            yield "problem", f"node {node.address}", message, remedy
 
 
-def _by(nodes: Iterable[Node], key: Any) -> dict[Any, list[str]]:
-    """Returns the nodes' addresses by something that they have."""
+def _answered(cluster: Cluster) -> list[SimpleNamespace]:
+    return [node for node in cluster.nodes if node.error is None]
+
+
+def _by(cluster: Cluster, name: str) -> dict[Any, list[str]]:
+    """Returns the addresses of the nodes by something that was found there."""
     found: dict[Any, list[str]] = {}
-    for node in nodes:
-        found.setdefault(key(node), []).append(node["address"])
+    for node in _answered(cluster):
+        found.setdefault(getattr(node, name), []).append(node.address)
     return found
 
 
 def _tell(values: Mapping[Any, Sequence[str]]) -> str:
     return "; ".join(f"{value} on {', '.join(at)}" for value, at in values.items())
+
+
+CLUSTER_CHECKS = (_nodes, _packages, _engines, _network, _model)
+"""The checks of a cluster, in the order of the report."""

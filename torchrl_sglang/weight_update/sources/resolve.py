@@ -39,7 +39,7 @@ _COLLECTED = (Mapping, Iterator, Sequence, AbstractSet, MappingView)
 _NO_WEIGHTS = (str, bytes, type)
 """Can be iterated over or called, and hold no weights."""
 
-_REGISTER = "Register the model that is trained with sender.register_model(model)."
+_REGISTER = "Give the model that is trained: SGLangWeightSyncScheme(engine, model)."
 
 
 def open_weights(

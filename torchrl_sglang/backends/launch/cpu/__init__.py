@@ -1,8 +1,9 @@
 """SGLang on a machine without an accelerator.
 
-SGLang runs on a plain CPU in a separate environment, which :mod:`.install` builds, with
-a few flags and a small entry module, ``launch.py``. The functions here return the
-command, the variables and the flags; they start no process and do not import SGLang.
+SGLang runs on a plain CPU in a separate environment, which
+:mod:`torchrl_sglang.cli.cpu.install` builds, with a few flags and a small entry module,
+``launch.py``. The functions here return the command, the variables and the flags; they
+start no process and do not import SGLang.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torchrl_sglang.errors import ConfigurationError
 
 __all__ = [
     "DEFAULT_VERSION",
+    "INSTALL_COMMAND",
     "VERSIONS",
     "check_version",
     "default_server_args",
@@ -32,7 +34,8 @@ VERSIONS = (DEFAULT_VERSION, "0.5.20")
 PYTHON_VARIABLE = "TORCHRL_SGLANG_PYTHON"
 """The environment variable that names another interpreter to run SGLang with."""
 
-INSTALL_COMMAND = "python -m torchrl_sglang.backends.launch.cpu.install"
+INSTALL_COMMAND = "python -m torchrl_sglang.cli.cpu.install"
+"""The command that makes the environment."""
 
 
 def check_version(version: str) -> str:
@@ -52,8 +55,8 @@ def engine_python(
 
     Args:
         version: one of :data:`VERSIONS`. Defaults to :data:`DEFAULT_VERSION`.
-        python: an interpreter that has SGLang, instead of the one that :mod:`.install`
-            made.
+        python: an interpreter that has SGLang, instead of the one that
+            :data:`INSTALL_COMMAND` made.
 
     Raises:
         ConfigurationError: if the version is unknown or is not installed.

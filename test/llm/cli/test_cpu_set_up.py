@@ -1,10 +1,9 @@
-"""How SGLang's environment for CPU is made, and what a server's processes do first."""
+"""How SGLang's environment for CPU is made."""
 
 from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import os
 import subprocess
 import sys
 import sysconfig
@@ -14,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.forked_starts import trainer_python
 
-from torchrl_sglang.backends.launch.cpu import DEFAULT_VERSION, VERSIONS, launch_command
-from torchrl_sglang.backends.launch.cpu.install import (
+import torchrl_sglang
+from torchrl_sglang.backends.launch.cpu import DEFAULT_VERSION, VERSIONS
+from torchrl_sglang.cli.cpu.install import (
     TORCH_VERSION,
     install,
     installed_closure,
     link_distributions,
     main,
 )
-from torchrl_sglang.backends.launch.cpu.packages import install_packages, uv_settings
+from torchrl_sglang.cli.cpu.packages import install_packages, uv_settings
 from torchrl_sglang.errors import ConfigurationError
 
 INDEX = "https://index.test/simple"
@@ -310,47 +309,12 @@ class TestInstall:
         assert (tmp_path / "thesis.tex").is_file()
 
 
-OPERATORS = """
-import importlib.util, shutil, sys
-from pathlib import Path
-import torch
-
-launcher, folder = Path(sys.argv[1]), Path(sys.argv[2])
-spec = importlib.util.spec_from_file_location("launch", launcher)
-launch = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(launch)
-
-def defined():
-    return hasattr(torch.ops.torchvision, "nms")
-
-launch.define_torchvision_operators()
-assert not defined(), "there is no torchvision"
-
-def find_torchvision_in(name):
-    package = folder / name / "torchvision"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    sys.path.insert(0, str(package.parent))
-    importlib.invalidate_caches()
-    return package / "_C.so"
-
-library = find_torchvision_in("same build")
-shutil.copy(importlib.util.find_spec("_ctypes").origin, library)
-launch.define_torchvision_operators()
-assert not defined(), "its library loads, and may define them itself"
-
-find_torchvision_in("other build").write_text("built for another torch")
-launch.define_torchvision_operators()
-assert defined(), "its library does not load"
-"""
-
-
-def test_torchvision_s_operators_are_defined_where_its_library_does_not_load(
-    tmp_path: Path,
-) -> None:
-    launcher = launch_command(python=sys.executable)[1]
-    command = [trainer_python(), "-c", OPERATORS, launcher, str(tmp_path)]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True
-    )
+def test_the_installers_need_the_standard_library_only() -> None:
+    """They run before anything else is installed."""
+    root = Path(torchrl_sglang.__file__).parents[1]
+    imports = "torchrl_sglang.cli.cpu.install, torchrl_sglang.cli.cpu.packages"
+    code = f"import sys; sys.path.insert(0, {str(root)!r}); import {imports}"
+    # Without the folders of packages.
+    command = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,7 @@
 It takes the arguments of ``pip install``, and ``--python PATH`` before them for another
 environment than that of the Python that runs it::
 
-    python -m torchrl_sglang.backends.launch.cpu.packages --requirement requirements.txt
+    python -m torchrl_sglang.cli.cpu.packages --requirement requirements.txt
 
 uv is several times as fast, but ignores pip's configuration, which may name a machine's
 indexes and folders of packages; they are passed to uv as its own settings.
@@ -125,7 +125,7 @@ def _run(command: Sequence[str], variables: dict[str, str]) -> tuple[bool, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchrl_sglang.backends.launch.cpu.packages",
+        prog="python -m torchrl_sglang.cli.cpu.packages",
         description="Install packages with uv or pip; takes `pip install`'s arguments.",
         allow_abbrev=False,
     )

@@ -2,7 +2,7 @@
 
 Run once, from the trainer's Python::
 
-    python -m torchrl_sglang.backends.launch.cpu.install [--prefix DIR]
+    python -m torchrl_sglang.cli.cpu.install [--prefix DIR]
 
 SGLang requires accelerator packages that a CPU does not need, and its ``torchvision``
 would break the trainer's transformers. So it has a separate virtual environment, with
@@ -37,7 +37,7 @@ from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
 from torchrl_sglang.backends.launch.cpu import DEFAULT_VERSION, VERSIONS, check_version
-from torchrl_sglang.backends.launch.cpu.packages import install_packages
+from torchrl_sglang.cli.cpu.packages import install_packages
 from torchrl_sglang.errors import ConfigurationError
 
 SGLANG = f"sglang=={DEFAULT_VERSION}"
@@ -228,7 +228,7 @@ def _digest(*parts: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchrl_sglang.backends.launch.cpu.install",
+        prog="python -m torchrl_sglang.cli.cpu.install",
         description="Create the environment in which SGLang runs on CPU.",
     )
     parser.add_argument(

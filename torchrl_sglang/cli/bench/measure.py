@@ -1,0 +1,27 @@
+"""What ``bench`` measures with, for the scripts in ``benchmarks/``, which only we run.
+
+They start the same servers, send the same loads and time them in the same way, so their
+figures are comparable with those of ``bench``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "collectors": ("GROUP_SIZE", "OwnLengths", "fill", "make_env", "reward"),
+    "generation": ("exact_length", "long_tailed"),
+    "models": ("Load", "save_model", "start_engine"),
+    "timing": ("Clock", "median_seconds"),
+    "transfer": ("random_weights",),
+}
+"""Modules beside this one, and what a script takes of them."""
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a module when it is needed: some need hundreds of megabytes."""
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"{__package__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,80 @@
+"""What work costs: time, processor time, and medians of several rounds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What a client did, and what it needed for it."""
+
+    requests: int
+    """Responses."""
+    seconds: float
+    """Duration."""
+    processor_seconds: float
+    """Processor time of this process."""
+    tokens: int = 0
+    """Tokens that arrived."""
+    updates: int = 0
+    """Weight updates meanwhile."""
+    stale: float = 0.0
+    """Share of the tokens that are older than the bound, and masked."""
+
+
+class Clock:
+    """Measures time and processor time."""
+
+    def __init__(self) -> None:
+        self._start, self._spent = time.perf_counter(), time.process_time()
+
+    def stop(self, requests: int, tokens: int = 0) -> Cost:
+        """Returns both since the start, for so many responses."""
+        return Cost(
+            requests=requests,
+            seconds=time.perf_counter() - self._start,
+            processor_seconds=time.process_time() - self._spent,
+            tokens=tokens,
+        )
+
+
+def speed(costs: Sequence[Cost]) -> float:
+    """Returns tokens per second, the median of all rounds."""
+    return statistics.median(cost.tokens / cost.seconds for cost in costs)
+
+
+def summarize(costs: Mapping[str, Sequence[Cost]]) -> dict[str, dict[str, float]]:
+    """Returns medians of all rounds, and ratios to the best raw client."""
+    best = max(speed(found) for name, found in costs.items() if name.startswith("raw"))
+    return {
+        name: {
+            "tokens_per_second": speed(found),
+            "ratio": speed(found) / best,
+            "processor_ms": 1e3
+            * statistics.median(
+                cost.processor_seconds / cost.requests for cost in found
+            ),
+        }
+        for name, found in costs.items()
+    }
+
+
+def median_seconds(function: Callable[[], object], repeats: int) -> float:
+    """Returns the median duration of some calls; one before them does not count."""
+    seconds = []
+    for _ in range(repeats + 1):
+        clock = Clock()
+        function()
+        seconds.append(clock.stop(1).seconds)
+    return statistics.median(seconds[1:])
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Returns the smallest value that so many percent do not exceed."""
+    ordered = sorted(values)
+    rank = -(-len(ordered) * percent // 100)
+    return ordered[max(int(rank), 1) - 1]
