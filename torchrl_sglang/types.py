@@ -245,23 +245,23 @@ class ServerArgs:
     nnodes: int = 1
     """Machines that its ranks are on."""
     model_path: str | None = None
-    """What it was started with, whatever it has loaded since."""
+    """Model that the server was started with, whatever it has loaded since."""
     revision: str | None = None
     """Revision of that on the hub."""
     load_format: str | None = None
     """``"dummy"``: it was started with random weights."""
     quantization: str | None = None
-    """What it makes of the weights that it loads."""
+    """Quantisation of the weights that the server loads."""
     enable_symm_mem: bool = False
-    """Its communicators use symmetric memory."""
+    """Whether the communicators use symmetric memory."""
     enable_memory_saver: bool = False
-    """Its memory can be released."""
+    """Whether the memory can be released."""
     weight_cache_mode: str | None = None
     """Other than ``"off"``: servers share weights through a daemon."""
     enable_hierarchical_cache: bool = False
-    """Its prefix cache has levels outside the GPU."""
+    """Whether the prefix cache has levels outside the GPU."""
     hicache_storage_backend: str | None = None
-    """Where its prefixes are stored."""
+    """Storage of the prefix cache."""
     disaggregation_mode: str | None = None
     """Other than ``"null"``: prefill and decoding are on different servers."""
     sampling_mask_max_tokens: int | None = None
@@ -365,7 +365,7 @@ class ServerCapabilities:
 
     @property
     def args(self) -> ServerArgs:
-        """Those of its arguments that decide something here."""
+        """Arguments of the server that decide something here."""
         return ServerArgs.read(self.server_args)
 
 

@@ -257,7 +257,7 @@ class Gateway:
         _check_group(group)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigurationError(
-                f"name={name!r} cannot name a session; give up to 128 letters, digits, "
+                f"{name!r} is not a name of a session; give up to 128 letters, digits, "
                 f"'.', '_' and '-'."
             )
         self._check_file()

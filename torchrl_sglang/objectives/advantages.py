@@ -21,7 +21,7 @@ REWARD = ("next", "reward")
 DONE = ("next", "done")
 
 TrajectoryReturn: TypeAlias = Literal["sum", "mean"]
-"""How the rewards of a conversation's rows become its return."""
+"""Reduction of the rewards of a conversation's rows to its return."""
 
 MIN_DEVIATION = 1e-6
 """Added to the standard deviation, as in TRL and verl."""

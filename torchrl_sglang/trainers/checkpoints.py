@@ -20,7 +20,7 @@ Resume: TypeAlias = bool | Literal["auto"]
 ROLLOUTS = "rollouts.jsonl"
 
 RESULTS = (ROLLOUTS, "model", "best")
-"""What a run writes beside its checkpoints."""
+"""Names of the results of a run, beside its checkpoints."""
 
 
 class Checkpoints:

@@ -65,7 +65,7 @@ COLOCATED_SHARE = 0.6
 ``engine`` has another one."""
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0}
-"""What evaluation changes of them."""
+"""Sampling parameters of evaluation that differ from these."""
 
 
 class GRPO:
@@ -159,9 +159,9 @@ class GRPO:
     engine: Any
     """The engine; ``None`` on other ranks than the first."""
     policy: SGLangWrapper | None
-    """What generates with it; likewise."""
+    """Wrapper that generates with the engine; ``None`` likewise."""
     model: Any
-    """What is trained."""
+    """Model that is trained."""
     learner: Learner
     """Takes the optimizer steps."""
     scheme: SGLangWeightSyncScheme
@@ -569,7 +569,7 @@ class GRPO:
         torch.manual_seed(self._seed)
         device = self.ranks.device()
         self.logger = None
-        # What is wrong is found before servers are started, which takes minutes.
+        # Errors are found before servers are started, which takes minutes.
         self.ranks.first(self._open_folder)
         self.engine = self.policy = None
         self.ranks.first(lambda: self._start_engine(stack))

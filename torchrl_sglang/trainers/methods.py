@@ -1,4 +1,4 @@
-"""Which loss and which advantage a method has: a row for each, with its source."""
+"""``METHODS``: loss and advantage of each method, a row with its source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Method:
     loss: type[CorrectedGRPOLoss]
     """Class of the loss."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Its arguments, unless others are given."""
+    """Arguments of the loss, unless others are given."""
     advantage: str = "standardized"
     """One of ``objectives.advantages.ADVANTAGES``."""
     needs_max_tokens: bool = False

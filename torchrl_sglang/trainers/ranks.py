@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerRanks:
-    """What a process has to know of the others that train the same model."""
+    """Place of a process among those that train the same model."""
 
     rank: int = 0
     """Number of this process; rank 0 talks to the servers and writes files."""

@@ -1,4 +1,4 @@
-"""What a run tells: metrics of a batch, a line for each step, and its rollouts."""
+"""Reports of a run: metrics of a batch, a line for each step, and rollouts."""
 
 from __future__ import annotations
 

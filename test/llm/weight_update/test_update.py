@@ -341,7 +341,7 @@ def test_a_wrapper_is_read_through(sender, restored_engine, new_model, tokenizer
     )
     sender.update_weights()
     assert difference(restored_engine, new_model, tokenizer) < TOLERANCE
-    with pytest.raises(ConfigurationError, match="same engine"):
+    with pytest.raises(ConfigurationError, match="policy.s engine"):
         sender.init_all_workers_group(vllm_engine=object())
 
 

@@ -28,8 +28,8 @@ def check_name(name: str) -> None:
     """Checks the name of an adapter; model names in OpenAI's protocol contain it."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigurationError(
-            f"{name!r} cannot name a LoRA adapter; give letters, digits, '.', '_', "
-            f"'-' and '/'."
+            f"{name!r} is not a name of a LoRA adapter; give letters, digits, '.', "
+            f"'_', '-' and '/'."
         )
 
 

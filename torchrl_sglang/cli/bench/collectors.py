@@ -1,4 +1,4 @@
-"""How many of an engine's tokens arrive in a replay buffer, through each collector.
+"""Rate of an engine's tokens in a replay buffer, through each collector.
 
 A round is a fixed set of groups, from its start until the last token is in the buffer.
 All clients generate the same numbers of tokens from the same prompts, in turns, so the
@@ -50,15 +50,15 @@ ROUND_SECONDS = 3600.0
 """Timeout of a round of a collector."""
 
 POLL_SECONDS = 0.01
-"""How often the buffer is looked at."""
+"""Interval between looks at the buffer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a client generates in a round."""
+    """Prompts and responses of a client's round."""
 
     queries: list[str]
-    """What the user says to each group."""
+    """Message of the user to each group."""
     requests: generation.Requests
     """Prompt and length of each response, a group's one after the other."""
 
@@ -254,7 +254,7 @@ class _Bench:
             buffer = _make_buffer(turns)
             way: dict[str, Any] = {"rewards": reward}
             if environments:
-                # A run makes them once; it is no part of a round.
+                # A run makes them once, outside of its rounds.
                 envs = [
                     make_env(self._engine.get_tokenizer())
                     for _ in range(min(in_flight, turns) + 1)

@@ -77,7 +77,7 @@ def server_arguments() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What is generated; the options of the command line are made of it."""
+    """Workload; each field is a command-line option."""
 
     prompts: int = option(64, "prompts of one round")
     prompt_tokens: int = option(64, "length of a prompt")

@@ -1,4 +1,4 @@
-"""What work costs: time, processor time, and medians of several rounds."""
+"""Costs of work: time, processor time, and medians of several rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What a client did, and what it needed for it."""
+    """Work of a client, and the time that it took."""
 
     requests: int
     """Responses."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
 SAMPLE_SECONDS = 0.001
-"""How often free memory is sampled."""
+"""Interval between samples of free memory."""
 
 GLOO_SECONDS = 60.0
 """Timeout for the two processes of the limit to meet, and for each broadcast."""

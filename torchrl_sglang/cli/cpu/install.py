@@ -148,7 +148,7 @@ def installed_closure(name: str, without: Collection[str]) -> list[Distribution]
 
     ``without`` are names to leave out, with what only they require.
     """
-    # It is not installed yet when the first part is made.
+    # The package is not installed yet when the first part is made.
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

@@ -1,4 +1,4 @@
-"""What several checks of ``doctor`` look at, and the looks that take some work.
+"""``Machine``: facts that several checks of ``doctor`` look at, and their readers.
 
 Each may fail by itself: ``doctor`` has to work where nothing else does.
 """
@@ -32,7 +32,7 @@ print(json.dumps({name: (found[name] or [None])[0] for name in found}))
 """
 
 Rows = Iterator[tuple[str, ...]]
-"""What a check yields: the fields of a :class:`~.checks.Finding`."""
+"""Fields of a :class:`~.checks.Finding`, which a check yields."""
 
 
 class GPUs(NamedTuple):
@@ -55,7 +55,7 @@ class Required(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What several checks look at."""
+    """Facts that several checks look at."""
 
     device: str  # cpu or cuda: where servers shall run
     python: str | None = None  # the interpreter to look for SGLang in, if it was named

@@ -38,7 +38,7 @@ AT_ONCE = 64
 
 SAME = "Install the same version on every node."
 Cluster = SimpleNamespace
-"""What :func:`look_at_cluster` returns."""
+"""Result of :func:`look_at_cluster`."""
 
 
 class Inspector:

@@ -1,4 +1,4 @@
-"""Which complete groups are trained on: a function of the user on their returns."""
+"""Filter of complete groups: a function of the user on their returns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_filter(
         of_agents: whether each row of a conversation has the whole reward.
 
     Raises:
-        ConfigurationError: if it is no function of one argument.
+        ConfigurationError: if it is not a function of one argument.
     """
     if function is None:
         return None

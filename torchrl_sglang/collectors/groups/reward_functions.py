@@ -35,11 +35,11 @@ class RewardFunction:
     """A reward function as it is called."""
 
     role: str
-    """What it is called in messages."""
+    """Name of the function in messages."""
     call: Callable[..., Any]
     """The user's function, or what calls it with the arguments that it expects."""
     of_group: bool
-    """Whether it is called with all conversations of a group."""
+    """Whether the function is called with all conversations of a group."""
     weight: float = 1.0
     """Factor of its values in the sum."""
 
@@ -60,7 +60,7 @@ def read_functions(
         query_key: key of a task's prompt.
 
     Raises:
-        ConfigurationError: if one is no function, has a weight that is no finite
+        ConfigurationError: if one is not a function, has a weight that is not a finite
             number, or takes other arguments than any kind that is known.
     """
     if given is None:

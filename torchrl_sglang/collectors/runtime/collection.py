@@ -140,7 +140,7 @@ class Complete:
     rows: list[TensorDictBase]
     """Turns of the group in TorchRL's layout."""
     kept: bool = True
-    """Whether it is trained on."""
+    """Whether the group is trained on."""
 
 
 class Collection:
