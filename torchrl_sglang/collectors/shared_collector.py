@@ -200,6 +200,7 @@ class SharedCollector:
         spread = self._ranks.first(lambda: sender.is_spread(weights))
         if spread:
             self._ranks.all(send)
+        report: SyncReport
         report, self.policy_version = self._ranks.first(finish)
         self.last_sync_report = report
         return report
