@@ -319,18 +319,19 @@ class _Ranks:
         Tensors travel as such, and the rest of a TensorDict as an object.
         """
 
-        def pack() -> list[tuple[bytes, torch.Tensor]] | None:
+        def pack() -> list[tuple[int, Any, Layout, torch.Tensor]] | None:
             parts = call()
             if parts is None:
                 return None
             packed = [(version, *_pack(rows)) for version, rows in parts]
-            # What cannot be pickled fails here, before the other ranks are told.
-            return [(pickle.dumps(head), content) for *head, content in packed]
+            # What cannot be pickled fails here, before the other ranks wait for it.
+            pickle.dumps([head for *head, _ in packed])
+            return packed
 
         packed, error = self._outcome(pack)
         heads: list[Any] = [(None, _portable(error))] * self.size
         if packed is not None:
-            heads = [(head, None) for head, _ in packed]
+            heads = [(tuple(head), None) for *head, _ in packed]
         found: list[Any] = [None]
         self._guard(
             lambda: dist.scatter_object_list(
@@ -344,8 +345,8 @@ class _Ranks:
             raise text
         if head is None:
             return None
-        version, skeleton, tensors = pickle.loads(head)
-        content = self._exchange([each for _, each in packed or ()], tensors)
+        version, skeleton, tensors = head
+        content = self._exchange([each for *_, each in packed or ()], tensors)
         return version, _unpack(skeleton, tensors, content)
 
     def _exchange(self, contents: list[torch.Tensor], tensors: Any) -> torch.Tensor:
@@ -394,9 +395,9 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 def _pickles(error: SGLangError) -> bool:
-    """Returns whether other ranks can make an error again."""
+    """Returns whether other ranks can be told an error."""
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.dumps(error)
     except Exception:  # noqa: BLE001 - A class of the user's own.
         return False
     return True

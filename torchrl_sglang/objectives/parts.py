@@ -40,9 +40,12 @@ class LossRanks:
         """Returns a sum or a maximum over the ranks."""
         if self.size == 1:
             return value
-        value = value.detach().clone()
-        dist.all_reduce(value, operation, group=self._group)
-        return value
+        reduced = value.detach().clone()
+        if value.device.type == "cpu":
+            # NCCL takes none of a CPU.
+            reduced = reduced.to(self._device)
+        dist.all_reduce(reduced, operation, group=self._group)
+        return reduced.to(value.device)
 
     def same_number(self, parts: Iterable[T]) -> Iterator[tuple[T, bool]]:
         """Yields parts, and whether each counts: as many on each rank.
