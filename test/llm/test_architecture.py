@@ -44,9 +44,11 @@ RUN_BY_SGLANG = {"backends/launch/cpu/launch.py"}
 IMPORTS_SGLANG = RUN_BY_SGLANG | {"weight_update/transports/cuda_ipc.py"}
 WRITES_PICKLES = {
     "backends/lora/payload.py",
+    "collectors/shared_collector.py",
     "weight_update/transports/cuda_ipc.py",
 }
-"""Servers take tensors in this form; nothing is read in it."""
+"""Servers take tensors in this form, and ranks of a trainer tell each other objects in
+it; nothing is read in it here."""
 
 HEAVY = {"sglang", "vllm", "torchvision", "ray", "sglang_router"}
 

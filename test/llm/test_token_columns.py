@@ -340,14 +340,19 @@ def test_wrong_columns(fake_engine, given, words):
 
 def test_names_that_are_taken(fake_engine):
     settings = {"dtype": "int64", "request": lambda start: {}, "field": "x"}
-    with pytest.raises(ConfigurationError, match="named 'tokens', which the wrapper"):
-        SGLangWrapper(
-            fake_engine, token_columns=[TokenColumn(name="tokens", **settings)]
-        )
+    for name in ("tokens", "weight_version", "next", "session"):
+        with pytest.raises(ConfigurationError, match=f"named '{name}', which is the"):
+            TokenColumn(name=name, **settings)
+    with pytest.raises(ConfigurationError, match="both tokens and yes_no"):
+        SGLangWrapper(fake_engine, tokens_key="yes_no", token_columns=[YES_NO])
     with pytest.raises(ConfigurationError, match="small letters"):
         TokenColumn(name="My column", **settings)
-    with pytest.raises(ConfigurationError, match="'uint8'.* holds unknown=-1"):
-        TokenColumn(**{**settings, "name": "a", "dtype": "uint8"})
+    for dtype in ("uint8", "bool", "object", ">i4", "U3"):
+        with pytest.raises(ConfigurationError, match=f"'{dtype}'.* holds unknown=-1"):
+            TokenColumn(**{**settings, "name": "a", "dtype": dtype})
+    for shape in (2, [2], (2.0,), (-1,)):
+        with pytest.raises(ConfigurationError, match="a tuple of integers"):
+            TokenColumn(**settings, name="a", shape=shape)
     with pytest.raises(ConfigurationError, match="needs generate=True"):
         SGLangWrapper(fake_engine, generate=False, token_columns=[YES_NO])
     policy = SGLangWrapper(fake_engine, token_columns=[YES_NO])
@@ -447,6 +452,20 @@ def test_values_are_cut_and_kept(layout, rows):
     assert values != values[:2]
     with pytest.raises(ValueError, match=r"shape|invalid literal"):
         to_token_values([["a", "b"]], layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        (TokenLayout(name="a", dtype="int32"), [1.0, 2.5]),
+        (TokenLayout(name="a", dtype="int8"), [1, 300]),
+        (TokenLayout(name="a", dtype="int32", shape=None), [[1], [2.5]]),
+        (TokenLayout(name="a", dtype="int32", shape=None), [[[1, 2]], [[3, 4]]]),
+    ],
+)
+def test_values_that_would_be_changed(layout, rows):
+    with pytest.raises(ValueError, match=r"no int(8|32) is equal to|the shape \(2,\)"):
+        to_token_values(rows, layout)
 
 
 def test_scored_responses_have_them(engine, hf_model):

@@ -62,7 +62,13 @@ def parts_of(content: Any, name: str) -> list[Part]:
 def _part(given: Any, name: str) -> Part:
     kind = given.get("type") if isinstance(given, Mapping) else None
     if isinstance(kind, str) and kind in TEXTS:
-        return TextPart(text=str(given.get(TEXTS[kind], "")))
+        text = given.get(TEXTS[kind])
+        if not isinstance(text, (str, type(None))):
+            raise ConfigurationError(
+                f"{name} has a part of type {kind!r} whose {TEXTS[kind]} is "
+                f"{text!r:.50}, and no text."
+            )
+        return TextPart(text=text or "")
     if isinstance(kind, str) and kind in IMAGES:
         return ImagePart(kind=kind, source=given.get(IMAGES[kind]))
     raise _refusal(kind, name)

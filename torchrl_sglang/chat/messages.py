@@ -66,7 +66,7 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             # A model may have written it, so it is kept as it is.
             arguments = str(arguments)
     own = {"name": function["name"], "arguments": arguments}

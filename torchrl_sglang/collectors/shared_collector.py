@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -114,7 +115,11 @@ class SharedCollector:
                 attach_weight_sync(self.collector, scheme)
             return int(self.collector.policy_version)
 
-        self.policy_version = self._ranks.first(make)
+        try:
+            self.policy_version = self._ranks.first(make)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         return self.iterator()
@@ -127,13 +132,16 @@ class SharedCollector:
                 or another rank was lost.
             ConfigurationError: if a batch has fewer responses than there are ranks.
         """
-        batches = iter(self.collector) if self._ranks.is_first else iter(())
+        batches = self._batches()
         while True:
             share = self._ranks.scatter(lambda: self._next(batches))
             if share is None:
                 return
             self.policy_version = share[0]
             yield share[1]
+
+    def _batches(self) -> Iterator[Any]:
+        yield from self.collector
 
     def _next(self, batches: Iterator[Any]) -> list[tuple[int, TensorDictBase]] | None:
         """Returns the share of each rank; ``None`` after the last batch."""
@@ -173,22 +181,28 @@ class SharedCollector:
             )
         sender = self._schemes["policy"].create_sender()
 
-        def send() -> SyncReport:
-            report: SyncReport = self.collector.update_policy_weights_(weights)
-            return report
+        reports: list[SyncReport] = []
+
+        def send() -> None:
+            if self._ranks.is_first:
+                reports.append(self.collector.update_policy_weights_(weights))
+            else:
+                sender.update_weights(weights)
+
+        def finish() -> tuple[SyncReport, int]:
+            if not spread:
+                send()
+            return reports[0], int(self.collector.policy_version)
 
         # Errors are found before any rank waits in a collective.
         self._ranks.all(lambda: sender.resolve(weights))
         self._ranks.first(self._check)
         spread = self._ranks.first(lambda: sender.is_spread(weights))
-        if spread and not self._ranks.is_first:
-            report = sender.update_weights(weights)
-        else:
-            report = send() if spread else self._ranks.first(send)
+        if spread:
+            self._ranks.all(send)
+        report: SyncReport
+        report, self.policy_version = self._ranks.first(finish)
         self.last_sync_report = report
-        self.policy_version = self._ranks.first(
-            lambda: int(self.collector.policy_version)
-        )
         return report
 
     def _check(self) -> None:
@@ -309,7 +323,10 @@ class _RankGroup:
             parts = call()
             if parts is None:
                 return None
-            return [(version, *_pack(rows)) for version, rows in parts]
+            packed = [(version, *_pack(rows)) for version, rows in parts]
+            # What cannot be pickled fails here, before the other ranks wait for it.
+            pickle.dumps([head for *head, _ in packed])
+            return packed
 
         packed, error = self._outcome(pack)
         heads: list[Any] = [(None, _portable(error))] * self.size
@@ -370,11 +387,20 @@ class _RankGroup:
 
 def _portable(error: Exception | None) -> Exception | None:
     """Returns an error as other ranks raise it."""
-    if error is None or isinstance(error, SGLangError):
+    if error is None or (isinstance(error, SGLangError) and _pickles(error)):
         return error
     return CollectionError(
         f"The rank that collects failed: {type(error).__name__}: {error}"
     )
+
+
+def _pickles(error: SGLangError) -> bool:
+    """Returns whether other ranks can be told an error."""
+    try:
+        pickle.dumps(error)
+    except Exception:  # noqa: BLE001 - A class of the user's own.
+        return False
+    return True
 
 
 Layout = list[tuple[int, Path, torch.dtype, torch.Size]]

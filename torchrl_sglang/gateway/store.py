@@ -372,11 +372,13 @@ def _to_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, TokenValues]:
             **row["layout"] | {"shape": None if shape is None else tuple(shape)}
         )
         flat = np.frombuffer(base64.b64decode(row["values"]), dtype=layout.dtype)
-        counts = row.get("counts")
+        counts = None
+        if "counts" in row:
+            counts = np.frombuffer(base64.b64decode(row["counts"]), dtype=np.int64)
         columns[layout.name] = TokenValues(
             layout=layout,
             values=flat if shape is None else flat.reshape(-1, *shape),
-            counts=counts and np.frombuffer(base64.b64decode(counts), dtype=np.int64),
+            counts=counts,
         )
     return columns
 

@@ -14,7 +14,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import CISPOLoss as TorchRLCISPOLoss
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
-from torchrl_sglang.errors import ConfigurationError, NotFiniteError
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import (
     ATTENTION_MASK,
     POLICY_VERSIONS,
@@ -236,6 +236,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                 caller, the correction divides by a mean over the batch
                 (``rollout_is_batch_normalize``), or there is no part.
             NotFiniteError: as :meth:`forward`; on all ranks, if one of them has it.
+            SGLangError: if another rank failed with its part, such as for memory.
 
         Examples:
             >>> loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2)  # doctest: +SKIP
@@ -246,21 +247,22 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         """
         self._check_can_be_cut()
         means, scored = Means(), list[Any]()
-        ranks = LossRanks(process_group, self)
+        ranks, failure = LossRanks(process_group, self), None
         with own_gradients(self.parameters(), ranks) as gradients:
             for part, counts in ranks.same_number(parts):
-                output = self._try_forward(part, ranks)
+                output = self._try_forward(part, ranks, failure)
                 losses = _fields(output, "loss_")
                 count = self._count() * counts
                 value = torch.stack([each.sum() for each in losses.values()]).sum()
                 with torch.autocast(value.device.type, enabled=False):
-                    torch.autograd.backward(value * gradients.weigh(count))
+                    failure = _try_backward(value * gradients.weigh(count))
                 assert self._tokens is not None
                 assert self._mask is not None
                 scored.append(self._scored)
                 means.add(losses, count)
                 means.add(_fields(output), self._mask.sum() * counts)
                 means.add(self._correction_metrics, self._tokens.sum() * counts)
+            ranks.agree(failure)
         if not means:
             raise ConfigurationError(
                 "accumulate() was given no part of a batch; give batch.split(size)."
@@ -272,13 +274,17 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         }
         return self.output_type.from_tensordict(TensorDict(found))
 
-    def _try_forward(self, part: TensorDictBase, ranks: LossRanks) -> Any:
-        """Returns the output of a part, unless a rank refuses its own."""
+    def _try_forward(
+        self, part: TensorDictBase, ranks: LossRanks, failure: Exception | None
+    ) -> Any:
+        """Returns the output of a part, unless a rank failed with this or the last."""
+        output = None
         try:
-            output = self._forward(part)
-        except (ConfigurationError, NotFiniteError) as error:
-            ranks.agree(error)
-        ranks.agree(None)
+            if failure is None:
+                output = self._forward(part)
+        except Exception as error:  # noqa: BLE001 - The other ranks are told.
+            failure = error
+        ranks.agree(failure)
         return output
 
     def _check_scored(self, parts: list[Any], ranks: LossRanks) -> None:
@@ -482,6 +488,15 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             )
         check_finite(key, value, mask)
         return torch.where(mask, value, 0)
+
+
+def _try_backward(value: Tensor) -> Exception | None:
+    """Adds to the gradients; returns the error, which ranks are yet to agree on."""
+    try:
+        torch.autograd.backward(value)
+    except Exception as error:  # noqa: BLE001 - The other ranks are told.
+        return error
+    return None
 
 
 def _fields(output: Any, prefix: str = "") -> dict[str, Tensor]:

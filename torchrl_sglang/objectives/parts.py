@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrl_sglang.errors import ConfigurationError, NotFiniteError
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError, SGLangError
 
 T = TypeVar("T")
+
+_REFUSALS = ConfigurationError
+"""Errors that say what is wrong with a part of a batch."""
 
 
 class LossRanks:
@@ -37,9 +40,12 @@ class LossRanks:
         """Returns a sum or a maximum over the ranks."""
         if self.size == 1:
             return value
-        value = value.detach().clone()
-        dist.all_reduce(value, operation, group=self._group)
-        return value
+        reduced = value.detach().clone()
+        if value.device.type == "cpu":
+            # NCCL takes none of a CPU.
+            reduced = reduced.to(self._device)
+        dist.all_reduce(reduced, operation, group=self._group)
+        return reduced.to(value.device)
 
     def same_number(self, parts: Iterable[T]) -> Iterator[tuple[T, bool]]:
         """Yields parts, and whether each counts: as many on each rank.
@@ -50,7 +56,12 @@ class LossRanks:
         if self.size == 1:
             yield from ((part, True) for part in parts)
             return
-        own = list(parts)
+        own, error = list[T](), None
+        try:
+            own.extend(parts)
+        except Exception as failure:  # noqa: BLE001 - The other ranks are told.
+            error = failure
+        self.agree(error)
         counts = torch.tensor([len(own), -len(own)], device=self._device)
         most, least = self.reduce(counts, dist.ReduceOp.MAX).tolist()
         if least == 0 < most:
@@ -64,24 +75,38 @@ class LossRanks:
     def agree(self, error: Exception | None) -> None:
         """Raises the error of any rank on all of them, before one waits for it."""
         if self.size > 1:
-            failed = torch.tensor(int(error is not None), device=self._device)
-            if self.reduce(failed, dist.ReduceOp.MAX).item() and error is None:
-                raise NotFiniteError(
-                    "Another rank of the trainer refused its part of the batch; its "
-                    "own error says why."
+            own = 0 if error is None else 1 + (not isinstance(error, _REFUSALS))
+            found = torch.tensor(own, device=self._device)
+            worst = self.reduce(found, dist.ReduceOp.MAX).item()
+            if worst and error is None:
+                kind = NotFiniteError if worst == 1 else SGLangError
+                raise kind(
+                    "Another rank of the trainer refused its part of the batch, or "
+                    "failed with it; its own error says why."
                 )
         if error is not None:
             raise error
 
-    def add_up(self, parameter: nn.Parameter) -> None:
-        """Makes a gradient the sum over the ranks."""
-        assert parameter.grad is not None
+    def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Makes gradients the sums over the ranks."""
         if self.size == 1:
             return
-        if self._averages or isinstance(parameter, DTensor):
-            parameter.grad.mul_(self.size)
-        else:
-            dist.all_reduce(parameter.grad, group=self._group)
+        copies = []
+        for each in parameters:
+            if not self._averages and not isinstance(each, DTensor):
+                copies.append(each)
+            elif each.grad is not None:
+                each.grad.mul_(self.size)
+        if not copies:
+            return
+        # The tokens of one rank may not reach all parameters, such as experts.
+        own = torch.tensor([each.grad is not None for each in copies]).int()
+        reached = self.reduce(own.to(self._device), dist.ReduceOp.MAX).tolist()
+        for parameter, on_any in zip(copies, reached, strict=True):
+            if on_any:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=self._group)
 
     @property
     def _device(self) -> torch.device:
@@ -161,9 +186,10 @@ class Gradients:
             return
         total = self._ranks.reduce(self._total, dist.ReduceOp.SUM)
         factor = self._first.double() / total.clamp_min(1)
-        for parameter in parameters:
+        trained = list(parameters)
+        self._ranks.add_up(trained)
+        for parameter in trained:
             if parameter.grad is not None:
-                self._ranks.add_up(parameter)
                 parameter.grad.mul_(factor.to(parameter.grad.device))
 
 

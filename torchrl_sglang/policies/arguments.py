@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from tensordict import NestedKey
+
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.policies.outputs import CONTAINERS
 from torchrl_sglang.requests.sampling import check_each
 from torchrl_sglang.requests.token_columns import TokenColumn, find_columns
 from torchrl_sglang.support.checks import check_count, check_flag, to_python
@@ -63,12 +64,22 @@ def check_token_columns(given: Any, *, generate: bool) -> tuple[TokenColumn, ...
         raise ConfigurationError(
             "token_columns needs generate=True: scoring makes no responses."
         )
-    for name in {column.name for column in columns} & CONTAINERS.keys():
-        raise ConfigurationError(
-            f"A token column is named {name!r}, which the wrapper writes itself; give "
-            f"it another name."
-        )
     return columns
+
+
+def check_column_keys(
+    columns: Iterable[TokenColumn], keys: Mapping[str, NestedKey], input_key: NestedKey
+) -> None:
+    """Refuses a token column at a key where a container, or the input, is."""
+    taken = {"the input": input_key, **keys}
+    for column in columns:
+        for name, key in taken.items():
+            first = key if isinstance(key, str) else key[0]
+            if name != column.name and first == column.name:
+                raise ConfigurationError(
+                    f"The key {key!r} would have both {name} and {column.name}, which "
+                    f"is a token column; choose another key or name."
+                )
 
 
 def check_samples(

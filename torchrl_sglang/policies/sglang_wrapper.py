@@ -37,6 +37,7 @@ from torchrl_sglang.policies.arguments import (
     Inplace,
     InputMode,
     check_batching,
+    check_column_keys,
     check_mode,
     check_samples,
     check_sampling,
@@ -266,7 +267,9 @@ class SGLangWrapper(LLMWrapperBase):
             generate, params.n, num_samples, inplace
         )
         self.sampling_params = replace(params, n=self.num_samples or params.n)
-        self.out_keys = list(self.key_by_container(self.sampling_params).values())
+        keys = self.key_by_container(self.sampling_params)
+        check_column_keys(self.token_columns, keys, self.input_key)
+        self.out_keys = list(keys.values())
         self.tokenizer_kwargs = check_tokenizer_kwargs(tokenizer_kwargs, pad_output)
         # Resolved once, also for the versions made from this wrapper.
         self.model = self._arguments["model"] = _to_engine(model)

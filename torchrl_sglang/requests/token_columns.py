@@ -21,6 +21,25 @@ from torchrl_sglang.types import ServerCapabilities, TokenLayout
 
 TokenShape: TypeAlias = tuple[int, ...]
 
+RESERVED = frozenset(
+    {
+        *("tokens", "token_ids", "masks", "log_probs", "text", "history"),
+        *("top_token_ids", "top_log_probs", "weight_version", "generation_info"),
+        *("policy_version", "session", "group"),
+        *("reward", "done", "terminated", "truncated", "next"),
+    }
+)
+"""Names that mean something else in a completion, or in a row of a batch."""
+
+_DTYPES = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
+"""NumPy's names of types that tensors have, too."""
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, tuple) and all(
+        isinstance(each, int) and each >= 0 for each in given
+    )
+
 
 def _as_sent(value: Any, num_tokens: int) -> Any:
     """Returns the field itself, which has one entry for each token."""
@@ -98,12 +117,25 @@ class TokenColumn:
                 f"The name of a TokenColumn is a word of small letters, digits and "
                 f"'_', got {self.name!r}."
             )
+        if self.name in RESERVED:
+            raise ConfigurationError(
+                f"A TokenColumn is named {self.name!r}, which is the name of something "
+                f"else in a batch; give it another name."
+            )
+        shape = self.shape
+        if not (shape is None or callable(shape) or _is_shape(shape)):
+            raise ConfigurationError(
+                f"The shape of the TokenColumn {self.name!r} must be a tuple of "
+                f"integers, a function of the servers, or None, got {shape!r}."
+            )
         try:
             kind = np.dtype(self.dtype)
-            np.full(1, [self.unknown, self.padding][0], dtype=kind)
+            if not (kind.isnative and _DTYPES.fullmatch(kind.name)):
+                raise TypeError
             for value in (self.unknown, self.padding):
-                if kind.kind in "iu" and int(value) != kind.type(value):
+                if kind.kind in "biu" and int(value) != kind.type(value):
                     raise OverflowError
+                kind.type(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(
                 f"The TokenColumn {self.name!r} has the dtype {self.dtype!r}, which "

@@ -54,10 +54,11 @@ def to_token_values(rows: Sequence[Any], layout: TokenLayout) -> TokenValues:
     if layout.shape is None:
         counts = np.array([len(row) for row in rows], dtype=np.int64)
         flat = [value for row in rows for value in row]
-        return TokenValues(
-            layout=layout, values=np.array(flat, dtype=layout.dtype), counts=counts
-        )
-    values = np.array(rows, dtype=layout.dtype)
+        listed = _to_array(flat, layout)
+        if listed.ndim != 1:
+            raise ValueError(f"its lists hold values of the shape {listed.shape[1:]}")
+        return TokenValues(layout=layout, values=listed, counts=counts)
+    values = _to_array(rows, layout)
     if not len(rows):
         values = values.reshape(0, *layout.shape)
     if values.shape != (len(rows), *layout.shape):
@@ -66,6 +67,18 @@ def to_token_values(rows: Sequence[Any], layout: TokenLayout) -> TokenValues:
             f"{layout.shape} each"
         )
     return TokenValues(layout=layout, values=values)
+
+
+def _to_array(rows: Sequence[Any], layout: TokenLayout) -> np.ndarray[Any, Any]:
+    kind = np.dtype(layout.dtype)
+    if kind.kind not in "biu":
+        return np.array(rows, dtype=kind)
+    given = np.array(rows)
+    values = given.astype(kind)
+    # NumPy cuts fractions off, and bits.
+    if given.size and given.dtype != kind and not np.array_equal(given, values):
+        raise ValueError(f"it has values that no {layout.dtype} is equal to")
+    return values
 
 
 def unknown_values(layout: TokenLayout, length: int) -> TokenValues:

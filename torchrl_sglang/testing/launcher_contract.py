@@ -69,6 +69,7 @@ class LauncherContract(abc.ABC):
             server.stop()
             again = launcher.restart(0)
             servers.append(again)
+            assert again is not server
             again.wait_ready()
             assert launcher.directory is not None or again.url == server.url
             assert answers(again)

@@ -53,6 +53,22 @@ def test_texts_are_joined(door):
 
 
 @doors
+def test_a_text_that_is_none(door):
+    """A model does not read the word "None"."""
+    (found,) = DOORS[door](message(TEXT, {"type": "text", "text": None}))
+    assert found == {"role": "user", "content": "Look: "}
+    with pytest.raises(ConfigurationError, match=r"'text' whose text is 5, and no"):
+        DOORS[door](message({"type": "text", "text": 5}))
+
+
+def test_arguments_that_are_too_deep_are_kept_as_they_are():
+    deep = "[" * 100_000
+    call = {"id": "1", "function": {"name": "add", "arguments": deep}}
+    (found,) = from_openai([{"role": "assistant", "tool_calls": [call]}])
+    assert found["tool_calls"][0]["function"]["arguments"] == deep
+
+
+@doors
 @pytest.mark.parametrize("kind", [*IMAGES, "audio", None, 3])
 def test_what_is_no_text_is_refused(door, kind):
     part = IMAGES.get(kind, {"type": kind})

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict, lazy_stack, set_list_to_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack, set_list_to_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,6 +34,7 @@ from torchrl_sglang import (
 )
 from torchrl_sglang.collectors.shared_collector import share_rows
 from torchrl_sglang.errors import SGLangError
+from torchrl_sglang.objectives.parts import LossRanks, own_gradients
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 RANK, SIZE = int(sys.argv[1]), int(sys.argv[2])
@@ -132,17 +133,50 @@ def difference_of_gradients() -> dict[str, float]:
     return found
 
 
-def bad_part() -> str:
-    """What a rank says when another one's part has an advantage that is NaN."""
+def bad_part() -> dict[str, str]:
+    """What a rank says when another one refuses its part, or fails with it."""
+    said = {}
+
+    def accumulate(name: str, parts: Any, model: Any) -> None:
+        try:
+            make_loss(model).accumulate(parts, process_group=dist.group.WORLD)
+        except (SGLangError, RuntimeError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    def out_of_memory(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    def breaks(parts: Any) -> Any:
+        yield next(parts)
+        out_of_memory()
+
     rows = make_rows(8)
+    good = lazy_stack(rows).split(4)
+    for name in ("forward", "backward"):
+        model = make_tiny_model(TOKENIZER, seed=1)
+        if RANK == 1 and name == "forward":
+            model.register_forward_hook(out_of_memory)
+        elif RANK == 1:
+            next(model.parameters()).register_hook(out_of_memory)
+        accumulate(name, good, model)
+    model = make_tiny_model(TOKENIZER, seed=1)
+    accumulate("parts", breaks(iter(good)) if RANK == 1 else good, model)
     if RANK == 1:
         rows[0]["advantage"] = torch.full((1, 1), torch.nan)
-    loss = make_loss(make_tiny_model(TOKENIZER, seed=1))
-    try:
-        loss.accumulate(lazy_stack(rows).split(4), process_group=dist.group.WORLD)
-    except SGLangError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    accumulate("advantage", lazy_stack(rows).split(4), model)
+    return said
+
+
+def unused_experts() -> dict[str, Any]:
+    """Gradients of parameters that the tokens of one rank, or of none, reach."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
+    ranks = LossRanks(dist.group.WORLD, torch.nn.ParameterList(parameters))
+    with own_gradients(parameters, ranks) as gradients:
+        reached = parameters[:2] if RANK == 0 else parameters[1:3]
+        value = sum(each.sum() for each in reached)
+        (value * gradients.weigh(torch.tensor(1))).backward()
+    grads = [each.grad for each in parameters]
+    return {"grads": [None if each is None else each.tolist() for each in grads]}
 
 
 def make_collector(engine: Any, **arguments: Any) -> Any:
@@ -227,6 +261,50 @@ def failures() -> list[str]:
         note(lambda: next(iter(collector)))
         note(collector.update_policy_weights_)
     return said
+
+
+class MadeUpCollector:
+    """Yields a batch, or fails before."""
+
+    policy_version: Any = 0
+
+    def __init__(self, batch: Any = None) -> None:
+        self.batch = batch
+        self.ended = False
+
+    def __iter__(self) -> Any:
+        if self.batch is None:
+            raise LookupError("no batch")
+        return iter([self.batch])
+
+    def shutdown(self, timeout: Any = None) -> None:
+        self.ended = True
+
+
+def misfits() -> list[str]:
+    """What a rank says of what cannot be told to the others, within seconds."""
+
+    class OwnError(SGLangError):
+        """Of a class that cannot be pickled."""
+
+    def never() -> Any:
+        raise OwnError("only here")
+
+    rows = [row.set("extra", NonTensorData(lambda: 1)) for row in make_rows(4)]
+    no_version = MadeUpCollector()
+    no_version.policy_version = None
+    said = []
+    for make in (
+        never,
+        lambda: no_version,
+        MadeUpCollector,
+        lambda: MadeUpCollector(lazy_stack(rows)),
+    ):
+        try:
+            next(iter(SharedCollector(make, timeout=20)))
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return [*said, no_version.ended]
 
 
 def lost() -> str:

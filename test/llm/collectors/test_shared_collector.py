@@ -65,8 +65,17 @@ def test_the_gradient_does_not_depend_on_ranks_and_parts(run):
 
 def test_a_part_that_one_rank_refuses(run):
     first, second = run("bad_part", 2)
-    assert first.startswith("NotFiniteError: Another rank of the trainer refused")
-    assert "'advantage'" in second
+    refused = "Another rank of the trainer refused"
+    assert first["advantage"].startswith(f"NotFiniteError: {refused}")
+    assert "'advantage'" in second["advantage"]
+    for name in ("forward", "backward", "parts"):
+        assert first[name].startswith(f"SGLangError: {refused}")
+        assert second[name] == "RuntimeError: no memory"
+
+
+def test_parameters_that_the_tokens_of_one_rank_do_not_reach(run):
+    first, second = run("unused_experts", 2)
+    assert first == second == {"grads": [[0.5, 0.5], [1, 1], [0.5, 0.5], None]}
 
 
 def test_shares_of_a_collector(run, restored_engine, tokenizer):
@@ -105,6 +114,18 @@ def test_the_first_rank_fails(run):
         assert "A batch of 1 responses cannot be shared by 2 ranks" in said
     for said in (first[3], unsent):
         assert "There is no scheme" in said
+
+
+def test_what_cannot_be_told_to_other_ranks(run):
+    first, second = run("misfits", 2)
+    assert first[0] == "OwnError: only here"
+    assert "OwnError: only here" in second[0]
+    assert "NoneType" in first[1]
+    assert first[2] == "LookupError: no batch"
+    assert "LookupError: no batch" in second[2]
+    assert "pickle" in first[3]
+    assert "pickle" in second[3]
+    assert first[4], "The collector goes on, and nobody has it."
 
 
 def test_a_rank_that_is_lost(run):

@@ -22,7 +22,8 @@ from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.store import Store
-from torchrl_sglang.types import Completion, VersionSpan
+from torchrl_sglang.requests.token_values import concatenate, unknown_values
+from torchrl_sglang.types import Completion, TokenLayout, VersionSpan
 
 WRITE_SECONDS = 0.001
 """Longest time that the event loop may spend on keeping a turn."""
@@ -77,6 +78,9 @@ def make_turn(number=0, origin=None, **changes):
     )
 
 
+LISTS = TokenLayout(name="lists", dtype="int32", shape=None)
+
+
 def chat(session_url, key, messages):
     answer = requests.post(
         f"{session_url}/v1/chat/completions",
@@ -111,7 +115,11 @@ def test_a_session_is_read_back_as_it_was(tmp_path):
         Turn(
             number=3,
             prompt=text,
-            completion=Completion(token_ids=[], finish_reason="length"),
+            completion=Completion(
+                token_ids=[],
+                finish_reason="length",
+                columns={"lists": unknown_values(LISTS, 0)},
+            ),
             text="",
             reply={"role": "assistant", "content": ""},
             ended=False,
@@ -124,6 +132,9 @@ def test_a_session_is_read_back_as_it_was(tmp_path):
     (again,) = (read := Store(tmp_path / "s")).load()
     read.close()
     assert state(again) == state(session)
+    for turn in (session.turns[-1], again.turns[-1]):
+        empty = turn.completion.columns["lists"]
+        assert concatenate([empty, empty]).tolist() == []
     assert (tmp_path / "s").stat().st_mode & 0o77 == 0
 
 

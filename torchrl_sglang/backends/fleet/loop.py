@@ -55,7 +55,7 @@ from torchrl_sglang.backends.fleet.replica import (
     RouterHandle,
     ServerHandle,
 )
-from torchrl_sglang.errors import ServerTimeoutError, SGLangError
+from torchrl_sglang.errors import ServerStartError, ServerTimeoutError, SGLangError
 from torchrl_sglang.support.event_loop import get_loop
 from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.types import ServerCapabilities
@@ -480,6 +480,7 @@ class Supervisor:
         self._starting[what] = None
 
         def work() -> None:
+            found: H | None = None
             try:
                 if old is not None:
                     # Removes its log and what is left of its process tree.
@@ -489,6 +490,11 @@ class Supervisor:
                 if self._stopped.wait(min(delay, LONGEST_RESTART_SECONDS)):
                     return
                 found = start()
+                if found is old:
+                    raise ServerStartError(
+                        "The launcher returned the handle of the earlier start; each "
+                        "start needs one of its own."
+                    )
                 self._starting[what] = found
                 found.wait_ready()
                 fleet = self._fleet()
@@ -499,6 +505,10 @@ class Supervisor:
                     done(fleet, found)
             except BaseException as error:  # noqa: BLE001 - A thread has no caller.
                 self._failures[what] += not isinstance(error, NotStartedError)
+                if found is not None:
+                    # Nobody has taken it over.
+                    with contextlib.suppress(Exception):
+                        found.stop()
                 if (fleet := self._fleet()) is not None:
                     failed(fleet, error)
             finally:

@@ -41,6 +41,7 @@ from torchrl_sglang.backends.fleet.weights_state import (
     WeightUpdate,
 )
 from torchrl_sglang.errors import ServerUnavailableError
+from torchrl_sglang.support.forks import after_fork
 
 FEW_SERVERS = 16
 """Up to so many servers are looked at for every request."""
@@ -81,7 +82,14 @@ class Fleet:
         self._routing = Routing()
         self._check_deaths_at = 0.0
         self._lock = RLock()
+        after_fork(self._begin_in_this_process)
         self.publish()
+
+    def _begin_in_this_process(self) -> None:
+        # Whoever holds them, or sends weights, is in the parent.
+        self._lock = RLock()
+        self.gate = RequestGate()
+        self._set(updating=None, draining=False, paused=False)
 
     @property
     def state(self) -> FleetState:

@@ -370,7 +370,7 @@ class _Reader:
             if len(rows) != length:
                 raise ValueError(f"it has {len(rows)} entries")
             return to_token_values(rows, layout)
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, OverflowError, TypeError, ValueError) as error:
             raise ServerUnavailableError(
                 f"{self._server} was asked for {column.name!r} of {length} tokens, and "
                 f"{column.field!r} of its reply is not that: {error}."

@@ -68,7 +68,7 @@ class Launcher(abc.ABC):
         """Begins to start a server; does not wait until it is ready."""
 
     def restart(self, rank: int) -> ServerHandle:
-        """Begins to start a server that has ended again.
+        """Begins to start a server that has ended again; returns a handle of its own.
 
         Its address may be another one, which is known when it is ready; then there is a
         :attr:`directory`. By default it is started as before.

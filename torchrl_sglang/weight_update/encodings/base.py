@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -54,8 +55,8 @@ class WeightEncoding(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Returns the specs of the encoded tensors: ``(spec,)`` sends the tensor as it
-        is.
+        """Returns the specs of the encoded tensors, at least one: ``(spec,)`` sends the
+        tensor as it is.
 
         Args:
             spec: name, type and shape as the servers' loader takes them.
@@ -69,7 +70,8 @@ class WeightEncoding(abc.ABC):
 
         Args:
             spec: of the tensor.
-            tensor: of ``spec.shape``, on any device and of any floating-point type.
+            tensor: of ``spec.shape``, on any device and of any floating-point type. It
+                can be the trainer's own, and must not be changed.
         """
 
 
@@ -114,13 +116,13 @@ def encode_weights(weights: Weights, encoding: WeightEncoding) -> Weights:
     """
     if weights.adapter is not None:
         return weights
-    plan = {spec.name: tuple(encoding.plan(spec)) for spec in weights.specs}
+    plan = {spec.name: _plan(encoding, spec) for spec in weights.specs}
     specs = {spec.name: spec for spec in weights.specs}
     if all(plan[name] == (spec,) for name, spec in specs.items()):
         return weights
     sent = [part for parts in plan.values() for part in parts]
-    names = [part.name for part in sent]
-    for name in {name for name in names if names.count(name) > 1}:
+    ((name, count),) = Counter(part.name for part in sent).most_common(1)
+    if count > 1:
         raise WeightMismatchError(
             f"encoding={encoding.name!r} makes two tensors of the name {name!r}; "
             f"nothing was sent."
@@ -138,6 +140,19 @@ def encode_weights(weights: Weights, encoding: WeightEncoding) -> Weights:
     return replace(weights, specs=tuple(sent), read=read, stable=False)
 
 
+def _plan(encoding: WeightEncoding, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    """Returns what is to be sent of a tensor, which is something."""
+    planned: Any = encoding.plan(spec)
+    parts = tuple(planned) if isinstance(planned, Iterable) else ()
+    if parts and all(isinstance(part, TensorSpec) for part in parts):
+        return parts
+    raise WeightMismatchError(
+        f"encoding={encoding.name!r} plans {planned!r:.100} of {spec.name}, and not "
+        f"one TensorSpec or several: the servers would keep the old tensor. Nothing "
+        f"was sent."
+    )
+
+
 def _encode(
     encoding: WeightEncoding,
     spec: TensorSpec,
@@ -145,10 +160,21 @@ def _encode(
     tensor: torch.Tensor,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the encoded tensors of one tensor, as planned."""
+    changes = None if tensor.is_inference() else tensor._version
     with torch.no_grad():
-        made = list(encoding.encode(spec, tensor))
+        yielded: Any = encoding.encode(spec, tensor)
+        made = [] if yielded is None else list(yielded)
+    del yielded
+    if changes is not None and tensor._version != changes:
+        raise WeightMismatchError(
+            f"encoding={encoding.name!r} has changed {spec.name} in place, which may "
+            f"be the trainer's own; make another tensor of it."
+        )
     del tensor
-    found = [(each.dtype, each.shape) for each in made]
+    found = [
+        (each.dtype, each.shape) if isinstance(each, torch.Tensor) else type(each)
+        for each in made
+    ]
     planned = [(part.dtype, part.shape) for part in parts]
     if found != planned:
         raise WeightMismatchError(

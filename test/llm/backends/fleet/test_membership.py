@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import socket
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
@@ -350,3 +353,33 @@ def test_a_remote_router_gets_nothing_while_a_server_is_out():
     assert set(picks(fleet)) == {"http://router"}
     fleet.apply(Silent(asked=fleet.replicas[0], reason="No connection."))
     assert set(picks(fleet)) == {URLS[1]}
+
+
+def test_a_process_that_is_forked_in_a_weight_update():
+    """What holds requests, or the fleet itself, is in the parent."""
+    fleet, held, done = make_fleet(owned=False), Event(), Event()
+
+    def use() -> None:
+        fleet.failed(URLS[0])
+        asyncio.run(asyncio.wait_for(fleet.gate.passed(), 5.0))
+        assert fleet.state.generates
+
+    def hold() -> None:
+        with fleet.weight_update() as update, fleet._lock:
+            fleet.paused = True
+            update.holds_requests()
+            held.set()
+            done.wait(60)
+
+    thread = Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    child = get_context("fork").Process(target=use)
+    child.start()
+    child.join(30)
+    done.set()
+    thread.join()
+    code, _ = child.exitcode, child.kill()
+    child.join()
+    assert code == 0
+    assert fleet.paused, "The parent goes on as it was."

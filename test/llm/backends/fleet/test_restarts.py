@@ -78,7 +78,15 @@ def starts() -> list[Handle]:
 
 
 @pytest.fixture
-def fleet(starts: list[Handle], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+def ways(request: pytest.FixtureRequest, starts: list[Handle]) -> dict[str, Any]:
+    """How the server is started again otherwise."""
+    return request.param(starts) if hasattr(request, "param") else {}
+
+
+@pytest.fixture
+def fleet(
+    starts: list[Handle], ways: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Fleet]:
     """A server that is started again once at most, and one that runs."""
     for name in ("FIRST_RESTART_SECONDS", "CHECK_SECONDS"):
         monkeypatch.setattr(loops, name, 0.01)
@@ -91,7 +99,9 @@ def fleet(starts: list[Handle], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fle
     other: Any = Handle("ready")
     fleet = Fleet(
         [
-            Replica(url=server.url, handle=server, restart=restart),
+            Replica(
+                **{"url": server.url, "handle": server, "restart": restart, **ways}
+            ),
             Replica(url="http://10.0.0.2:1", handle=other),
         ]
     )
@@ -151,3 +161,24 @@ def test_a_start_that_fails_counts(fleet, starts):
     until(lambda: first(fleet).state == "lost")
     assert len(starts) == 2
     assert "It has no memory." in first(fleet).reason
+
+
+def lost() -> Any:
+    raise LookupError("no such node")
+
+
+@pytest.mark.parametrize("ways", [lambda starts: {"locate": lost}], indirect=True)
+def test_a_server_that_cannot_be_located_is_stopped(fleet, starts):
+    until(lambda: len(starts) == 2)
+    starts[-1].end()
+    until(lambda: first(fleet).state == "lost")
+    assert "no such node" in first(fleet).reason
+    assert starts[-1].state == "stopped"
+
+
+@pytest.mark.parametrize(
+    "ways", [lambda starts: {"restart": lambda: starts[0]}], indirect=True
+)
+def test_a_launcher_that_returns_the_same_handle(fleet, starts):
+    until(lambda: first(fleet).state == "lost")
+    assert "the handle of the earlier start" in first(fleet).reason

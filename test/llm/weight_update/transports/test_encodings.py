@@ -131,6 +131,44 @@ def test_what_is_wrong_is_found_before_anything_is_sent(restored_engine, hf_mode
     SGLangWeightSyncScheme(engine).create_sender().update_weights(hf_model)
 
 
+class Sloppy(Rounded):
+    """Plans or makes something else."""
+
+    def __init__(self, plan=None, encode=None):
+        self.other_plan, self.other_encode = plan, encode
+
+    def plan(self, spec):
+        return self.other_plan(spec) if self.other_plan else super().plan(spec)
+
+    def encode(self, spec, tensor):
+        return self.other_encode(tensor)
+
+
+@pytest.mark.parametrize(
+    "plan", [lambda spec: (), lambda spec: None, lambda spec: spec.name]
+)
+def test_a_tensor_of_which_nothing_is_planned(hf_model, plan):
+    """The servers would keep the old one, under the new version."""
+    served = {n: (p.dtype, p.shape) for n, p in hf_model.named_parameters()}
+    with pytest.raises(WeightMismatchError, match="not one TensorSpec or several"):
+        encode_weights(open_weights(hf_model, served), Sloppy(plan))
+
+
+@pytest.mark.parametrize(
+    ("encode", "words"),
+    [
+        (lambda tensor: None, r"made \[\] of"),
+        (lambda tensor: [tensor.tolist(), 3], "made .*'list'"),
+        (lambda tensor: [tensor.mul_(1.0), torch.arange(3.0)], "in place"),
+    ],
+)
+def test_something_else_than_planned(hf_model, encode, words):
+    served = {n: (p.dtype, p.shape) for n, p in hf_model.named_parameters()}
+    encoded = encode_weights(open_weights(hf_model, served), Sloppy(None, encode))
+    with pytest.raises(WeightMismatchError, match=words):
+        list(encoded.read())
+
+
 @pytest.mark.parametrize("given", ["identical", None, Rounded, 3])
 def test_unknown_encodings(given):
     with pytest.raises(ConfigurationError, match="nor one of 'identity'"):
