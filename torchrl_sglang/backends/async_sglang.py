@@ -82,6 +82,7 @@ from torchrl_sglang.support.event_loop import (
     run_sync,
     weakly,
 )
+from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.support.urls import address_facing, is_this_machine
 from torchrl_sglang.types import (
     Adapter,
@@ -170,6 +171,7 @@ class AsyncSGLang(TorchRLCalls):
             trust_remote_code=self._settings.trust_remote_code,
         )
         self._update_lock = threading.Lock()
+        after_fork(self._begin_in_this_process)
         self.control = ControlPlane(self._http, self._fleet, self.capabilities)
         self._adapters = AdapterRegistry(self.control, self._fleet, self.capabilities)
         self._dispatcher = Dispatcher(
@@ -822,6 +824,10 @@ class AsyncSGLang(TorchRLCalls):
                 timeout=timeout,
             )
         )
+
+    def _begin_in_this_process(self) -> None:
+        # A thread of the parent may have held it.
+        self._update_lock = threading.Lock()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

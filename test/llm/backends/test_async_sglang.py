@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -646,3 +647,19 @@ def test_profile(engine, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert engine.generate(input_ids=[5], sampling_params=FOUR)
+
+
+def test_a_process_forked_in_a_weight_update_may_update(fake_engine):
+    """The update is the parent's; nobody would end it in the child."""
+
+    def use():
+        with fake_engine._alone():
+            pass
+
+    with fake_engine._alone():
+        child = get_context("fork").Process(target=use)
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
+        with pytest.raises(WeightSyncStateError, match="in progress"):
+            use()
