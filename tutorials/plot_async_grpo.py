@@ -60,45 +60,38 @@ collector = AsyncLLMCollector(
 # A loss that knows how old its tokens are
 # ----------------------------------------
 #
-# :class:`~torchrl_sglang.OffPolicyCorrection` stands between buffer and loss. It
-# computes the trainer's log-probs and weights each token by the truncated ratio of the
-# two policies. Its metrics are worth a log of their own.
+# :class:`~torchrl_sglang.OffPolicyCorrection` stands between batch and loss: it weights
+# each token by the truncated ratio of the trainer's policy before the step and the one
+# that sampled it. A :class:`~torchrl_sglang.Learner` computes the trainer's log-probs
+# and takes the optimizer step; its metrics are worth a log of their own.
 
 import torch
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_sglang import CorrectedGRPOLoss, OffPolicyCorrection
+from torchrl_sglang import (
+    CorrectedGRPOLoss,
+    GroupAdvantage,
+    Learner,
+    OffPolicyCorrection,
+)
 
 actor = TransformersWrapper(
     model, tokenizer=engine.get_tokenizer(), input_mode="tokens", generate=False
 )
-correct = OffPolicyCorrection("decoupled_token_is", actor_network=actor)
-loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
-optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-buffer = ReplayBuffer(
-    storage=LazyStackStorage(GROUPS * GROUP_SIZE),
-    sampler=SamplerWithoutReplacement(),
-    transform=MCAdvantage(grpo_size=GROUP_SIZE),
-    batch_size=GROUPS * GROUP_SIZE,
+learner = Learner(
+    CorrectedGRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False),
+    torch.optim.Adam(model.parameters(), lr=3e-3),
+    correct=OffPolicyCorrection("decoupled_token_is"),
 )
-KEYS = (
-    "query",
-    "tokens",
-    "masks",
-    "log_probs",
-    "generation_info",
-    ("next", "reward"),
-    ("next", "done"),
-)
+advantage = GroupAdvantage(GROUP_SIZE)
 
 # %%
 # The loop
 # --------
 #
-# It is that of the synchronous tutorial, and one line more. ``update_policy_weights_``
-# finds responses in flight; they go on with the new weights.
+# Collect, train, send the weights. ``update_policy_weights_`` finds responses in
+# flight; they go on with the new weights. :doc:`/guides/write_your_run` has the same in
+# one call.
 
 rewards, divergences, sample_sizes, ages = [], [], [], []
 collector.update_policy_weights_()  # So that every token has a version.
@@ -108,16 +101,9 @@ for batch in collector:
     versions = torch.cat(versions)
     ages.append((collector.policy_version - versions).float().mean().item())
 
-    buffer.extend(batch.select(*KEYS))
-    for minibatch in buffer:
-        correct.consumer_version = collector.policy_version
-        loss(correct(minibatch)).loss_objective.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    buffer.empty()
-    divergences.append(correct.metrics["rollout_corr/k3_kl"])
-    sample_sizes.append(correct.metrics["rollout_corr/rollout_is_eff_sample_size"])
+    metrics = learner.train(advantage(batch), collector.policy_version)
+    divergences.append(metrics["rollout_corr/k3_kl"])
+    sample_sizes.append(metrics["rollout_corr/rollout_is_eff_sample_size"])
 
     collector.update_policy_weights_()
 

@@ -66,7 +66,7 @@ async def careful(conversation, task):
 
 from torchrl_sglang import AsyncLLMCollector, SGLangWeightSyncScheme
 
-GROUP_SIZE, GROUPS, STEPS = 8, 4, 12
+GROUP_SIZE, GROUPS, STEPS = 8, 8, 20
 
 scheme = SGLangWeightSyncScheme(engine, model)
 collector = AsyncLLMCollector(
@@ -118,41 +118,31 @@ for turn in range(TOOL_TURNS + 1):
 # Learning to look
 # ----------------
 #
-# The reward stands in the last turn. ``MCAdvantage(trajectory_return="sum")`` adds it
-# up over the conversation, compares conversations of a group, and gives each turn the
-# advantage of its conversation.
+# The reward stands in the last turn. ``GroupAdvantage`` adds it up over the
+# conversation, compares conversations of a group, and gives each turn the advantage of
+# its conversation.
 
 import torch
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_sglang import CorrectedGRPOLoss
+from torchrl_sglang import CorrectedGRPOLoss, GroupAdvantage, Learner
 
 actor = TransformersWrapper(
     model, tokenizer=engine.get_tokenizer(), input_mode="tokens", generate=False
 )
-loss = CorrectedGRPOLoss(actor, entropy_bonus=False)
-optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-buffer = ReplayBuffer(
-    storage=LazyStackStorage(1000),
-    sampler=SamplerWithoutReplacement(),
-    transform=MCAdvantage(grpo_size=GROUP_SIZE, trajectory_return="sum"),
-    batch_size=64,
+learner = Learner(
+    CorrectedGRPOLoss(actor, entropy_bonus=False),
+    torch.optim.Adam(model.parameters(), lr=2e-3),
+    minibatches=2,
 )
+advantage = GroupAdvantage(GROUP_SIZE)
 
 rewards, turns = [], []
 while batch is not None:
     conversations = batch["next", "done"].sum().item()
     rewards.append(batch["next", "reward"].sum().item() / conversations)
     turns.append(len(batch) / conversations)
-    buffer.extend(batch)
-    for minibatch in buffer:
-        loss(minibatch).loss_objective.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    buffer.empty()
+    learner.train(advantage(batch), collector.policy_version)
     collector.update_policy_weights_()
     batch = next(batches, None)
 
