@@ -6,19 +6,21 @@ Events come from any thread. :meth:`Fleet.apply` replaces the state under a lock
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import RLock
 from typing import Any
 
 from torchrl_sglang.backends.fleet.actions import Action, Check
+from torchrl_sglang.backends.fleet.adapters import AdapterState
 from torchrl_sglang.backends.fleet.reconcile import (
     Changed,
     Ended,
-    Event,
     Learned,
     Suspected,
     UpdateBegan,
@@ -35,12 +37,14 @@ from torchrl_sglang.backends.fleet.replica import (
 )
 from torchrl_sglang.backends.fleet.routing import Routing
 from torchrl_sglang.backends.fleet.state import FleetState
+from torchrl_sglang.backends.fleet.step import Event
 from torchrl_sglang.backends.fleet.weights_state import (
     RequestGate,
     ServedWeights,
     WeightUpdate,
 )
 from torchrl_sglang.errors import ServerUnavailableError
+from torchrl_sglang.support.forks import after_fork
 
 FEW_SERVERS = 16
 """Up to so many servers are looked at for every request."""
@@ -80,8 +84,17 @@ class Fleet:
         self._act: Callable[[Sequence[Action]], object] = lambda actions: None
         self._routing = Routing()
         self._check_deaths_at = 0.0
+        # What wakes those that wait for a state.
+        self._wakes: list[Callable[[], object]] = []
         self._lock = RLock()
+        after_fork(self._begin_after_fork)
         self.publish()
+
+    def _begin_after_fork(self) -> None:
+        # Another thread of the parent may hold its lock.
+        self._lock, self._wakes = RLock(), []
+        adapters = self._state.adapters.in_another_process()
+        self._state = replace(self._state, adapters=adapters)
 
     @property
     def state(self) -> FleetState:
@@ -95,7 +108,28 @@ class Fleet:
             self._state, actions = reconcile(self._state, event, now)
             if actions:
                 self._act(actions)
+            for wake in self._wakes:
+                wake()
         return actions
+
+    async def until(
+        self, condition: Callable[[FleetState], object], deadline: float
+    ) -> None:
+        """Waits until the state meets a condition, or for the deadline."""
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+        wake = partial(loop.call_soon_threadsafe, changed.set)
+        with self._lock:
+            self._wakes.append(wake)
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                while not condition(self._state):
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            pass
+        finally:
+            with self._lock:
+                self._wakes.remove(wake)
 
     def change(self, change: Callable[[FleetState], FleetState]) -> None:
         """Takes over what is known of the fleet and calls for nothing."""
@@ -227,6 +261,10 @@ class Fleet:
         """Replaces what is known of the weights."""
         self.change(lambda now: replace(now, weights=change(now.weights)))
 
+    def change_adapters(self, change: Callable[[AdapterState], AdapterState]) -> None:
+        """Replaces what is known of the LoRA adapters."""
+        self.change(lambda now: replace(now, adapters=change(now.adapters)))
+
     @contextmanager
     def weight_update(self) -> Iterator[WeightUpdate]:
         """Fixes the servers of a weight update; a commit gives them its version."""
@@ -288,6 +326,7 @@ class Fleet:
             "replicas": [replica.without_handle() for replica in state.replicas],
             "known": {
                 "weights": replace(state.weights, abort_epoch=0),
+                "adapters": state.adapters.for_copy(),
                 "asleep": state.asleep,
                 "closed": state.closed,
             },

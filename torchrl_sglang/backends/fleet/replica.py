@@ -140,9 +140,10 @@ class Replica:
         return self.state == "serving" and self.away_since is not None
 
     def holding(self, adapters: Set[str], *, since: Replica) -> Replica:
-        """Returns it as it reports its adapters, beside those loaded since then."""
+        """Returns it as it reports its adapters, with what changed since then."""
         added = self.held_adapters - since.held_adapters
-        return replace(self, held_adapters=added | adapters)
+        dropped = since.held_adapters - self.held_adapters
+        return replace(self, held_adapters=added | (adapters - dropped))
 
     def with_adapter(self, served_as: str) -> Replica:
         """Returns it as it has loaded one more adapter."""

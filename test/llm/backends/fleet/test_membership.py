@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from torchrl_sglang.backends.fleet.actions import Check, Route, Stop
+from torchrl_sglang.backends.fleet.adapters import newest_loads
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import (
-    AdaptersWanted,
     Answered,
     RestartNoticed,
     Silent,
@@ -313,7 +313,8 @@ def test_a_server_serves_with_every_adapter_that_requests_may_name():
     fleet = make_fleet(2, owned=False)
     for rank in range(2):
         holds(fleet, rank, "policy@1")
-    fleet.apply(AdaptersWanted(names=frozenset({"policy@1"})))
+    found = newest_loads(["policy@1"], "default")
+    fleet.change_adapters(lambda now: now.adopt(found))
     assert fleet.state.wanted_adapters == {"policy@1"}
     fleet.apply(RestartNoticed(rank=0, start_id="another start"))
     holds(fleet, 0)
