@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import socket
+import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +21,7 @@ from torchrl_sglang.backends.fleet.reconcile import (
     RestartNoticed,
     Silent,
     Started,
+    Suspected,
     Tick,
 )
 from torchrl_sglang.backends.fleet.replica import RemoteRouter, Replica
@@ -351,3 +355,27 @@ def test_a_remote_router_gets_nothing_while_a_server_is_out():
     assert set(picks(fleet)) == {"http://router"}
     fleet.apply(Silent(asked=fleet.replicas[0], reason="No connection."))
     assert set(picks(fleet)) == {URLS[1]}
+
+
+def test_a_process_that_is_forked_in_the_midst_of_an_event():
+    """Another thread of the parent was changing the state at that moment."""
+    fleet = make_fleet(1, owned=False)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def act(actions) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    fleet.act_with(act)
+    thread = threading.Thread(target=fleet.apply, args=[Suspected()])
+    thread.start()
+    assert inside.wait(10)
+    fleet.act_with(lambda actions: None)
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        fleet.apply(Suspected())
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    go_on.set()
+    thread.join(10)
