@@ -24,7 +24,7 @@ from torchrl_sglang.backends.fleet.state import FleetState
 from torchrl_sglang.backends.fleet.step import Event, Step
 from torchrl_sglang.backends.fleet.weights_state import version_order
 from torchrl_sglang.backends.lora.names import load_number, parse_served_name
-from torchrl_sglang.errors import SGLangError
+from torchrl_sglang.errors import RequestRefusedError, SGLangError
 
 LOAD_SECONDS = 120.0
 """Default timeout for loading an adapter, the wait for space included."""
@@ -190,11 +190,15 @@ class AdapterSent(Event):
             step.put(replica.with_adapter(self.served_as))
             give_wanted(step, replica.rank)
         elif replica is not None and replica.runs and self.error is not None:
-            self._failed(step, self.error)
+            self._failed(step, replica, self.error)
         advance(step)
 
-    def _failed(self, step: Step, error: SGLangError) -> None:
+    def _failed(self, step: Step, replica: Replica, error: SGLangError) -> None:
         adapters = step.state.adapters
+        refused = isinstance(error, RequestRefusedError)
+        if not refused and self.served_as not in adapters.names:
+            # It may have it all the same, and then it has less room.
+            step.put(replica.with_adapter(self.served_as))
         loading = adapters.loading
         if loading is not None and loading.new.served_as == self.served_as:
             failed = replace(loading, error=loading.error or error)

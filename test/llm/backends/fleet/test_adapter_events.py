@@ -38,7 +38,11 @@ from torchrl_sglang.backends.fleet.step import Event
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.backends.lora.names import parse_served_name
 from torchrl_sglang.backends.lora.payload import AdapterPayload
-from torchrl_sglang.errors import ServerTimeoutError, ServerUnavailableError
+from torchrl_sglang.errors import (
+    RequestRefusedError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+)
 
 FAILED = ServerTimeoutError("It did not answer.")
 
@@ -163,6 +167,16 @@ def test_what_one_server_does_not_take_is_dropped_by_all(engine):
     assert engine.tell(AdapterGivenUp(served_as="a@2#2")) == []
     assert engine.sent(0, "a@2#2") == drop("a@2#2")
     assert engine.adapters.names == {"a@1#1"}
+
+
+def test_a_server_that_did_not_answer_may_be_full(engine):
+    engine.offer("a@1#1", most_loaded=1)
+    engine.sent(0, "a@1#1", FAILED)
+    engine.sent(1, "a@1#1", RequestRefusedError("There is no room."))
+    assert engine.tell(AdapterGivenUp(served_as="a@1#1")) == drop("a@1#1")
+    assert engine.offer("b@1#2", most_loaded=1) == []
+    (action,) = engine.dropped("a@1#1")
+    assert len(action.servers) == 2
 
 
 def test_an_adapter_that_is_unwanted_goes_with_its_older_loads(engine):
