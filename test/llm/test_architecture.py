@@ -168,8 +168,8 @@ whose objects they make of an address, the order of a weight update, and pure fu
 
 ENGINE_ORDER = [
     "client",
-    "fleet",
     "lora",
+    "fleet",
     "generation",
     "launch",
     "contract",

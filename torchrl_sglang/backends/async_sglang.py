@@ -26,6 +26,8 @@ from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient, limit_in_flight
 from torchrl_sglang.backends.client.model_info import ModelReader, ServedModel
 from torchrl_sglang.backends.client.router import find_servers
+from torchrl_sglang.backends.fleet.adapter_calls import AdapterCalls
+from torchrl_sglang.backends.fleet.adapter_registry import AdapterRegistry
 from torchrl_sglang.backends.fleet.loop import (
     PROGRESS_SECONDS,
     Supervisor,
@@ -57,7 +59,6 @@ from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
 from torchrl_sglang.backends.launch.router import router_arguments
 from torchrl_sglang.backends.lora.payload import prepare_adapter
-from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.backends.torchrl_calls import (
     TorchRLCalls,
     warn_of_ignored_variables,
@@ -173,7 +174,8 @@ class AsyncSGLang(TorchRLCalls):
         self._update_lock = threading.Lock()
         after_fork(self._begin_in_this_process)
         self.control = ControlPlane(self._http, self._fleet, self.capabilities)
-        self._adapters = AdapterRegistry(self.control, self._fleet, self.capabilities)
+        adapter_calls = AdapterCalls(self._http, self.capabilities)
+        self._adapters = AdapterRegistry(self.control, self._fleet, adapter_calls)
         self._dispatcher = Dispatcher(
             self._http,
             self._fleet,
@@ -202,7 +204,7 @@ class AsyncSGLang(TorchRLCalls):
             poller=ServerPoller(
                 self._http,
                 self.capabilities,
-                self._adapters,
+                adapter_calls,
                 partial(
                     find_out,
                     self._http,
@@ -902,13 +904,11 @@ class AsyncSGLang(TorchRLCalls):
     def __getstate__(self) -> dict[str, Any]:
         # Ownership, locks and the tokenizer stay here; the rest is plain values.
         kept = ("_fleet", "capabilities", "_model", "_http", "_settings", "_closed")
-        state = {name: getattr(self, name) for name in kept}
-        return {**state, "_adapters": self._adapters.state()}
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._compose()
-        self._adapters.set_state(state["_adapters"])
 
     def __repr__(self) -> str:
         fleet = self._fleet

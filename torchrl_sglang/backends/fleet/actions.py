@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_sglang.backends.fleet.replica import ServerHandle
+from torchrl_sglang.backends.fleet.adapters import DesiredAdapter
+from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +68,19 @@ class Confirm(Action):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReloadAdapters(Action):
-    """Load the wanted adapters that a server lacks."""
+class LoadAdapter(Action):
+    """Load an adapter into servers."""
 
-    rank: int
+    adapter: DesiredAdapter
+    servers: tuple[Replica, ...]
+    timeout: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropAdapter(Action):
+    """Have every server drop an adapter."""
+
+    served_as: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

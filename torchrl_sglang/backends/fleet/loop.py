@@ -30,7 +30,9 @@ from torchrl_sglang.backends.fleet.actions import (
     Action,
     CancelStart,
     Check,
+    DropAdapter,
     FailRequests,
+    LoadAdapter,
     Poll,
     Publish,
     Recall,
@@ -188,6 +190,8 @@ class Supervisor:
         self._lost_behind_router = False
         # The watch, and what it does not wait for: a server or a router can take long.
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        # Calls that load or drop an adapter.
+        self._calls: set[asyncio.Task[None]] = set()
 
     def begin(self, *, at_once: bool = False) -> None:
         """Begins to watch, from any thread; ``at_once`` checks without delay."""
@@ -225,7 +229,7 @@ class Supervisor:
     def stop(self) -> None:
         """Ends the watch and cancels pending starts."""
         self._stopped.set()
-        for task in list(self._tasks.values()):
+        for task in [*self._tasks.values(), *self._calls]:
             get_loop().call_soon_threadsafe(task.cancel)
         deadline = time.monotonic() + STOP_SECONDS
         # A server can be found a moment after its start began.
@@ -263,11 +267,13 @@ class Supervisor:
 
     def _next_check(self, fleet: Fleet) -> float | None:
         """Returns the seconds to the next check; None if there is nothing to watch."""
-        if self._runs("poll") or fleet.state.to_poll or fleet.state.owns_any:
+        state = fleet.state
+        soon = state.to_poll or state.owns_any or state.adapters.lingers
+        if self._runs("poll") or soon:
             return CHECK_SECONDS
         if fleet.directory is not None:
             return FOLLOW_SECONDS
-        if self._poller.adapters is not None:
+        if state.adapters.can_reload:
             return ADAPTER_CHECK_SECONDS
         in_flight, _ = self._progress()
         return IN_FLIGHT_SECONDS if in_flight else None
@@ -287,9 +293,11 @@ class Supervisor:
         else:
             self._do("follow", self._follow, fleet)
         await self._probe_stuck(fleet)
-        adapters = None if owner else self._poller.adapters
-        if adapters is not None and not fleet.state.to_poll:
-            await adapters.discover_changes()
+        may_be_lost = fleet.state.adapters.can_reload and not owner
+        if may_be_lost and not fleet.state.to_poll:
+            await self._poller.adapters.discover_changes(
+                fleet, after=ADAPTER_CHECK_SECONDS
+            )
 
     def _tick(self, fleet: Fleet) -> Tick:
         """Returns the conditions outside of the state."""
@@ -397,10 +405,19 @@ class Supervisor:
         elif isinstance(action, CancelStart):
             name = f"cancel {action.rank}"
             self._do(name, asyncio.to_thread, self._cancel_start, action.rank)
+        elif isinstance(action, LoadAdapter):
+            self._begin_call(self._poller.adapters.load(fleet, action))
+        elif isinstance(action, DropAdapter):
+            self._begin_call(self._poller.adapters.drop(fleet, action))
         elif isinstance(action, Restart):
             self._restart(fleet.replicas[action.rank])
         elif isinstance(action, StartRouter):
             self._start_router(fleet, action.urls)
+
+    def _begin_call(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
 
     async def _update_router(self, fleet: Fleet, route: Route | None) -> None:
         router = fleet.router

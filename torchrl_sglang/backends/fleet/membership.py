@@ -6,19 +6,21 @@ Events come from any thread. :meth:`Fleet.apply` replaces the state under a lock
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import RLock
 from typing import Any
 
 from torchrl_sglang.backends.fleet.actions import Action, Check
+from torchrl_sglang.backends.fleet.adapters import AdapterState
 from torchrl_sglang.backends.fleet.reconcile import (
     Changed,
     Ended,
-    Event,
     Learned,
     Suspected,
     UpdateBegan,
@@ -35,6 +37,7 @@ from torchrl_sglang.backends.fleet.replica import (
 )
 from torchrl_sglang.backends.fleet.routing import Routing
 from torchrl_sglang.backends.fleet.state import FleetState
+from torchrl_sglang.backends.fleet.step import Event
 from torchrl_sglang.backends.fleet.weights_state import (
     RequestGate,
     ServedWeights,
@@ -81,15 +84,18 @@ class Fleet:
         self._act: Callable[[Sequence[Action]], object] = lambda actions: None
         self._routing = Routing()
         self._check_deaths_at = 0.0
+        # What wakes those that wait for a state.
+        self._wakes: list[Callable[[], object]] = []
         self._lock = RLock()
         after_fork(self._begin_in_this_process)
         self.publish()
 
     def _begin_in_this_process(self) -> None:
         # Whoever holds them, or sends weights, is in the parent.
-        self._lock = RLock()
+        self._lock, self._wakes = RLock(), []
         self.gate = RequestGate()
-        self._set(updating=None, draining=False, paused=False)
+        adapters = self._state.adapters.in_another_process()
+        self._set(updating=None, draining=False, paused=False, adapters=adapters)
 
     @property
     def state(self) -> FleetState:
@@ -103,7 +109,28 @@ class Fleet:
             self._state, actions = reconcile(self._state, event, now)
             if actions:
                 self._act(actions)
+            for wake in self._wakes:
+                wake()
         return actions
+
+    async def until(
+        self, condition: Callable[[FleetState], object], deadline: float
+    ) -> None:
+        """Waits until the state meets a condition, or for the deadline."""
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+        wake = partial(loop.call_soon_threadsafe, changed.set)
+        with self._lock:
+            self._wakes.append(wake)
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                while not condition(self._state):
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            pass
+        finally:
+            with self._lock:
+                self._wakes.remove(wake)
 
     def change(self, change: Callable[[FleetState], FleetState]) -> None:
         """Replaces the state of the fleet, without actions."""
@@ -235,6 +262,10 @@ class Fleet:
         """Replaces the state of the weights."""
         self.change(lambda now: replace(now, weights=change(now.weights)))
 
+    def change_adapters(self, change: Callable[[AdapterState], AdapterState]) -> None:
+        """Replaces what is known of the LoRA adapters."""
+        self.change(lambda now: replace(now, adapters=change(now.adapters)))
+
     @contextmanager
     def weight_update(self) -> Iterator[WeightUpdate]:
         """Fixes the servers of a weight update; a commit gives them its version."""
@@ -296,6 +327,7 @@ class Fleet:
             "replicas": [replica.without_handle() for replica in state.replicas],
             "known": {
                 "weights": replace(state.weights, abort_epoch=0),
+                "adapters": state.adapters.for_copy(),
                 "asleep": state.asleep,
                 "closed": state.closed,
             },

@@ -15,10 +15,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from torchrl._utils import logger as torchrl_logger
 
@@ -26,7 +24,9 @@ from torchrl_sglang.backends.client.capabilities import check_same
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.fleet.actions import Action, Confirm, ReloadAdapters, Tell
+from torchrl_sglang.backends.fleet.actions import Action, Confirm, Tell
+from torchrl_sglang.backends.fleet.adapter_calls import AdapterCalls
+from torchrl_sglang.backends.fleet.adapters import newest_loads
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import Answered, Silent
 from torchrl_sglang.backends.fleet.replica import Replica
@@ -90,6 +90,8 @@ async def discover(fleet: Fleet, find: Find) -> ServerCapabilities:
         for rank, each in found.items()
     )
     _tell([action for event in events for action in fleet.apply(event)])
+    adapters = newest_loads(known.adapters, newest)
+    fleet.change_adapters(lambda now: now.adopt(adapters))
     return known
 
 
@@ -119,23 +121,6 @@ async def _ask_all(
     return await fan_out(ask, replicas)
 
 
-class AdapterReloader(Protocol):
-    """Loads LoRA adapters again into servers that were started again."""
-
-    @property
-    def can_reload(self) -> bool:
-        """Whether this engine object has loaded adapters that it can load again."""
-
-    async def discover(self) -> None:
-        """Finds the adapters that any engine object has loaded."""
-
-    async def discover_changes(self) -> None:
-        """Finds adapters again where one of a few servers tells of a change."""
-
-    def reload(self, replica: Replica) -> None:
-        """Begins to load the wanted adapters that a server lacks."""
-
-
 class ServerPoller:
     """Polls the servers of a fleet, which it does not hold."""
 
@@ -143,20 +128,14 @@ class ServerPoller:
         self,
         http: HttpClient,
         capabilities: ServerCapabilities,
-        adapters: AdapterReloader,
+        adapters: AdapterCalls,
         find: Find,
     ) -> None:
         self._http = http
         self._capabilities = capabilities
+        self.adapters = adapters
+        """Asks for the adapters that servers hold."""
         self._find = find
-        # The adapters hold the fleet.
-        self._adapters = weakref.ref(adapters)
-
-    @property
-    def adapters(self) -> AdapterReloader | None:
-        """The adapters of the engine object, if they can be loaded again."""
-        adapters = self._adapters()
-        return adapters if adapters is not None and adapters.can_reload else None
 
     async def poll(self, fleet: Fleet) -> None:
         """Polls the servers that are out of rotation or suspected."""
@@ -176,17 +155,14 @@ class ServerPoller:
                 # next round.
                 return
             await self._confirm(fleet, event, look)
-            actions = fleet.apply(replace(event, confirmed=True))
-        adapters = self._adapters()
-        if adapters is not None and ReloadAdapters(rank=rank) in actions:
-            adapters.reload(fleet.replicas[rank])
+            fleet.apply(replace(event, confirmed=True))
 
     async def _confirm(self, fleet: Fleet, event: Answered, look: _Look) -> None:
-        """Asks other servers for their versions, before a server counts as current."""
-        rank, adapters = event.asked.rank, self._adapters()
-        if event.held is not None and adapters and fleet.replicas[rank].restarted:
+        """Asks other servers what they hold, before a server counts as current."""
+        rank = event.asked.rank
+        if event.held is not None and fleet.replicas[rank].restarted:
             # The other servers hold what other engine objects have loaded.
-            await adapters.discover()
+            await self.adapters.discover(fleet)
         state = fleet.state
         misses = state.misses_adapters(state.replicas[rank])
         if not misses and event.version == state.weights.version:

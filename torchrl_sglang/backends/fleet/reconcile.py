@@ -8,34 +8,30 @@ for again by the next one.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from torchrl_sglang.backends.fleet.actions import (
     Action,
     CancelStart,
     Check,
     Confirm,
-    FailRequests,
     Poll,
     Publish,
-    Recall,
-    ReloadAdapters,
     Restart,
     Route,
     StartRouter,
     Stop,
     Tell,
 )
-from torchrl_sglang.backends.fleet.replica import (
-    Location,
-    Replica,
-    ReplicaState,
-    ServerHandle,
+from torchrl_sglang.backends.fleet.adapter_events import (
+    advance,
+    catch_up_with,
+    give_wanted,
 )
+from torchrl_sglang.backends.fleet.replica import Location, Replica, ServerHandle
 from torchrl_sglang.backends.fleet.state import FleetState
+from torchrl_sglang.backends.fleet.step import Event, Step
 
 
 def reconcile(
@@ -51,128 +47,6 @@ def reconcile(
     step = Step(state, now)
     event._apply(step)
     return step.state, tuple(step.actions)
-
-
-class Step:
-    """The state as one event changes it, and the actions so far."""
-
-    def __init__(self, state: FleetState, now: float) -> None:
-        self.state = state
-        self.now = now
-        self.actions: list[Action] = []
-
-    def do(self, *actions: Action) -> None:
-        """Adds actions."""
-        self.actions.extend(actions)
-
-    def set(self, **fields: Any) -> None:
-        """Changes the state of the fleet."""
-        self.state = replace(self.state, **fields)
-
-    def put(self, replica: Replica, **fields: Any) -> Replica:
-        """Changes the state of a server, and returns the new one."""
-        replica = replace(replica, **fields)
-        self.state = self.state.with_replicas(replica)
-        return replica
-
-    def same_start(self, asked: Replica) -> Replica | None:
-        """Returns the present state of a server; ``None`` if it was started again."""
-        now = self.state.replicas[asked.rank]
-        same = now.url == asked.url and now.handle is asked.handle
-        return now if same else None
-
-    def move(self, replica: Replica, state: ReplicaState, reason: str) -> Replica:
-        """Changes whether a server gets requests."""
-        before, away_since = replica.state, replica.away_since
-        replica = self.put(replica, state=state, reason=reason)
-        if state == "serving":
-            replica = self.put(replica, restarted=False, away_since=None)
-            if away_since is not None:
-                self.do(
-                    Tell(
-                        text=f"The server at {replica.url} serves again, after "
-                        f"{self.now - away_since:.0f} s.",
-                        warning=False,
-                    )
-                )
-        elif state != before:
-            # A server that begins to serve was counted when it came back.
-            self.set(weights=self.state.weights.begin_membership_epoch())
-        if state != before:
-            self.do(Check())
-        return replica
-
-    def take_down(self, replica: Replica, reason: str, *, ended: bool) -> Replica:
-        """Takes a server out of rotation until it is started again or answers.
-
-        The requests of one that has ``ended`` fail now.
-        """
-        replica = self.move(replica, "down", reason)
-        replica = self.put(replica, away_since=replica.away_since or self.now)
-        if ended:
-            self.do(FailRequests(url=replica.url), Recall(handle=replica.handle))
-        self.do(Publish())
-        return replica
-
-    def take_address(self, replica: Replica, url: str) -> Replica:
-        """Takes over where a server was started again."""
-        if url == replica.url:
-            return replica
-        text = f"The server at {replica.url} is now at {url}."
-        # A poll may have begun after its end.
-        self.do(Tell(text=text, warning=False), FailRequests(url=replica.url))
-        return self.put(replica, url=url)
-
-    def take_back(
-        self, replica: Replica, reason: str, *, restarted: bool = True
-    ) -> Replica:
-        """Takes a server that runs again; it is polled before it serves."""
-        replica = self.put(
-            replica,
-            start_id="",
-            restarted=restarted,
-            held_adapters=frozenset(),
-            version="",
-        )
-        return self.move(replica, "stale", reason)
-
-    def suspect(self, url: str | None = None) -> None:
-        """Lets a server, or each one, be polled although it serves."""
-        asked = (each for each in self.state.replicas if url in (None, each.url))
-        suspected = (replace(each, suspected=True) for each in asked)
-        self.state = self.state.with_replicas(*suspected)
-        self.do(Check())
-
-    def decide(self, replica: Replica, version: str) -> None:
-        """Lets a server serve, or not, by the weights and adapters that it holds."""
-        replica, state = self.put(replica, version=version), self.state
-        if state.closed or not replica.runs:
-            return
-        if state.updating is not None:
-            # An answer in an update counts for nothing; the server is asked again
-            # afterwards.
-            self.put(replica, suspected=True)
-            return
-        newer = state.weights.observe(version)
-        if newer is not state.weights:
-            self.set(weights=newer)
-            # The others are polled before their answers count.
-            self.suspect()
-            replica = self.put(replica, suspected=False)
-        reason = self.state.why_stale(replica)
-        if reason and replica.state == "serving":
-            self.do(Tell(text=f"{reason} It gets no requests."))
-        self.move(replica, "stale" if reason else "serving", reason)
-
-
-class Event(ABC):
-    """Something that happened."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def _apply(self, step: Step) -> None:
-        """Changes the state and adds actions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,24 +73,25 @@ class Answered(Event):
             if self._needs_confirmation(step.state, replica):
                 step.do(Confirm(rank=replica.rank))
                 return
+        catch_up_with(step, replica, self.version)
         step.decide(replica, self.version)
-        replica = step.state.replicas[replica.rank]
-        if step.state.misses_adapters(replica):
-            step.do(ReloadAdapters(rank=replica.rank))
+        give_wanted(step, replica.rank)
+        advance(step)
 
     def _take_over(self, step: Step, replica: Replica) -> Replica:
         """Records what the server holds, and whether it was started again."""
-        known, held = replica.start_id, self.held or frozenset()
+        known, held, since = replica.start_id, self.held or frozenset(), self.asked
         if replica.state == "down" and not step.state.owns(replica):
             # The server may have been away when adapters were loaded, too.
             lacks = not step.state.wanted_adapters <= held
             same = bool(self.start_id) and self.start_id == known
             restarted = replica.restarted or lacks or not same
-            replica = step.take_back(replica, replica.reason, restarted=restarted)
+            since = step.take_back(replica, replica.reason, restarted=restarted)
+            replica = since
         elif known and self.start_id and self.start_id != known:
             replica = step.put(replica, restarted=True)
         replica = step.put(replica, start_id=self.start_id or known)
-        return step.put(replica.holding(held, since=self.asked))
+        return step.put(replica.holding(held, since=since))
 
     def _needs_confirmation(self, state: FleetState, replica: Replica) -> bool:
         """Returns whether others may hold newer weights, or unknown adapters."""
@@ -382,6 +257,7 @@ class Tick(Event):
                 self._start_again(step, replica)
         if self.router is not None:
             self._route(step, frozenset(step.state.serving))
+        advance(step)
 
     def _start_again(self, step: Step, replica: Replica) -> None:
         if step.state.asleep:
@@ -501,21 +377,3 @@ class WokeUp(Event):
         still = frozenset[str]().union(*(each.released for each in step.state.running))
         step.set(asleep=step.state.asleep - (self.tags - still))
         step.do(Check())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdaptersWanted(Event):
-    """Requests may name these adapters."""
-
-    names: frozenset[str]
-    found: bool = False
-    """Whether the adapters were found on the servers. Otherwise each that runs must
-    hold the new ones, but for those that are given them before they serve; else nothing
-    changes.
-    """
-
-    def _apply(self, step: Step) -> None:
-        added = self.names - step.state.wanted_adapters
-        others = (each for each in step.state.running if not each.restarted)
-        if self.found or all(added <= each.held_adapters for each in others):
-            step.set(wanted_adapters=self.names)

@@ -140,9 +140,10 @@ class Replica:
         return self.state == "serving" and self.away_since is not None
 
     def holding(self, adapters: Set[str], *, since: Replica) -> Replica:
-        """Returns the server with its reported adapters and those loaded since then."""
+        """Returns the server with its reported adapters and what changed since then."""
         added = self.held_adapters - since.held_adapters
-        return replace(self, held_adapters=added | adapters)
+        dropped = since.held_adapters - self.held_adapters
+        return replace(self, held_adapters=added | (adapters - dropped))
 
     def with_adapter(self, served_as: str) -> Replica:
         """Returns the server with one more adapter."""

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from torchrl_sglang.backends.fleet.adapters import AdapterState
 from torchrl_sglang.backends.fleet.replica import Replica, ServerHandle, format_tags
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.errors import (
@@ -40,8 +42,8 @@ class FleetState:
     """Whether the engine was shut down."""
     updating: tuple[tuple[str, ServerHandle | None], ...] | None = None
     """Servers of the weight update in progress, as they ran when it began."""
-    wanted_adapters: frozenset[str] = frozenset()
-    """LoRA adapters that requests may name, under the servers' names."""
+    adapters: AdapterState = field(default_factory=AdapterState)
+    """The LoRA adapters."""
     in_router: frozenset[str] = frozenset()
     """Servers that the router sends requests to."""
 
@@ -57,15 +59,17 @@ class FleetState:
         asked = (self.replicas[rank] for rank in ranks)
         return self.with_replicas(*(replace(each, suspected=False) for each in asked))
 
-    def without_adapter(self, served_as: str) -> FleetState:
-        """Returns the state when servers begin to drop a LoRA adapter."""
-        return self.with_replicas(
-            *(
-                replace(each, held_adapters=each.held_adapters - {served_as})
-                for each in self.replicas
-                if served_as in each.held_adapters
-            )
-        )
+    def without_adapters(
+        self, names: Set[str], *, kept: Collection[str] = ()
+    ) -> FleetState:
+        """Returns the state when servers, but for some, have dropped LoRA adapters."""
+        dropped = [
+            replace(each, held_adapters=each.held_adapters - names)
+            for each in self.replicas
+            if each.url not in kept
+        ]
+        adapters = replace(self.adapters, pinned=self.adapters.pinned - names)
+        return replace(self.with_replicas(*dropped), adapters=adapters)
 
     # Servers.
 
@@ -134,6 +138,19 @@ class FleetState:
         """Whether none serves, and one that was started again waits for weights."""
         stale = any(replica.state == "stale" for replica in self.replicas)
         return stale and not self.serving and self.generates
+
+    @property
+    def wanted_adapters(self) -> frozenset[str]:
+        """LoRA adapters that requests may name, under the servers' names."""
+        return self.adapters.names
+
+    @property
+    def most_adapters(self) -> int:
+        """How many adapters the fullest server holds, or may be loading."""
+        places = set(self.adapters.sending)
+        for replica in self.running:
+            places |= {(replica.rank, each) for each in replica.held_adapters}
+        return max(Counter(rank for rank, _ in places).values(), default=0)
 
     def misses_adapters(self, replica: Replica) -> bool:
         """Returns whether a server that was started again lacks wanted adapters."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.fleet.adapter_registry import AdapterRegistry
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import Suspected
 from torchrl_sglang.backends.fleet.weights_state import version_order
@@ -26,7 +27,6 @@ from torchrl_sglang.backends.generation.dispatch import (
 )
 from torchrl_sglang.backends.generation.in_flight import InFlightRequest
 from torchrl_sglang.backends.generation.log_probs import to_scoring_request, with_scores
-from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,

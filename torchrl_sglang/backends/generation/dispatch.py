@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.http import HttpClient, HttpResponse
+from torchrl_sglang.backends.fleet.adapter_registry import AdapterRegistry
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.backends.generation.in_flight import (
@@ -31,7 +32,6 @@ from torchrl_sglang.backends.generation.reply import (
     decode_reply,
     parse_completion,
 )
-from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,

@@ -1,6 +1,3 @@
-"""LoRA adapters of the servers.
-
-``payload`` reads and checks an adapter; ``registry`` loads it into every server and
-keeps the wanted set, which ``names`` computes from the names that servers hold;
-``retirement`` drops an adapter after its last request.
+"""What a LoRA adapter is: ``payload`` reads and checks its tensors, and ``names`` has
+the names by which requests and servers know it. ``fleet`` loads and drops it.
 """

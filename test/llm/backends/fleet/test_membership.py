@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import signal
 import socket
+import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -14,13 +17,14 @@ from threading import Event, Thread
 import pytest
 
 from torchrl_sglang.backends.fleet.actions import Check, Route, Stop
+from torchrl_sglang.backends.fleet.adapters import newest_loads
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import (
-    AdaptersWanted,
     Answered,
     RestartNoticed,
     Silent,
     Started,
+    Suspected,
     Tick,
 )
 from torchrl_sglang.backends.fleet.replica import RemoteRouter, Replica
@@ -316,7 +320,8 @@ def test_a_server_serves_with_every_adapter_that_requests_may_name():
     fleet = make_fleet(2, owned=False)
     for rank in range(2):
         holds(fleet, rank, "policy@1")
-    fleet.apply(AdaptersWanted(names=frozenset({"policy@1"})))
+    found = newest_loads(["policy@1"], "default")
+    fleet.change_adapters(lambda now: now.adopt(found))
     assert fleet.state.wanted_adapters == {"policy@1"}
     fleet.apply(RestartNoticed(rank=0, start_id="another start"))
     holds(fleet, 0)
@@ -383,3 +388,27 @@ def test_a_process_that_is_forked_in_a_weight_update():
     child.join()
     assert code == 0
     assert fleet.paused, "The parent goes on as it was."
+
+
+def test_a_process_that_is_forked_in_the_midst_of_an_event():
+    """Another thread of the parent was changing the state at that moment."""
+    fleet = make_fleet(1, owned=False)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def act(actions) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    fleet.act_with(act)
+    thread = threading.Thread(target=fleet.apply, args=[Suspected()])
+    thread.start()
+    assert inside.wait(10)
+    fleet.act_with(lambda actions: None)
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        fleet.apply(Suspected())
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    go_on.set()
+    thread.join(10)

@@ -17,14 +17,13 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.capabilities import find_out
-from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.fleet import loop, observe
+from torchrl_sglang.backends.fleet.adapter_calls import AdapterCalls
 from torchrl_sglang.backends.fleet.loop import Supervisor
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.observe import ServerPoller, hangs
 from torchrl_sglang.backends.fleet.reconcile import RestartNoticed, Suspected
 from torchrl_sglang.backends.fleet.replica import Replica
-from torchrl_sglang.backends.lora.registry import AdapterRegistry
 from torchrl_sglang.errors import (
     ServerTimeoutError,
     ServerUnavailableError,
@@ -490,9 +489,7 @@ def test_an_owner_does_not_restart_a_server_that_another_engine_paused(three):
         fleet = Fleet(
             replicas=[Replica(url=server.url, handle=process)], weight_version="5"
         )
-        adapters = AdapterRegistry(
-            ControlPlane(http, fleet, capabilities), fleet, capabilities
-        )
+        adapters = AdapterCalls(http, capabilities)
         server.paused = True
         with server.misbehaving("error_500", "/health_generate"):
             supervisor = Supervisor(

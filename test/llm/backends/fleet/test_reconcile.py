@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -13,20 +14,34 @@ import pytest
 from torchrl_sglang.backends.fleet.actions import (
     CancelStart,
     Confirm,
+    DropAdapter,
     FailRequests,
+    LoadAdapter,
     Poll,
-    ReloadAdapters,
     Restart,
     Route,
     Stop,
     Tell,
 )
+from torchrl_sglang.backends.fleet.adapter_events import (
+    AdapterDropped,
+    AdapterGivenUp,
+    AdapterOffered,
+    AdapterSent,
+    AdaptersListed,
+    AdapterUnwanted,
+    AdapterUsed,
+)
+from torchrl_sglang.backends.fleet.adapters import (
+    LINGER_SECONDS,
+    AdapterState,
+    DesiredAdapter,
+    Loading,
+)
 from torchrl_sglang.backends.fleet.reconcile import (
-    AdaptersWanted,
     Answered,
     Changed,
     Ended,
-    Event,
     FellAsleep,
     Learned,
     Moved,
@@ -43,7 +58,11 @@ from torchrl_sglang.backends.fleet.reconcile import (
 )
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.state import FleetState
+from torchrl_sglang.backends.fleet.step import Event
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights, version_order
+from torchrl_sglang.backends.lora.names import parse_served_name
+from torchrl_sglang.backends.lora.payload import AdapterPayload
+from torchrl_sglang.errors import ServerTimeoutError
 
 SERVERS = 3
 HISTORIES = 600
@@ -51,8 +70,11 @@ EVENTS = 80
 MAX_RESTARTS = 2
 MEMORY = frozenset({"weights", "kv_cache"})
 
-TWICE_IS_TWO = StartFailed
-"""The event that counts. Every other one may be told twice."""
+TWICE_IS_TWO = (StartFailed, AdapterUsed)
+"""The events that count. Every other one may be told twice."""
+
+MOST_LOADED = 3
+"""Most adapters that a server holds."""
 
 
 @dataclass(eq=False)
@@ -82,6 +104,13 @@ class World:
     late: list[Event] = field(default_factory=list)
     """Observations that have not arrived."""
     told: list[str] = field(default_factory=list)
+    calls: list[LoadAdapter | DropAdapter] = field(default_factory=list)
+    """Calls about adapters whose outcomes are not known."""
+    requests: list[str] = field(default_factory=list)
+    """The adapters of requests in flight."""
+    loads: int = 0
+    calm: bool = False
+    """Whether nothing goes wrong any more."""
 
     def __post_init__(self) -> None:
         self.servers = [self.start(rank) for rank in range(SERVERS)]
@@ -123,14 +152,14 @@ class World:
         if not isinstance(event, TWICE_IS_TWO):
             assert reconcile(self.state, event, self.now)[0] == self.state, event
         self.told += [each.text for each in actions if isinstance(each, Tell)]
+        self.begin_calls(actions)
         self.check(before, event, actions)
+        self.check_adapters(before.adapters, event, actions)
         return actions
 
     def check(self, before: FleetState, event: Event, actions: tuple[Any, ...]) -> None:
         """What holds after every event."""
         state = self.state
-        if not isinstance(event, AdaptersWanted):
-            assert state.wanted_adapters == before.wanted_adapters
         ran = {(each.url, each.handle) for each in before.running}
         run = {(each.url, each.handle) for each in state.running}
         epochs = before.weights.membership_epoch, state.weights.membership_epoch
@@ -159,6 +188,40 @@ class World:
                 assert server.version == state.weights.version
                 assert state.wanted_adapters <= server.adapters
 
+    def begin_calls(self, actions: tuple[Any, ...]) -> None:
+        for each in actions:
+            if isinstance(each, LoadAdapter):
+                self.calls += [replace(each, servers=(one,)) for one in each.servers]
+            elif isinstance(each, DropAdapter):
+                self.calls.append(each)
+
+    def check_adapters(
+        self, before: AdapterState, event: Event, actions: tuple[Any, ...]
+    ) -> None:
+        """No adapter is lost, and none is dropped that a request uses."""
+        now, version = self.state.adapters, self.state.weights.version
+        if isinstance(event, Answered):
+            version = max(version, event.version, key=version_order)
+        for name in before.wanted.keys() - now.wanted.keys():
+            own = before.wanted[name]
+            unwanted = isinstance(event, AdapterUnwanted) and event.name == name
+            replaced = own.is_replaced(version)
+            assert unwanted or replaced or own.content is None
+        loads = [each for each in self.calls if isinstance(each, LoadAdapter)]
+        sent = [(each.servers[0].rank, each.adapter.served_as) for each in loads]
+        assert now.sending == {*sent}
+        assert len(now.sending) == len(sent)
+        drops = [each.served_as for each in self.calls if isinstance(each, DropAdapter)]
+        assert sorted(drops) == sorted(n for n, r in now.retiring.items() if r.dropping)
+        assert now.names.isdisjoint(now.retiring)
+        for action in actions:
+            if isinstance(action, DropAdapter):
+                assert action.served_as not in self.requests
+                assert not any(name == action.served_as for _, name in sent)
+        if before.loading is not None and now.loading is None:
+            known = {*now.names, *now.retiring}
+            assert before.loading.new.served_as in known
+
     # What can happen.
 
     def step(self) -> None:
@@ -170,12 +233,20 @@ class World:
             "arrive",
             "update",
             "load",
+            "unload",
+            "give_up",
+            "end_call",
+            "end_call",
+            "request",
+            "end_request",
+            "discover",
             "sleep",
             "suspect",
             "route",
         ]
         if not self.owned:
             names += ["restart", "update_of_another", "tell_where", "disconnect"]
+            names += ["load_of_another", "unload_of_another"]
         getattr(self, self.random.choice(names))()
 
     def pick(self) -> int:
@@ -295,25 +366,30 @@ class World:
         again = before.replicas[rank].state != "serving"
         if again and self.state.replicas[rank].state == "serving":
             self.check_return(rank)
-        if ReloadAdapters(rank=rank) in actions:
-            for name in sorted(self.state.wanted_adapters):
-                self.send(rank, name)
+        known = before.replicas[rank]
+        if (known.url, known.handle) == (event.asked.url, event.asked.handle):
+            self.check_given(rank)
 
     def check_return(self, rank: int) -> None:
         """A server that serves again has what all have."""
-        server = self.servers[rank]
-        assert self.state.wanted_adapters <= server.adapters
+        server, wanted = self.servers[rank], self.state.adapters.wanted.values()
+        # Another engine object may have dropped its own meanwhile.
+        own = {each.served_as for each in wanted if each.content is not None}
+        assert own <= server.adapters
         for other in self.state.replicas:
             there = self.servers[other.rank]
             if other.state == "serving" and there.alive and there.reached:
                 assert _newest(server) >= _newest(there)
 
-    def send(self, rank: int, name: str) -> None:
-        sent_to, server = self.state.replicas[rank], self.servers[rank]
-        if server.alive and server.reached and sent_to.url == server.url:
-            server.adapters.add(name)
-            loaded = Learned(asked=sent_to, change=lambda now: now.with_adapter(name))
-            self.apply(loaded)
+    def check_given(self, rank: int) -> None:
+        """A server that was started again is being given what it lacks."""
+        if not self.state.misses_adapters(self.state.replicas[rank]):
+            return
+        missing = self.state.wanted_adapters - self.state.replicas[rank].held_adapters
+        wanted = self.state.adapters.wanted.values()
+        own = {each.served_as for each in wanted if each.content is not None}
+        if missing & own:
+            assert any(rank == sent_to for sent_to, _ in self.state.adapters.sending)
 
     def update(self) -> None:
         """Sends weights to the servers that run; some end meanwhile, or are new."""
@@ -341,24 +417,140 @@ class World:
         self.apply(Changed(change=committed(version)))
         self.apply(UpdateEnded(version=version))
 
+    # Adapters.
+
+    def fails(self, often: float) -> bool:
+        return not self.calm and self.random.random() < often
+
     def load(self) -> None:
-        """Loads an adapter into every server that runs, or drops one."""
-        wanted = self.state.wanted_adapters
-        if wanted and self.random.random() < 0.4:
-            name = self.random.choice(sorted(wanted))
-            self.apply(AdaptersWanted(names=wanted - {name}))
-            self.apply(Changed(change=lambda state: state.without_adapter(name)))
-            for server in self.servers:
-                server.adapters.discard(name)
+        """Begins to load an adapter into every server that runs."""
+        if self.state.adapters.loading is not None:
             return
-        name = f"policy@{len(self.told)}.{self.now:.0f}"
-        for replica in self.state.running:
+        self.list_held()
+        base = self.state.weights.version
+        mark = self.random.choice([f"@{base}", "~"])
+        new = DesiredAdapter(
+            adapter=parse_served_name(self.new_load(mark)),
+            content=AdapterPayload(),
+            base=base,
+        )
+        limit = self.random.choice([None, MOST_LOADED])
+        loading = Loading(new=new, until=self.now + 1e3, most_loaded=limit)
+        self.apply(AdapterOffered(loading=loading))
+
+    def new_load(self, mark: str) -> str:
+        self.loads += 1
+        return f"{self.random.choice('abc')}{mark}#{self.loads:x}"
+
+    def list_held(self) -> dict[int, frozenset[str]]:
+        """Asks the servers what they hold."""
+        found = {}
+        for replica, server in zip(self.state.replicas, self.servers, strict=True):
+            at_hand = server.alive and server.reached and server.url == replica.url
+            if replica.runs and at_hand:
+                held = found[replica.rank] = frozenset(server.adapters)
+                change = partial(Replica.holding, adapters=held, since=replica)
+                self.apply(Learned(asked=replica, change=change))
+        return found
+
+    def give_up(self) -> None:
+        """The caller of a load has waited long enough, or knows why it failed."""
+        loading = self.state.adapters.loading
+        if loading is not None and (loading.error or self.random.random() < 0.2):
+            self.apply(AdapterGivenUp(served_as=loading.new.served_as))
+
+    def unload(self) -> None:
+        if self.state.adapters.wanted and self.random.random() < 0.5:
+            names = sorted(self.state.adapters.wanted)
+            self.apply(AdapterUnwanted(name=self.random.choice(names)))
+
+    def end_call(self) -> None:
+        self.notice()
+        if not self.calls:
+            return
+        call = self.calls.pop(self.random.randrange(len(self.calls)))
+        if isinstance(call, LoadAdapter):
+            self.end_load(call)
+        else:
+            self.end_drop(call)
+
+    def end_load(self, call: LoadAdapter) -> None:
+        (asked,), served_as = call.servers, call.adapter.served_as
+        server, loading = self.servers[asked.rank], self.state.adapters.loading
+        same = asked.handle is server if self.owned else asked.url == server.url
+        error = None
+        if server.alive and server.reached and same:
+            limit = (
+                loading.most_loaded if loading and loading.new == call.adapter else 0
+            )
+            if limit and self.owned:
+                assert len(server.adapters) < limit
+            # It may be there although nobody said so in time.
             if self.random.random() < 0.9:
-                self.send(replica.rank, name)
-        self.apply(AdaptersWanted(names=wanted | {name}))
-        others = (each for each in self.state.running if not each.restarted)
-        everywhere = all(name in each.held_adapters for each in others)
-        assert (name in self.state.wanted_adapters) == everywhere
+                server.adapters.add(served_as)
+        if served_as not in server.adapters or self.random.random() < 0.1:
+            error = ServerTimeoutError("It did not answer.")
+        self.apply(AdapterSent(asked=asked, served_as=served_as, error=error))
+
+    def end_drop(self, call: DropAdapter) -> None:
+        assert call.served_as not in self.requests
+        kept = {}
+        for server in self.servers:
+            if not (server.alive and server.reached) or self.fails(0.1):
+                kept[server.url] = ServerTimeoutError("It did not answer.")
+            else:
+                server.adapters.discard(call.served_as)
+        self.apply(AdapterDropped(served_as=call.served_as, kept=kept))
+
+    def request(self) -> None:
+        """A request is sent, to any server that serves."""
+        state = self.state
+        ranks = [each.rank for each in state.replicas if each.state == "serving"]
+        if not ranks or not state.adapters.wanted or not state.generates:
+            return
+        own = state.adapters.wanted[self.random.choice(sorted(state.adapters.wanted))]
+        server = self.servers[self.random.choice(ranks)]
+        if self.owned and server.alive:
+            assert own.served_as in server.adapters
+        self.requests.append(own.served_as)
+        self.apply(AdapterUsed(served_as=own.served_as, by=1))
+
+    def end_request(self) -> None:
+        if self.requests:
+            ended = self.requests.pop(self.random.randrange(len(self.requests)))
+            self.apply(AdapterUsed(served_as=ended, by=-1))
+
+    def discover(self) -> None:
+        before, serving = self.state.adapters.wanted, self.state.serving
+        held = self.list_held()
+        ranks = [rank for rank in held if self.state.replicas[rank].url in serving]
+        if not self.owned:
+            for rank in list(ranks):
+                # A server that was started again is found out first.
+                server, replica = self.servers[rank], self.state.replicas[rank]
+                if replica.start_id and replica.start_id != server.start_id:
+                    self.apply(RestartNoticed(rank=rank, start_id=server.start_id))
+                    ranks.remove(rank)
+        if self.fails(0.2):
+            self.load()
+        found = {rank: held[rank] for rank in ranks}
+        self.apply(AdaptersListed(before=before, held=found))
+
+    def load_of_another(self) -> None:
+        if all(each.alive and each.reached for each in self.servers):
+            served_as = self.new_load("~")
+            for server in self.servers:
+                server.adapters.add(served_as)
+
+    def unload_of_another(self) -> None:
+        held = sorted(set[str]().union(*(each.adapters for each in self.servers)))
+        known = self.state.adapters
+        own = {w.served_as for w in known.wanted.values() if w.content is not None}
+        own |= {known.loading.new.served_as} if known.loading else set()
+        if others := [each for each in held if each not in own]:
+            gone = self.random.choice(others)
+            for server in self.servers:
+                server.adapters.discard(gone)
 
     def sleep(self) -> None:
         if self.state.asleep:
@@ -426,6 +618,9 @@ class World:
 
     def settle(self) -> None:
         """Lets everything come to its end; nothing goes wrong any more."""
+        self.calm = True
+        while self.requests:
+            self.end_request()
         if self.state.asleep:
             self.sleep()
         self.notice()
@@ -439,7 +634,8 @@ class World:
             self.send_weights()
         else:
             self.update_of_another()
-        for _ in range(4):
+        self.discover()
+        for _ in range(4 + len(self.state.adapters.wanted)):
             self.come_back()
 
     def revive(self) -> None:
@@ -457,8 +653,22 @@ class World:
             self.servers[rank] = server
             self.apply(Started(rank=rank, handle=server, url=server.url))
         self.apply(Suspected())
+        # The engine object that has loaded others loads them again.
+        wanted = self.state.adapters.wanted.values()
+        others = {each.served_as for each in wanted if each.content is None}
+        for server in self.servers:
+            server.adapters |= others
         for replica in self.state.to_poll:
             self.take(self.answer(replica.rank))
+        self.now += LINGER_SECONDS
+        self.tick()
+        while self.calls:
+            self.end_call()
+        loading = self.state.adapters.loading
+        if loading is not None:
+            # It was loaded, or its caller is told why not.
+            assert loading.error or loading.full or not self.state.running
+            self.apply(AdapterGivenUp(served_as=loading.new.served_as))
 
 
 def committed(version: str) -> Callable[[FleetState], FleetState]:
@@ -487,6 +697,10 @@ def test_random_histories(owned, part):
                 if replica.state == "serving":
                     assert server.version == world.state.weights.version
                     assert server.url == replica.url
+                    assert world.state.wanted_adapters <= server.adapters
+            adapters = world.state.adapters
+            assert adapters.loading is None
+            assert not {*adapters.retiring, *adapters.sending}
         except BaseException as error:
             error.add_note(f"The history of seed {seed}.")
             raise

@@ -19,9 +19,9 @@ from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client import model_info
 from torchrl_sglang.backends.client.http import HttpClient, encode
 from torchrl_sglang.backends.client.model_info import ModelReader
+from torchrl_sglang.backends.fleet.adapter_calls import MOST_ASKED
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.routing import MOST_COMPARED, Routing
-from torchrl_sglang.backends.lora.registry import MOST_ASKED
 from torchrl_sglang.errors import GenerationAbortedError
 from torchrl_sglang.support.event_loop import run_sync
 
@@ -127,16 +127,16 @@ def test_sessions_of_an_update_are_closed_side_by_side(engine, servers):
 
 @pytest.mark.parametrize("servers", [MOST_ASKED + 2], indirect=True)
 def test_a_few_servers_are_asked_for_new_adapters(engine, servers):
-    adapters = engine._adapters
-    run_sync(adapters.discover_changes())
+    adapters, fleet = engine._adapters._calls, engine._fleet
+    run_sync(adapters.discover_changes(fleet))
     before = Counter(dict(enumerate(count(servers, "/v1/models"))))
     assert min(before.values()) >= 2
-    run_sync(adapters.discover_changes())
+    run_sync(adapters.discover_changes(fleet))
     asked = Counter(dict(enumerate(count(servers, "/v1/models")))) - before
     assert len(asked) == MOST_ASKED
     with AsyncSGLang.connect(urls=[server.url for server in servers]) as other:
         other.load_adapter("new", path="/nowhere")
-    run_sync(adapters.discover_changes())
+    run_sync(adapters.discover_changes(fleet))
     assert "new" in engine.adapters
 
 

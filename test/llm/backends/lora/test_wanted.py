@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_sglang.backends.lora.names import (
+from torchrl_sglang.backends.fleet.adapters import (
     DesiredAdapter,
     catch_up,
-    check_name,
     find_wanted,
+    newest_loads,
+    served_names,
+)
+from torchrl_sglang.backends.lora.names import (
+    check_name,
     is_published,
     load_number,
     make_served_name,
-    newest_loads,
     parse_served_name,
-    served_names,
 )
 from torchrl_sglang.backends.lora.payload import AdapterPayload
 from torchrl_sglang.errors import ConfigurationError

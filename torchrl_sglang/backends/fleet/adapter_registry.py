@@ -1,0 +1,393 @@
+"""Loads LoRA adapters into every server, and lets requests select them by name.
+
+Each call tells the fleet what a caller wants and waits for what comes of it: see
+``adapters`` for what is known, and ``adapter_events`` for what follows from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from itertools import chain
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.backends.client.control import ControlPlane
+from torchrl_sglang.backends.fleet.adapter_calls import (
+    DISCOVERY_SECONDS,
+    UNLOAD_SECONDS,
+    AdapterCalls,
+)
+from torchrl_sglang.backends.fleet.adapter_events import (
+    LOAD_SECONDS,
+    AdapterGivenUp,
+    AdapterOffered,
+    AdapterUnwanted,
+    AdapterUsed,
+)
+from torchrl_sglang.backends.fleet.adapters import (
+    AdapterState,
+    DesiredAdapter,
+    Loading,
+)
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.state import FleetState
+from torchrl_sglang.backends.lora.names import (
+    check_name,
+    is_published,
+    load_number,
+    make_served_name,
+    parse_served_name,
+)
+from torchrl_sglang.backends.lora.payload import AdapterPayload
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    RequestRefusedError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+    SGLangError,
+    UnsupportedByServerError,
+)
+from torchrl_sglang.support.checks import seconds_or
+from torchrl_sglang.support.forks import after_fork
+from torchrl_sglang.types import Adapter
+
+OUTCOME_SECONDS = 1.0
+"""How much later than its timeout the outcome of a call to a server may be known."""
+
+WITHDRAW_SECONDS = 3.0
+"""Longest wait for servers to drop published adapters."""
+
+ABORT_POLL_SECONDS = 0.2
+"""Interval between aborts of requests that keep servers from dropping an adapter."""
+
+CLOSE_SECONDS = 2.0
+"""Timeout for dropping replaced adapters when an engine is shut down."""
+
+_DROPPED = re.compile(
+    r"Failed to implicitly load LoRA adapter|requested LoRA adapters are not loaded"
+    r"|LoRA adapter that has never been loaded"
+)
+"""How servers refuse a request whose adapter was dropped, or lost in a restart."""
+
+
+def no_lora_error() -> UnsupportedByServerError:
+    """Returns the error for servers that were started without LoRA."""
+    return UnsupportedByServerError(
+        "The servers take no LoRA adapters; start them with enable_lora=True, "
+        "max_lora_rank=... and lora_target_modules=['all']."
+    )
+
+
+class AdapterRegistry:
+    """The adapters of one engine. Used from the background loop, except for reading."""
+
+    def __init__(
+        self, control: ControlPlane, fleet: Fleet, calls: AdapterCalls
+    ) -> None:
+        self._control = control
+        self._fleet = fleet
+        self._calls = calls
+        self._capabilities = calls.capabilities
+        self._begin_in_this_process()
+        after_fork(self._begin_in_this_process)
+
+    def _begin_in_this_process(self) -> None:
+        self._lock = asyncio.Lock()
+
+    # Reading, from any thread.
+
+    @property
+    def _known(self) -> AdapterState:
+        return self._fleet.state.adapters
+
+    @property
+    def table(self) -> dict[str, Adapter]:
+        """Name -> adapter that requests can select."""
+        return {name: each.adapter for name, each in self._known.wanted.items()}
+
+    @property
+    def default(self) -> str | None:
+        """Name of the adapter of requests that select none."""
+        return self._known.default
+
+    @default.setter
+    def default(self, name: str | None) -> None:
+        if name and not self._capabilities.has_lora:
+            raise no_lora_error()
+        if name is not None:
+            self.check([name])
+        self._fleet.change_adapters(lambda now: replace(now, default=name or None))
+
+    def check_new(self, name: str, version: str | None) -> None:
+        """Checks the name and the version of an adapter that is to be loaded."""
+        check_name(name)
+        if version is not None and not (
+            isinstance(version, str) and re.fullmatch(r"[^#\s]+", version)
+        ):
+            raise ConfigurationError(
+                f"version={version!r} is no weight version; give a text without spaces "
+                f"and '#'."
+            )
+        if not self._capabilities.has_lora:
+            raise no_lora_error()
+
+    def check(self, names: Sequence[str | None]) -> None:
+        """Checks that the adapters that requests select are loaded."""
+        for name in dict.fromkeys(names):
+            self._select(name)
+
+    def _select(self, name: str | None) -> Adapter | None:
+        """Returns the adapter that a request selects."""
+        known = self._known
+        selected = known.default if name is None else name
+        if not selected:
+            return None
+        if selected not in known.wanted:
+            loaded = ", ".join(map(repr, sorted(known.wanted))) or "none"
+            raise ConfigurationError(
+                f"There is no LoRA adapter {selected!r} on the servers; loaded: "
+                f"{loaded}. Load it with engine.load_adapter({selected!r}, ...)."
+            )
+        return known.wanted[selected].adapter
+
+    # Requests, on the background loop.
+
+    async def refresh(self, names: Sequence[str | None]) -> None:
+        """Discovers adapters now and then, and checks what requests select."""
+        if not self._capabilities.has_lora:
+            if any(names):
+                raise no_lora_error()
+            return
+        await self._calls.discover_changes(self._fleet, after=DISCOVERY_SECONDS)
+        try:
+            self.check(names)
+        except ConfigurationError:
+            await self._calls.discover(self._fleet)
+            self.check(names)
+
+    async def missed(self, error: RequestRefusedError) -> bool:
+        """Discovers adapters if a server lacked a request's; returns if it did."""
+        found = _DROPPED.search(str(error)) is not None
+        if found:
+            await self._calls.discover(self._fleet)
+        return found
+
+    @contextmanager
+    def used(self, name: str | None) -> Iterator[Adapter | None]:
+        """Yields the adapter of a request, and keeps it loaded meanwhile."""
+        adapter = self._select(name)
+        with self.held(adapter):
+            yield adapter
+
+    @contextmanager
+    def held(self, adapter: Adapter | None) -> Iterator[None]:
+        """Keeps an adapter loaded while a request uses it."""
+        if adapter is None:
+            yield
+            return
+        self._fleet.apply(AdapterUsed(served_as=adapter.served_as, by=1))
+        try:
+            yield
+        finally:
+            self._fleet.apply(AdapterUsed(served_as=adapter.served_as, by=-1))
+
+    # Loading and dropping, on the background loop.
+
+    async def load(
+        self,
+        name: str,
+        content: AdapterPayload,
+        *,
+        pinned: bool,
+        version: str | None,
+        make_default: bool = False,
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Loads an adapter into every server; later requests of its name use it."""
+        deadline = time.monotonic() + seconds_or("timeout", timeout, LOAD_SECONDS)
+        fleet = self._fleet
+        async with self._turn(deadline):
+            adapter = Adapter(
+                name=name,
+                served_as=make_served_name(name, version, published=make_default),
+                version=version,
+                pinned=pinned,
+            )
+            base = fleet.weights.version
+            new = DesiredAdapter(adapter=adapter, content=content, base=base)
+            await self._calls.ask(fleet, fleet.state.running)
+            await self._load(new, deadline)
+        if version is not None:
+            fleet.change_weights(lambda weights: weights.reserve(version))
+        torchrl_logger.debug(f"Loaded {adapter}")
+        return adapter
+
+    async def _load(self, new: DesiredAdapter, deadline: float) -> None:
+        fleet, args = self._fleet, self._capabilities.args
+        places = args.max_loras_per_batch
+        loading = Loading(
+            new=new,
+            until=deadline,
+            most_loaded=args.max_loaded_loras,
+            most_pinned=places - 1 if places else None,
+        )
+        fleet.notice_deaths()
+        fleet.apply(AdapterOffered(loading=loading))
+        try:
+            await fleet.until(_load_ended, deadline + OUTCOME_SECONDS)
+            if self._known.loading is not None:
+                raise self._why_not_loaded(fleet.state) from self._known.loading.error
+        finally:
+            # Changes nothing if it was loaded.
+            fleet.apply(AdapterGivenUp(served_as=new.served_as))
+
+    def _why_not_loaded(self, state: FleetState) -> SGLangError:
+        loading, args = state.adapters.loading, self._capabilities.args
+        if state.closed:
+            return ServerUnavailableError("The engine was shut down; make a new one.")
+        if not state.running or loading is None:
+            return state.no_server_error()
+        name, error = loading.new.adapter.name, loading.error
+        if isinstance(error, RequestRefusedError):
+            names = ("max_lora_rank", "lora_target_modules", "max_loras_per_batch")
+            told = ", ".join(f"{each}={getattr(args, each)}" for each in names)
+            return ConfigurationError(
+                f"The LoRA adapter {name!r} was refused: {error} The servers have "
+                f"{told}; start them with others, or load another adapter. Requests "
+                f"use what they used before."
+            )
+        if error is not None:
+            return error
+        if loading.full is not None:
+            others = ", ".join(sorted(state.adapters.wanted)) or "those of other users"
+            return ConfigurationError(
+                f"There is no room for the LoRA adapter {name!r}: the servers hold "
+                f"{loading.full} and take max_loaded_loras={loading.most_loaded}, and "
+                f"one that is replaced stays until its last request has ended. Start "
+                f"them with max_loaded_loras={loading.full + 1}, or unload one of "
+                f"{others}."
+            )
+        return ServerTimeoutError(
+            f"The LoRA adapter {name!r} was not loaded before the timeout; requests "
+            f"use what they used before."
+        )
+
+    async def unload(self, name: str, *, timeout: float | None = None) -> None:
+        """Lets servers drop an adapter; new requests cannot select it."""
+        check_name(name)
+        timeout = seconds_or("timeout", timeout, UNLOAD_SECONDS)
+        await self.refresh([name])
+        deadline, fleet = time.monotonic() + timeout, self._fleet
+        async with self._turn(deadline):
+            self.check([name])
+            served_as = self._known.wanted[name].served_as
+            await self._calls.ask(fleet, fleet.state.running)
+            fleet.apply(AdapterUnwanted(name=name))
+
+            def is_unused(state: FleetState) -> bool:
+                return state.closed or served_as not in state.adapters.users
+
+            await fleet.until(is_unused, deadline)
+            if users := self._known.users.get(served_as):
+                raise ServerTimeoutError(
+                    f"{users} requests used the LoRA adapter {name!r} for longer than "
+                    f"{timeout:g} s. No new ones do, and the servers drop it after the "
+                    f"last of them."
+                )
+
+            def is_dropped(state: FleetState) -> bool:
+                now = state.adapters
+                left = (n for n in now.retiring if parse_served_name(n).name == name)
+                return state.closed or all(each in now.users for each in left)
+
+            left = max(deadline, time.monotonic() + OUTCOME_SECONDS)
+            await fleet.until(is_dropped, left)
+            if not is_dropped(fleet.state):
+                torchrl_logger.warning(
+                    f"The LoRA adapter {name!r} was not dropped before the timeout; "
+                    f"no request uses it."
+                )
+
+    async def published(self, *, timeout: float) -> frozenset[str]:
+        """Returns the servers' names of adapters that requests use by default."""
+        if not self._capabilities.has_lora:
+            return frozenset()
+        held = await self._control.adapters(timeout=timeout)
+        return frozenset(filter(is_published, chain(*held)))
+
+    async def withdraw(self, *, timeout: float) -> None:
+        """Drops the published adapters, which whole weights replace.
+
+        Generation must be paused, not in place. Requests that were on their way to a
+        server at the pause are aborted.
+        """
+        deadline = time.monotonic() + timeout
+        names = await self.published(timeout=timeout)
+        if not names:
+            return
+        async with self._turn(deadline):
+            drops = asyncio.ensure_future(self._drop_now(names, timeout))
+            until = min(deadline, time.monotonic() + WITHDRAW_SECONDS)
+            try:
+                while not drops.done() and time.monotonic() < until:
+                    await self._control.abort_all(timeout=timeout)
+                    await asyncio.wait([drops], timeout=ABORT_POLL_SECONDS)
+                if drops.done():
+                    drops.result()
+            finally:
+                drops.cancel()
+            left = names & await self.published(timeout=timeout)
+            if left:
+                raise RequestRefusedError(
+                    f"Servers did not drop the LoRA adapters "
+                    f"{', '.join(sorted(left))}, which requests carry."
+                )
+            self._fleet.change_adapters(lambda now: now.without(names))
+            self._fleet.change(lambda now: now.without_adapters(names))
+
+    async def _drop_now(self, names: Collection[str], timeout: float) -> None:
+        # The newest last: in some versions of SGLang, one whose requests were aborted
+        # in the queue counts as used for ever, and blocks the later ones.
+        for served_as in sorted(names, key=load_number):
+            kept = await self._calls.unload(self._fleet, served_as, timeout)
+            for error in kept.values():
+                raise error
+
+    async def close(self) -> None:
+        """Has servers that keep running drop replaced adapters."""
+        known = self._known
+        unused = [name for name in known.retiring if name not in known.users]
+        if any(replica.handle is None for replica in self._fleet.replicas):
+            calls, fleet = self._calls, self._fleet
+            drops = (calls.unload(fleet, name, CLOSE_SECONDS) for name in unused)
+            await asyncio.gather(*drops)
+
+    @asynccontextmanager
+    async def _turn(self, deadline: float) -> AsyncIterator[None]:
+        """Lets one caller at a time load or drop adapters."""
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise ServerTimeoutError(
+                "Another LoRA adapter was being loaded or dropped until the timeout of "
+                "this call."
+            ) from None
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def _load_ended(state: FleetState) -> bool:
+    """Returns whether an adapter was loaded, or will not be."""
+    loading = state.adapters.loading
+    if loading is None or state.closed or not state.running:
+        return True
+    no_room = loading.full is not None and not state.adapters.retiring
+    return no_room or loading.error is not None
