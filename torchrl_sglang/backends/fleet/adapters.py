@@ -255,7 +255,7 @@ class AdapterState:
         )
 
     def hurry(self, loads: Collection[str], now: float) -> AdapterState:
-        """Returns the state when loads that retire are dropped as soon as they can be."""
+        """Returns the state when retiring loads are dropped as soon as they can be."""
         soon = {
             name: replace(each, due=min(each.due, now)) if name in loads else each
             for name, each in self.retiring.items()
@@ -274,7 +274,7 @@ class AdapterState:
         ]
 
     def in_another_process(self) -> AdapterState:
-        """Returns the state without what only one process does, such as its requests."""
+        """Returns the state without what one process does, such as its requests."""
         return replace(
             self,
             loading=None,
