@@ -52,9 +52,9 @@ def convert(name: str, value: Any, folder: Path) -> Any:
     """Returns what ``GRPO`` takes for a value of the file."""
     if name in SEVERAL or (name in FUNCTIONS and isinstance(value, str)):
         return find_functions(name, value)
-    if name == "engine" and isinstance(value, dict):
-        if isinstance(options := value.get("launcher"), dict):
-            return {**value, "launcher": RayLauncher(**options)}
+    options = value.get("launcher") if isinstance(value, dict) else None
+    if name == "engine" and isinstance(options, dict):
+        return {**value, "launcher": RayLauncher(**options)}
     if name in ("advantage", "model") and ":" in str(value):
         function = find_functions(name, value)
         return function() if name == "model" else function
