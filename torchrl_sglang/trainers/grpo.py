@@ -530,7 +530,7 @@ class GRPO:
         """Says what bounded the run, unless there was nothing to do."""
         if not any(self.clock.totals.values()):
             return ""
-        stats = getattr(self.collector_here, "stats", dict)()
+        stats: Any = getattr(self.collector_here, "stats", dict)()
         in_turn = self._staleness["max_staleness"] == 0
         said = summarize(self.clock.totals, stats.get("bottleneck"), in_turn=in_turn)
         return f" {said}"

@@ -95,7 +95,7 @@ def test_a_synchronous_run(make, restored_engine, tmp_path, capsys):
     assert set(scalar(folder.parent, "eval/reward")) == {0, 6, 12}
     assert (folder.parent / "best" / "config.json").exists()
     # Trainer and engine are the same policy at the start of each batch.
-    assert max(scalar(folder.parent, "train/kl_approx").values()) < 1e-6
+    assert max(scalar(folder.parent, "train/kl_approx").values()) < 5e-6
     assert set(scalar(folder.parent, "batch/age").values()) == {0.0}
     rows = rollouts_of(folder.parent)
     assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 13), 16)
@@ -252,7 +252,7 @@ def test_agents(make, restored_engine, tmp_path):
     run.train()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert difference(restored_engine, trained) < TOLERANCE
-    assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 1e-6
+    assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 5e-6
 
 
 def test_tensorboard_and_another_logger_afterwards(make, restored_engine, tmp_path):
@@ -420,7 +420,7 @@ def test_ranks_of_torchrun_and_another_number_afterwards(
     assert len(re.findall(r"^step \d+/3: reward", printed, re.MULTILINE)) == 3
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert difference(restored_engine, trained) < TOLERANCE
-    assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 1e-6
+    assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 5e-6
     printed = launch(1, *arguments, 6, folder=tmp_path)
     assert "goes on after step 3" in printed
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
