@@ -212,6 +212,7 @@ def grpo(
         gap = log_prob_gap(learner.actor, batch)
 
         train_start = time.perf_counter()
+        # So many weight updates were sent.
         learner.train(advantage(batch), iteration - 1)
         train_seconds = time.perf_counter() - train_start
 
