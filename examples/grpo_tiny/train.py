@@ -23,12 +23,9 @@ from typing import TypeVar
 import torch
 from matplotlib.figure import Figure
 from tensordict import TensorDictBase
-from torch.nn.utils import clip_grad_norm_
 from torchrl import logger as torchrl_logger
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import MCAdvantage
 from tqdm import trange
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -37,6 +34,8 @@ from task import Problem, make_env, split_problems
 from torchrl_sglang import (
     AsyncSGLang,
     CorrectedGRPOLoss,
+    GroupAdvantage,
+    Learner,
     SGLangLLMCollector,
     SGLangWeightSyncScheme,
     SGLangWrapper,
@@ -64,7 +63,8 @@ class Config:
     iterations: int = 15
     groups: int = 64
     group_size: int = 8
-    batch_size: int = 128
+    # Optimizer steps of an iteration.
+    minibatches: int = 4
     learning_rate: float = 3e-4
     clip_epsilon: float = 0.2
     max_grad_norm: float = 1.0
@@ -98,17 +98,6 @@ class Metrics:
     """Largest |log-prob from SGLang - log-prob from the trainer| of a token."""
     log_prob_gap_mean: float | None = None
     """Mean of the same over all response tokens."""
-
-
-# What the loss reads. Conversations and texts would only make the buffer slower.
-TRAINING_KEYS = (
-    "query",
-    "tokens",
-    "masks",
-    "log_probs",
-    ("next", "reward"),
-    ("next", "done"),
-)
 
 
 def evaluate(env: EnvBase, policy: SGLangWrapper) -> float:
@@ -148,49 +137,28 @@ def make_policies(
     return policy, greedy
 
 
-class Learner:
-    """Trains a model with GRPO on batches of whole groups.
+def make_learner(
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Learner:
+    """Return what trains a model with GRPO on batches of responses with advantages.
 
     Args:
         config: The settings.
         model: The model, trained in place.
         tokenizer: Its tokenizer.
     """
-
-    def __init__(
-        self,
-        config: Config,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
-        self.model = model
-        self.max_grad_norm = config.max_grad_norm
-        # The trainer scores the very tokens that SGLang generated.
-        self.actor = TransformersWrapper(
-            model, tokenizer=tokenizer, input_mode="tokens", generate=False
-        )
-        self.loss_module = CorrectedGRPOLoss(
-            self.actor, clip_epsilon=config.clip_epsilon, entropy_bonus=False
-        )
-        self.optimizer = torch.optim.AdamW(
+    # The trainer scores the very tokens that SGLang generated.
+    actor = TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="tokens", generate=False
+    )
+    return Learner(
+        CorrectedGRPOLoss(actor, clip_epsilon=config.clip_epsilon, entropy_bonus=False),
+        torch.optim.AdamW(
             model.parameters(), lr=config.learning_rate, weight_decay=0.0
-        )
-        self.buffer = ReplayBuffer(
-            storage=LazyStackStorage(config.groups * config.group_size),
-            sampler=SamplerWithoutReplacement(),
-            transform=MCAdvantage(grpo_size=config.group_size),
-            batch_size=config.batch_size,
-        )
-
-    def train(self, batch: TensorDictBase) -> None:
-        """Take one optimizer step on each minibatch of a batch."""
-        self.buffer.extend(batch.select(*TRAINING_KEYS))
-        for minibatch in self.buffer:
-            self.loss_module(minibatch).loss_objective.backward()
-            clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.buffer.empty()
+        ),
+        minibatches=config.minibatches,
+        clip_grad_norm=config.max_grad_norm,
+    )
 
 
 def grpo(
@@ -229,7 +197,8 @@ def grpo(
         flatten_data=True,
         weight_sync_schemes={"policy": scheme},
     )
-    learner = Learner(config, model, tokenizer)
+    advantage = GroupAdvantage(config.group_size)
+    learner = make_learner(config, model, tokenizer)
 
     accuracy = evaluate(held_out_env, greedy)
     rows = [Metrics(iteration=0, held_out_accuracy=accuracy)]
@@ -243,7 +212,8 @@ def grpo(
         gap = log_prob_gap(learner.actor, batch)
 
         train_start = time.perf_counter()
-        learner.train(batch)
+        # So many weight updates were sent.
+        learner.train(advantage(batch), iteration - 1)
         train_seconds = time.perf_counter() - train_start
 
         sync_start = time.perf_counter()

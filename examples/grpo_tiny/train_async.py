@@ -21,13 +21,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from task import Problem, make_env
-from torchrl_sglang import AsyncLLMCollector, AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang import (
+    AsyncLLMCollector,
+    AsyncSGLang,
+    GroupAdvantage,
+    SGLangWeightSyncScheme,
+)
 from train import (
     Config,
-    Learner,
     Metrics,
     evaluate,
     grpo,
+    make_learner,
     make_policies,
     parse_config,
     prepare,
@@ -88,14 +93,15 @@ def grpo_async(
         seed=config.seed,
         weight_sync_schemes={"policy": scheme},
     )
-    learner = Learner(config, model, tokenizer)
+    advantage = GroupAdvantage(config.group_size)
+    learner = make_learner(config, model, tokenizer)
     accuracy = evaluate(held_out_env, greedy)
     rows = [Metrics(iteration=0, held_out_accuracy=accuracy)]
     start = time.perf_counter()
     progress = tqdm(collector, desc="GRPO, asynchronous", total=config.iterations)
     for iteration, batch in enumerate(progress, start=1):
         train_start = time.perf_counter()
-        learner.train(batch)
+        learner.train(advantage(batch), collector.policy_version)
         sync_start = time.perf_counter()
         report = collector.update_policy_weights_()
         held_out_accuracy = None

@@ -105,8 +105,8 @@ KEYS = "id", "resume", "project", "config"
 
 class Config:
     def update(self, values, **others):
-        if isinstance(values.get("env.repeats"), int):
-            write({"env.repeats": values["env.repeats"]})
+        if isinstance(values.get("group_size"), int):
+            write({"group_size": values["group_size"]})
 
 
 class Run:

@@ -10,7 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +31,7 @@ from transformers import AutoTokenizer, get_scheduler
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.collectors.shared_collector import SharedCollector
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync
@@ -50,11 +58,14 @@ from torchrl_sglang.trainers.report import (
     PhaseClock,
     Rollouts,
     describe,
+    flatten,
     line_of,
     make_logger,
     sample_of,
+    summarize,
     tell,
 )
+from torchrl_sglang.types import ServerPlacement
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
@@ -63,6 +74,9 @@ SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
 COLOCATED_SHARE = 0.6
 """Share of a GPU's memory of a server that sleeps while the trainer trains, unless
 ``engine`` has another one."""
+
+UNTOLD = ("self", "model", "prompts", "eval_prompts")
+"""Arguments that a logger is not told of, as they may be large."""
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0}
 """Sampling parameters of evaluation that differ from these."""
@@ -104,8 +118,8 @@ class GRPO:
         kl_to_ref_coeff (float): of the divergence from the model before training.
             Defaults to 0: none.
         lr (float): learning rate. Defaults to 1e-6, or 1e-5 with ``lora``.
-        optimizer (callable, optional): makes the optimizer of the parameters. Defaults
-            to AdamW without weight decay.
+        optimizer (dict or callable, optional): further arguments of AdamW, or what
+            makes an optimizer of the parameters. Defaults to no weight decay.
         schedule (str): of transformers' schedules. Defaults to
             ``"constant_with_warmup"``.
         warmup_steps (int): Defaults to 0.
@@ -166,6 +180,8 @@ class GRPO:
     """Takes the optimizer steps."""
     scheme: SGLangWeightSyncScheme
     """Sends the weights."""
+    hyperparameters: dict[str, Any]
+    """What the logger is told of the arguments."""
     collector: Any
     """Iterated over on each rank."""
     collector_here: Any
@@ -202,7 +218,9 @@ class GRPO:
         correction: str | RolloutCorrectionConfig | None = None,
         kl_to_ref_coeff: float = 0.0,
         lr: float | None = None,
-        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        optimizer: Mapping[str, Any]
+        | Callable[[Any], torch.optim.Optimizer]
+        | None = None,
         schedule: str = "constant_with_warmup",
         warmup_steps: int = 0,
         minibatches: int = 1,
@@ -227,6 +245,9 @@ class GRPO:
         show_samples: int | None = 10,
         seed: int = 0,
     ) -> None:
+        self.hyperparameters = flatten(
+            {name: value for name, value in locals().items() if name not in UNTOLD}
+        )
         _check_counts(
             group_size=(group_size, 2),
             groups_per_batch=(groups_per_batch, 1),
@@ -235,6 +256,11 @@ class GRPO:
             max_staleness=(max_staleness, 0),
             eval_every=(eval_every, 1),
             checkpoint_every=(checkpoint_every, 1),
+            keep_checkpoints=(keep_checkpoints, 1),
+            minibatches=(minibatches, 1),
+            epochs_per_batch=(epochs_per_batch, 1),
+            max_tokens_per_pass=(max_tokens_per_pass, 1),
+            warmup_steps=(warmup_steps, 0),
             show_samples=(show_samples, 1),
             seed=(seed, 0),
         )
@@ -272,9 +298,7 @@ class GRPO:
         self._correction = None if correction is None else as_config(correction)
         self._kl_to_ref_coeff = kl_to_ref_coeff
         self._lr = lr if lr is not None else (1e-6 if lora is None else 1e-5)
-        self._make_optimizer = optimizer or partial(
-            torch.optim.AdamW, lr=self._lr, weight_decay=0.0
-        )
+        self._make_optimizer = _optimizer_of(optimizer, self._lr)
         self._schedule, self._warmup_steps = schedule, warmup_steps
         self._learner_arguments: dict[str, Any] = {
             "minibatches": minibatches,
@@ -287,10 +311,9 @@ class GRPO:
         self.colocated = colocated
         self._engine, self._weight_sync = engine, dict(weight_sync or {})
         self._collector_arguments = collector
-        self.eval_every, self._keep_checkpoints = eval_every, keep_checkpoints
-        self.checkpoint_every = checkpoint_every
-        self.folder = Path(output)
-        self._resume: Resume = resume
+        self.eval_every, self.checkpoint_every = eval_every, checkpoint_every
+        self._keep_checkpoints = keep_checkpoints
+        self.folder, self._resume = Path(output), resume
         self._logger, self._project = logger, project
         self._show_samples, self._seed = show_samples, seed
         self._identity = {
@@ -332,11 +355,6 @@ class GRPO:
         ):
             if isinstance(given, Mapping):
                 check_keywords(name, given, kind)
-        if not callable(self._make_optimizer):
-            raise ConfigurationError(
-                f"optimizer={self._make_optimizer!r} must be what makes an optimizer "
-                f"of parameters, such as functools.partial(torch.optim.AdamW, lr=1e-6)."
-            )
         nothing = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
         make_schedule(self._schedule, nothing, self._warmup_steps, self.steps)
 
@@ -512,7 +530,8 @@ class GRPO:
         """Writes a checkpoint; all ranks call it."""
         learner = self.learner.state_dict()
         if self.ranks.is_first:
-            logger = None if self.logger is None else self.logger.state_dict()
+            kind = self._logger if isinstance(self._logger, str) else None
+            logger = None if kind is None else self.logger.state_dict()
             self._checkpoints.save(
                 self.step,
                 {
@@ -520,7 +539,7 @@ class GRPO:
                     "collector": self.collector.state_dict(),
                     "random": random_state(),
                     "best": self.best,
-                    "logger": logger,
+                    "logger": (kind, logger),
                 },
             )
         self._saved = self.step
@@ -537,8 +556,17 @@ class GRPO:
         folder = self.folder / "model"
         save_model(self.model, self.policy, folder, self.ranks)
         if self.ranks.is_first:
-            tell(f"{self.step} steps. The model is in {folder}.")
+            tell(f"{self.step} steps. The model is in {folder}.{self._bound()}")
         return folder
+
+    def _bound(self) -> str:
+        """Says what bounded the run, unless there was nothing to do."""
+        if not any(self.clock.totals.values()):
+            return ""
+        stats: Any = getattr(self.collector_here, "stats", dict)()
+        in_turn = self._staleness["max_staleness"] == 0
+        said = summarize(self.clock.totals, stats.get("bottleneck"), in_turn=in_turn)
+        return f" {said}"
 
     # The parts.
 
@@ -603,13 +631,18 @@ class GRPO:
             self.folder, keep=self._keep_checkpoints, identity=self._identity
         )
         self._saved_state = state = self._checkpoints.load(self._resume)
+        kind, saved = (None, None) if state is None else state["logger"]
+        goes_on = state is not None and kind == self._logger
         self.logger = make_logger(
             self._logger,
             self.folder,
             self.folder.name,
             self._project,
-            None if state is None else state["logger"],
+            saved if goes_on else None,
         )
+        if self.logger is not None and not goes_on:
+            name = {"model": self._identity["model"]}
+            self.logger.log_hparams({**name, **self.hyperparameters})
 
     def _start_engine(self, stack: ExitStack) -> None:
         given = self._engine
@@ -623,6 +656,9 @@ class GRPO:
             tell(f"Starting the servers of {model} ...")
             engine = AsyncSGLang.from_pretrained(model, **arguments)
             self.engine = stack.enter_context(engine)
+            if "launcher" in arguments and torch.cuda.is_available():
+                gpus = visible_devices()[: self.ranks.local_size]
+                check_gpus(self.engine.placements, gpus)
         self.policy = SGLangWrapper(
             self.engine,
             input_mode="history",
@@ -859,6 +895,42 @@ def _check_collector(
             f"collector=... makes the whole collector, so that {' and '.join(given)} "
             f"cannot be given beside it."
         )
+
+
+def _optimizer_of(given: Any, lr: float) -> Callable[[Any], torch.optim.Optimizer]:
+    """Returns what makes the optimizer, after a trial."""
+    if callable(given):
+        made: Callable[[Any], torch.optim.Optimizer] = given
+        return made
+    try:
+        arguments = {"lr": lr, "weight_decay": 0.0, **(given or {})}
+        torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"lr={lr!r} and optimizer={given!r} make no AdamW: {error}. Give other "
+            f"arguments of it, or a function that makes an optimizer of parameters."
+        ) from error
+    return partial(torch.optim.AdamW, **arguments)
+
+
+def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> None:
+    """Refuses servers on the trainer's GPUs, which a launcher may not know of.
+
+    Args:
+        servers: where the servers run.
+        gpus: the trainer's, as ``CUDA_VISIBLE_DEVICES`` names them.
+
+    Raises:
+        ConfigurationError: naming a server.
+    """
+    for server in servers:
+        if server.local and not set(gpus).isdisjoint(server.gpus or ()):
+            raise ConfigurationError(
+                f"The launcher started the server at {server.url} on the trainer's "
+                f"GPUs, {', '.join(gpus)}; start Ray on this machine without them, as "
+                f"in CUDA_VISIBLE_DEVICES=1,2,3 ray start ..., or name other nodes, as "
+                f"in launcher=RayLauncher(nodes=...)."
+            )
 
 
 def make_schedule(

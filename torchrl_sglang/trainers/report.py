@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections.abc import Mapping
@@ -38,17 +39,31 @@ SHOWN = (
 """Words of a step's line: name, metric, format."""
 
 
+PHASES = {
+    "collect": "Generation",
+    "train": "Training",
+    "update": "Sending weights",
+    "evaluate": "Evaluation",
+    "save": "Writing checkpoints",
+}
+"""Phase of the trainer -> what bounds a run that it takes the longest of.
+
+A trainer that collects waits for responses."""
+
+
 class PhaseClock:
     """Measures the phases of a step one after the other."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.totals: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._start = time.perf_counter()
 
     def done(self, phase: str) -> None:
         """Counts the time since the last call as a phase, of this step."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._start
+        self.totals[phase] += now - self._start
         self._start = now
 
     def take(self) -> dict[str, float]:
@@ -121,6 +136,54 @@ def _named_rewards(batch: TensorDictBase) -> dict[str, float]:
         ):
             values = [row["next", name].item() for row in last]
             found[f"reward/{name}"] = sum(values) / len(values)
+    return found
+
+
+def summarize(
+    totals: Mapping[str, float], bottleneck: str | None, *, in_turn: bool
+) -> str:
+    """Says in a sentence what bounded a run.
+
+    Args:
+        totals: seconds of each phase of the trainer.
+        bottleneck: what the collector says.
+        in_turn: whether one phase waits for the other, so that the longest one counts.
+
+    Examples:
+        >>> totals = {"collect": 6.0, "train": 3.0, "update": 1.0}
+        >>> summarize(totals, "Training bounds the run.", in_turn=True)
+        'Generation bounds the run (collect 60%, train 30%, update 10%).'
+        >>> summarize({**totals, "save": 10.0}, None, in_turn=False)
+        'Writing checkpoints bounds the run (collect 30%, train 15%, update 5%, \
+save 50%).'
+    """
+    total = sum(totals.values()) or 1.0
+    shares = ", ".join(f"{name} {each / total:.0%}" for name, each in totals.items())
+    sentence, longest = bottleneck or "", max(totals, key=lambda phase: totals[phase])
+    # The collector does not know what else the trainer does.
+    elsewhere = longest not in ("collect", "train", "update")
+    in_turn = in_turn and not sentence.startswith("The environment")
+    if elsewhere or in_turn or not sentence:
+        sentence = f"{PHASES[longest]} bounds the run."
+    return f"{sentence.rstrip('.')} ({shares})."
+
+
+def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns dotted names and values as every logger takes them.
+
+    Examples:
+        >>> flatten({"lr": 1e-6, "lora": {"r": 8}, "rewards": len, "env": None})
+        {'lr': 1e-06, 'lora.r': 8, 'rewards': 'len'}
+    """
+    found: dict[str, Any] = {}
+    for key, value in arguments.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{name}.")
+        elif isinstance(value, (bool, int, float)):
+            found[name] = value
+        elif value is not None:
+            found[name] = getattr(value, "__qualname__", None) or str(value)
     return found
 
 
@@ -230,6 +293,9 @@ def make_logger(
             f"TorchRL."
         )
     try:
+        if given != "csv":
+            # TorchRL asks for it with the first metric, or does not ask at all.
+            importlib.import_module(given)
         return get_logger(
             given,
             logger_name=str(folder / "logs"),

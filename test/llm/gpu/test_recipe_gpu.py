@@ -1,20 +1,16 @@
-"""Whole runs of the recipe, with its trainer and its servers on GPUs."""
+"""Whole runs of ``GRPO``, with its trainer and its servers on GPUs."""
 
 from __future__ import annotations
 
 import csv
-import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import recipe
 from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, difference, new_model
 
+from torchrl_sglang import GRPO
 from torchrl_sglang.cli.bench.models import server_arguments
-
-pytest.importorskip("hydra")
 
 pytestmark = [
     *NEEDS_GPU,
@@ -22,84 +18,78 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-ON_GPUS = (
-    "train_model.device=cuda",
-    "train_model.gradient_checkpointing=true",
-    "train.mixed_precision=true",
-    "inference_model.device=cuda",
-    "inference_model.torch_dtype=bfloat16",
-    "inference_model.enforce_eager=true",
-    "inference_model.max_tokens=16",
-    # A step of the optimizer for each batch.
-    "train.optim_batch_size=16",
-)
-
-COLOCATED = ("sync", "inference_model.colocated=true")
+LORA = {"lora": {"r": 16}}
+ASYNC = {
+    "max_staleness": 2,
+    "correction": "decoupled_token_is",
+    "kl_to_ref_coeff": 0.1,
+}
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="it has the server on a second GPU")
 
 
+def few_tokens(conversation, task):
+    return -len(conversation.turns[-1].token_ids) / 10
+
+
 def read_scalar(folder: Path, name: str) -> list[float]:
-    (path,) = (folder / "logs").rglob(f"{name}.csv")
+    (path,) = (folder / "logs").rglob(f"scalars/{name}.csv")
     with path.open() as file:
         return [float(value) for _, value in csv.reader(file)]
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    "arguments",
     [
-        pytest.param(COLOCATED, id="colocated"),
-        pytest.param(
-            (*COLOCATED, "train_model.lora.enabled=true"), id="colocated-lora"
-        ),
-        pytest.param(("sync",), id="sync", marks=TWO_GPUS),
-        pytest.param(
-            ("async", "train.use_kl_to_ref=true", "train.kl_to_ref_coeff=0.1"),
-            id="async",
-            marks=TWO_GPUS,
-        ),
-        pytest.param(
-            (
-                *COLOCATED,
-                "train_model.num_devices=2",
-                "inference_model.num_devices=2",
-            ),
-            id="colocated-two",
-            marks=TWO_GPUS,
-        ),
+        pytest.param({"colocated": True}, id="colocated"),
+        pytest.param({"colocated": True, **LORA}, id="colocated-lora"),
+        pytest.param({}, id="sync", marks=TWO_GPUS),
+        pytest.param(ASYNC, id="async", marks=TWO_GPUS),
+        pytest.param(LORA, id="lora", marks=TWO_GPUS),
     ],
 )
-def test_a_run(overrides, gpu_model_path, tmp_path):
-    import grpo_train
-
+def test_a_run(arguments, gpu_model_path, tmp_path):
     folder = tmp_path / "run"
-    mode, *others = overrides
-    further = [
-        f"+inference_model.server_args.{name}={json.dumps(value)}"
-        for name, value in server_arguments().items()
-    ]
-    cfg = recipe.compose(
-        folder,
-        mode,
-        *recipe.SMALL,
-        *ON_GPUS,
-        f"model.name={gpu_model_path}",
-        *others,
-        *further,
+    prompts = [{"query": f"Say {number}."} for number in range(12)]
+    run = GRPO(
+        gpu_model_path,
+        prompts=prompts,
+        rewards=few_tokens,
+        eval_prompts=prompts[:3],
+        eval_every=2,
+        checkpoint_every=2,
+        generate_kwargs={"max_new_tokens": 16},
+        group_size=4,
+        groups_per_batch=4,
+        steps=3,
+        lr=2e-3,
+        engine={
+            "device": "cuda",
+            "dtype": torch.bfloat16,
+            "enforce_eager": True,
+            "gpu_memory_utilization": 0.5,
+            "max_model_len": 256,
+            **server_arguments(),
+        },
+        output=folder,
+        **arguments,
     )
-    with ExitStack() as stack:
-        run = grpo_train.Run(cfg, stack)
-        run.loop()
+    with run:
+        run.begin()
+        for batch in run.batches():
+            run.step += 1
+            with run.memory_for_training():
+                metrics = run.learner.train(batch, run.collector.policy_version)
+            run.update_weights()
+            run.report(metrics)
         run.finish()
-        lora = cfg.train_model.lora.enabled
         # It was trained, and the server has what was trained.
-        if not lora:
+        if "lora" not in arguments:
             assert difference(run.engine, new_model(0)) > 0.1
             assert difference(run.engine, run.model.to(torch.bfloat16)) < TOLERANCE
     # Trainer and server agree about the tokens, after each update, too. Responses of an
     # asynchronous run are older after its first batch.
-    name = "rollout_corr/kl" if mode == "async" else "loss/kl_approx"
-    kl = read_scalar(folder, name)
+    is_async = "max_staleness" in arguments
+    kl = read_scalar(folder, "rollout_corr/kl" if is_async else "train/kl_approx")
     assert len(kl) == 3
-    assert max(map(abs, kl[:1] if mode == "async" else kl)) < TOLERANCE
-    rows = (folder / "rollouts.jsonl").read_text().splitlines()
-    assert len(rows) == 48
+    assert max(map(abs, kl[:1] if is_async else kl)) < TOLERANCE
+    assert len((folder / "rollouts.jsonl").read_text().splitlines()) == 48

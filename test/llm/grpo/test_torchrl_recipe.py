@@ -11,12 +11,12 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
-from helpers.recipe import FOLDER, SMALL
 from helpers.torchrl_recipe import WANDB, copy_recipe
 
-ROOT = str(FOLDER.parents[1])
+ROOT = str(Path(__file__).parents[3])
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -56,28 +56,29 @@ def read_metrics(path):
     return values
 
 
-def test_wandb(recipe, restored_engine, tiny_model_path, tmp_path):
-    """TorchRL's logger of our own recipe, which goes on with the same run."""
+def test_wandb(restored_engine, tiny_model_path, tmp_path):
+    """TorchRL's logger of our own run, which goes on with the same run."""
     (tmp_path / "wandb.py").write_text(WANDB)
     command = [
         sys.executable,
-        str(recipe / "grpo-sync.py"),
-        "+debug=cpu",
-        *SMALL,
-        f"logging.dir={tmp_path / 'run'}",
-        "logging.backend=wandb",
-        f"model.name={tiny_model_path}",
-        f"inference_model.url={restored_engine.server_url}",
-        "train.resume=true",
+        f"{ROOT}/examples/grpo/train.py",
+        f"{ROOT}/examples/grpo/cpu.yaml",
+        "groups_per_batch=4",
+        f"output={tmp_path / 'run'}",
+        "logger=wandb",
+        "project=sums",
+        f"model={tiny_model_path}",
+        f"engine={restored_engine.server_url}",
+        "resume=auto",
     ]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([ROOT, str(tmp_path)]),
         "WANDB_FILE": str(tmp_path / "metrics.jsonl"),
     }
-    for turns in (32, 48):
+    for steps in (2, 3):
         done = subprocess.run(
-            [*command, f"train.total_dialog_turns={turns}"],
+            [*command, f"steps={steps}"],
             env=environment,
             capture_output=True,
             text=True,
@@ -86,10 +87,8 @@ def test_wandb(recipe, restored_engine, tiny_model_path, tmp_path):
         assert done.returncode == 0, done.stderr
     values = read_metrics(tmp_path / "metrics.jsonl")
     first, second = values["init"]
-    assert first["project"] == "torchrl-sglang-grpo"
-    # TorchRL writes its own "env" over a section of the configuration.
-    assert first["config"] is None
-    assert values["env.repeats"] == [4]
+    assert first["project"] == "sums"
+    assert values["group_size"] == [8]
     assert second["id"] == "run"
     assert second["resume"] == "must"
     assert len(values["batch/reward"]) == 3

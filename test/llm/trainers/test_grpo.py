@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_a_synchronous_run(make, restored_engine, tmp_path, capsys):
     assert set(scalar(folder.parent, "eval/reward")) == {0, 6, 12}
     assert (folder.parent / "best" / "config.json").exists()
     # Trainer and engine are the same policy at the start of each batch.
-    assert max(scalar(folder.parent, "train/kl_approx").values()) < 1e-6
+    assert max(scalar(folder.parent, "train/kl_approx").values()) < 5e-6
     assert set(scalar(folder.parent, "batch/age").values()) == {0.0}
     rows = rollouts_of(folder.parent)
     assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 13), 16)
@@ -108,6 +109,7 @@ def test_a_synchronous_run(make, restored_engine, tmp_path, capsys):
     ]
     printed = capsys.readouterr().out
     assert re.search(r"step 12/12: reward -?\d.*eval .*tokens/s", printed)
+    assert re.search(r"The model is in .*\. \w+.* bounds the run \(collect", printed)
     assert "'Say " in printed
     assert torchrl_logger.level == level
 
@@ -250,7 +252,52 @@ def test_agents(make, restored_engine, tmp_path):
     run.train()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert difference(restored_engine, trained) < TOLERANCE
-    assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 1e-6
+    assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 5e-6
+
+
+def test_tensorboard_and_another_logger_afterwards(make, restored_engine, tmp_path):
+    """Several epochs and minibatches, an entropy bonus, and arguments of parts."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    arguments = {
+        "max_staleness": 1,
+        "correction": "decoupled_token_is",
+        "loss": {"entropy_bonus": True, "entropy_coeff": 0.01},
+        "optimizer": {"eps": 1e-4, "weight_decay": 0.1},
+        "weight_sync": {"verify": True},
+        "minibatches": 2,
+        "epochs_per_batch": 2,
+    }
+    run = make(logger="tensorboard", **arguments)
+    folder = run.train()
+    assert run.learner.steps == 12
+    defaults = run.learner.optimizer.defaults
+    assert (defaults["eps"], defaults["weight_decay"]) == (1e-4, 0.1)
+    trained = AutoModelForCausalLM.from_pretrained(folder)
+    assert difference(restored_engine, trained) < TOLERANCE
+    # Below it is a folder of hyperparameters.
+    folders = {path.parent for path in (tmp_path / "run").rglob("events.*")}
+    events = EventAccumulator(str(min(folders, key=lambda path: len(path.parts))))
+    events.Reload()
+    names = {*events.Tags()["scalars"]}
+    assert {"batch/reward", "train/entropy", "rollout_corr/rollout_is_mean"} <= names
+    make(logger="csv", resume=True, steps=4, **arguments).train()
+    assert list(scalar(tmp_path / "run", "batch/reward")) == [4]
+
+
+@pytest.mark.parametrize("logger", ["wandb", "tensorboard"])
+def test_a_logger_that_is_not_installed(make, monkeypatch, tmp_path, logger):
+    monkeypatch.setitem(sys.modules, logger, None)
+
+    def start(*args):
+        raise AssertionError("Servers were started.")
+
+    monkeypatch.setattr(GRPO, "_start_engine", start)
+    # The second time as the first one.
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="logger='csv'"):
+            make(logger=logger).train()
 
 
 def test_parts_that_are_given(make, tmp_path):
@@ -314,6 +361,9 @@ def test_overlong_responses_are_punished():
         ({"logger": "mlflow"}, "logger='mlflow' is not one of"),
         ({"schedule": "cosin"}, "schedule='cosin' cannot be used"),
         ({"minibatches": 0}, "minibatches"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints"),
+        ({"lr": "fast"}, "lr='fast' and optimizer=None make no AdamW"),
+        ({"optimizer": {"epss": 1}}, "unexpected keyword argument 'epss'"),
         ({"query_key": "question", "steps": 1}, "has no 'question'; it has 'query'"),
         ({"prompts": []}, "prompts is empty"),
         ({"eval_prompts": [{"text": "a"}]}, "The first task of eval_prompts has no"),
@@ -321,7 +371,7 @@ def test_overlong_responses_are_punished():
         ({"lora": {"rank": 4}}, "lora has no argument 'rank'"),
         ({"collector": {"groups": 1}}, "collector has no argument 'groups'"),
         ({"gateway": {"max_session": 1}}, "Did you mean 'max_sessions'"),
-        ({"optimizer": "adam"}, "optimizer='adam' must be what makes"),
+        ({"optimizer": "adam"}, "optimizer='adam' make no AdamW"),
         ({"agent": greet}, "rewards cannot be given with agent"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),
@@ -378,7 +428,7 @@ def test_ranks_of_torchrun_and_another_number_afterwards(
     assert len(re.findall(r"^step \d+/3: reward", printed, re.MULTILINE)) == 3
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert difference(restored_engine, trained) < TOLERANCE
-    assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 1e-6
+    assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 5e-6
     printed = launch(1, *arguments, 6, folder=tmp_path)
     assert "goes on after step 3" in printed
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")

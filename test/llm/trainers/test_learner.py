@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -223,6 +224,8 @@ def test_minibatches_and_epochs(make_learner):
 
 CHANGED = {
     "lr": {"lr": 1e-6},
+    "eps": {"eps": 1e-4},
+    "weight_decay": {"weight_decay": 0.25},
     "schedule": {"warmup": 7},
     "clip": {"clip_grad_norm": 0.5},
 }
@@ -232,8 +235,9 @@ CHANGED = {
 def test_what_is_changed_counts_after_a_resumption(make_learner, name):
     """Optimizer and schedule are those of a new run at this step."""
 
-    def made(lr=1e-3, warmup=3, **given):
-        learner = make_learner(lr=lr, **given)
+    def made(lr=1e-3, warmup=3, eps=1e-8, weight_decay=0.1, **given):
+        adam = partial(torch.optim.AdamW, eps=eps, weight_decay=weight_decay)
+        learner = make_learner(lr=lr, optimizer=adam, **given)
         learner.schedule = get_scheduler(
             "linear", learner.optimizer, warmup, num_training_steps=20
         )

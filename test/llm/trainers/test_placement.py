@@ -1,0 +1,96 @@
+"""Where a run has its servers, which it starts itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.log_probs import TOLERANCE, difference
+from helpers.memory_saver import write_saver_python
+
+from torchrl_sglang import GRPO, RayLauncher
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.trainers.grpo import check_gpus
+from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.types import ServerPlacement
+
+# TorchRL's own, about what is deprecated in torch.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def few_tokens(conversation, task):
+    return -len(conversation.turns[-1].token_ids) / 10
+
+
+@pytest.fixture
+def make(tiny_model_path, tmp_path):
+    def made(**arguments):
+        return GRPO(
+            tiny_model_path,
+            prompts=[{"query": f"Say {number}."} for number in range(12)],
+            rewards=few_tokens,
+            generate_kwargs={"max_new_tokens": 8},
+            group_size=4,
+            groups_per_batch=4,
+            lr=2e-3,
+            output=tmp_path / "run",
+            **arguments,
+        )
+
+    with torch.random.fork_rng(devices=[]):
+        yield made
+
+
+def test_gpus_of_trainer_and_servers(make, monkeypatch):
+    def arguments(ranks=1, **given):
+        run = make(**given)
+        run.ranks = TrainerRanks(local_size=ranks)
+        return run._server_arguments()
+
+    assert "cuda_devices" not in arguments()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = {"tp_size": 2, "num_replicas": 3}
+    assert arguments(engine=engine)["cuda_devices"] == [1, 2, 3, 4, 5, 6]
+    assert arguments(2, engine=engine)["cuda_devices"] == [2, 3, 4, 5, 6, 7]
+    found = arguments(engine={"tp_size": 2}, colocated=True)
+    assert found["cuda_devices"] == [0, 1]
+    assert found["enable_memory_saver"] is True
+    assert "cuda_devices" not in arguments(engine={"launcher": "ray"})
+    assert arguments(lora={"r": 4})["max_lora_rank"] == 4
+
+
+def test_a_launcher_does_not_know_of_the_trainer():
+    def server(local, *gpus):
+        return ServerPlacement(url="http://x", local=local, device="cuda", gpus=gpus)
+
+    check_gpus([server(False, "0"), server(True, "2", "3")], ["0", "1"])
+    with pytest.raises(ConfigurationError, match="at http://x on the trainer's GPUs"):
+        check_gpus([server(True, "1", "2")], ["0", "1"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
+def test_colocated(make, tmp_path, lora):
+    """Servers sleep while the trainer trains; the memory saver is a stand-in."""
+    python = write_saver_python(tmp_path)
+    run = make(colocated=True, lora=lora, engine={"python": python})
+    with run:
+        run.begin()
+        for batch in run.batches():
+            run.step += 1
+            with run.memory_for_training():
+                assert run.engine.asleep
+                run.learner.train(batch, run.collector.policy_version)
+            run.update_weights()
+            assert not run.engine.asleep
+        run.finish()
+        assert run.step == 3
+        if lora is None:
+            assert difference(run.engine, run.model) < TOLERANCE
+    assert len((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()) == 48
+
+
+@pytest.mark.slow
+def test_servers_on_ray(make, ray_here, tmp_path):
+    launcher = RayLauncher(strategy="SPREAD")
+    make(max_staleness=1, engine={"launcher": launcher, "num_replicas": 2}).train()
+    assert len((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()) == 48
