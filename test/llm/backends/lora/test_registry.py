@@ -374,7 +374,11 @@ def test_what_does_not_fit_is_refused_and_the_server_lives(lora_engine, peft_mod
     refused(WeightMismatchError, "has no module .*x_proj", tensors=other)
     deep = {name.replace("s.1.", "s.7."): value for name, value in tensors.items()}
     refused(WeightMismatchError, "layers.7", tensors=deep)
-    refused(WeightMismatchError, "does not belong to a LoRA", tensors={"model.norm.weight": wide[one]})
+    refused(
+        WeightMismatchError,
+        "does not belong to a LoRA",
+        tensors={"model.norm.weight": wide[one]},
+    )
     refused(ConfigurationError, "mapping", tensors=[1])
     with pytest.raises(ConfigurationError, match="config="):
         lora_engine.load_adapter("bad", tensors=tensors)
