@@ -10,6 +10,7 @@ from helpers.adapters import adapter_from_model
 from helpers.gpu import NEEDS_GPU, TOLERANCE
 from helpers.log_probs import response_difference
 
+from torchrl_sglang.weight_update.sources.given import unwrap
 from torchrl_sglang.weight_update.sources.peft import (
     adapter_source,
 )
@@ -43,7 +44,7 @@ def make(path: str, seed: int, **config):
 
 
 def adapter_weights(model):
-    return open_weights(adapter_source(model), {})
+    return open_weights(adapter_source(unwrap(model)), {})
 
 
 def ask(engine, adapter=None, count=1, **settings):
