@@ -12,14 +12,10 @@ import os
 import warnings
 from collections.abc import (
     Callable,
-    Collection,
-    Iterable,
     Iterator,
     Mapping,
-    Sequence,
 )
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +23,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl import logger as torchrl_logger
-from transformers import AutoTokenizer, get_scheduler
+from transformers import AutoTokenizer
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
@@ -41,7 +37,16 @@ from torchrl_sglang.objectives.advantages import GroupAdvantage, TrajectoryRetur
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.transform import MaskingStrategy, OffPolicyCorrection
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.support.checks import check_count, check_flag, check_keywords
+from torchrl_sglang.support.checks import check_flag, check_keywords
+from torchrl_sglang.trainers.arguments import (
+    check_collector,
+    check_counts,
+    check_gpus,
+    check_placement,
+    check_prompts,
+    count_steps,
+    server_arguments,
+)
 from torchrl_sglang.trainers.checkpoints import (
     ROLLOUTS,
     Checkpoints,
@@ -53,6 +58,7 @@ from torchrl_sglang.trainers.checkpoints import (
 from torchrl_sglang.trainers.learner import Learner
 from torchrl_sglang.trainers.methods import find_method
 from torchrl_sglang.trainers.models import load_model, save_model, scorer, shard
+from torchrl_sglang.trainers.optimizers import make_schedule, optimizer_of
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
 from torchrl_sglang.trainers.report import (
     PhaseClock,
@@ -65,15 +71,10 @@ from torchrl_sglang.trainers.report import (
     summarize,
     tell,
 )
-from torchrl_sglang.types import ServerPlacement
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
 """Sampling parameters, unless others are given."""
-
-COLOCATED_SHARE = 0.6
-"""Share of a GPU's memory of a server that sleeps while the trainer trains, unless
-``engine`` has another one."""
 
 UNTOLD = ("self", "model", "prompts", "eval_prompts")
 """Arguments that a logger is not told of, as they may be large."""
@@ -248,7 +249,7 @@ class GRPO:
         self.hyperparameters = flatten(
             {name: value for name, value in locals().items() if name not in UNTOLD}
         )
-        _check_counts(
+        check_counts(
             group_size=(group_size, 2),
             groups_per_batch=(groups_per_batch, 1),
             steps=(steps, 1),
@@ -281,7 +282,7 @@ class GRPO:
         self._chat_template = chat_template
         self.sampling = {**SAMPLING, **(generate_kwargs or {})}
         self.group_size, self.groups_per_batch = group_size, groups_per_batch
-        self.steps = _count_steps(steps, epochs, prompts, groups_per_batch)
+        self.steps = count_steps(steps, epochs, prompts, groups_per_batch)
         self._staleness: dict[str, Any] = {
             "max_staleness": max_staleness,
             "on_stale": on_stale,
@@ -298,7 +299,7 @@ class GRPO:
         self._correction = None if correction is None else as_config(correction)
         self._kl_to_ref_coeff = kl_to_ref_coeff
         self._lr = lr if lr is not None else (1e-6 if lora is None else 1e-5)
-        self._make_optimizer = _optimizer_of(optimizer, self._lr)
+        self._make_optimizer = optimizer_of(optimizer, self._lr)
         self._schedule, self._warmup_steps = schedule, warmup_steps
         self._learner_arguments: dict[str, Any] = {
             "minibatches": minibatches,
@@ -339,15 +340,15 @@ class GRPO:
     def _check(self) -> None:
         """Refuses what does not fit together, before anything is started."""
         max_staleness = self._staleness["max_staleness"]
-        _check_placement(self._given_model, self._engine, self.colocated, max_staleness)
+        check_placement(self._given_model, self._engine, self.colocated, max_staleness)
         whole = {"agent": self._agent, "env": self._env}
-        _check_collector(
+        check_collector(
             self._collector_arguments, self._prompts, {**self._functions, **whole}
         )
         if not callable(self._collector_arguments) and not any(whole.values()):
-            _check_prompts("prompts", self._prompts, self.query_key)
+            check_prompts("prompts", self._prompts, self.query_key)
             if self._eval_prompts is not None:
-                _check_prompts("eval_prompts", self._eval_prompts, self.query_key)
+                check_prompts("eval_prompts", self._eval_prompts, self.query_key)
         for name, given, kind in (
             ("loss", self._loss, self._method.loss),
             ("collector", self._collector_arguments, AsyncLLMCollector),
@@ -651,7 +652,14 @@ class GRPO:
         elif isinstance(given, str):
             self.engine = stack.enter_context(AsyncSGLang.connect(given))
         else:
-            arguments = {**self._server_arguments(), **(given or {})}
+            arguments = server_arguments(
+                given or {},
+                self.ranks,
+                colocated=self.colocated,
+                lora=self._lora,
+                by_file="directory" in self._weight_sync,
+                seed=self._seed,
+            )
             model = os.fspath(self._given_model)  # type: ignore[arg-type]
             tell(f"Starting the servers of {model} ...")
             engine = AsyncSGLang.from_pretrained(model, **arguments)
@@ -675,43 +683,6 @@ class GRPO:
                 **(self._gateway_arguments or {}),
             }
             self.gateway = stack.enter_context(Gateway(self.engine, **arguments))
-
-    def _server_arguments(self) -> dict[str, Any]:
-        """Returns the arguments of the servers, unless others are given."""
-        given = self._engine if isinstance(self._engine, Mapping) else {}
-        arguments: dict[str, Any] = {"random_seed": self._seed}
-        if self._lora is not None:
-            arguments |= {
-                "enable_lora": True,
-                "max_lora_rank": self._lora.get("r", 8),
-                "lora_target_modules": ["all"],
-            }
-        if self.colocated:
-            arguments |= {"enable_memory_saver": True, "num_replicas": 1}
-            if "gpu_memory_utilization" not in given:
-                arguments["mem_fraction_static"] = COLOCATED_SHARE
-            self._check_colocated(given)
-        if torch.cuda.is_available() and "launcher" not in given:
-            # The trainer's ranks take the first GPUs.
-            first = 0 if self.colocated else self.ranks.local_size
-            count = given.get("num_replicas", 1) * given.get("tp_size", 1)
-            arguments["cuda_devices"] = list(range(first, first + count))
-        if not torch.cuda.is_available():
-            # Equal types, so that ratios begin at 1.
-            arguments |= {"device": "cpu"}
-        return arguments
-
-    def _check_colocated(self, given: Mapping[str, Any]) -> None:
-        """Refuses servers that the weights of the first rank's GPU do not reach."""
-        several = max(given.get("num_replicas", 1), self.ranks.size) > 1
-        by_file = self._lora is not None or self._weight_sync.get("directory")
-        if several and not by_file and torch.cuda.is_available():
-            raise ConfigurationError(
-                "colocated=True has a server open the memory of the first rank's GPU, "
-                "which servers on other GPUs cannot; give weight_sync={'directory': a "
-                "folder on this machine, such as '/dev/shm/weights'}, train an adapter "
-                "with lora={...}, or give the servers GPUs of their own."
-            )
 
     def _tokenizer(self) -> Any:
         """Returns the tokenizer on each rank, padding on the left."""
@@ -833,155 +804,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         torchrl_logger.setLevel(level)
-
-
-def _check_counts(**counts: tuple[Any, int]) -> None:
-    """Checks numbers, of which some may be ``None``."""
-    for name, (count, least) in counts.items():
-        if count is not None or name not in ("steps", "show_samples"):
-            check_count(name, count, least=least)
-
-
-def _check_placement(
-    model: Any, engine: Any, colocated: bool, max_staleness: int
-) -> None:
-    """Checks that servers can be started as they are to be."""
-    if isinstance(model, nn.Module) and not isinstance(engine, (str, RLSGLangEngine)):
-        raise ConfigurationError(
-            "model is a module, of which no server can be started; give the engine "
-            "that serves it, or its URL, as engine=..., or the model's folder or name."
-        )
-    if check_flag("colocated", colocated) and max_staleness:
-        raise ConfigurationError(
-            f"colocated=True lets the servers sleep while the trainer trains, so that "
-            f"max_staleness={max_staleness} has no use; leave it out, or give the "
-            f"servers GPUs of their own."
-        )
-
-
-def _check_prompts(name: str, prompts: Any, query_key: str) -> None:
-    """Checks the first prompt, where it can be seen."""
-    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
-        return
-    if not prompts:
-        raise ConfigurationError(f"{name} is empty; give at least one task.")
-    first = prompts[0]
-    if isinstance(first, Mapping) and query_key not in first:
-        raise ConfigurationError(
-            f"The first task of {name} has no {query_key!r}; it has "
-            f"{', '.join(map(repr, first))}. Name the key of the prompt with "
-            f"query_key=...."
-        )
-
-
-def _check_collector(
-    collector: Any, prompts: Any, functions: Mapping[str, Any]
-) -> None:
-    """Checks that there is one way to collect."""
-    given = [name for name, value in functions.items() if value is not None]
-    if not callable(collector):
-        if prompts is None:
-            raise ConfigurationError("Give the prompts to train on as prompts=....")
-        for whole in ("agent", "env"):
-            others = [name for name in given if name != whole]
-            if whole in given and others:
-                raise ConfigurationError(
-                    f"{' and '.join(others)} cannot be given with {whole}, which is "
-                    f"the whole conversation."
-                )
-        return
-    if given:
-        raise ConfigurationError(
-            f"collector=... makes the whole collector, so that {' and '.join(given)} "
-            f"cannot be given beside it."
-        )
-
-
-def _optimizer_of(given: Any, lr: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """Returns what makes the optimizer, after a trial."""
-    if callable(given):
-        made: Callable[[Any], torch.optim.Optimizer] = given
-        return made
-    try:
-        arguments = {"lr": lr, "weight_decay": 0.0, **(given or {})}
-        torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"lr={lr!r} and optimizer={given!r} make no AdamW: {error}. Give other "
-            f"arguments of it, or a function that makes an optimizer of parameters."
-        ) from error
-    return partial(torch.optim.AdamW, **arguments)
-
-
-def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> None:
-    """Refuses servers on the trainer's GPUs, which a launcher may not know of.
-
-    Args:
-        servers: where the servers run.
-        gpus: the trainer's, as ``CUDA_VISIBLE_DEVICES`` names them.
-
-    Raises:
-        ConfigurationError: naming a server.
-    """
-    for server in servers:
-        if server.local and not set(gpus).isdisjoint(server.gpus or ()):
-            raise ConfigurationError(
-                f"The launcher started the server at {server.url} on the trainer's "
-                f"GPUs, {', '.join(gpus)}; start Ray on this machine without them, as "
-                f"in CUDA_VISIBLE_DEVICES=1,2,3 ray start ..., or name other nodes, as "
-                f"in launcher=RayLauncher(nodes=...)."
-            )
-
-
-def make_schedule(
-    name: str,
-    optimizer: torch.optim.Optimizer,
-    warmup_steps: int,
-    total_steps: int | None,
-) -> Any:
-    """Returns a schedule of transformers for an optimizer's learning rate.
-
-    Args:
-        name: such as ``"constant_with_warmup"``, ``"linear"`` or ``"cosine"``.
-        optimizer: whose learning rate it sets.
-        warmup_steps: optimizer steps from 0 to the learning rate.
-        total_steps: of the run; None if it is not known.
-
-    Raises:
-        ConfigurationError: if there is none of this name, or it needs to know the
-            number of steps.
-    """
-    try:
-        return get_scheduler(
-            name,
-            optimizer,
-            num_warmup_steps=warmup_steps,
-            num_training_steps=total_steps,
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"schedule={name!r} cannot be used here: {error} Give "
-            f"'constant_with_warmup', 'linear' or 'cosine', the last two with "
-            f"steps=... where prompts have no length."
-        ) from error
-
-
-def _count_steps(
-    steps: int | None, epochs: int, prompts: Any, groups_per_batch: int
-) -> int | None:
-    """Returns the number of batches; ``None`` if only the prompts know."""
-    if steps is not None:
-        if epochs != 1:
-            raise ConfigurationError(
-                f"steps={steps} and epochs={epochs} say twice when to end; give one."
-            )
-        return steps
-    try:
-        return max(epochs * len(prompts) // groups_per_batch, 1)
-    except TypeError:
-        if epochs != 1:
-            raise ConfigurationError(
-                f"epochs={epochs} needs prompts with a length, such as a list; give "
-                f"steps=..., or one pass."
-            ) from None
-        return None

@@ -29,6 +29,7 @@ from torchrl_sglang.objectives.parts import LossRanks
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.trainers.models import scorer
+from torchrl_sglang.trainers.optimizers import set_learning_rates
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
 TRAINING_KEYS = (
@@ -367,17 +368,6 @@ class Learner:
             rates = self.schedule.base_lrs
             self.schedule.load_state_dict({**head["schedule"], "base_lrs": rates})
             set_learning_rates(self.schedule)
-
-
-def set_learning_rates(schedule: Any) -> None:
-    """Sets the learning rates that a schedule of transformers has for its step."""
-    groups = schedule.optimizer.param_groups
-    factors = getattr(schedule, "lr_lambdas", [None] * len(groups))
-    for group, base, factor in zip(groups, schedule.base_lrs, factors, strict=True):
-        group["initial_lr"] = base
-        if factor is not None:
-            group["lr"] = base * factor(schedule.last_epoch)
-    schedule._last_lr = [group["lr"] for group in groups]
 
 
 def cut_by_tokens(lengths: Sequence[int], limit: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from helpers.memory_saver import write_saver_python
 
 from torchrl_sglang import GRPO, RayLauncher
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.trainers.grpo import check_gpus
+from torchrl_sglang.trainers.arguments import check_gpus, server_arguments
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.types import ServerPlacement
 
@@ -94,3 +94,38 @@ def test_servers_on_ray(make, ray_here, tmp_path):
     launcher = RayLauncher(strategy="SPREAD")
     make(max_staleness=1, engine={"launcher": launcher, "num_replicas": 2}).train()
     assert len((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()) == 48
+
+
+def arguments_of(given, *, local_size=1, **settings):
+    ranks = TrainerRanks(size=local_size, local_size=local_size)
+    kept = {"colocated": False, "lora": None, "by_file": False, "seed": 3}
+    return server_arguments(given, ranks, **{**kept, **settings})
+
+
+def test_servers_take_the_gpus_after_the_trainers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = arguments_of({"num_replicas": 2, "tp_size": 2}, local_size=4)
+    assert found["cuda_devices"] == [4, 5, 6, 7]
+    assert found["num_replicas"] == 2
+    assert arguments_of({"cuda_devices": [1]})["cuda_devices"] == [1]
+    assert "cuda_devices" not in arguments_of({"launcher": "ray"})
+    found = arguments_of({}, colocated=True)
+    assert found["cuda_devices"] == [0]
+    assert found["enable_memory_saver"]
+    for settings in ({"local_size": 2}, {"given": {"num_replicas": 2}}):
+        given = settings.pop("given", {})
+        with pytest.raises(ConfigurationError, match="weight_sync={'directory'"):
+            arguments_of(given, colocated=True, **settings)
+        arguments_of(given, colocated=True, by_file=True, **settings)
+        arguments_of(given, colocated=True, lora={"r": 4}, **settings)
+
+
+def test_servers_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert arguments_of({}, lora={"r": 4}) == {
+        "random_seed": 3,
+        "enable_lora": True,
+        "max_lora_rank": 4,
+        "lora_target_modules": ["all"],
+        "device": "cpu",
+    }

@@ -1,0 +1,175 @@
+"""Checks a run's arguments, and decides where its servers run. Pure.
+
+What is wrong is found before servers are started, which takes minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_count, check_flag
+from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.types import ServerPlacement
+
+COLOCATED_SHARE = 0.6
+"""Share of a GPU's memory of a server that sleeps while the trainer trains, unless
+``engine`` has another one."""
+
+
+def check_counts(**counts: tuple[Any, int]) -> None:
+    """Checks numbers, of which some may be ``None``."""
+    for name, (count, least) in counts.items():
+        if count is not None or name not in ("steps", "show_samples"):
+            check_count(name, count, least=least)
+
+
+def check_placement(
+    model: Any, engine: Any, colocated: bool, max_staleness: int
+) -> None:
+    """Checks that servers can be started as they are to be."""
+    if isinstance(model, nn.Module) and not isinstance(engine, (str, RLSGLangEngine)):
+        raise ConfigurationError(
+            "model is a module, of which no server can be started; give the engine "
+            "that serves it, or its URL, as engine=..., or the model's folder or name."
+        )
+    if check_flag("colocated", colocated) and max_staleness:
+        raise ConfigurationError(
+            f"colocated=True lets the servers sleep while the trainer trains, so that "
+            f"max_staleness={max_staleness} has no use; leave it out, or give the "
+            f"servers GPUs of their own."
+        )
+
+
+def check_prompts(name: str, prompts: Any, query_key: str) -> None:
+    """Checks the first prompt, where it can be seen."""
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
+        return
+    if not prompts:
+        raise ConfigurationError(f"{name} is empty; give at least one task.")
+    first = prompts[0]
+    if isinstance(first, Mapping) and query_key not in first:
+        raise ConfigurationError(
+            f"The first task of {name} has no {query_key!r}; it has "
+            f"{', '.join(map(repr, first))}. Name the key of the prompt with "
+            f"query_key=...."
+        )
+
+
+def check_collector(collector: Any, prompts: Any, functions: Mapping[str, Any]) -> None:
+    """Checks that there is one way to collect."""
+    given = [name for name, value in functions.items() if value is not None]
+    if not callable(collector):
+        if prompts is None:
+            raise ConfigurationError("Give the prompts to train on as prompts=....")
+        for whole in ("agent", "env"):
+            others = [name for name in given if name != whole]
+            if whole in given and others:
+                raise ConfigurationError(
+                    f"{' and '.join(others)} cannot be given with {whole}, which is "
+                    f"the whole conversation."
+                )
+        return
+    if given:
+        raise ConfigurationError(
+            f"collector=... makes the whole collector, so that {' and '.join(given)} "
+            f"cannot be given beside it."
+        )
+
+
+def count_steps(
+    steps: int | None, epochs: int, prompts: Any, groups_per_batch: int
+) -> int | None:
+    """Returns the number of batches; ``None`` if only the prompts know."""
+    if steps is not None:
+        if epochs != 1:
+            raise ConfigurationError(
+                f"steps={steps} and epochs={epochs} say twice when to end; give one."
+            )
+        return steps
+    try:
+        return max(epochs * len(prompts) // groups_per_batch, 1)
+    except TypeError:
+        if epochs != 1:
+            raise ConfigurationError(
+                f"epochs={epochs} needs prompts with a length, such as a list; give "
+                f"steps=..., or one pass."
+            ) from None
+        return None
+
+
+def server_arguments(
+    given: Mapping[str, Any],
+    ranks: TrainerRanks,
+    *,
+    colocated: bool,
+    lora: Mapping[str, Any] | None,
+    by_file: bool,
+    seed: int,
+) -> dict[str, Any]:
+    """Returns the arguments of a run's servers.
+
+    Args:
+        given: those that the user gave, which take the place of others.
+        ranks: of the trainer, which have the first GPUs.
+        colocated: whether the servers are on the same ones.
+        lora: arguments of the adapter that is trained alone; None: all weights are.
+        by_file: whether weights go by files, which every server reads.
+        seed: of the servers.
+
+    Raises:
+        ConfigurationError: if the weights of the first rank's GPU would not reach a
+            server on another one.
+    """
+    arguments: dict[str, Any] = {"random_seed": seed}
+    on_gpus = torch.cuda.is_available()
+    if lora is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": lora.get("r", 8),
+            "lora_target_modules": ["all"],
+        }
+    if colocated:
+        arguments["enable_memory_saver"] = True
+        if "gpu_memory_utilization" not in given:
+            arguments["mem_fraction_static"] = COLOCATED_SHARE
+        several = max(given.get("num_replicas", 1), ranks.size) > 1
+        if several and on_gpus and not (by_file or lora is not None):
+            raise ConfigurationError(
+                "colocated=True has a server open the memory of the first rank's GPU, "
+                "which servers on other GPUs cannot; give weight_sync={'directory': a "
+                "folder on this machine, such as '/dev/shm/weights'}, train an adapter "
+                "with lora={...}, or give the servers GPUs of their own."
+            )
+    if not on_gpus:
+        arguments["device"] = "cpu"
+    elif "launcher" not in given:
+        first = 0 if colocated else ranks.local_size
+        count = given.get("num_replicas", 1) * given.get("tp_size", 1)
+        arguments["cuda_devices"] = list(range(first, first + count))
+    return {**arguments, **given}
+
+
+def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> None:
+    """Refuses servers on the trainer's GPUs, which a launcher may not know of.
+
+    Args:
+        servers: where the servers run.
+        gpus: the trainer's, as ``CUDA_VISIBLE_DEVICES`` names them.
+
+    Raises:
+        ConfigurationError: naming a server.
+    """
+    for server in servers:
+        if server.local and not set(gpus).isdisjoint(server.gpus or ()):
+            raise ConfigurationError(
+                f"The launcher started the server at {server.url} on the trainer's "
+                f"GPUs, {', '.join(gpus)}; start Ray on this machine without them, as "
+                f"in CUDA_VISIBLE_DEVICES=1,2,3 ray start ..., or name other nodes, as "
+                f"in launcher=RayLauncher(nodes=...)."
+            )

@@ -1,0 +1,73 @@
+"""Optimizers and schedules of learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from torchrl_sglang.errors import ConfigurationError
+
+
+def optimizer_of(given: Any, lr: float) -> Callable[[Any], torch.optim.Optimizer]:
+    """Returns what makes the optimizer, after a trial."""
+    if callable(given):
+        made: Callable[[Any], torch.optim.Optimizer] = given
+        return made
+    try:
+        arguments = {"lr": lr, "weight_decay": 0.0, **(given or {})}
+        torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"lr={lr!r} and optimizer={given!r} make no AdamW: {error}. Give other "
+            f"arguments of it, or a function that makes an optimizer of parameters."
+        ) from error
+    return partial(torch.optim.AdamW, **arguments)
+
+
+def make_schedule(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    warmup_steps: int,
+    total_steps: int | None,
+) -> Any:
+    """Returns a schedule of transformers for an optimizer's learning rate.
+
+    Args:
+        name: such as ``"constant_with_warmup"``, ``"linear"`` or ``"cosine"``.
+        optimizer: whose learning rate it sets.
+        warmup_steps: optimizer steps from 0 to the learning rate.
+        total_steps: of the run; None if it is not known.
+
+    Raises:
+        ConfigurationError: if there is none of this name, or it needs to know the
+            number of steps.
+    """
+    try:
+        return get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=warmup_steps,
+            num_training_steps=total_steps,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"schedule={name!r} cannot be used here: {error} Give "
+            f"'constant_with_warmup', 'linear' or 'cosine', the last two with "
+            f"steps=... where prompts have no length."
+        ) from error
+
+
+def set_learning_rates(schedule: Any) -> None:
+    """Sets the learning rates that a schedule of transformers has for its step."""
+    groups = schedule.optimizer.param_groups
+    factors = getattr(schedule, "lr_lambdas", [None] * len(groups))
+    for group, base, factor in zip(groups, schedule.base_lrs, factors, strict=True):
+        group["initial_lr"] = base
+        if factor is not None:
+            group["lr"] = base * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in groups]
