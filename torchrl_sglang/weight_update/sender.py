@@ -578,15 +578,19 @@ def _may_be_lost(error: BaseException | None) -> bool:
 
     A collective with it breaks with an error of its own.
     """
-    while error is not None:
-        if isinstance(error, (RequestRefusedError, ServerTimeoutError)):
-            return False
-        error = error.__cause__
-    return True
+    answers = (RequestRefusedError, ServerTimeoutError)
+    return not any(isinstance(each, answers) for each in _causes(error))
 
 
 def _server_was_lost(error: BaseException | None) -> bool:
     """Returns whether an error comes of a server that is gone."""
-    while error is not None and not isinstance(error, ServerUnavailableError):
+    return any(isinstance(each, ServerUnavailableError) for each in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and its causes, each once: a chain may be a circle."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
         error = error.__cause__
-    return error is not None

@@ -241,7 +241,10 @@ class AdapterRegistry:
         try:
             await fleet.until(_load_ended, deadline + OUTCOME_SECONDS)
             if self._known.loading is not None:
-                raise self._why_not_loaded(fleet.state) from self._known.loading.error
+                cause = self._known.loading.error
+                why = self._why_not_loaded(fleet.state)
+                # An error that is its own cause has no end.
+                raise why from None if why is cause else cause
         finally:
             # Changes nothing if it was loaded.
             fleet.apply(AdapterGivenUp(served_as=new.served_as))
