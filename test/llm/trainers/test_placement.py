@@ -40,24 +40,6 @@ def make(tiny_model_path, tmp_path):
         yield made
 
 
-def test_gpus_of_trainer_and_servers(make, monkeypatch):
-    def arguments(ranks=1, **given):
-        run = make(**given)
-        run.ranks = TrainerRanks(local_size=ranks)
-        return run._server_arguments()
-
-    assert "cuda_devices" not in arguments()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    engine = {"tp_size": 2, "num_replicas": 3}
-    assert arguments(engine=engine)["cuda_devices"] == [1, 2, 3, 4, 5, 6]
-    assert arguments(2, engine=engine)["cuda_devices"] == [2, 3, 4, 5, 6, 7]
-    found = arguments(engine={"tp_size": 2}, colocated=True)
-    assert found["cuda_devices"] == [0, 1]
-    assert found["enable_memory_saver"] is True
-    assert "cuda_devices" not in arguments(engine={"launcher": "ray"})
-    assert arguments(lora={"r": 4})["max_lora_rank"] == 4
-
-
 def test_a_launcher_does_not_know_of_the_trainer():
     def server(local, *gpus):
         return ServerPlacement(url="http://x", local=local, device="cuda", gpus=gpus)
@@ -109,8 +91,8 @@ def test_servers_take_the_gpus_after_the_trainers(monkeypatch):
     assert found["num_replicas"] == 2
     assert arguments_of({"cuda_devices": [1]})["cuda_devices"] == [1]
     assert "cuda_devices" not in arguments_of({"launcher": "ray"})
-    found = arguments_of({}, colocated=True)
-    assert found["cuda_devices"] == [0]
+    found = arguments_of({"tp_size": 2}, colocated=True)
+    assert found["cuda_devices"] == [0, 1]
     assert found["enable_memory_saver"]
     for settings in ({"local_size": 2}, {"given": {"num_replicas": 2}}):
         given = settings.pop("given", {})
