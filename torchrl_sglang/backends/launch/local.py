@@ -27,6 +27,7 @@ from torchrl_sglang.backends.launch.launcher import (
     start_servers,
 )
 from torchrl_sglang.backends.launch.paths import absolute_paths
+from torchrl_sglang.backends.launch.ports import wait_for_port
 from torchrl_sglang.backends.launch.process import (
     START_TIMEOUT_SECONDS,
     Command,
@@ -37,9 +38,13 @@ from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.backends.launch.vllm_arguments import translate_vllm_names
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_count, check_seconds
+from torchrl_sglang.support.urls import LOOPBACK
 
 CORES_PER_START = 2
 """Processes of a starting server that are busy with imports."""
+
+PORT_SECONDS = 15.0
+"""Wait of a restart for the port of the server that ended."""
 
 COUNTED = ("random_seed", "seed", "port", "nccl_port", "grpc_port")
 """Arguments that count up from server to server, so that samples differ."""
@@ -185,7 +190,10 @@ class LocalLauncher(Launcher):
 
     def restart(self, rank: int) -> ServerProcess:
         """Begins to start a server that has ended again, at the same address."""
-        return self._run(rank, make_server_command(**self._specs[rank]))
+        spec = self._specs[rank]
+        # The command refuses a port that stays taken.
+        wait_for_port(spec.get("host") or LOOPBACK, spec["port"], timeout=PORT_SECONDS)
+        return self._run(rank, make_server_command(**spec))
 
     def _run(self, rank: int, command: Command) -> ServerProcess:
         number = f" {rank + 1} of {self.num_servers}" if self.num_servers > 1 else ""

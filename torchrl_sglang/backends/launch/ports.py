@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ PORTS = range(20_000, 32_000)
 
 ATTEMPTS = 1000
 """Number of random ports that are tried."""
+
+POLL_SECONDS = 0.1
+"""Interval between looks for a port that is to become free."""
 
 DP_PORT_OFFSETS = range(233, 241)
 """Data-parallel attention listens on the HTTP port plus these."""
@@ -112,6 +116,18 @@ def is_free_port(host: str, port: int) -> bool:
     if lease is not None:
         lease.release()
     return lease is not None
+
+
+def wait_for_port(host: str, port: int, *, timeout: float) -> bool:
+    """Waits until a port is free; returns whether it is after so many seconds.
+
+    A killed process holds its ports until the last of its threads has ended, which on a
+    busy machine takes seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while not (free := is_free_port(host, port)) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return free
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -49,6 +49,9 @@ FOLDER_VARIABLE = "TORCHRL_SGLANG_SERVER_FOLDER"
 
 _TRACKER = b"multiprocessing.resource_tracker"
 
+_NUM_THREADS = 17
+"""Place of a process's number of threads in what :func:`_stat` returns; proc(5)."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -69,9 +72,19 @@ def _stat(pid: int | str) -> list[bytes]:
         return []
 
 
+def _lives(fields: list[bytes]) -> bool:
+    """Returns whether a process has threads that run.
+
+    It is a zombie as soon as its first thread has ended, and holds its ports and memory
+    until the last one has, which on a busy machine takes seconds.
+    """
+    return fields[0] not in (b"Z", b"X") or int(fields[_NUM_THREADS]) > 1
+
+
 def is_alive(pid: int) -> bool:
     """Returns whether a process exists and has not ended."""
-    return _stat(pid)[:1] not in ([], [b"Z"], [b"X"])
+    fields = _stat(pid)
+    return bool(fields) and _lives(fields)
 
 
 def processes_by_parent() -> dict[int, list[tuple[int, bool]]]:
@@ -82,7 +95,7 @@ def processes_by_parent() -> dict[int, list[tuple[int, bool]]]:
     table: dict[int, list[tuple[int, bool]]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if fields := _stat(pid):
-            table.setdefault(int(fields[1]), []).append((int(pid), fields[0] != b"Z"))
+            table.setdefault(int(fields[1]), []).append((int(pid), _lives(fields)))
     return table
 
 

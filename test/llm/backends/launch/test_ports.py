@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -18,6 +19,7 @@ from torchrl_sglang.backends.launch.ports import (
     lease_neighbours,
     lease_port,
     ports_to_hold,
+    wait_for_port,
 )
 from torchrl_sglang.errors import ConfigurationError
 
@@ -100,6 +102,16 @@ def test_a_port_with_a_listener_is_not_found():
         assert {find_free_port("127.0.0.2", among=window) for _ in range(20)} == {
             window[1]
         }
+
+
+def test_waiting_for_a_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not wait_for_port("127.0.0.1", port, timeout=0.2)
+        closing = threading.Timer(0.3, server.close)
+        closing.start()
+        assert wait_for_port("127.0.0.1", port, timeout=10)
+        closing.join()
 
 
 @pytest.mark.parametrize("port", [0, -1, 70000, "http", 3.5, True])

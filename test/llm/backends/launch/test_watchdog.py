@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_sglang.backends.launch import watchdog
+from torchrl_sglang.backends.launch.ports import is_free_port
 from torchrl_sglang.backends.launch.watchdog import (
     descendants,
     is_alive,
@@ -46,6 +47,16 @@ import os, subprocess, sys
 subprocess.Popen(
     [sys.executable, "-S", {watchdog.__file__!r}, str(os.getpid()), *sys.argv[1:]]
 ).wait()
+"""
+
+LAST_THREAD = """
+import ctypes, json, os, platform, signal, socket, threading, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+server = socket.create_server(("127.0.0.1", 0))
+threading.Thread(target=time.sleep, args=(1000,)).start()
+print(json.dumps([os.getpid()]), server.getsockname()[1], sep="\\n", flush=True)
+exit_thread = 60 if platform.machine() == "x86_64" else 93
+ctypes.CDLL(None).syscall(exit_thread, 0)
 """
 
 TREE = [sys.executable, "-S", "-c", STUBBORN]
@@ -168,6 +179,21 @@ def test_zombies_are_not_alive():
     finally:
         process.wait()
     assert not is_alive(process.pid)
+
+
+def test_a_process_lives_until_its_last_thread_has_ended():
+    """The first thread has ended, as happens to a killed server on a busy machine."""
+    with started(watch([sys.executable, "-S", "-c", LAST_THREAD])) as (process, tree):
+        (pid,), port = tree, int(process.stdout.readline())
+        deadline = time.monotonic() + SECONDS
+        while b"Z (zombie)" not in Path(f"/proc/{pid}/status").read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert is_alive(pid)
+        process.terminate()
+        process.wait(SECONDS)
+        assert is_free_port("127.0.0.1", port)
+        assert not is_alive(pid)
 
 
 def test_descendants_in_order():
