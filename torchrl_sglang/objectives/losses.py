@@ -149,8 +149,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self.version_key = version_key
         self.consumer_version = consumer_version
         self.packing = packing
-        scores = self._reads_tokens() and not self.actor_network.generate_kwargs
-        other = "" if scores else "the actor does not score tokens of its input alone"
+        other = "" if self._reads_tokens() else "the actor is not one of tokens"
         self.padded_because = prepare_packing(
             getattr(self.actor_network, "model", None), packing, other
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from torchrl_sglang.errors import ConfigurationError
@@ -62,7 +63,9 @@ def why_padded(model: Any) -> str:
         return ""
     if attention not in ("sdpa", PACKED):
         return f"{name} computes attention by {attention!r}, which needs a mask"
-    if not (base._supports_flash_attn and _own_class(base)._can_set_attn_implementation()):
+    if not (
+        base._supports_flash_attn and _own_class(base)._can_set_attn_implementation()
+    ):
         return f"{name} does not take another attention than its own"
     return ""
 
@@ -181,7 +184,9 @@ def _forward(
 
 
 def _base(model: Any) -> Any:
-    """Returns the model of transformers, which PEFT may have wrapped."""
+    """Returns the model of transformers, which ranks or PEFT may have wrapped."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     unwrap = getattr(model, "get_base_model", None)
     return model if unwrap is None else unwrap()
 

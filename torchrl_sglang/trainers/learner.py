@@ -468,16 +468,24 @@ def _needs_no_pass(loss: Any, correct: OffPolicyCorrection | None) -> bool:
     What the loss compares with the log-probs of a corrected batch would else be another
     policy's, and a mean over the batch is not known to its parts.
     """
+    if type(correct) is not OffPolicyCorrection or correct.actor_network is not None:
+        return False
+    if not isinstance(loss, CorrectedGRPOLoss) or loss.correction is not None:
+        return False
+    if "prompt_mean" in (loss.aggregation, correct.aggregation):
+        # Penalties are means over other sequences then.
+        penalties = loss.entropy_bonus or loss.kl_to_ref_coeff
+        if penalties or loss.aggregation != correct.aggregation:
+            return False
+    keys = loss.tensor_keys
     return (
-        correct is not None
-        and type(correct) is OffPolicyCorrection
-        and isinstance(loss, CorrectedGRPOLoss)
-        and loss.correction is None
-        and loss.kl_mask_threshold is None
+        loss.kl_mask_threshold is None
         and loss.kl_to_inference_coeff is None
-        and loss.version_key == correct.version_key
-        and loss.masking_strategy == correct.masking_strategy
         and not correct.config.rollout_is_batch_normalize
+        and loss.masking_strategy == correct.masking_strategy
+        and loss.version_key == correct.version_key
+        and keys.advantage == correct.advantage_key
+        and keys.sample_log_prob == correct.log_probs_key
     )
 
 
