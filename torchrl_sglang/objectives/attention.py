@@ -94,7 +94,8 @@ def packed_attention(
     kernel = None if dropout else _kernel()
     if kernel is None or not _takes(query, value):
         lengths = cu_seq_lens_q.diff().tolist()
-        parts = zip(*(each.split(lengths, 2) for each in (query, key, value)))
+        split = [each.split(lengths, 2) for each in (query, key, value)]
+        parts = zip(*split, strict=True)
         alone = [_attend(*part, dropout, scaling, sliding_window) for part in parts]
         return torch.cat(alone, 2).transpose(1, 2).contiguous(), None
     window = -1 if sliding_window is None else sliding_window - 1

@@ -46,28 +46,27 @@ def why_padded(model: Any) -> str:
     base = _base(model)
     if not isinstance(base, PreTrainedModel):
         return f"{type(base).__name__} is not a model of transformers"
-    name, config = type(base).__name__, base.config
-    if config.get_text_config(decoder=True) is not config:
-        return f"{name} has other inputs than text"
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        return f"{name} takes no position_ids"
+    config, attention = base.config, base.config._attn_implementation
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
-    if others or getattr(base, "_is_stateful", False):
-        kinds = f" ({', '.join(others)})" if others else ""
-        return f"{name} has layers{kinds} that go on from one sequence into the next"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rope in _ROPES:
-        return f"{name} has positions by rope_type={rope!r}, of the length of a row"
-    attention = config._attn_implementation
-    if attention == "flex_attention" or "flash" in str(attention):
-        return ""
-    if attention not in ("sdpa", PACKED):
-        return f"{name} computes attention by {attention!r}, which needs a mask"
-    if not (
-        base._supports_flash_attn and _own_class(base)._can_set_attn_implementation()
-    ):
-        return f"{name} does not take another attention than its own"
-    return ""
+    # FlashAttention and flex attention are told of sequences by transformers.
+    told = attention == "flex_attention" or "flash" in str(attention)
+    replaceable = base._supports_flash_attn and (
+        _own_class(base)._can_set_attn_implementation()
+    )
+    reasons = {
+        "has other inputs than text": config.get_text_config(decoder=True)
+        is not config,
+        "takes no position_ids": "position_ids" not in _arguments(base),
+        f"has layers ({', '.join(others) or 'with a state'}) that go on from one "
+        f"sequence into the next": others or getattr(base, "_is_stateful", False),
+        f"has positions by rope_type={rope!r}, of the length of a row": rope in _ROPES,
+        f"computes attention by {attention!r}, which needs a mask": not told
+        and attention not in ("sdpa", PACKED),
+        "does not take another attention than its own": not (told or replaceable),
+    }
+    found = (reason for reason, holds in reasons.items() if holds)
+    return next((f"{type(base).__name__} {reason}" for reason in found), "")
 
 
 def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
@@ -171,7 +170,7 @@ def _forward(
         options |= {"max_length_q": longest, "max_length_k": longest}
     if base.config._attn_implementation == PACKED:
         options["attention_mask"] = no_mask(row.device)
-    picks = "logits_to_keep" in inspect.signature(base.forward).parameters
+    picks = "logits_to_keep" in _arguments(base)
     if picks:
         options["logits_to_keep"] = positions
     logits: Tensor = model(
@@ -189,6 +188,10 @@ def _base(model: Any) -> Any:
         model = model.module
     unwrap = getattr(model, "get_base_model", None)
     return model if unwrap is None else unwrap()
+
+
+def _arguments(base: Any) -> Any:
+    return inspect.signature(base.forward).parameters
 
 
 def _own_class(model: nn.Module) -> Any:

@@ -17,7 +17,7 @@ _LEAST = -1e4
 
 
 class _TokenTerms(torch.autograd.Function):
-    """Computes in float32, some rows at a time; the gradient takes the logits' place."""
+    """Computes in float32, some rows at a time; gradients take the logits' place."""
 
     @staticmethod
     def forward(

@@ -40,10 +40,17 @@ PACKING = {
     "GPT2": {"n_positions": 64},
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "DeepseekV3": {
-        **{"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
-        **{"num_experts_per_tok": 2, "moe_intermediate_size": 16},
-        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
-        **{"qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
     },
 }
 """Other values of models' configurations: windows, experts, other positions."""
