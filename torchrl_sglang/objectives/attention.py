@@ -94,9 +94,11 @@ def packed_attention(
     kernel = None if dropout else _kernel()
     if kernel is None or not _takes(query, value):
         lengths = cu_seq_lens_q.diff().tolist()
-        split = [each.split(lengths, 2) for each in (query, key, value)]
-        parts = zip(*split, strict=True)
-        alone = [_attend(*part, dropout, scaling, sliding_window) for part in parts]
+        split = [torch.split(each, lengths, 2) for each in (query, key, value)]
+        alone = [
+            _attend(q, k, v, dropout, scaling, sliding_window)
+            for q, k, v in zip(*split, strict=True)
+        ]
         return torch.cat(alone, 2).transpose(1, 2).contiguous(), None
     window = -1 if sliding_window is None else sliding_window - 1
     rows = [each[0].transpose(0, 1) for each in (query, key, value)]
@@ -165,8 +167,9 @@ def _kernel() -> Callable[..., Tensor] | None:
             options["enable_gqa"] = True
         elif times > 1:
             key, value = (e.repeat_interleave(times, 1) for e in (key, value))
-        found: Tensor = varlen_attn(query, key, value, *bounds, **options)
-        return found
+        output = varlen_attn(query, key, value, *bounds, **options)
+        assert isinstance(output, Tensor)
+        return output
 
     return attend
 

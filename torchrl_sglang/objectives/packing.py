@@ -69,6 +69,14 @@ def why_padded(model: Any) -> str:
     return next((f"{type(base).__name__} {reason}" for reason in found), "")
 
 
+def check_packing(packing: Any) -> None:
+    """Refuses a value of ``packing`` that is none."""
+    if packing != "auto" and not isinstance(packing, bool):
+        raise ConfigurationError(
+            f"packing must be 'auto', True or False, got {packing!r}."
+        )
+
+
 def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
     """Makes a model read several sequences in one row, if it can and should.
 
@@ -87,10 +95,7 @@ def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
         ConfigurationError: if ``packing`` is True and the model cannot, or it is none
             of the three.
     """
-    if packing != "auto" and not isinstance(packing, bool):
-        raise ConfigurationError(
-            f"packing must be 'auto', True or False, got {packing!r}."
-        )
+    check_packing(packing)
     if packing is False:
         return "packing=False"
     reason = reason or why_padded(model)

@@ -40,7 +40,7 @@ class _TokenTerms(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, of_log_prob: Tensor, of_entropy: Tensor
     ) -> tuple[Tensor, None, None]:
         logits, tokens, norms, entropies = ctx.saved_tensors
@@ -80,7 +80,9 @@ def token_terms(
         >>> found.exp(), entropies
         (tensor([0.5000]), tensor([0.6931]))
     """
-    found: tuple[Tensor, Tensor] = _TokenTerms.apply(logits, tokens, entropy)
+    found: tuple[Tensor, Tensor] = _TokenTerms.apply(  # type: ignore[no-untyped-call]
+        logits, tokens, entropy
+    )
     return found
 
 

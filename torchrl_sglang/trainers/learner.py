@@ -144,6 +144,13 @@ class Learner:
         self._max_skipped = max_skipped_steps
         self._autocast_on = autocast
         self._packs = bool(getattr(loss, "packs", False))
+        if getattr(loss, "packing", False) == "auto" and not self._packs:
+            warnings.warn(
+                f"Passes are padded, which takes time where lengths differ: "
+                f"{loss.padded_because}. With packing=False this is not said.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._one_pass = minibatches == epochs == 1 and _needs_no_pass(loss, correct)
         self._device = next(self.model.parameters()).device
         self._trained = [each for each in self.model.parameters() if each.requires_grad]

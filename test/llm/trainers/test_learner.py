@@ -321,6 +321,28 @@ def test_other_steps_need_the_pass_before(make_learner, given):
     assert not make_learner(correct="decoupled_token_is", **given)._one_pass
 
 
+def test_nothing_is_dropped(hf_model):
+    """Also where layers are in training mode, which checkpointing needs."""
+    tokens = torch.arange(5, 40)
+    expected = score(hf_model, tokens)
+    config = copy.deepcopy(hf_model.config)
+    config.attention_dropout = 0.5
+    noisy = type(hf_model)(config)
+    noisy.load_state_dict(hf_model.state_dict())
+    model = load_model(noisy, device=CPU, gradient_checkpointing=True)
+    assert model.training
+    assert (score(model, tokens) - expected).abs().max() < 1e-5
+
+
+def test_a_model_that_cannot_pack_is_said(tiny_model_path, tokenizer):
+    model = load_model(tiny_model_path, device=CPU)
+    model.config._attn_implementation = "eager"
+    loss = CorrectedGRPOLoss(scorer(model, tokenizer), clip_epsilon=0.2)
+    with pytest.warns(RuntimeWarning, match="padded.*'eager', which needs a mask"):
+        learner = Learner(loss, torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert learner.train(make_batch([0.0, 1.0] * 4), 0)["train/grad_norm"] > 0
+
+
 def test_minibatches_and_epochs(make_learner):
     learner = make_learner(minibatches=4, epochs=2)
     learner.train(make_batch([0.0, 1.0] * 4), 0)
