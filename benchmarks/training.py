@@ -103,7 +103,7 @@ def make_bare(work: Work) -> Callable[[], None]:
             for part in parts:
                 given = tensors(part)
                 targets = given["input_ids"][0, given["logits_to_keep"] + 1]
-                logits = work.model(**given).logits[0]
+                logits = work.model(**given).logits.flatten(0, 1)
                 loss = cross_entropy(logits, targets, reduction="sum")
                 with torch.autocast(work.device, enabled=False):
                     # Like a mean over the step, so that no number is too large.

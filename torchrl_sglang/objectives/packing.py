@@ -178,12 +178,14 @@ def _forward(
     picks = "logits_to_keep" in _arguments(base)
     if picks:
         options["logits_to_keep"] = positions
-    logits: Tensor = model(
+    output = model(
         input_ids=row.unsqueeze(0),
         position_ids=order.unsqueeze(0),
         use_cache=False,
         **options,
-    ).logits[0]
+    )
+    # An index would have a gradient of its own, as large as the logits.
+    logits: Tensor = output.logits.flatten(0, 1)
     return logits if picks else logits[positions]
 
 

@@ -238,15 +238,22 @@ def test_gradients_are_those_of_the_padded_pass(kind, change, strategy, tokenize
     assert any(each.any() for each in expected.values())
 
 
-def test_only_tokens_of_the_loss_have_logits(hf_model, tokenizer):
+def test_only_tokens_of_the_loss_have_logits_and_their_gradient_takes_no_memory(
+    hf_model, tokenizer
+):
     case = make_case(4)
-    batch = make_batch(case, "ragged")
-    sizes = []
-    hf_model.lm_head.register_forward_hook(
-        lambda *_: sizes.append(tuple(_[2].shape[:2]))
-    )
-    make_loss(hf_model, tokenizer)(batch)
+    sizes, places = [], []
+
+    def look(module, inputs, logits):
+        sizes.append(tuple(logits.shape[:2]))
+        places.append(logits.data_ptr())
+        logits.register_hook(lambda gradient: places.append(gradient.data_ptr()))
+
+    hf_model.lm_head.register_forward_hook(look)
+    make_loss(hf_model, tokenizer).accumulate([make_batch(case, "ragged")])
     assert sizes == [(1, sum(len(row.tokens) for row in case.rows))]
+    assert len(places) == 2
+    assert places[0] == places[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
