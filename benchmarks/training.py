@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from script import print_row, read_options
 from torchrl_sglang import CorrectedGRPOLoss, Learner
 from torchrl_sglang.cli.bench.measure import Load, long_tailed, save_model
+from torchrl_sglang.objectives.attention import no_mask
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from torchrl_sglang.trainers.learner import cut_by_tokens
@@ -50,6 +51,8 @@ class Work:
     """Prompts with responses."""
     prompt: int
     """Tokens of each prompt."""
+    group_size: int
+    """Responses to a prompt."""
     limit: int
     """Most tokens of a pass."""
     device: str
@@ -76,23 +79,36 @@ def make_batch(work: Work) -> TensorDictBase:
     return lazy_stack(rows)
 
 
-def make_bare(work: Work) -> Callable[[], None]:
-    """Returns the model's own pass: all rows, packed, cross entropy of responses."""
-    parts = cut_by_tokens([len(each) for each in work.rows], work.limit, packed=True)
+def make_bare(work: Work, *, prompts_once: bool = False) -> Callable[[], None]:
+    """Returns the model's own pass: all rows, packed, cross entropy of responses.
+
+    Args:
+        work: the rows.
+        prompts_once: leave a group's prompt out of all responses but one, which bounds
+            what could be gained if their attention read it there.
+    """
+    group = work.group_size
+    skipped = [
+        work.prompt if prompts_once and number % group else 0
+        for number in range(len(work.rows))
+    ]
+    rows = [row[skip:] for row, skip in zip(work.rows, skipped, strict=True)]
+    parts = cut_by_tokens([len(each) for each in rows], work.limit, packed=True)
 
     def tensors(part: list[int]) -> dict[str, Any]:
-        chosen = [work.rows[index].to(work.device) for index in part]
-        lengths = torch.tensor([len(each) for each in chosen])
-        order = torch.cat([torch.arange(each) for each in lengths]).to(work.device)
+        lengths = torch.tensor([len(rows[index]) for index in part])
+        places = [torch.arange(skipped[i], len(work.rows[i])) for i in part]
+        order = torch.cat(places).to(work.device)
         bounds = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().to(work.device)
-        row = torch.cat(chosen)
+        row = torch.cat([rows[index] for index in part]).to(work.device)
+        wanted = (order >= work.prompt).nonzero()[:, 0]
         return {
             "input_ids": row[None],
             "position_ids": order[None],
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool).to(work.device),
+            "attention_mask": no_mask(torch.device(work.device)),
             **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
             **dict.fromkeys(("max_length_q", "max_length_k"), int(lengths.max())),
-            "logits_to_keep": (order >= work.prompt).nonzero()[:, 0] - 1,
+            "logits_to_keep": (wanted - 1).clamp_min(0),
             "use_cache": False,
         }
 
@@ -139,7 +155,12 @@ def make_steps(work: Work, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             # As it is where a batch takes several steps.
             learner._one_pass = False
         steps[name] = lambda learner=learner: learner.train(batch, 0)
-    return {"packed": steps.pop("packed"), "bare": make_bare(work), **steps}
+    # The first one makes the model's attention what the bare passes need.
+    bare = {
+        "bare": make_bare(work),
+        "bare, prompts once": make_bare(work, prompts_once=True),
+    }
+    return {"packed": steps.pop("packed"), **bare, **steps}
 
 
 def model_flop(work: Work) -> float:
@@ -243,6 +264,7 @@ def main() -> None:
         model=model,
         rows=[torch.randint(3, 90, (prompt + each,)) for each in long_tailed(load)],
         prompt=prompt,
+        group_size=arguments.group_size,
         limit=arguments.max_tokens_per_pass,
         device=device,
     )
