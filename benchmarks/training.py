@@ -7,7 +7,7 @@ float32 with random values, passes in bfloat16 on a GPU, and activations are com
 again in the backward pass, as ``GRPO`` has it.
 
     python benchmarks/training.py 0.5b
-    python benchmarks/training.py 3b --responses 32
+    python benchmarks/training.py 3b --responses 16
     python benchmarks/training.py tiny --device cpu --responses 16 --longest 256
 
 FLOP are those of the model alone: two for each parameter of a matrix and token, and of
@@ -241,7 +241,7 @@ def main() -> None:
         __doc__,
         model="0.5b",
         device="cuda|cpu",
-        responses=64,
+        responses=32,
         group_size=8,
         prompt_tokens=128,
         longest=4096,
