@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LRScheduler
@@ -339,6 +340,10 @@ class Learner:
             for row, each in zip(chosen, found, strict=True):
                 if counts:
                     row.set(place, row.empty().set("full", each.cpu()))
+        if isinstance(model, FSDPModule):
+            # After a pass without gradients its outermost parameters stay gathered,
+            # and the passes that follow would make wrong gradients for them.
+            model.reshard()
 
     def _score_padded(self, model: Any, inputs: TensorDictBase) -> Any:
         """Returns the log-probs of all tokens, a tensor for each row."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import os
+import subprocess
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from helpers.forked_starts import trainer_python
 from helpers.log_probs import score
 from tensordict import TensorDict, lazy_stack
 from torchrl.objectives.llm import GRPOLoss
@@ -319,6 +324,29 @@ def test_the_only_step_of_a_batch_needs_no_pass_before(make_learner, name):
 )
 def test_other_steps_need_the_pass_before(make_learner, given):
     assert not make_learner(correct="decoupled_token_is", **given)._one_pass
+
+
+@pytest.mark.timeout(200)
+def test_ranks_with_a_sharded_model_have_the_update_of_one_process():
+    """Also after passes without gradients, which FSDP2 leaves gathered parameters of:
+    those of the old policy before two steps, and those of a reference.
+    """
+    program = Path(__file__).with_name("learner_program.py")
+    folders = (program.parent, *(program.parents[number] for number in (2, 3)))
+    path = os.pathsep.join(map(str, folders))
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [trainer_python(), *run, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == {"one step", "two steps", "reference"}
+    assert max(found.values()) < 1e-5
 
 
 def test_nothing_is_dropped(hf_model):
