@@ -1,0 +1,85 @@
+"""Ranks with a sharded model and shares of a batch, run by ``test_learner.py``.
+
+Rank 0 prints how far its update is from that of one process, for each kind of step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from tensordict import lazy_stack, set_list_to_stack
+from test_learner import make_batch
+
+from torchrl_sglang import CorrectedGRPOLoss, Learner
+from torchrl_sglang.objectives.transform import OffPolicyCorrection
+from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
+from torchrl_sglang.trainers.models import load_model, scorer, shard
+from torchrl_sglang.trainers.ranks import TrainerRanks
+
+CPU = torch.device("cpu")
+TOKENIZER = make_tiny_tokenizer()
+KINDS = {
+    "one step": {"correct": "decoupled_token_is"},
+    "two steps": {"correct": "decoupled_token_is", "epochs": 2},
+    "reference": {"reference": 2},
+}
+
+
+def make_model(ranks: TrainerRanks, seed: int = 1):
+    model = make_tiny_model(TOKENIZER, seed=seed).double()
+    model = load_model(model, device=CPU, gradient_checkpointing=True)
+    return model if ranks.size == 1 else shard(model, ranks, CPU)
+
+
+def update(rows, ranks: TrainerRanks, *, correct=None, reference=None, epochs=1):
+    """Returns the weights after a batch."""
+    model = make_model(ranks)
+    loss = CorrectedGRPOLoss(
+        scorer(model, TOKENIZER),
+        clip_epsilon=0.2,
+        entropy_bonus=False,
+        kl_to_ref_coeff=None if reference is None else 1e-6,
+        packing=True,
+    )
+    if reference is not None:
+        reference = make_model(ranks, seed=reference).requires_grad_(False)
+    learner = Learner(
+        loss,
+        torch.optim.SGD(model.parameters(), lr=1e-2),
+        correct=None if correct is None else OffPolicyCorrection(correct),
+        reference=reference,
+        epochs=epochs,
+        clip_grad_norm=None,
+        max_tokens_per_pass=45,
+        ranks=ranks,
+    )
+    learner.train(lazy_stack(rows), 0)
+    whole = [
+        each.full_tensor() if ranks.size > 1 else each for each in model.parameters()
+    ]
+    return torch.cat([each.detach().flatten() for each in whole])
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    set_list_to_stack(True).set()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ranks = TrainerRanks(rank=rank, size=2, local_rank=rank, local_size=2)
+    rewards, lengths = [0.0, 1.0, 1.0, 0.2] * 2, [1, 40, 3, 9, 25, 2, 7, 5]
+    rows = list(make_batch(rewards, lengths).unbind(0))
+    found = {}
+    for kind, given in KINDS.items():
+        alone = update(rows, TrainerRanks(), **given)
+        start = make_model(TrainerRanks())
+        start = torch.cat([each.detach().flatten() for each in start.parameters()])
+        shared = update(rows[:3] if rank == 0 else rows[3:], ranks, **given)
+        found[kind] = float((shared - alone).norm() / (alone - start).norm())
+    if rank == 0:
+        sys.stdout.write(json.dumps(found) + "\n")
+    dist.destroy_process_group()
