@@ -29,6 +29,21 @@ def check_counts(**counts: tuple[Any, int]) -> None:
             check_count(name, count, least=least)
 
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types that weights are trained in."""
+
+
+def check_dtype(dtype: Any) -> torch.dtype:
+    """Returns a type that weights are trained in, of its name or itself."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigurationError(
+            f"dtype={dtype!r} is no type that weights are trained in; give 'float32', "
+            f"or 'bfloat16' where memory is short."
+        )
+    return DTYPES[name]
+
+
 def check_placement(
     model: Any, engine: Any, colocated: bool, max_staleness: int
 ) -> None:
