@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "mixtral": {},
     "lora": {"lora": {"r": 4}},
+    "lora_half": {"lora": {"r": 4}, "dtype": torch.bfloat16},
 }
 """Kind of a run -> arguments of ``load_model``."""
 

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -90,7 +91,10 @@ class Checkpoints:
         self._ranks = ranks or TrainerRanks()
         self._folder.mkdir(parents=True, exist_ok=True)
         # A group of its own: what is written in the background has collectives, too.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            timeout = timedelta(seconds=WRITE_TIMEOUT_SECONDS)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._writing: tuple[Path, Future[None]] | None = None
 
     def paths(self) -> list[Path]:

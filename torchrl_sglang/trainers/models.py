@@ -25,9 +25,6 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_keywords
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-"""State of all ranks together, in the memory of the first one's host."""
-
 
 def load_model(
     model: str | os.PathLike[str] | nn.Module,
@@ -123,18 +120,33 @@ def _drop_nothing(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def shard(model: nn.Module, ranks: TrainerRanks, device: torch.device) -> nn.Module:
+def shard(
+    model: nn.Module,
+    ranks: TrainerRanks,
+    device: torch.device,
+    *,
+    compute_dtype: torch.dtype | None = None,
+) -> nn.Module:
     """Shards a model over the ranks with FSDP2, a group of parameters for each layer.
 
     All get the first rank's weights, layer by layer, so that no rank has the whole
     model on its GPU; the others can give one without memory, on the device ``"meta"``.
-    On GPUs passes are computed in bfloat16, gradients added up in float32.
+    Weights stay in their type, and gradients are added up in float32.
+
+    Args:
+        model: of transformers; changed in place.
+        ranks: of the trainer, at least two.
+        device: of this rank.
+        compute_dtype: of passes. Defaults to bfloat16 on GPUs, elsewhere to the
+            weights' own.
     """
     mesh = init_device_mesh(device.type, (ranks.size,))
     options: dict[str, Any] = {"mesh": mesh}
-    if device.type == "cuda":
+    if compute_dtype is None and device.type == "cuda":
+        compute_dtype = torch.bfloat16
+    if compute_dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            param_dtype=compute_dtype, reduce_dtype=torch.float32
         )
     kinds = getattr(model, "_no_split_modules", None) or ()
     layers = [each for each in model.modules() if type(each).__name__ in kinds]
@@ -210,7 +222,13 @@ def save_model(
         folder: to write to. It is there with everything in it, or not at all.
         ranks: of the trainer.
     """
-    state = get_model_state_dict(model, options=WHOLE)
+    options = StateDictOptions(
+        # Tensor by tensor, to the memory of the first rank's host.
+        full_state_dict=True,
+        cpu_offload=True,
+        ignore_frozen_params=hasattr(model, "peft_config"),
+    )
+    state = get_model_state_dict(model, options=options)
     if ranks is not None and not ranks.is_first:
         return folder
     partial = folder.with_name(f"{folder.name}.partial")

@@ -18,14 +18,36 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_sglang.trainers.checkpoints import Checkpoints
-from torchrl_sglang.trainers.models import save_model
+from torchrl_sglang.trainers.models import load_model, save_model, shard
 from torchrl_sglang.trainers.ranks import find_trainer_ranks
+
+
+def check_types(folder, ranks):
+    """Weights and gradients of passes in bfloat16 are float32."""
+    half, device = torch.bfloat16, torch.device("cpu")
+    whole = load_model(model_of(folder, "tied"), device=device, dtype=half)
+    found = load_model(model_of(folder, "tied"), device=device)
+    shard(found, ranks, device, compute_dtype=half)
+    tokens = torch.arange(5, 25)[None]
+    expected, logits = whole(tokens).logits, found(tokens).logits
+    assert logits.dtype == half
+    torch.testing.assert_close(logits, expected)
+    expected.float().logsumexp(-1).sum().backward()
+    logits.float().logsumexp(-1).sum().backward()
+    gradients = {name: each.grad for name, each in whole.named_parameters()}
+    for name, each in found.named_parameters():
+        assert each.dtype == each.grad.dtype == torch.float32
+        torch.testing.assert_close(
+            each.grad.full_tensor(), gradients[name].float(), rtol=0.05, atol=0.05
+        )
+
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     set_list_to_stack(True).set()
     torch.set_num_threads(1)
     ranks = find_trainer_ranks()
+    check_types(folder, ranks)
     if not ranks.is_first:
         # A model of 32 billion parameters has no place in every rank's memory.
         AutoModelForCausalLM.from_pretrained = None
