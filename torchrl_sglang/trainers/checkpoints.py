@@ -195,12 +195,16 @@ class Checkpoints:
                 f"Some ranks of the trainer do not see {partial.absolute()}, which the "
                 f"first one has made; give an output that is on storage of all nodes."
             )
-        written = state_dict_saver.async_save(
+        started = state_dict_saver.async_save(
             {"learned": learned},
             storage_writer=FileSystemWriter(partial),
             process_group=self._group,
         )
-        assert isinstance(written, Future)
+        if isinstance(started, Future):
+            written = started
+        else:
+            started.staging_completion.result()
+            written = started.upload_completion
         if self._ranks.is_first:
             buffer = io.BytesIO()
             torch.save(
