@@ -54,7 +54,8 @@ def load_model(
         ranks: of the trainer. Defaults to this process alone.
 
     Raises:
-        ConfigurationError: if ``lora`` is given and PEFT is not installed.
+        ConfigurationError: if ``lora`` is given and PEFT is not installed, or the model
+            has no such attention.
     """
     ranks = ranks or TrainerRanks()
     found: Any = model
@@ -66,9 +67,7 @@ def load_model(
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
         name = os.fspath(model)
-        found = ranks.first(
-            lambda: AutoModelForCausalLM.from_pretrained(name, **options)
-        )
+        found = ranks.first(lambda: _read(name, options))
         if found is None:
             found = _without_memory(name, options)
     elif attn_implementation is not None:
@@ -89,6 +88,19 @@ def load_model(
         _drop_nothing(found)
         found.train()
     return found if ranks.size == 1 else shard(found, ranks, device)
+
+
+def _read(name: str, options: Mapping[str, Any]) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **options)
+    except (ImportError, ValueError) as error:
+        attention = options.get("attn_implementation")
+        if attention is None:
+            raise
+        raise ConfigurationError(
+            f"{name} cannot be loaded with attn_implementation={attention!r}: {error} "
+            f"Give 'sdpa' or 'eager', or leave it out."
+        ) from error
 
 
 def _without_memory(name: str, options: Mapping[str, Any]) -> Any:
