@@ -105,8 +105,8 @@ def test_a_synchronous_run(make, restored_engine, tmp_path, capsys):
     assert all(r["reward"] >= w - 1e-5 for r, w in zip(rows, weighted, strict=True))
     checkpoints = sorted((folder.parent / "checkpoints").iterdir())
     assert [path.name for path in checkpoints] == [
-        "step_00000010.pt",
-        "step_00000012.pt",
+        "step_00000010",
+        "step_00000012",
     ]
     printed = capsys.readouterr().out
     assert re.search(r"step 12/12: reward -?\d.*eval .*tokens/s", printed)
