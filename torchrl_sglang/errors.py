@@ -20,6 +20,7 @@ keeps working::
     │   └── WeightMismatchError(ValueError)            names, shapes, dtypes do not fit
     ├── GenerationAbortedError(RuntimeError)           an abort cut a response off
     ├── GatewayError(RuntimeError)                     a gateway refuses a client
+    ├── CheckpointError(RuntimeError)                  not written, or it does not fit
     └── CollectionError(RuntimeError)                  a collector cannot go on
         ├── CollectionTimeoutError(TimeoutError)       no batch was complete in time
         └── UserFunctionError                          a function of the user raised
@@ -35,6 +36,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 __all__ = [
+    "CheckpointError",
     "CollectionError",
     "CollectionTimeoutError",
     "ConfigurationError",
@@ -181,6 +183,10 @@ class GenerationAbortedError(SGLangError, RuntimeError):
     partial: Any = None
     """The :class:`.Completion` until then, with ``finish_reason`` ``"abort"``; ``None``
     where it is unknown."""
+
+
+class CheckpointError(SGLangError, RuntimeError):
+    """A checkpoint of a training run was not written, or cannot be read into a run."""
 
 
 class CollectionError(SGLangError, RuntimeError):

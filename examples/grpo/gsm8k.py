@@ -7,7 +7,9 @@ it is right.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torchrl.envs.llm import GSM8KRewardParser
@@ -81,7 +83,15 @@ def any_number(conversation: Any, task: dict[str, str]) -> float:
 
 
 def tiny_model() -> Path:
-    """Returns the folder of a tiny model with random weights, which this writes."""
-    if not (TINY_MODEL / "tokenizer_config.json").exists():
-        save_tiny_model(TINY_MODEL, initializer_range=0.05)
+    """Returns the folder of a tiny model with random weights, which this writes.
+
+    Ranks of a trainer write the same at the same time: the first one's stays, whole.
+    """
+    if not TINY_MODEL.exists():
+        TINY_MODEL.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=TINY_MODEL.parent) as folder:
+            made = save_tiny_model(Path(folder) / "model", initializer_range=0.05)
+            # It cannot take the place of a folder that is not empty.
+            with suppress(OSError):
+                made.rename(TINY_MODEL)
     return TINY_MODEL

@@ -45,7 +45,7 @@ IMPORTS_SGLANG = RUN_BY_SGLANG | {"weight_update/transports/cuda_ipc.py"}
 WRITES_PICKLES = {
     "backends/lora/payload.py",
     "collectors/shared_collector.py",
-    "weight_update/transports/cuda_ipc.py",
+    "weight_update/transports/handles.py",
 }
 """Servers take tensors in this form, and ranks of a trainer tell each other objects in
 it; nothing is read in it here."""

@@ -29,6 +29,21 @@ def check_counts(**counts: tuple[Any, int]) -> None:
             check_count(name, count, least=least)
 
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types that weights are trained in."""
+
+
+def check_dtype(dtype: Any) -> torch.dtype:
+    """Returns a type that weights are trained in, of its name or itself."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigurationError(
+            f"dtype={dtype!r} is no type that weights are trained in; give 'float32', "
+            f"or 'bfloat16' where memory is short."
+        )
+    return DTYPES[name]
+
+
 def check_placement(
     model: Any, engine: Any, colocated: bool, max_staleness: int
 ) -> None:
@@ -123,8 +138,8 @@ def server_arguments(
         seed: of the servers.
 
     Raises:
-        ConfigurationError: if the weights of the first rank's GPU would not reach a
-            server on another one.
+        ConfigurationError: if a server would be on a GPU that no rank of the trainer is
+            on, so that it could not open the weights.
     """
     arguments: dict[str, Any] = {"random_seed": seed}
     on_gpus = torch.cuda.is_available()
@@ -138,21 +153,37 @@ def server_arguments(
         arguments["enable_memory_saver"] = True
         if "gpu_memory_utilization" not in given:
             arguments["mem_fraction_static"] = COLOCATED_SHARE
-        several = max(given.get("num_replicas", 1), ranks.size) > 1
-        if several and on_gpus and not (by_file or lora is not None):
-            raise ConfigurationError(
-                "colocated=True has a server open the memory of the first rank's GPU, "
-                "which servers on other GPUs cannot; give weight_sync={'directory': a "
-                "folder on this machine, such as '/dev/shm/weights'}, train an adapter "
-                "with lora={...}, or give the servers GPUs of their own."
-            )
+        if on_gpus and not {"launcher", "cuda_devices"} & given.keys():
+            # An adapter that one process has travels in the requests themselves.
+            anywhere = by_file or (lora is not None and ranks.size == 1)
+            arguments |= _one_for_each_rank(given, ranks, anywhere=anywhere)
     if not on_gpus:
         arguments["device"] = "cpu"
     elif "launcher" not in given:
         first = 0 if colocated else ranks.local_size
-        count = given.get("num_replicas", 1) * given.get("tp_size", 1)
+        replicas = {**arguments, **given}.get("num_replicas", 1)
+        count = replicas * given.get("tp_size", 1)
         arguments["cuda_devices"] = list(range(first, first + count))
     return {**arguments, **given}
+
+
+def _one_for_each_rank(
+    given: Mapping[str, Any], ranks: TrainerRanks, *, anywhere: bool
+) -> dict[str, Any]:
+    """Returns how many servers there are on the trainer's GPUs."""
+    tp_size = given.get("tp_size", 1)
+    replicas = given.get("num_replicas", max(ranks.local_size // tp_size, 1))
+    if (replicas - 1) * tp_size >= ranks.local_size and not anywhere:
+        gpus = replicas * tp_size
+        raise ConfigurationError(
+            f"colocated=True has each server open the memory of a rank of the trainer "
+            f"on its GPUs; num_replicas={replicas} with tp_size={tp_size} are on "
+            f"{gpus} GPUs, and {ranks.local_size} rank(s) are here. Start as many "
+            f"ranks, torchrun --nproc-per-node {gpus}; or give fewer servers, or "
+            f"weight_sync={{'directory': a folder on this machine, such as "
+            f"'/dev/shm/weights'}}."
+        )
+    return {"num_replicas": replicas}
 
 
 def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> None:

@@ -1,18 +1,33 @@
-"""Checkpoints of a run: one file each, complete or not there."""
+"""Checkpoints of a run: a folder each, complete or not there.
+
+Weights and optimizer are written by PyTorch's distributed checkpoint: each rank copies
+its part to host memory, and writes it while training goes on. A run goes on with any
+number of ranks.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import CheckpointError, ConfigurationError
 from torchrl_sglang.support.checks import check_count
+from torchrl_sglang.trainers.ranks import TrainerRanks
 
 Resume: TypeAlias = bool | Literal["auto"]
 """Whether a run goes on with the newest checkpoint; ``"auto"``: if there is one."""
@@ -22,42 +37,75 @@ ROLLOUTS = "rollouts.jsonl"
 RESULTS = (ROLLOUTS, "model", "best")
 """Names of the results of a run, beside its checkpoints."""
 
+REST = "run.pt"
+"""What a checkpoint holds besides weights and optimizer."""
+
+WRITE_TIMEOUT_SECONDS = 3600.0
+"""Wait for a checkpoint that is being written, before the next one or the end."""
+
+_COMPLETE = re.compile(r"step_\d+")
+
 
 class Checkpoints:
     """The newest checkpoints of a run.
 
+    All ranks make one, and call :meth:`save`, :meth:`restore` and :meth:`wait`.
+
     Args:
-        folder: of the run; created if missing.
+        folder: of the run; created if missing. All ranks see it.
         keep: number of checkpoints to keep.
         identity: what a run that goes on must have in common with the one that was
             saved.
+        ranks: of the trainer. Defaults to this process alone.
 
     Examples:
         >>> import tempfile
         >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), identity={"seed": 0})
         >>> checkpoints.load("auto") is None
         True
-        >>> path = checkpoints.save(1, {"learner": {}})
+        >>> weights = {"weight": torch.ones(2)}
+        >>> checkpoints.save(1, weights, {"best": 0.5})
+        >>> checkpoints.wait()
         >>> checkpoints.load("auto")["step"]
         1
+        >>> weights["weight"].zero_()
+        tensor([0., 0.])
+        >>> checkpoints.restore(weights)
+        >>> weights["weight"]
+        tensor([1., 1.])
     """
 
     def __init__(
-        self, folder: Path, *, keep: int = 2, identity: Mapping[str, Any]
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        identity: Mapping[str, Any],
+        ranks: TrainerRanks | None = None,
     ) -> None:
         check_count("keep_checkpoints", keep, least=1)
         self._run = folder
         self._folder = folder / "checkpoints"
         self._keep = keep
         self._identity = dict(identity)
+        self._ranks = ranks or TrainerRanks()
         self._folder.mkdir(parents=True, exist_ok=True)
+        # A group of its own: what is written in the background has collectives, too.
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            timeout = timedelta(seconds=WRITE_TIMEOUT_SECONDS)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._writing: tuple[Path, Future[None]] | None = None
 
     def paths(self) -> list[Path]:
         """Returns all complete checkpoints, the newest last."""
-        return sorted(self._folder.glob("step_*.pt"))
+        found = self._folder.glob("step_*")
+        return sorted(path for path in found if _COMPLETE.fullmatch(path.name))
 
     def load(self, resume: Resume) -> dict[str, Any] | None:
-        """Returns the newest checkpoint; ``None`` if the run begins.
+        """Returns what the newest checkpoint holds besides weights and optimizer.
+
+        It is ``None`` if the run begins.
 
         Raises:
             ConfigurationError: if there are results of an earlier run and this one is
@@ -76,7 +124,7 @@ class Checkpoints:
                 )
             return None
         state: dict[str, Any] = torch.load(
-            paths[-1], map_location="cpu", weights_only=False
+            paths[-1] / REST, map_location="cpu", weights_only=False
         )
         for name, now in self._identity.items():
             before = state["identity"].get(name)
@@ -95,18 +143,180 @@ class Checkpoints:
                     f"it, or another output."
                 )
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint, so that a kill at any time leaves the older or it."""
-        path = self._folder / f"step_{step:08}.pt"
+    def restore(self, learned: Any) -> None:
+        """Reads weights and optimizer of the newest checkpoint; all ranks call it.
+
+        Args:
+            learned: what was saved, or the same of a new run: tensors are read in
+                place, spread over this run's ranks.
+
+        Raises:
+            CheckpointError: if the checkpoint does not fit it, or cannot be read.
+        """
+        paths = self.paths()
+        path = self._ranks.share(paths[-1] if paths else None)
+        if path is None:
+            raise CheckpointError(f"{self._folder} has no checkpoint to read.")
+        try:
+            state_dict_loader.load(
+                {"learned": learned}, checkpoint_id=path, process_group=self._group
+            )
+        except (CheckpointException, RuntimeError, OSError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read into this run: {_say(error)} Give the model, "
+                f"adapter and optimizer that it was saved with, or another output."
+            ) from error
+
+    def save(
+        self, step: int, learned: Any, rest: Mapping[str, Any] | None = None
+    ) -> None:
+        """Copies a state to host memory, and has it written meanwhile.
+
+        All ranks call it; a kill at any time leaves the older checkpoint or this one.
+        A checkpoint that is still being written is waited for.
+
+        Args:
+            step: number of the checkpoint. One that is there already stays as it is.
+            learned: tensors, also DTensors, in dictionaries; or an object with
+                ``state_dict`` and ``load_state_dict`` that has them.
+            rest: what the first rank saves besides.
+
+        Raises:
+            CheckpointError: if the checkpoint before could not be written.
+            ConfigurationError: if a rank does not see the folder of the run.
+        """
+        self.wait()
+        path = self._folder / f"step_{step:08}"
         partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
-            torch.save({**state, "step": step, "identity": self._identity}, file)
+        if self._ranks.first(lambda: self._begin(path, partial)):
+            return
+        if not self._ranks.all_true(partial.is_dir()):
+            raise ConfigurationError(
+                f"Some ranks of the trainer do not see {partial.absolute()}, which the "
+                f"first one has made; give an output that is on storage of all nodes."
+            )
+        started = state_dict_saver.async_save(
+            {"learned": learned},
+            storage_writer=FileSystemWriter(partial),
+            process_group=self._group,
+        )
+        if isinstance(started, Future):
+            written = started
+        else:
+            started.staging_completion.result()
+            written = started.upload_completion
+        if self._ranks.is_first:
+            buffer = io.BytesIO()
+            torch.save(
+                {**(rest or {}), "step": step, "identity": self._identity}, buffer
+            )
+            # The first rank is told when all have written their parts.
+            written = _then(written, lambda: self._complete(partial, path, buffer))
+        self._writing = path, written
+
+    def _begin(self, path: Path, partial: Path) -> bool:
+        """Makes the folder to write to; returns whether the checkpoint is there."""
+        if path.exists():
+            return True
+        for old in self._folder.glob("*.partial"):
+            _remove(old)
+        partial.mkdir()
+        return False
+
+    def _complete(self, partial: Path, path: Path, rest: io.BytesIO) -> None:
+        """Makes a checkpoint of what was written, and removes older ones."""
+        with (partial / REST).open("wb") as file:
+            file.write(rest.getbuffer())
             file.flush()
             os.fsync(file.fileno())
+        _sync(partial)
         partial.replace(path)
-        for old in (*self.paths()[: -self._keep], *self._folder.glob("*.partial")):
-            old.unlink()
-        return path
+        _sync(self._folder)
+        for old in self.paths()[: -self._keep]:
+            # A kill meanwhile leaves no half of it under its name.
+            away = old.with_suffix(".partial")
+            old.replace(away)
+            _remove(away)
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is written; all ranks call it.
+
+        Raises:
+            CheckpointError: if it could not be written, on any rank. Older ones are as
+                they were.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        path, written = writing
+        problem = _problem(written, WRITE_TIMEOUT_SECONDS)
+        if not self._ranks.all_true(problem is None):
+            raise CheckpointError(
+                f"The checkpoint {path} was not written: "
+                f"{problem or 'another rank of the trainer says why.'} Older ones are "
+                f"as they were; make room, or give another output."
+            )
+
+    def close(self) -> None:
+        """Waits for the last checkpoint of a run that fails; raises nothing."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            path, written = writing
+            problem = _problem(written, WRITE_TIMEOUT_SECONDS)
+            if problem is not None:
+                torchrl_logger.warning(f"{path} was not written: {problem}")
+
+
+def _problem(written: Future[None], timeout: float) -> str | None:
+    """Returns why something was not written in time."""
+    try:
+        error = written.exception(timeout)
+    except TimeoutError:
+        return f"it took more than {timeout:g} seconds."
+    return None if error is None else _say(error)
+
+
+def _say(error: BaseException) -> str:
+    """Returns an error as a message has it, on one line."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    # Its text has the stacks of all ranks.
+    said = {rank: _say(failure) for rank, (failure, _) in error.failures.items()}
+    return "; ".join(f"rank {rank}: {text}" for rank, text in said.items())
+
+
+def _then(written: Future[Any], call: Callable[[], None]) -> Future[None]:
+    """Returns the future of a call in the background, after another one."""
+    done: Future[None] = Future()
+
+    def finish(_: Future[Any]) -> None:
+        try:
+            written.result()
+            call()
+        except BaseException as error:  # noqa: BLE001 - PyTorch's is one; it is raised.
+            torchrl_logger.warning(f"A checkpoint could not be written: {_say(error)}")
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    written.add_done_callback(finish)
+    return done
+
+
+def _sync(folder: Path) -> None:
+    """Waits until the names in a folder are on its disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def random_state() -> dict[str, Any]:

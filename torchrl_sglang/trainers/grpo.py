@@ -42,6 +42,7 @@ from torchrl_sglang.support.checks import check_flag, check_keywords
 from torchrl_sglang.trainers.arguments import (
     check_collector,
     check_counts,
+    check_dtype,
     check_gpus,
     check_placement,
     check_prompts,
@@ -58,7 +59,7 @@ from torchrl_sglang.trainers.checkpoints import (
 )
 from torchrl_sglang.trainers.learner import Learner
 from torchrl_sglang.trainers.methods import find_method
-from torchrl_sglang.trainers.models import load_model, save_model, scorer, shard
+from torchrl_sglang.trainers.models import load_model, save_model, scorer
 from torchrl_sglang.trainers.optimizers import make_schedule, optimizer_of
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
 from torchrl_sglang.trainers.report import (
@@ -131,6 +132,12 @@ class GRPO:
             :class:`.CorrectedGRPOLoss`. Defaults to ``"auto"``: if the model can.
         lora (dict, optional): arguments of PEFT's ``LoraConfig``, to train an adapter.
         gradient_checkpointing (bool, optional): Defaults to True on GPUs.
+        dtype (torch.dtype or str): of the trainer's weights, and so of gradients and
+            optimizer. Passes are computed in bfloat16 on GPUs anyway. Defaults to
+            ``"float32"``; ``"bfloat16"`` needs half the memory, and loses updates that
+            are small beside a weight.
+        attn_implementation (str, optional): of the trainer's model in transformers,
+            such as ``"sdpa"`` or ``"flash_attention_2"``.
         colocated (bool): servers on the trainer's GPUs. Defaults to False.
         engine (dict, str or RLSGLangEngine, optional): arguments of
             :meth:`.AsyncSGLang.from_pretrained`, the URL of servers that run, or an
@@ -190,6 +197,7 @@ class GRPO:
     """Iterated over on each rank."""
     collector_here: Any
     """The collector itself; ``None`` on other ranks than the first."""
+    _checkpoints: Checkpoints
     logger: Any
     """TorchRL's logger; ``None`` on other ranks."""
 
@@ -234,6 +242,8 @@ class GRPO:
         clip_grad_norm: float | None = 1.0,
         lora: Mapping[str, Any] | None = None,
         gradient_checkpointing: bool | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        attn_implementation: str | None = None,
         colocated: bool = False,
         engine: Mapping[str, Any] | str | RLSGLangEngine | None = None,
         weight_sync: Mapping[str, Any] | None = None,
@@ -319,6 +329,8 @@ class GRPO:
         }
         self._optimizer_steps = minibatches * epochs_per_batch
         self._lora, self._gradient_checkpointing = lora, gradient_checkpointing
+        self._dtype = check_dtype(dtype)
+        self._attn_implementation = attn_implementation
         self.colocated = colocated
         self._engine, self._weight_sync = engine, dict(weight_sync or {})
         self._collector_arguments = collector
@@ -378,6 +390,7 @@ class GRPO:
             ConfigurationError: if the folder is of another run.
             CollectionError: if functions or the engine failed for good.
             NotFiniteError: if gradients or weights are not finite.
+            CheckpointError: if a checkpoint could not be written.
         """
         with self:
             self.begin()
@@ -400,14 +413,16 @@ class GRPO:
         state = self._saved_state
         goes_on = self.ranks.share(state is not None)
         if goes_on:
-            self.learner.load_state_dict(state or {})
+            self._checkpoints.restore(self.learner)
             self.step = self.ranks.share(0 if state is None else state["step"])
             self.best = self.ranks.share(None if state is None else state["best"])
         self.update_weights()
         if goes_on:
             self.collector.load_state_dict((state or {}).get("collector", {}))
-        if state is not None:
-            set_random_state(state["random"])
+            # More ranks than were saved have random numbers of their own.
+            random: Any = self.ranks.share(None if state is None else state["random"])
+            for known in random[self.ranks.rank :][:1]:
+                set_random_state(known)
         self._saved, self._saved_state = self.step, None
         if self.ranks.is_first:
             rollouts = self.folder / ROLLOUTS
@@ -538,21 +553,23 @@ class GRPO:
         tell(line_of(self.step, self.steps, metrics))
 
     def save(self) -> None:
-        """Writes a checkpoint; all ranks call it."""
-        learner = self.learner.state_dict()
+        """Saves a checkpoint, which is written meanwhile; all ranks call it.
+
+        Raises:
+            CheckpointError: if the one before could not be written.
+        """
+        random = self.ranks.gather(random_state())
+        rest: dict[str, Any] = {}
         if self.ranks.is_first:
             kind = self._logger if isinstance(self._logger, str) else None
             logger = None if kind is None else self.logger.state_dict()
-            self._checkpoints.save(
-                self.step,
-                {
-                    **learner,
-                    "collector": self.collector.state_dict(),
-                    "random": random_state(),
-                    "best": self.best,
-                    "logger": (kind, logger),
-                },
-            )
+            rest = {
+                "collector": self.collector.state_dict(),
+                "random": random,
+                "best": self.best,
+                "logger": (kind, logger),
+            }
+        self._checkpoints.save(self.step, self.learner, rest)
         self._saved = self.step
         self.clock.done("save")
 
@@ -566,6 +583,7 @@ class GRPO:
             self.save()
         folder = self.folder / "model"
         save_model(self.model, self.policy, folder, self.ranks)
+        self._checkpoints.wait()
         if self.ranks.is_first:
             tell(f"{self.step} steps. The model is in {folder}.{self._bound()}")
         return folder
@@ -609,6 +627,13 @@ class GRPO:
         device = self.ranks.device()
         self.logger = None
         # Errors are found before servers are started, which takes minutes.
+        self._checkpoints = Checkpoints(
+            self.folder,
+            keep=self._keep_checkpoints,
+            identity=self._identity,
+            ranks=self.ranks,
+        )
+        stack.callback(self._checkpoints.close)
         self.ranks.first(self._open_folder)
         self.engine = self.policy = None
         self.ranks.first(lambda: self._start_engine(stack))
@@ -638,9 +663,6 @@ class GRPO:
 
     def _open_folder(self) -> None:
         """Checks the folder, before servers are started."""
-        self._checkpoints = Checkpoints(
-            self.folder, keep=self._keep_checkpoints, identity=self._identity
-        )
         self._saved_state = state = self._checkpoints.load(self._resume)
         kind, saved = (None, None) if state is None else state["logger"]
         goes_on = state is not None and kind == self._logger
@@ -709,13 +731,15 @@ class GRPO:
         checkpointing = self._gradient_checkpointing
         if checkpointing is None:
             checkpointing = device.type == "cuda"
-        model = load_model(
+        return load_model(
             self._given_model,
             device=device,
+            dtype=self._dtype,
+            attn_implementation=self._attn_implementation,
             lora=self._lora if trained else None,
             gradient_checkpointing=trained and checkpointing,
+            ranks=self.ranks,
         )
-        return model if self.ranks.size == 1 else shard(model, self.ranks, device)
 
     def _make_learner(self, device: torch.device, tokenizer: Any) -> Learner:
         actor = scorer(self.model, tokenizer)
@@ -809,9 +833,13 @@ def _quiet() -> Iterator[None]:
     torchrl_logger.setLevel(max(level, logging.WARNING))
     try:
         with warnings.catch_warnings():
-            # TorchRL's, about its own use of PyTorch.
-            text = "size_average and reduce args"
-            warnings.filterwarnings("ignore", text, UserWarning)
+            for text in (
+                # TorchRL's, about its own use of PyTorch.
+                "size_average and reduce args",
+                # PyTorch's, about checkpoints of a single process.
+                "torch.distributed is disabled, unavailable or uninitialized",
+            ):
+                warnings.filterwarnings("ignore", text, UserWarning)
             yield
     finally:
         torchrl_logger.setLevel(level)

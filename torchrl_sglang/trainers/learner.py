@@ -376,51 +376,44 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Returns weights that are trained, optimizer and schedule; all ranks call it.
 
-        It is that of all ranks together, on the first one, and goes on with any number
-        of ranks.
+        Each has its own part. PyTorch's distributed checkpoint takes the learner
+        itself, ``torch.distributed.checkpoint.save({"learner": learner})``, and
+        ``load`` goes on with any number of ranks.
         """
-        options = StateDictOptions(
-            full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
-        )
+        options = StateDictOptions(ignore_frozen_params=True)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
-        schedule = None if self.schedule is None else self.schedule.state_dict()
+        # Learning rate and other values are those of the run that goes on.
+        groups: Any = optimizer["param_groups"]
+        optimizer["param_groups"] = [{"params": group["params"]} for group in groups]
         return {
             "model": model,
             "optimizer": optimizer,
-            "schedule": schedule,
+            # A tuple is saved as a whole, whatever the kind of schedule.
+            "schedule": () if self.schedule is None else (self.schedule.state_dict(),),
             "steps": self.steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a state was saved; all ranks call it, others with ``{}``.
+        """Goes on where a state was saved; all ranks call it, each with its part.
 
         Learning rate and other values of the optimizer are this run's.
         """
         own = [{**group, "params": None} for group in self.optimizer.param_groups]
-        several = self.ranks.size > 1
-        options = StateDictOptions(
-            full_state_dict=True,
-            broadcast_from_rank0=several,
-            strict=False,
-            ignore_frozen_params=True,
-        )
-        head: dict[str, Any] = self.ranks.share(
-            {name: state.get(name) for name in ("schedule", "steps")}
-        )
         set_state_dict(
             self.model,
             self.optimizer,
-            model_state_dict=state.get("model", {}),
-            optim_state_dict=state.get("optimizer", {}),
-            options=options,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=False, ignore_frozen_params=True),
         )
-        self.steps = head["steps"]
+        self.steps = state["steps"]
         for group, values in zip(self.optimizer.param_groups, own, strict=True):
             group.update(values | {"params": group["params"]})
-        if self.schedule is not None and head["schedule"] is not None:
-            rates = self.schedule.base_lrs
-            self.schedule.load_state_dict({**head["schedule"], "base_lrs": rates})
-            set_learning_rates(self.schedule)
+        for saved in state["schedule"]:
+            if self.schedule is not None:
+                rates = self.schedule.base_lrs
+                self.schedule.load_state_dict({**saved, "base_lrs": rates})
+                set_learning_rates(self.schedule)
 
 
 def cut_by_tokens(

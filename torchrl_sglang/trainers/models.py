@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,14 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchrl.modules.llm import TransformersWrapper
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_keywords
 from torchrl_sglang.trainers.ranks import TrainerRanks
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-"""State of all ranks together, in the memory of the first one's host."""
 
 
 def load_model(
@@ -32,29 +31,49 @@ def load_model(
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
     lora: Mapping[str, Any] | None = None,
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
+    ranks: TrainerRanks | None = None,
 ) -> Any:
     """Returns the model that is trained, in evaluation mode: without dropout.
+
+    Several ranks share it: the first one reads the checkpoint into its host's memory,
+    and each gets its part, layer by layer. All of them call this.
 
     Args:
         model: a folder, a hub name, or a model of transformers, which is changed.
         device: where it is trained.
         dtype: of its weights. Passes are computed in bfloat16 on a GPU anyway.
+        attn_implementation: of transformers, such as ``"sdpa"``. Defaults to its own
+            choice, or the given model's.
         lora: arguments of PEFT's ``LoraConfig``, to train an adapter alone.
         gradient_checkpointing: compute activations again in the backward pass.
         trust_remote_code: run the code of a checkpoint.
+        ranks: of the trainer. Defaults to this process alone.
 
     Raises:
-        ConfigurationError: if ``lora`` is given and PEFT is not installed.
+        ConfigurationError: if ``lora`` is given and PEFT is not installed, or the model
+            has no such attention.
     """
+    ranks = ranks or TrainerRanks()
     found: Any = model
     if not isinstance(model, nn.Module):
-        found = AutoModelForCausalLM.from_pretrained(
-            os.fspath(model), dtype=dtype, trust_remote_code=trust_remote_code
-        )
-    found = found.to(device)
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+        }
+        if attn_implementation is not None:
+            options["attn_implementation"] = attn_implementation
+        name = os.fspath(model)
+        found = ranks.first(lambda: _read(name, options))
+        if found is None:
+            found = _without_memory(name, options)
+    elif attn_implementation is not None:
+        found.set_attn_implementation(attn_implementation)
+    if ranks.size == 1:
+        found = found.to(device)
     if lora is not None:
         found = _add_adapter(found, lora)
     found.eval()
@@ -68,7 +87,29 @@ def load_model(
         # Checkpointing is for models in training mode.
         _drop_nothing(found)
         found.train()
-    return found
+    return found if ranks.size == 1 else shard(found, ranks, device)
+
+
+def _read(name: str, options: Mapping[str, Any]) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **options)
+    except (ImportError, ValueError) as error:
+        attention = options.get("attn_implementation")
+        if attention is None:
+            raise
+        raise ConfigurationError(
+            f"{name} cannot be loaded with attn_implementation={attention!r}: {error} "
+            f"Give 'sdpa' or 'eager', or leave it out."
+        ) from error
+
+
+def _without_memory(name: str, options: Mapping[str, Any]) -> Any:
+    """Returns a model whose weights have shapes and no values."""
+    config = AutoConfig.from_pretrained(
+        name, trust_remote_code=options["trust_remote_code"]
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, **options)
 
 
 def _add_adapter(model: Any, lora: Mapping[str, Any]) -> Any:
@@ -95,23 +136,80 @@ def _drop_nothing(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def shard(model: nn.Module, ranks: TrainerRanks, device: torch.device) -> nn.Module:
+def shard(
+    model: nn.Module,
+    ranks: TrainerRanks,
+    device: torch.device,
+    *,
+    compute_dtype: torch.dtype | None = None,
+) -> nn.Module:
     """Shards a model over the ranks with FSDP2, a group of parameters for each layer.
 
-    On GPUs passes are computed in bfloat16, gradients added up in float32.
+    All get the first rank's weights, layer by layer, so that no rank has the whole
+    model on its GPU; the others can give one without memory, on the device ``"meta"``.
+    Weights stay in their type, and gradients are added up in float32.
+
+    Args:
+        model: of transformers; changed in place.
+        ranks: of the trainer, at least two.
+        device: of this rank.
+        compute_dtype: of passes. Defaults to bfloat16 on GPUs, elsewhere to the
+            weights' own.
     """
     mesh = init_device_mesh(device.type, (ranks.size,))
     options: dict[str, Any] = {"mesh": mesh}
-    if device.type == "cuda":
+    if compute_dtype is None and device.type == "cuda":
+        compute_dtype = torch.bfloat16
+    if compute_dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            param_dtype=compute_dtype, reduce_dtype=torch.float32
         )
     kinds = getattr(model, "_no_split_modules", None) or ()
-    for module in list(model.modules()):
-        if type(module).__name__ in kinds:
-            fully_shard(module, **options)
-    fully_shard(model, **options)
+    layers = [each for each in model.modules() if type(each).__name__ in kinds]
+    receive = _Receiver(model, device)
+    for module in (*layers, model):
+        receive(module)
+        fully_shard(module, **options)
     return model
+
+
+class _Receiver:
+    """Gives modules the tensors of the first rank, on a device."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        counts = Counter(id(value) for _, value in named)
+        self._tied = {key for key, count in counts.items() if count > 1}
+        self._received: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._device = device
+        self._done: set[nn.Module] = set()
+
+    def __call__(self, module: nn.Module) -> None:
+        """Replaces a module's tensors, and those of its parts; all ranks call it."""
+        for part in module.modules():
+            if part in self._done:
+                continue
+            self._done.add(part)
+            # Some models hold tensors that are neither parameters nor buffers.
+            kinds: Any = part._parameters, part._buffers, vars(part)
+            for tensors in kinds:
+                for name, value in list(tensors.items()):
+                    if isinstance(value, torch.Tensor):
+                        tensors[name] = self._receive(value)
+
+    def _receive(self, value: torch.Tensor) -> torch.Tensor:
+        if id(value) in self._received:
+            return self._received[id(value)][1]
+        if dist.get_rank() == 0:
+            new = value.detach().to(self._device, copy=True).contiguous()
+        else:
+            new = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+        dist.broadcast(new, 0)
+        if isinstance(value, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=value.requires_grad)
+        if id(value) in self._tied:
+            self._received[id(value)] = value, new
+        return new
 
 
 def scorer(model: nn.Module, tokenizer: Any, key: str = "log_probs") -> Any:
@@ -140,7 +238,13 @@ def save_model(
         folder: to write to. It is there with everything in it, or not at all.
         ranks: of the trainer.
     """
-    state = get_model_state_dict(model, options=WHOLE)
+    options = StateDictOptions(
+        # Tensor by tensor, to the memory of the first rank's host.
+        full_state_dict=True,
+        cpu_offload=True,
+        ignore_frozen_params=hasattr(model, "peft_config"),
+    )
+    state = get_model_state_dict(model, options=options)
     if ranks is not None and not ranks.is_first:
         return folder
     partial = folder.with_name(f"{folder.name}.partial")

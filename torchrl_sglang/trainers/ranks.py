@@ -74,6 +74,13 @@ class TrainerRanks:
         shared: T = values[0]
         return shared
 
+    def gather(self, value: T) -> list[T]:
+        """Returns the values of all ranks, on all of them."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def first(self, call: Callable[[], T]) -> T:
         """Returns what a call on the first rank returns or raises, on all of them.
 

@@ -98,9 +98,14 @@ class SchemeOptions(TransportOptions):
         return {"bucket_bytes": self.bucket_bytes, "send_timeout": self.send_timeout}
 
     def make_transport(
-        self, engine: RLSGLangEngine, device: torch.device, *, adapter: bool = False
+        self,
+        engine: RLSGLangEngine,
+        device: torch.device,
+        *,
+        adapter: bool = False,
+        ranks: tuple[frozenset[str], ...] = (),
     ) -> WeightTransport:
-        """Makes the transport for weights on a device."""
+        """Makes the transport for weights on a device, or on those of several ranks."""
         if isinstance(self.device, torch.device):
             device = self.device
         elif all(server.device == "cpu" for server in engine.placements):
@@ -111,14 +116,14 @@ class SchemeOptions(TransportOptions):
             directory = self.transport_options.get("directory")
             path = None if directory is None else str(directory)
             name, reason = choose(
-                find_facts(engine, device, directory=path, adapter=adapter)
+                find_facts(engine, device, directory=path, adapter=adapter, ranks=ranks)
             )
             if not adapter:
                 check_used(name, self.transport_options)
                 torchrl_logger.info(f"Weights go by {name!r}: {reason}")
         options = make_options(name, self.transport_options, **self._shared)
         made = TRANSPORTS[name](engine, options, device=device)
-        made.why = reason
+        made.why, made.trainer_gpus = reason, ranks
         return made
 
 

@@ -1,25 +1,29 @@
 """Several ranks of a trainer make one update: all gather, the first one sends.
 
 Every rank that holds a part of the model calls the sender. The first rank tells the
-others which tensors to gather, sends them, and shares the outcome. Whatever goes wrong
-there, it takes part in every collective that the others are in, so no rank is left in
-one. The process group's own timeout limits how long a rank waits for another one.
+others which tensors to gather, sends them, and shares the outcome. Or each gathers them
+for servers of its own, bucket by bucket. Whatever goes wrong on the first rank, it
+takes part in every collective that the others are in, so no rank is left in one. The
+process group's own timeout limits how long a rank waits for another one.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import SGLangError, WeightSyncStateError, WeightTransferError
-from torchrl_sglang.types import SyncReport
+from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
 from torchrl_sglang.weight_update.sources.base import Source, Wanted
+
+GO_ON = "go on"
+"""What the first rank says before each turn."""
 
 
 def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks | None:
@@ -37,12 +41,36 @@ def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks 
     return Ranks([mesh.get_group(dim) for dim in range(mesh.ndim)])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What the other ranks have to know to take part in sending."""
+
+    plan: Any
+    """As the transport has it, which can be pickled."""
+    served: ModelMetadata
+    """Tensors that the servers take."""
+    fused: Mapping[str, FusedParameter] | None
+    """Those that are sent in parts."""
+
+
+Follow: TypeAlias = Callable[["Ranks", Source, Plan], None]
+"""Takes part on another rank, until the first one has an outcome."""
+
+
 class Ranks:
     """The ranks of a trainer that hold one model together."""
 
     def __init__(self, groups: list[Any]) -> None:
         # Process groups of this rank, one for each dimension of the ranks' mesh.
         self._groups = groups
+        self.takes_part = False
+        """Whether the other ranks read the tensors themselves in this update."""
+        self.outcome: Any = None
+        """What the first rank has said at the end."""
+        self.position = 0
+        """Number of this rank in :meth:`exchange`."""
+        self.kept: list[Any] = []
+        """What servers may still read after an update that failed."""
 
     @property
     def sends(self) -> bool:
@@ -50,15 +78,47 @@ class Ranks:
         return all(dist.get_rank(group) == 0 for group in self._groups)
 
     def update(
-        self, source: Source, send: Callable[[Source], SyncReport]
+        self,
+        source: Source,
+        send: Callable[[Source], SyncReport],
+        *,
+        facts: Any = None,
+        follow: Follow | None = None,
     ) -> SyncReport:
         """Sends a source from the first rank; all ranks call this, each with its part.
 
         All return the first rank's report or raise its error.
+
+        Args:
+            source: this rank's.
+            send: called on the first rank.
+            facts: what the first rank's transport has to know of this rank.
+            follow: called on the others, if the transport makes them take part.
         """
+        known = self.exchange(facts)
         if self.sends:
-            return self._lead(source, send)
-        return self._follow(source)
+            peers = Peers(ranks=self, facts=tuple(known))
+            return self._lead(replace(source, peers=peers), send)
+        return self._follow(source, follow)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, in the same order on all of them."""
+        own = dist.get_rank()
+        found = {own: value}
+        try:
+            for group in self._groups:
+                parts: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(parts, found, group=group)
+                found = {rank: each for part in parts for rank, each in part.items()}
+        except RuntimeError as error:
+            raise _lost(error) from error
+        self.position = sorted(found).index(own)
+        return [found[rank] for rank in sorted(found)]
+
+    def goes_on(self) -> bool:
+        """Returns whether the first rank takes another turn, or has an outcome."""
+        self.outcome = self.share(None)
+        return isinstance(self.outcome, str) and self.outcome == GO_ON
 
     def _lead(self, source: Source, send: Callable[[Source], SyncReport]) -> SyncReport:
         left: Iterator[tuple[str, torch.Tensor]] | None = None
@@ -66,6 +126,8 @@ class Ranks:
         def read(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
             """Makes all ranks gather, and yields the gathered tensors."""
             nonlocal left
+            if self.takes_part:
+                return source.read(wanted)
             if left is not None:
                 raise WeightSyncStateError(
                     "Tensors that are spread over ranks can be read once for an update."
@@ -96,8 +158,12 @@ class Ranks:
         report: SyncReport = outcome
         return report
 
-    def _follow(self, source: Source) -> SyncReport:
+    def _follow(self, source: Source, follow: Follow | None) -> SyncReport:
         message = self.share(None)
+        if isinstance(message, Plan):
+            assert follow is not None
+            follow(self, source, message)
+            message = self.outcome
         if isinstance(message, dict):
             if self.agree(_find_difference(source, message)) is None:
                 wanted = {name: dtype for name, (dtype, _) in message.items()}
@@ -117,9 +183,7 @@ class Ranks:
                 dist.broadcast_object_list(values, group=group, group_src=0)
                 value = values[0]
         except RuntimeError as error:
-            raise WeightTransferError(
-                f"A rank of the trainer was lost during a weight update: {error}"
-            ) from error
+            raise _lost(error) from error
         return value
 
     def agree(self, problem: str | None) -> str | None:
@@ -130,6 +194,48 @@ class Ranks:
             # Ranks of one column have the same by now.
             problem = " ".join(dict.fromkeys(p for p in problems if p)) or None
         return problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peers:
+    """The ranks that hold the weights of an update, as the first one's transport."""
+
+    ranks: Ranks
+    """To talk to them."""
+    facts: tuple[Any, ...]
+    """What each rank has told of itself."""
+    served: ModelMetadata = field(default_factory=dict)
+    """Tensors that the servers take."""
+    fused: Mapping[str, FusedParameter] | None = None
+    """Those that are sent in parts."""
+
+    def serving(
+        self, served: ModelMetadata, fused: Mapping[str, FusedParameter] | None
+    ) -> Peers:
+        """Returns them, knowing what the servers take."""
+        return replace(self, served=served, fused=fused)
+
+    def begin(self, plan: Any) -> None:
+        """Makes the others take part, as they do in turns from then on.
+
+        Raises:
+            WeightSyncStateError: if a rank has other tensors.
+        """
+        self.ranks.takes_part = True
+        self.ranks.share(Plan(plan=plan, served=self.served, fused=self.fused))
+        problem = self.ranks.agree(None)
+        if problem is not None:
+            raise WeightSyncStateError(problem)
+
+    def go_on(self) -> None:
+        """Begins a turn, in which all ranks make the same collective calls."""
+        self.ranks.share(GO_ON)
+
+
+def _lost(error: RuntimeError) -> WeightTransferError:
+    return WeightTransferError(
+        f"A rank of the trainer was lost during a weight update: {error}"
+    )
 
 
 def _through(

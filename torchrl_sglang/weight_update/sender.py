@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import time
 import weakref
@@ -32,7 +33,7 @@ from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
 from torchrl_sglang.weight_update.encodings.base import check_servers, encode_weights
 from torchrl_sglang.weight_update.options import SchemeOptions
-from torchrl_sglang.weight_update.ranks import find_ranks
+from torchrl_sglang.weight_update.ranks import Peers, Plan, Ranks, find_ranks
 from torchrl_sglang.weight_update.sources.base import Source, module_tensors
 from torchrl_sglang.weight_update.sources.given import Given, unwrap
 from torchrl_sglang.weight_update.sources.peft import adapter_source, plain_lora
@@ -48,6 +49,7 @@ from torchrl_sglang.weight_update.transports.disk import (
     CheckpointTransport,
     checkpoint_path,
 )
+from torchrl_sglang.weight_update.transports.placement import names_of
 from torchrl_sglang.weight_update.transports.registry import AUTO, TRANSPORTS
 from torchrl_sglang.weight_update.verify import watch
 from torchrl_sglang.weight_update.weights import Weights, specs_of
@@ -76,6 +78,7 @@ class SGLangWeightSender:
         self._exporters = ExporterCache()
         # The transport of whole weights; an adapter's keeps no connection.
         self._transport: WeightTransport | None = None
+        self._ranks: Ranks | None = None
         self._collectors: list[Callable[[], Any]] = []
         self._last_report: SyncReport | None = None
         self._sent_registered = False
@@ -125,6 +128,8 @@ class SGLangWeightSender:
     ) -> None:
         """Connects to the servers now instead of at the first update.
 
+        Weights that ranks hold together on GPUs are checked only.
+
         Args:
             model_metadata: name -> (dtype, shape) of the weights to come, checked
                 against the served model.
@@ -137,7 +142,7 @@ class SGLangWeightSender:
         """
         if vllm_engine is not None:
             self._scheme.use_engine(vllm_engine)
-        source = None
+        source = ranks = None
         if self._model is not None:
             given = unwrap(self._model)
             if self._is_idle_copy(given):
@@ -153,6 +158,9 @@ class SGLangWeightSender:
         if self._options.device is None:
             source = source or self._find_source(unwrap(self.resolve()))
             device = open_weights(source, *self._served).device
+            if ranks is not None and device.type == "cuda":
+                # The GPUs of the other ranks are known at the first update.
+                return
         self._get_transport(device).connect()
 
     def update_weights(
@@ -289,7 +297,8 @@ class SGLangWeightSender:
     ) -> SyncReport:
         """Sends weights once; ``lost``: why the attempt before has failed."""
         source = self._find_source(given)
-        ranks = find_ranks(source, self._options.process_group)
+        # What a server may still read of another rank's stays until the next update.
+        self._ranks = ranks = find_ranks(source, self._options.process_group)
 
         def send(source: Source) -> SyncReport:
             self._wait_for_servers(deadline, lost)
@@ -307,10 +316,27 @@ class SGLangWeightSender:
                 raise
 
         try:
-            return send(source) if ranks is None else ranks.update(source, send)
+            if ranks is None:
+                return send(source)
+            return ranks.update(
+                source, send, facts=_place_of(source), follow=self._take_part
+            )
         except BaseException:
             self._exporters.forget()
             raise
+
+    def _take_part(self, ranks: Ranks, source: Source, told: Plan) -> None:
+        """Does on another rank what the first one's transport needs."""
+        problem, weights = None, None
+        try:
+            weights = open_weights(source, told.served, told.fused)
+            weights = encode_weights(weights, self._options.encoding)  # type: ignore[arg-type]
+        except Exception as error:  # noqa: BLE001 - The first rank raises it.
+            problem = f"Rank {ranks.position} of the trainer: {error}"
+        if ranks.agree(problem) is None and weights is not None:
+            told.plan.take_part(weights, ranks)
+        else:
+            ranks.outcome = ranks.share(None)
 
     def _is_restarting(self) -> bool:
         """Returns whether this engine starts a server again that it has just lost."""
@@ -395,7 +421,7 @@ class SGLangWeightSender:
                 weights, check = watch(engine, weights, given, version=version)
             return session.update_weights(
                 engine,
-                self._get_transport(weights.device, adapter=adapter),
+                self._get_transport(weights.device, source.peers, adapter=adapter),
                 weights,
                 version=version,
                 pause_mode=self._options.pause_mode,
@@ -407,12 +433,19 @@ class SGLangWeightSender:
             )
 
     def _get_transport(
-        self, device: torch.device, *, adapter: bool = False
+        self, device: torch.device, peers: Peers | None = None, *, adapter: bool = False
     ) -> WeightTransport:
         if adapter:
             return self._options.make_transport(self._engine, device, adapter=True)
         if self._transport is None:
-            self._transport = self._options.make_transport(self._engine, device)
+            here = platform.node()
+            gpus = tuple(
+                names if node == here else frozenset[str]()
+                for node, names in (peers.facts if peers is not None else ())
+            )
+            self._transport = self._options.make_transport(
+                self._engine, device, ranks=gpus if any(gpus) else ()
+            )
         return self._transport
 
     def recover(self) -> SyncReport:
@@ -562,6 +595,16 @@ class SGLangWeightSender:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+
+
+def _place_of(source: Source) -> tuple[str, frozenset[str]]:
+    """Returns the machine of this rank, and the names of its GPU."""
+    for spec in source.specs.values():
+        if spec.device.type == "cuda":
+            return platform.node(), names_of(spec.device)
+        if spec.mesh is not None and spec.mesh.device_type == "cuda":
+            return platform.node(), names_of(torch.device("cuda"))
+    return platform.node(), frozenset()
 
 
 def _has_ended(error: Exception) -> bool:

@@ -71,6 +71,8 @@ class Weights:
     not stable must be released before the next bucket is read."""
     adapter: Mapping[str, Any] | None = None
     """PEFT's configuration where the tensors are a LoRA adapter, not whole weights."""
+    peers: Any = None
+    """The ranks that hold the weights together (:class:`.Peers`); None for one."""
 
     @property
     def num_bytes(self) -> int:

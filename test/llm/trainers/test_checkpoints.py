@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import random
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
 
-from torchrl_sglang.errors import ConfigurationError
+import pytest
+import torch
+from helpers.forked_starts import trainer_python
+from torch.distributed.checkpoint import FileSystemWriter
+
+from torchrl_sglang.errors import CheckpointError, ConfigurationError
 from torchrl_sglang.trainers.checkpoints import RESULTS, Checkpoints
 
 SAME = {"model": "a", "group_size": 8, "lora": None, "seed": 0}
@@ -33,15 +43,99 @@ def test_a_run_that_never_trained_does_not_block_the_next(tmp_path):
     assert checkpoints.load(False) is None
     # It may be that of a run that is alive, as long as this one has not got on.
     assert partial.exists()
-    checkpoints.save(1, {})
-    assert not partial.exists()
-    checkpoints.save(2, {})
-    assert [path.name for path in checkpoints.paths()] == ["step_00000002.pt"]
+    checkpoints.save(1, {"weight": torch.ones(1)})
+    checkpoints.save(2, {"weight": torch.ones(1)})
+    checkpoints.wait()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [
+        "step_00000002"
+    ]
+
+
+def test_what_is_trained_meanwhile_is_not_saved(tmp_path, monkeypatch):
+    """A save returns before it is written; the next one waits for it."""
+    slow, write = threading.Event(), FileSystemWriter.write_data
+
+    def waits(*arguments):
+        assert slow.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", waits)
+    checkpoints = Checkpoints(tmp_path, identity=SAME)
+    weight = torch.ones(3)
+    checkpoints.save(1, {"weight": weight}, {"best": 0.5})
+    weight.zero_()
+    assert checkpoints.paths() == []
+    threading.Timer(0.2, slow.set).start()
+    checkpoints.save(2, {"weight": weight})
+    assert [path.name for path in checkpoints.paths()] == ["step_00000001"]
+    assert checkpoints.load(True)["best"] == 0.5
+    checkpoints.restore({"weight": weight})
+    assert weight.tolist() == [1, 1, 1]
+    checkpoints.close()
+    assert len(checkpoints.paths()) == 2
+
+
+@pytest.mark.parametrize("where", ["write_data", "finish"])
+def test_a_write_that_fails_is_reported(tmp_path, monkeypatch, where):
+    checkpoints = Checkpoints(tmp_path, identity=SAME)
+    checkpoints.save(1, {"weight": torch.ones(1)})
+    checkpoints.wait()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileSystemWriter, where, full)
+        checkpoints.save(2, {"weight": torch.zeros(1)})
+        with pytest.raises(CheckpointError, match="step_00000002.* No space left"):
+            checkpoints.save(3, {"weight": torch.zeros(1)})
+    assert [path.name for path in checkpoints.paths()] == ["step_00000001"]
+    checkpoints.save(3, {"weight": torch.zeros(1)})
+    checkpoints.wait()
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_a_checkpoint_of_another_model(tmp_path):
+    checkpoints = Checkpoints(tmp_path, identity=SAME)
+    checkpoints.save(1, {"weight": torch.ones(3)})
+    checkpoints.wait()
+    for other in ({"weight": torch.ones(4)}, {"bias": torch.ones(3)}):
+        with pytest.raises(CheckpointError, match="cannot be read into this run"):
+            checkpoints.restore(other)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000001")
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        checkpoints.restore({"weight": torch.ones(3)})
+
+
+def test_a_kill_leaves_whole_checkpoints(tmp_path):
+    """Killed at arbitrary times, with other values in each checkpoint."""
+    program = Path(__file__).with_name("save_program.py")
+    for seed in range(2):
+        process = subprocess.Popen([trainer_python(), str(program), str(tmp_path)])
+        checkpoints = Checkpoints(tmp_path, identity=SAME)
+        begun, deadline = len(checkpoints.paths()) and newest(checkpoints), time.time()
+        while not checkpoints.paths() or newest(checkpoints) < begun + 3:
+            assert process.poll() is None
+            assert time.time() < deadline + 60
+            time.sleep(0.001)
+        time.sleep(random.Random(seed).random() / 20)
+        process.kill()
+        process.wait()
+        weight = torch.zeros(1000, 100)
+        checkpoints.restore({"weight": weight})
+        assert checkpoints.load(True)["step"] == newest(checkpoints)
+        assert weight.eq(newest(checkpoints)).all()
+
+
+def newest(checkpoints):
+    return int(checkpoints.paths()[-1].name.removeprefix("step_"))
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_what_cannot_be_changed(tmp_path, name):
-    Checkpoints(tmp_path, identity=SAME).save(1, {})
+    saving = Checkpoints(tmp_path, identity=SAME)
+    saving.save(1, {"weight": torch.ones(1)})
+    saving.close()
     other = Checkpoints(tmp_path, identity={**SAME, name: "something else"})
     said = f"saved with {name}={SAME[name]!r}, and this run has {name}='something else'"
     with pytest.raises(ConfigurationError) as caught:

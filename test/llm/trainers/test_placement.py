@@ -94,12 +94,18 @@ def test_servers_take_the_gpus_after_the_trainers(monkeypatch):
     found = arguments_of({"tp_size": 2}, colocated=True)
     assert found["cuda_devices"] == [0, 1]
     assert found["enable_memory_saver"]
-    for settings in ({"local_size": 2}, {"given": {"num_replicas": 2}}):
-        given = settings.pop("given", {})
+    # A server on each of the trainer's GPUs.
+    assert arguments_of({}, local_size=4, colocated=True)["num_replicas"] == 4
+    found = arguments_of({"tp_size": 2}, local_size=4, colocated=True)
+    assert (found["num_replicas"], found["cuda_devices"]) == (2, [0, 1, 2, 3])
+    for size, given in (
+        (1, {"num_replicas": 2}),
+        (2, {"num_replicas": 2, "tp_size": 2}),
+    ):
         with pytest.raises(ConfigurationError, match="weight_sync={'directory'"):
-            arguments_of(given, colocated=True, **settings)
-        arguments_of(given, colocated=True, by_file=True, **settings)
-        arguments_of(given, colocated=True, lora={"r": 4}, **settings)
+            arguments_of(given, local_size=size, colocated=True)
+        arguments_of(given, local_size=size, colocated=True, by_file=True)
+    arguments_of({"num_replicas": 2}, colocated=True, lora={"r": 4})
 
 
 def test_servers_on_a_cpu(monkeypatch):

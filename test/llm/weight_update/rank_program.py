@@ -42,10 +42,13 @@ from torchrl_sglang.backends.client.model_info import (
     fused_from_config,
     metadata_from_config,
 )
-from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.errors import ServerTimeoutError, WeightTransferError
+from torchrl_sglang.support.event_loop import run_sync, submit
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update.ranks import Ranks
 from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights
+from torchrl_sglang.weight_update.transports import cuda_ipc, handle_ranks
+from torchrl_sglang.weight_update.transports.cuda_ipc import CudaIpcTransport
 
 NOBODY = "http://127.0.0.1:1"
 """Where no server answers: ranks that do not send must not mind."""
@@ -235,6 +238,58 @@ def refused(seed: int, reason: str) -> dict[str, Any]:
         "errors": errors,
         "report": told(report),
         "difference": difference(expected),
+    }
+
+
+def by_handles(seed: int, reason: str = "") -> dict[str, Any]:
+    """The server gets what the second rank has packed; CPUs have values for handles."""
+    model = shard(make_model(seed))
+    expected = whole_copy(model)
+    connect, pack = CudaIpcTransport.connect, handle_ranks.pack
+    packed = []
+
+    def near_the_second_rank(transport: Any) -> None:
+        connect(transport)
+        transport._owners = (1,)
+
+    def counted(value: Any) -> Any:
+        packed.append(value)
+        if len(packed) == 3 and reason == "no handle":
+            raise MemoryError("no memory for a handle")
+        if len(packed) == 3 and reason == "dies":
+            os._exit(1)
+        return pack(value)
+
+    def refuses(*arguments: Any) -> Any:
+        packed.append(arguments)
+        if len(packed) == 3 and reason == "refused":
+            raise ServerTimeoutError("The server does not answer.")
+        return submit(*arguments)
+
+    sender = make_sender(transport="cuda_ipc", bucket_bytes=140_000)
+    failed = ""
+    CudaIpcTransport.connect, handle_ranks.pack = near_the_second_rank, counted
+    cuda_ipc.submit = refuses
+    try:
+        if reason:
+            try:
+                sender.update_weights(model)
+            except WeightTransferError as error:
+                failed = str(error)
+            packed.clear()
+            reason = ""
+        with Watch() as watch:
+            report = sender.update_weights(model)
+    finally:
+        CudaIpcTransport.connect, handle_ranks.pack = connect, pack
+        cuda_ipc.submit = submit
+    sender.shutdown()
+    return {
+        "report": told(report),
+        "difference": difference(expected),
+        "failed": failed,
+        "packed": len(packed),
+        "most": watch.most,
     }
 
 

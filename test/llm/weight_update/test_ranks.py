@@ -195,6 +195,29 @@ def test_copies_are_sent_by_the_first_rank(ranks):
     }
 
 
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("", ""),
+        ("no handle", "Rank 1 of the trainer has no handles: no memory for a handle"),
+        ("refused", "The server does not answer."),
+    ],
+)
+def test_handles_of_each_rank_reach_its_server(ranks, reason, message):
+    """And what fails on one rank ends the update on both; the next one succeeds."""
+    first, second = values(ranks("by_handles", seed=SEED, reason=reason))
+    assert first["report"] == second["report"]
+    assert first["report"]["transport"] == "cuda_ipc"
+    assert first["report"]["buckets"] > 5
+    assert first["difference"] < 1e-4
+    for rank in (first, second):
+        assert message in rank["failed"]
+        # Two buckets, and what is gathered of the next one.
+        assert rank["most"] <= 3 * BUCKET + LARGEST
+    # The first rank counts requests, the second one what it packed.
+    assert first["packed"] == second["packed"] == first["report"]["buckets"]
+
+
 def test_a_rank_with_a_model_of_its_own(ranks):
     first, _ = values(ranks("alone", seed=SEED))
     assert first["difference"] < 1e-4
@@ -219,8 +242,19 @@ def test_the_older_sharding_is_refused(ranks):
         assert "fully_shard" in answer["text"]
 
 
-def test_a_rank_that_dies(tmp_path, engine, tiny_model_path):
-    pair = RankPair(tmp_path, engine.server_url, tiny_model_path)
+def test_a_rank_that_dies(tmp_path, restored_engine, tiny_model_path):
+    pair = RankPair(tmp_path, restored_engine.server_url, tiny_model_path)
+    try:
+        # Between two requests of an update.
+        first, second = pair("by_handles", seed=SEED, reason="dies")
+        assert second == {"error": "ended"}
+        assert first["error"] == "WeightTransferError", first
+        assert "was lost" in first["text"]
+        assert first["seconds"] < 60
+    finally:
+        pair.close()
+    (tmp_path / "store").unlink()
+    pair = RankPair(tmp_path, restored_engine.server_url, tiny_model_path)
     try:
         first, second = pair("waits_for_nobody", seed=SEED)
         assert first == {"error": "ended"}

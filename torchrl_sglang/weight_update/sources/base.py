@@ -33,6 +33,8 @@ class Source:
     """The tensors exist already, and stay as they are while they are sent."""
     adapter: Mapping[str, Any] | None = None
     """PEFT's configuration where the tensors are a LoRA adapter."""
+    peers: Any = None
+    """The ranks that hold the tensors together (:class:`.Peers`); None for one."""
 
 
 def describe(name: str, tensor: torch.Tensor, *, computed: bool = False) -> TensorSpec:

@@ -75,6 +75,7 @@ def open_weights(
         device=_main_device(source.specs[name] for name in plan),
         stable=source.stable,
         adapter=source.adapter,
+        peers=source.peers and source.peers.serving(served, fused),
     )
 
 

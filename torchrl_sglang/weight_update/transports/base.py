@@ -65,6 +65,8 @@ class WeightTransport(abc.ABC):
     """Type of the options, which are arguments of the scheme."""
     why: str = ""
     """Reason why the transport was chosen."""
+    trainer_gpus: tuple[frozenset[str], ...] = ()
+    """Names of the GPU of each rank that holds the weights, if several do."""
 
     def __init__(
         self, engine: RLSGLangEngine, options: Any = None, *, device: torch.device = CPU

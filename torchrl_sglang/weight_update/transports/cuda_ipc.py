@@ -1,8 +1,8 @@
 """Servers that share a GPU with the trainer open its memory and copy from it.
 
-Only memory handles travel, in a pickle with a short list of allowed types. Large
-tensors in their served type are opened in place; the smallest, and those that have to
-be converted, are put together first.
+Only memory handles travel. Large tensors in their served type are opened in place; the
+smallest, and those that have to be converted, are put together first. Where ranks of a
+trainer hold the weights together, each server opens the memory of the rank on its GPU.
 
 From the CPU, requests hold the values themselves, which is slow and needs no GPU:
 handles of shared host memory need a helper process and leave files behind, and kill a
@@ -11,30 +11,33 @@ server that cannot open one.
 
 from __future__ import annotations
 
-import base64
-import io
-import pickle
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
-from torch.multiprocessing import reductions
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
 from torchrl_sglang.support.event_loop import submit
 from torchrl_sglang.weight_update.transports.base import WeightTransport, send_to_each
-from torchrl_sglang.weight_update.transports.placement import (
-    find_facts,
-    gpu_uuid,
-    reach_of,
+from torchrl_sglang.weight_update.transports.handle_ranks import (
+    HandlePlan,
+    assign,
+    lead,
 )
+from torchrl_sglang.weight_update.transports.handles import (
+    Content,
+    LoadFormat,
+    content_of,
+    flat_content,
+    is_ready,
+    named,
+    pack,
+)
+from torchrl_sglang.weight_update.transports.placement import find_facts, reach_of
 from torchrl_sglang.weight_update.weights import (
-    Bucket,
     NamedTensors,
     TensorSpec,
     Weights,
@@ -52,24 +55,8 @@ GRACE_SECONDS = 10.0
 TOGETHER_BELOW_BYTES = 192 << 20
 """Larger tensors take longer to copy than to open, so they are never put together."""
 
-LoadFormat: TypeAlias = Literal["flattened_bucket"] | None
-
 _NOTHING_LOADED = ("must run between",)
 """Refusals of a server that has not touched its weights."""
-
-_DEVICE, _WAIT = 6, -1
-"""Positions in the arguments of ``rebuild_cuda_tensor`` of the GPU's index, and of
-whether the receiver has to wait for an event of the sender."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Content:
-    """The content of one request, and the memory that servers read."""
-
-    value: Any
-    num_tensors: int
-    load_format: LoadFormat = None
-    kept: list[torch.Tensor] = field(default_factory=list)
 
 
 class CudaIpcTransport(WeightTransport):
@@ -91,7 +78,8 @@ class CudaIpcTransport(WeightTransport):
         self._epoch = -1
         self._in_place = False
         self._apart = False
-        self._held: deque[_Content] = deque()
+        self._owners: tuple[int, ...] | None = None
+        self._held: deque[Content] = deque()
 
     @property
     def connected(self) -> bool:
@@ -101,9 +89,10 @@ class CudaIpcTransport(WeightTransport):
     def connect(self) -> None:
         """Checks that all servers reach the weights; see :class:`.WeightTransport`."""
         self._refuse_stages()
-        self._in_place = False
+        self._in_place, self._owners = False, None
         if self._device.type == "cuda":
-            facts = find_facts(self._engine, self._device)
+            ranks = self.trainer_gpus
+            facts = find_facts(self._engine, self._device, ranks=ranks)
             reaches = [reach_of(server, facts) for server in facts.servers]
             for reach in reaches:
                 if reach.opens is False:
@@ -115,11 +104,15 @@ class CudaIpcTransport(WeightTransport):
             # A rank on another GPU copies everything that it opens at once.
             capabilities = self._engine.capabilities
             alone = capabilities.tp_size == 1
-            self._in_place = alone and all(reach.shares for reach in reaches)
+            near = all(reach.shares for reach in reaches)
+            self._in_place = alone and near and not ranks
             # Another GPU cannot write to memory that can be released. SGLang moves
             # tensors to the GPU of the rank first, and a flat run of them not.
             sleeps = capabilities.args.enable_memory_saver
             self._apart = sleeps and not self._in_place
+            if ranks:
+                self._owners, near = assign(facts.servers, capabilities.tp_size, ranks)
+                self._apart = sleeps and not near
         self._epoch = self._engine.control.membership_epoch
 
     def send(self, weights: Weights, *, version: str) -> int:
@@ -157,56 +150,50 @@ class CudaIpcTransport(WeightTransport):
         self._epoch = -1
         self._held.clear()
 
-    def _contents(self, weights: Weights) -> Iterator[_Content]:
+    def _contents(self, weights: Weights) -> Iterator[Content]:
         """Yields the content of each request, with at most a bucket in new memory.
 
         A server opens a tensor in a tenth of a millisecond, the time of copying a
         hundred megabytes, so the smallest tensors are put together where it can copy
         from the whole.
         """
+        if self._owners is not None and weights.peers is not None:
+            plan = HandlePlan(
+                bucket_bytes=max(self._bucket_bytes // 2, 1),
+                apart=self._apart,
+                owners=self._owners,
+            )
+            yield from lead(weights, weights.peers, plan, self._device)
+            return
         if not (self._in_place and weights.stable):
             half = max(self._bucket_bytes // 2, 1)
             for bucket, tensors in read_buckets(weights, half):
-                if all(self._is_ready(s, tensors[s.name]) for s in bucket.specs):
-                    yield _named(bucket.specs, tensors)
-                    continue
-                flat = flatten(bucket, tensors, self._device)
-                if self._apart:
-                    yield _named(bucket.specs, bucket.view(flat))
-                else:
-                    yield _flat(bucket, flat)
+                yield content_of(bucket, tensors, self._device, apart=self._apart)
             return
         found: NamedTensors = {}
         for _, some in read_buckets(weights, self._bucket_bytes):
             found.update(some)
-        ready = {s.name for s in weights.specs if self._is_ready(s, found[s.name])}
+        ready = {
+            s.name for s in weights.specs if is_ready(s, found[s.name], self._device)
+        }
         together, apart = divide(weights.specs, ready, self._bucket_bytes)
         num_bytes = sum(spec.num_bytes for spec in together)
         one = num_bytes <= self._bucket_bytes
         size = self._bucket_bytes if one else max(self._bucket_bytes // 2, 1)
         for bucket in plan_buckets(together, size):
-            yield _flat(bucket, flatten(bucket, found, self._device))
+            yield flat_content(bucket, flatten(bucket, found, self._device))
         if apart:
-            yield _named(apart, found)
+            yield named(apart, found)
 
-    def _is_ready(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
-        """Returns whether a server can copy from the tensor itself."""
-        return (
-            self._device.type == "cuda"
-            and tensor.dtype == spec.dtype
-            and tensor.device == self._device
-            and tensor.is_contiguous()
-        )
-
-    def _request(self, content: _Content, version: str | None) -> Future[None]:
+    def _request(self, content: Content, version: str | None) -> Future[None]:
         if self._device.type == "cuda":
             # A server reads as soon as it has the handle.
             torch.cuda.current_stream(self._device).synchronize()
         # A server that does not answer may still read this, so it stays until the next
         # update.
         self._held.append(content)
-        entries: list[str] = []
-        for _ in range(self._engine.get_world_size()):
+        entries: list[str] = content.entries or []
+        for _ in range(0 if entries else self._engine.get_world_size()):
             # A handle is opened by one rank of one server; values are the same for all.
             if self._device.type == "cuda" or not entries:
                 entry, kept = pack(content.value)
@@ -274,36 +261,6 @@ class CudaIpcTransport(WeightTransport):
         )
 
 
-def _named(specs: Sequence[TensorSpec], tensors: NamedTensors) -> _Content:
-    """Makes the content of tensors in their own memory."""
-    value = [(spec.name, tensors[spec.name].detach()) for spec in specs]
-    return _Content(value=value, num_tensors=len(value))
-
-
-def _flat(bucket: Bucket, flat: torch.Tensor) -> _Content:
-    """Makes the content of tensors in one flat run of bytes.
-
-    SGLang reads these attributes of each (``FlattenedTensorMetadata`` in
-    ``sglang/srt/weight_sync/tensor_bucket.py``), of an object of any kind.
-    """
-    metadata = [
-        SimpleNamespace(
-            name=spec.name,
-            shape=tuple(spec.shape),
-            dtype=spec.dtype,
-            start_idx=offset,
-            end_idx=offset + spec.num_bytes,
-            numel=spec.num_bytes,
-        )
-        for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)
-    ]
-    return _Content(
-        value={"flattened_tensor": flat, "metadata": metadata},
-        num_tensors=len(metadata),
-        load_format="flattened_bucket",
-    )
-
-
 def divide(
     specs: Sequence[TensorSpec], ready: Collection[str], num_bytes: int
 ) -> tuple[list[TensorSpec], list[TensorSpec]]:
@@ -324,40 +281,3 @@ def divide(
         [spec for spec in specs if spec.name in chosen],
         [spec for spec in specs if spec.name not in chosen],
     )
-
-
-def pack(content: Any) -> tuple[str, list[torch.Tensor]]:
-    """Returns the text for one rank, and what must live until it was read.
-
-    Values must be complete on their devices before the text is sent.
-    """
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    pickler.dump(content)
-    return base64.b64encode(buffer.getbuffer()).decode("ascii"), pickler.kept
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self.kept: list[torch.Tensor] = []
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor) or obj.device.type != "cuda":
-            return NotImplemented
-        # An alias that does not own the memory: sharing adds a count of receivers to
-        # the storage for as long as it lives, for a parameter one with every update.
-        storage = obj.untyped_storage()
-        same = torch._C._construct_storage_from_data_pointer(
-            storage.data_ptr(), storage.device, storage.nbytes()
-        )
-        alias = torch.empty(0, dtype=obj.dtype, device=obj.device)
-        alias.set_(same, obj.storage_offset(), obj.size(), obj.stride())
-        self.kept.append(alias)
-        rebuild, arguments = reductions.reduce_tensor(alias)  # type: ignore[no-untyped-call]
-        changed = list(arguments)
-        # Processes number their GPUs differently. SGLang takes UUIDs, too.
-        changed[_DEVICE] = gpu_uuid(obj.device)
-        # Opening an event takes longer than a small tensor, and this process waits.
-        changed[_WAIT] = False
-        return rebuild, tuple(changed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,8 @@ class Topology:
     device: str
     """Device of the weights, like ``"cuda:0"``."""
     gpu_names: frozenset[str] = frozenset()
-    """Names of that GPU: its entry in ``CUDA_VISIBLE_DEVICES``, and its UUID."""
+    """Names of that GPU: its entry in ``CUDA_VISIBLE_DEVICES``, and its UUID; and those
+    of the GPUs of other ranks that hold the weights, too."""
     servers: tuple[ServerPlacement, ...]
     """Placements of the servers."""
     pp_size: int
@@ -50,21 +52,26 @@ def find_facts(
     *,
     directory: str | None = None,
     adapter: bool = False,
+    ranks: Sequence[frozenset[str]] = (),
 ) -> Topology:
-    """Asks the engine and CUDA."""
-    names: frozenset[str] = frozenset()
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        uuid = gpu_uuid(torch.device("cuda", index)).removeprefix("GPU-")
-        names = frozenset({*visible_devices()[index : index + 1], f"GPU-{uuid}"})
+    """Asks the engine and CUDA; ``ranks``: names of the GPUs of a trainer's ranks."""
     return Topology(
         device=str(device),
-        gpu_names=names,
+        gpu_names=names_of(device).union(*ranks),
         servers=engine.placements,
         pp_size=engine.capabilities.pp_size,
         directory=directory,
         adapter=adapter,
     )
+
+
+def names_of(device: torch.device) -> frozenset[str]:
+    """Returns the names of a GPU; none for a CPU."""
+    if device.type != "cuda":
+        return frozenset()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    uuid = gpu_uuid(torch.device("cuda", index)).removeprefix("GPU-")
+    return frozenset({*visible_devices()[index : index + 1], f"GPU-{uuid}"})
 
 
 @functools.cache
@@ -81,15 +88,16 @@ def reach_of(server: ServerPlacement, facts: Topology) -> IpcAccess:
         why = "It runs on another machine."
     elif server.visible_gpus is None:
         return IpcAccess(url=server.url, opens=None)
-    elif any(_is_one_of(name, facts.gpu_names) for name in server.visible_gpus):
-        shares = any(_is_one_of(name, facts.gpu_names) for name in server.gpus or ())
+    elif any(is_one_of(name, facts.gpu_names) for name in server.visible_gpus):
+        shares = any(is_one_of(name, facts.gpu_names) for name in server.gpus or ())
         return IpcAccess(url=server.url, opens=True, shares=shares)
     else:
         why = f"It sees the GPUs {', '.join(server.visible_gpus) or 'none'} only."
     return IpcAccess(url=server.url, opens=False, why=why)
 
 
-def _is_one_of(name: str, names: frozenset[str]) -> bool:
+def is_one_of(name: str, names: frozenset[str]) -> bool:
+    """Returns whether a name of a GPU is one of its names."""
     # A UUID can be abbreviated.
     is_uuid = name.startswith("GPU-")
     return name in names or (is_uuid and any(known.startswith(name) for known in names))

@@ -11,7 +11,8 @@ import torch
 from torchrl_sglang.backends.launch.local import find_gpus, replica_specs
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ServerPlacement
-from torchrl_sglang.weight_update.transports.cuda_ipc import pack
+from torchrl_sglang.weight_update.transports.handle_ranks import assign
+from torchrl_sglang.weight_update.transports.handles import pack
 from torchrl_sglang.weight_update.transports.placement import Topology, reach_of
 from torchrl_sglang.weight_update.transports.registry import check_options, choose
 
@@ -45,6 +46,11 @@ CHOICES = {
     "same GPU": (facts(server(("0",))), "cuda_ipc", "share the GPU"),
     "two on the same GPU": (
         facts(server(("0",)), server(("0",))),
+        "cuda_ipc",
+        "share the GPU",
+    ),
+    "a rank beside each": (
+        facts(server(("0",)), server(("1",)), names=("0", UUID, "1", "GPU-b")),
         "cuda_ipc",
         "share the GPU",
     ),
@@ -173,3 +179,29 @@ def test_values_are_packed_whole_and_alone():
     assert name == "a"
     assert value.tolist() == [5, 6, 7]
     assert other.dtype == torch.bfloat16
+
+
+RANKS = [frozenset({"0", UUID}), frozenset({"1", "GPU-b1"})]
+
+
+@pytest.mark.parametrize(
+    ("servers", "tp_size", "owners", "near"),
+    [
+        ([server(("0",)), server(("1",))], 1, (0, 1), True),
+        ([server(("1", "0"))], 2, (1, 0), True),
+        ([server(("GPU-b1",)), server((UUID,))], 1, (1, 0), True),
+        # Servers that share a GPU, and ranks that do, too.
+        ([server(("0",))] * 3, 1, (0, 0, 0), True),
+        # A rank of a server on another GPU opens what it sees.
+        ([server(("1", "2"))], 2, (1, 1), False),
+        ([server(("2",), ("2", "1"))], 1, (1,), False),
+        ([server()], 1, (0,), False),
+    ],
+)
+def test_whose_memory_a_server_opens(servers, tp_size, owners, near):
+    assert assign(servers, tp_size, RANKS) == (owners, near)
+
+
+def test_ranks_on_one_gpu_take_turns():
+    found = assign([server(("0",))] * 3, 1, [frozenset({"0"})] * 2)
+    assert found == ((0, 1, 0), True)

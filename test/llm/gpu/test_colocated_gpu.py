@@ -1,0 +1,59 @@
+"""Several ranks of a trainer, and servers on their GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE
+
+pytestmark = NEEDS_GPU
+
+PROGRAM = Path(__file__).with_name("colocated_program.py")
+LIMIT_SECONDS = 400.0
+
+
+def launch(*arguments, **environment):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", "0", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", str(PROGRAM), *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    sys.stdout.write(f"{found}\n")
+    return found
+
+
+def test_each_server_opens_the_memory_of_a_rank(gpu_model_path):
+    """Two ranks and two servers, on two GPUs or on the same one."""
+    found = launch("updates", gpu_model_path)
+    assert found["transport"] == "cuda_ipc"
+    assert found["requests"] > 1
+    # Each rank made the handles of one server.
+    assert found["packed"] == [found["requests"]] * 2
+    assert len(found["differences"]) == 6
+    assert max(found["differences"]) < TOLERANCE
+
+
+@pytest.mark.skipif(GPUS < 2, reason="a server over two GPUs needs them")
+def test_each_rank_of_a_server_opens_the_memory_of_a_rank(gpu_model_path):
+    found = launch("updates", gpu_model_path, TP_SIZE="2")
+    assert found["packed"] == [found["requests"]] * 2
+    assert max(found["differences"]) < TOLERANCE
+
+
+@pytest.mark.skipif(GPUS < 2, reason="each rank needs a GPU of its own")
+def test_a_colocated_run_of_two_ranks(gpu_model_path, tmp_path):
+    found = launch("train", gpu_model_path, tmp_path / "run")
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+    assert found["metrics"]["train/kl_approx"] < 0.1
