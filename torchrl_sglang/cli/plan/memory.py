@@ -183,12 +183,13 @@ def layer_activations(shape: Shape, *, autocast: bool) -> float:
       them: three of the attention's, two of the MLP's;
     - attention keeps queries, keys and values, the last two repeated for each head
       (transformers' ``repeat_kv``), and its result, which the next linear layer keeps;
+    - a norm of queries and keys (Qwen3) keeps these in float32, and its result;
     - the MLP keeps both parts, the activation of one, and their product;
     - with experts, each chosen one has its copy of the input, and of the output.
     """
     norms = 2 * (FULL + (FULL if autocast else HALF))
     inputs = HALF * (5 if autocast else 2)
-    attention = 4 * HALF * shape.attention
+    attention = 4 * HALF * shape.attention + (FULL + HALF) * shape.normed
     mlp = 4 * HALF * shape.mlp
     experts = 2 * HALF * shape.experts_per_token * shape.hidden
     return (norms + inputs) * shape.hidden + attention + mlp + experts

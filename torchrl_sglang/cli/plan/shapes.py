@@ -34,6 +34,8 @@ class Shape:
     """Heads of keys and values, which servers share among their GPUs."""
     attention: int
     """Width of all heads of a layer together."""
+    normed: int
+    """Width of queries and keys that have a norm of their own; 0 without."""
     mlp: int
     """Width of the part of a layer's MLP that a token goes through."""
     experts_per_token: int
@@ -128,6 +130,7 @@ def _shape_of(name: str, config: Any, model: Any) -> Shape:
         # A latent vector is one head's, whatever the number of heads.
         kv_heads=1 if getattr(config, "kv_lora_rank", None) else kv_heads,
         attention=heads * head,
+        normed=_normed_width(model, (heads + kv_heads) * head),
         mlp=_mlp_width(config, hidden, experts),
         experts_per_token=experts,
         vocabulary=_need(name, config, "vocab_size"),
@@ -155,6 +158,11 @@ def _linear_features(model: Any) -> int:
         for each in model.modules()
         if isinstance(each, nn.Linear) and each is not head
     )
+
+
+def _normed_width(model: Any, width: int) -> int:
+    names = (name.rpartition(".")[2] for name, _ in model.named_modules())
+    return width if "q_norm" in names else 0
 
 
 def _need(name: str, config: Any, field: str) -> int:
