@@ -699,13 +699,15 @@ class GRPO:
         checkpointing = self._gradient_checkpointing
         if checkpointing is None:
             checkpointing = device.type == "cuda"
+        several = self.ranks.size > 1
         model = load_model(
             self._given_model,
-            device=device,
+            # FSDP2 moves a layer at a time: a GPU need not hold the whole model.
+            device=torch.device("cpu") if several else device,
             lora=self._lora if trained else None,
             gradient_checkpointing=trained and checkpointing,
         )
-        return model if self.ranks.size == 1 else shard(model, self.ranks, device)
+        return shard(model, self.ranks, device) if several else model
 
     def _make_learner(self, device: torch.device, tokenizer: Any) -> Learner:
         actor = scorer(self.model, tokenizer)

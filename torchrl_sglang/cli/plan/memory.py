@@ -140,12 +140,27 @@ def trainer_memory(
         },
         stepping={**gradients, "roots of AdamW": ADAMW_STEP * trained / ranks},
         updating={"buckets": update_memory(shape, work, ranks=ranks)},
-        # Every rank has the whole model, before it keeps its share.
+        # FSDP2 moves a group to the GPU, and keeps this rank's share of it.
         loading={
-            "whole model": FULL * (trained + frozen),
-            "own share": 0 if ranks == 1 else FULL * (trained + frozen) / ranks,
+            "weights": kept["weights"],
+            "a group": FULL * largest_group(shape) if ranks > 1 else 0,
         },
     )
+
+
+def largest_group(shape: Shape) -> int:
+    """Returns the parameters of the largest group that FSDP2 gathers together."""
+    return max(shape.largest_layer, shape.outside_layers)
+
+
+def host_memory(shape: Shape, work: Work, *, ranks: int) -> float:
+    """Returns the memory of a machine with so many ranks, while they load.
+
+    Each rank has the whole model in float32 there, before FSDP2 moves its share to the
+    GPU; and the reference model, after it.
+    """
+    frozen = 0 if work.lora is None else shape.parameters
+    return ranks * FULL * (trained_parameters(shape, work.lora) + frozen)
 
 
 def pass_memory(

@@ -9,7 +9,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torchrl_sglang.cli.plan.arrange import Arrangement, Cluster, NothingFits
-from torchrl_sglang.cli.plan.memory import GIB, Work, trainer_memory
+from torchrl_sglang.cli.plan.memory import (
+    GIB,
+    Work,
+    host_memory,
+    trainer_memory,
+)
 from torchrl_sglang.cli.plan.shapes import Shape
 
 WEIGHTS_FOLDER = "/dev/shm/weights"
@@ -147,6 +152,9 @@ def _trainer_lines(shape: Shape, found: Arrangement) -> Iterator[str]:
     for phase, size in memory.peaks.items():
         mark = " <- peak" if size == memory.peak else ""
         yield _line(f"most while {phase}", size) + mark
+    ranks = min(found.ranks, found.cluster.per_node)
+    host = host_memory(shape, found.work, ranks=ranks)
+    yield _line("of the machine, while loading", host)
     work = replace(found.work, checkpointing=not found.work.checkpointing)
     other = trainer_memory(
         shape, work, ranks=found.ranks, tokens=found.tokens_per_pass
