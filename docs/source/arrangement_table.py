@@ -14,7 +14,7 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from torchrl_sglang.cli.plan.arrange import Arrangement, Cluster, arrange
-from torchrl_sglang.cli.plan.memory import GIB, Work
+from torchrl_sglang.cli.plan.memory import GIB, Workload
 from torchrl_sglang.cli.plan.shapes import Shape, read_shape
 
 PAGE = Path(__file__).with_name("guides") / "arrangements.rst"
@@ -75,7 +75,7 @@ MODELS: dict[str, PretrainedConfig] = {
 def cell(shape: Shape, gpus: int, memory: int) -> str:
     """Returns what a reader is told of a model on so many GPUs."""
     cluster = Cluster(gpus=gpus, memory=memory * GIB)
-    for work, mark in ((Work(), ""), (Work(lora=16), "LoRA ")):
+    for work, mark in ((Workload(), ""), (Workload(lora=16), "LoRA ")):
         found = arrange(shape, cluster, work)
         if isinstance(found, Arrangement):
             size = "" if found.tp_size == 1 else f" x {found.tp_size}"

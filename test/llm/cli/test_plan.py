@@ -34,7 +34,7 @@ from torchrl_sglang.cli.plan.memory import (
     GIB,
     HALF,
     RUNTIME,
-    Work,
+    Workload,
     layer_activations,
     pass_memory,
     server_memory,
@@ -161,7 +161,7 @@ def test_what_a_trainer_keeps(lora):
         device=torch.device("cpu"),
         lora=None if lora is None else {"r": lora},
     )
-    memory = trainer_memory(shape, Work(lora=lora), ranks=1, tokens=1)
+    memory = trainer_memory(shape, Workload(lora=lora), ranks=1, tokens=1)
     kept = (
         memory.kept["weights"],
         memory.training["gradients"],
@@ -183,7 +183,7 @@ def test_what_each_of_several_ranks_keeps():
         found = train_once(model)
     finally:
         dist.destroy_process_group()
-    memory = trainer_memory(shape, Work(), ranks=4, tokens=1)
+    memory = trainer_memory(shape, Workload(), ranks=4, tokens=1)
     kept = (
         memory.kept["weights"],
         memory.training["gradients"],
@@ -250,7 +250,7 @@ MEASURED_GPUS = [
 )
 def test_measured_passes(config, ranks, tokens, sequence, optimizer, measured, share):
     """The most that PyTorch's allocator has given away."""
-    shape, work = read_shape(config), Work(sequence=sequence)
+    shape, work = read_shape(config), Workload(sequence=sequence)
     memory = trainer_memory(shape, work, ranks=ranks, tokens=tokens)
     found = memory.peaks["training"]
     if not optimizer:
@@ -263,7 +263,7 @@ def test_measured_passes(config, ranks, tokens, sequence, optimizer, measured, s
 )
 def test_measured_gpus(config, tokens, sequence, measured, share):
     """What the driver says of the whole GPU, with all that is no tensor."""
-    shape, work = read_shape(config), Work(sequence=sequence)
+    shape, work = read_shape(config), Workload(sequence=sequence)
     memory = trainer_memory(shape, work, ranks=1, tokens=tokens)
     assert memory.peak + RUNTIME == pytest.approx(measured, rel=share)
     assert memory.peak < measured
@@ -272,7 +272,7 @@ def test_measured_gpus(config, tokens, sequence, measured, share):
 def test_a_measured_colocated_run():
     """0.5B shapes beside a server with half of an H200: 81.5 GiB at most."""
     shape = read_shape(QWEN_05B)
-    memory = trainer_memory(shape, Work(sequence=1544), ranks=1, tokens=8 * 1544)
+    memory = trainer_memory(shape, Workload(sequence=1544), ranks=1, tokens=8 * 1544)
     server = 0.5 * 139.8 * GIB
     found = server + memory.peaks["updating"] + 2 * RUNTIME
     assert found == pytest.approx(81.5 * GIB, rel=0.03)
@@ -280,10 +280,12 @@ def test_a_measured_colocated_run():
 
 def test_checkpointing_leaves_the_input_of_each_layer():
     shape = read_shape(QWEN_7B)
-    kept = pass_memory(shape, Work(), autocast=False, tokens=16_384)
+    kept = pass_memory(shape, Workload(), autocast=False, tokens=16_384)
     assert kept["activations"] == 28 * 16_384 * 3584 * 2
     assert kept["logits or a layer"] == 16_384 * 152_064 * 6
-    whole = pass_memory(shape, Work(checkpointing=False), autocast=False, tokens=16_384)
+    whole = pass_memory(
+        shape, Workload(checkpointing=False), autocast=False, tokens=16_384
+    )
     assert whole["activations"] > 20 * kept["activations"]
 
 
@@ -306,11 +308,17 @@ SHAPES = [QWEN_05B, QWEN_3B, QWEN_7B, LLAMA_8B]
 def test_what_is_recommended_fits(gpus, memory):
     cluster = Cluster(gpus=gpus, memory=memory * GIB)
     for shape in map(read_shape, SHAPES):
-        for work in (Work(), Work(lora=16), Work(reference=True, sequence=8192)):
+        for work in (
+            Workload(),
+            Workload(lora=16),
+            Workload(reference=True, sequence=8192),
+        ):
             check(shape, cluster, work, arrange(shape, cluster, work))
 
 
-def check(shape: Shape, cluster: Cluster, work: Work, found: Arrangement | NothingFits):
+def check(
+    shape: Shape, cluster: Cluster, work: Workload, found: Arrangement | NothingFits
+):
     if isinstance(found, NothingFits):
         assert found.reasons
         assert found.remedies
@@ -336,35 +344,39 @@ def check(shape: Shape, cluster: Cluster, work: Work, found: Arrangement | Nothi
 
 def test_one_gpu_is_shared_and_more_are_not():
     shape = read_shape(QWEN_05B)
-    one, two, eight = (arrange(shape, Cluster(gpus=gpus), Work()) for gpus in (1, 2, 8))
+    one, two, eight = (
+        arrange(shape, Cluster(gpus=gpus), Workload()) for gpus in (1, 2, 8)
+    )
     assert (one.place, one.ranks, one.replicas) == ("colocated", 1, 1)
     assert (two.place, two.ranks, two.replicas) == ("separate", 1, 1)
     assert (eight.place, eight.ranks, eight.replicas) == ("separate", 4, 4)
 
 
 def test_trainers_and_servers_have_whole_machines():
-    found = arrange(read_shape(QWEN_7B), Cluster(gpus=32), Work())
+    found = arrange(read_shape(QWEN_7B), Cluster(gpus=32), Workload())
     assert (found.ranks, found.replicas) == (16, 16)
 
 
 def test_a_batch_keeps_so_many_ranks_busy():
-    work = Work(groups_per_batch=4)
+    work = Workload(groups_per_batch=4)
     found = arrange(read_shape(QWEN_05B), Cluster(gpus=64), work)
     assert found.ranks == 8
-    larger = arrange(read_shape(QWEN_05B), Cluster(gpus=64), Work(groups_per_batch=64))
+    larger = arrange(
+        read_shape(QWEN_05B), Cluster(gpus=64), Workload(groups_per_batch=64)
+    )
     assert larger.ranks == 32
 
 
 def test_what_would_fit_does():
     shape, cluster = read_shape(QWEN_7B), Cluster(gpus=1)
-    found = arrange(shape, cluster, Work())
+    found = arrange(shape, cluster, Workload())
     assert isinstance(found, NothingFits)
     assert "The trainer needs 14" in found.reasons[-2]
     assert "An adapter of rank 16 (--lora 16) fits these GPUs." in found.remedies
-    assert isinstance(arrange(shape, cluster, Work(lora=16)), Arrangement)
+    assert isinstance(arrange(shape, cluster, Workload(lora=16)), Arrangement)
     assert "4 GPUs of this kind would do" in found.remedies[-1]
-    assert isinstance(arrange(shape, replace(cluster, gpus=4), Work()), Arrangement)
-    assert isinstance(arrange(shape, replace(cluster, gpus=2), Work()), NothingFits)
+    assert isinstance(arrange(shape, replace(cluster, gpus=4), Workload()), Arrangement)
+    assert isinstance(arrange(shape, replace(cluster, gpus=2), Workload()), NothingFits)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
@@ -376,7 +388,7 @@ def test_the_command_is_one_of_the_recipe(gpus, lora, tmp_path, monkeypatch):
     read = runpy.run_path("train.py")["read_arguments"]
     shape = replace(read_shape(QWEN_3B), name="some/model")
     memory = (139 if gpus == 1 else 80) * GIB
-    found = arrange(shape, Cluster(gpus=gpus, memory=memory), Work(lora=lora))
+    found = arrange(shape, Cluster(gpus=gpus, memory=memory), Workload(lora=lora))
     line = command_of(shape, found)
     before, _, words = line.partition(" run.yaml ")
     assert before.endswith("examples/grpo/train.py")

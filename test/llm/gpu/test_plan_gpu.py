@@ -1,7 +1,8 @@
 """Peaks that CUDA's allocator has seen, beside the formulas of ``plan``.
 
 Several ranks are FSDP2 on the first of them: its collectives do nothing, and their
-memory is real. ``-s`` prints the figures, for the tables of ``test/llm/cli/test_plan.py``.
+memory is real. ``-s`` prints the figures, for the tables of
+``test/llm/cli/test_plan.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torchrl.modules.llm import TransformersWrapper
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from torchrl_sglang import CorrectedGRPOLoss
-from torchrl_sglang.cli.plan.memory import GIB, Work, trainer_memory
+from torchrl_sglang.cli.plan.memory import GIB, Workload, trainer_memory
 from torchrl_sglang.cli.plan.shapes import read_shape
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from torchrl_sglang.trainers.models import load_model, shard
@@ -101,7 +102,7 @@ def test_peaks(name, ranks, lora):
     if lora is not None and name == "1.5b":
         pytest.skip("one size is enough for an adapter")
     config = make_config(name)
-    work = Work(sequence=SEQUENCE, lora=lora)
+    work = Workload(sequence=SEQUENCE, lora=lora)
     formula = trainer_memory(
         read_shape(config), work, ranks=ranks, tokens=ROWS * SEQUENCE
     )

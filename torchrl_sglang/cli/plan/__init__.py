@@ -75,7 +75,7 @@ def add_command(commands: Any) -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the arrangement."""
     from torchrl_sglang.cli.plan.arrange import Arrangement, Cluster, arrange
-    from torchrl_sglang.cli.plan.memory import GIB, Work
+    from torchrl_sglang.cli.plan.memory import GIB, Workload
     from torchrl_sglang.cli.plan.shapes import read_shape
     from torchrl_sglang.cli.plan.show import nothing_text, to_json, to_text
 
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = Cluster(
         gpus=arguments.gpus, per_node=arguments.gpus_per_node, memory=memory * GIB
     )
-    work = Work(
+    work = Workload(
         sequence=arguments.sequence,
         group_size=arguments.group_size,
         groups_per_batch=arguments.groups_per_batch,

@@ -13,7 +13,7 @@ from torchrl_sglang.cli.plan.memory import (
     SLACK,
     ServerMemory,
     TrainerMemory,
-    Work,
+    Workload,
     server_memory,
     trainer_memory,
 )
@@ -77,7 +77,7 @@ class Arrangement:
     """``mem_fraction_static`` of a server."""
     tokens_per_pass: int
     """``max_tokens_per_pass``."""
-    work: Work
+    work: Workload
     """What the run does."""
     cluster: Cluster
     """The GPUs."""
@@ -117,7 +117,7 @@ class NothingFits:
 def arrange(
     shape: Shape,
     cluster: Cluster,
-    work: Work,
+    work: Workload,
     *,
     tokens: int | None = None,
     tp_size: int | None = None,
@@ -148,7 +148,7 @@ def arrange(
 def _candidates(
     shape: Shape,
     cluster: Cluster,
-    work: Work,
+    work: Workload,
     tokens: int | None,
     tp_size: int | None,
     place: Place | None,
@@ -168,7 +168,7 @@ def _candidates(
                 yield found
 
 
-def _rank_numbers(cluster: Cluster, work: Work, tokens: int) -> list[int]:
+def _rank_numbers(cluster: Cluster, work: Workload, tokens: int) -> list[int]:
     """Returns numbers of trainer ranks, the best first.
 
     Half of the GPUs, as both sides took about the same time where it was measured; but
@@ -186,7 +186,12 @@ def _rank_numbers(cluster: Cluster, work: Work, tokens: int) -> list[int]:
 
 
 def _separate(
-    shape: Shape, cluster: Cluster, work: Work, ranks: int, tokens: int, tp: int | None
+    shape: Shape,
+    cluster: Cluster,
+    work: Workload,
+    ranks: int,
+    tokens: int,
+    tp: int | None,
 ) -> Arrangement | None:
     """Returns the arrangement with servers on GPUs of their own, if it fits."""
     trainer = trainer_memory(shape, work, ranks=ranks, tokens=tokens)
@@ -217,7 +222,7 @@ def _separate(
 
 
 def _colocated(
-    shape: Shape, cluster: Cluster, work: Work, tokens: int, tp: int | None
+    shape: Shape, cluster: Cluster, work: Workload, tokens: int, tp: int | None
 ) -> Arrangement | None:
     """Returns the arrangement with servers on the trainer's GPUs, if it fits."""
     ranks = min(cluster.gpus, work.responses)
@@ -242,7 +247,12 @@ def _colocated(
 
 
 def colocated_share(
-    shape: Shape, cluster: Cluster, work: Work, trainer: TrainerMemory, *, tp_size: int
+    shape: Shape,
+    cluster: Cluster,
+    work: Workload,
+    trainer: TrainerMemory,
+    *,
+    tp_size: int,
 ) -> float:
     """Returns the share of a GPU for a server beside a trainer; 0 if there is none.
 
@@ -269,11 +279,11 @@ def _tp_sizes(shape: Shape, most: int, given: int | None) -> list[int]:
     return [each for each in sizes if each <= most and shape.heads % each == 0]
 
 
-def _holds_a_group(server: ServerMemory, work: Work) -> bool:
+def _holds_a_group(server: ServerMemory, work: Workload) -> bool:
     return server.tokens >= min(work.group_size, FEWEST_SEQUENCES) * work.sequence
 
 
-def _reasons(shape: Shape, cluster: Cluster, work: Work) -> tuple[str, ...]:
+def _reasons(shape: Shape, cluster: Cluster, work: Workload) -> tuple[str, ...]:
     """Says what is too large for these GPUs, however they are arranged."""
     usable = cluster.usable / GIB
     most = min(cluster.gpus, work.responses)
@@ -303,7 +313,7 @@ def _where(found: Arrangement) -> str:
     return "the same ones" if found.place == "colocated" else "others"
 
 
-def _remedies(shape: Shape, cluster: Cluster, work: Work) -> Iterator[str]:
+def _remedies(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
     """Says what would fit, the smallest change first."""
     if work.lora is None:
         adapter = replace(work, lora=16, reference=False)

@@ -41,7 +41,7 @@ SLACK = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Workload:
     """What a run does, as far as memory follows from it."""
 
     sequence: int = 2048
@@ -107,7 +107,7 @@ def trained_parameters(shape: Shape, lora: int | None) -> int:
 
 
 def trainer_memory(
-    shape: Shape, work: Work, *, ranks: int, tokens: int
+    shape: Shape, work: Workload, *, ranks: int, tokens: int
 ) -> TrainerMemory:
     """Returns the memory of each rank of the trainer.
 
@@ -153,7 +153,7 @@ def largest_group(shape: Shape) -> int:
     return max(shape.largest_layer, shape.outside_layers)
 
 
-def host_memory(shape: Shape, work: Work, *, ranks: int) -> float:
+def host_memory(shape: Shape, work: Workload, *, ranks: int) -> float:
     """Returns the memory of a machine with so many ranks, while they load.
 
     Each rank has the whole model in float32 there, before FSDP2 moves its share to the
@@ -164,7 +164,7 @@ def host_memory(shape: Shape, work: Work, *, ranks: int) -> float:
 
 
 def pass_memory(
-    shape: Shape, work: Work, *, autocast: bool, tokens: int
+    shape: Shape, work: Workload, *, autocast: bool, tokens: int
 ) -> dict[str, float]:
     """Returns the memory of a forward and backward pass, beside weights and gradients.
 
@@ -210,7 +210,7 @@ def layer_activations(shape: Shape, *, autocast: bool) -> float:
     return (norms + inputs) * shape.hidden + attention + mlp + experts
 
 
-def weight_copies(shape: Shape, work: Work, *, autocast: bool) -> float:
+def weight_copies(shape: Shape, work: Workload, *, autocast: bool) -> float:
     """Returns the bytes of weights in bfloat16, and of gradients on their way.
 
     Autocast keeps the copy of each weight that has a gradient until it ends
@@ -229,7 +229,7 @@ def weight_copies(shape: Shape, work: Work, *, autocast: bool) -> float:
     return gathered + (reduced if trained else 0)
 
 
-def mask_memory(work: Work, *, tokens: int) -> float:
+def mask_memory(work: Workload, *, tokens: int) -> float:
     """Returns the bytes of the mask of padded attention, and of its bias in bfloat16.
 
     A square for each sequence, as transformers makes it for PyTorch's attention.
@@ -237,7 +237,7 @@ def mask_memory(work: Work, *, tokens: int) -> float:
     return (1 + HALF) * tokens * work.sequence
 
 
-def update_memory(shape: Shape, work: Work, *, ranks: int) -> float:
+def update_memory(shape: Shape, work: Workload, *, ranks: int) -> float:
     """Returns the bytes that a weight update has on the trainer's GPU.
 
     One bucket in the served type and the next one, of at most the model; with FSDP2

@@ -11,7 +11,7 @@ from typing import Any
 from torchrl_sglang.cli.plan.arrange import Arrangement, Cluster, NothingFits
 from torchrl_sglang.cli.plan.memory import (
     GIB,
-    Work,
+    Workload,
     host_memory,
     trainer_memory,
 )
@@ -115,13 +115,15 @@ def to_text(shape: Shape, found: Arrangement) -> str:
     )
 
 
-def nothing_text(shape: Shape, cluster: Cluster, work: Work, found: NothingFits) -> str:
+def nothing_text(
+    shape: Shape, cluster: Cluster, work: Workload, found: NothingFits
+) -> str:
     """Returns what a person reads where nothing fits."""
     lines = [*_head(shape, cluster, work), "", "Nothing fits.", *found.reasons]
     return "\n".join([*lines, "", "What would:", *found.remedies])
 
 
-def _head(shape: Shape, cluster: Cluster, work: Work) -> Iterator[str]:
+def _head(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
     count = shape.parameters
     size = f"{count / 1e9:.2f}B" if count > 1e8 else f"{count / 1e6:.2f}M"
     gpus = "1 GPU" if cluster.gpus == 1 else f"{cluster.gpus} GPUs"
@@ -152,8 +154,8 @@ def _trainer_lines(shape: Shape, found: Arrangement) -> Iterator[str]:
     for phase, size in memory.peaks.items():
         mark = " <- peak" if size == memory.peak else ""
         yield _line(f"most while {phase}", size) + mark
-    ranks = min(found.ranks, found.cluster.per_node)
-    host = host_memory(shape, found.work, ranks=ranks)
+    of_a_machine = min(found.ranks, found.cluster.per_node)
+    host = host_memory(shape, found.work, ranks=of_a_machine)
     yield _line("of the machine, while loading", host)
     work = replace(found.work, checkpointing=not found.work.checkpointing)
     other = trainer_memory(
@@ -197,7 +199,7 @@ def _line(name: str, size: float) -> str:
 
 
 def to_json(
-    shape: Shape, cluster: Cluster, work: Work, found: Arrangement | NothingFits
+    shape: Shape, cluster: Cluster, work: Workload, found: Arrangement | NothingFits
 ) -> str:
     """Returns one line with a JSON object; sizes are in bytes."""
     about: dict[str, Any] = {
