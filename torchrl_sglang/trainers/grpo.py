@@ -14,6 +14,7 @@ from collections.abc import (
     Callable,
     Iterator,
     Mapping,
+    Sequence,
 )
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -44,6 +45,7 @@ from torchrl_sglang.trainers.arguments import (
     check_gpus,
     check_placement,
     check_prompts,
+    connect_arguments,
     count_steps,
     server_arguments,
 )
@@ -129,9 +131,11 @@ class GRPO:
         lora (dict, optional): arguments of PEFT's ``LoraConfig``, to train an adapter.
         gradient_checkpointing (bool, optional): Defaults to True on GPUs.
         colocated (bool): servers on the trainer's GPUs. Defaults to False.
-        engine (dict, str or RLSGLangEngine, optional): arguments of
-            :meth:`.AsyncSGLang.from_pretrained`, the URL of servers that run, or an
-            engine, which is not shut down.
+        engine (dict, str, list or RLSGLangEngine, optional): arguments of
+            :meth:`.AsyncSGLang.from_pretrained`; the URL of a server that runs, a list
+            of these, or arguments of :meth:`.AsyncSGLang.connect`, such as
+            ``router_url``, with the key of ``TORCHRL_SGLANG_API_KEY``; or an engine,
+            which is not shut down.
         weight_sync (dict, optional): arguments of :class:`.SGLangWeightSyncScheme`.
         collector (dict or callable, optional): further arguments of
             :class:`.AsyncLLMCollector`, or what makes a collector of a policy.
@@ -231,7 +235,7 @@ class GRPO:
         lora: Mapping[str, Any] | None = None,
         gradient_checkpointing: bool | None = None,
         colocated: bool = False,
-        engine: Mapping[str, Any] | str | RLSGLangEngine | None = None,
+        engine: Mapping[str, Any] | str | Sequence[str] | RLSGLangEngine | None = None,
         weight_sync: Mapping[str, Any] | None = None,
         collector: Mapping[str, Any] | Callable[[SGLangWrapper], Any] | None = None,
         gateway: Mapping[str, Any] | None = None,
@@ -649,9 +653,10 @@ class GRPO:
         given = self._engine
         if isinstance(given, RLSGLangEngine):
             self.engine = given
-        elif isinstance(given, str):
-            self.engine = stack.enter_context(AsyncSGLang.connect(given))
+        elif (running := connect_arguments(given)) is not None:
+            self.engine = stack.enter_context(AsyncSGLang.connect(**running))
         else:
+            assert given is None or isinstance(given, Mapping)
             arguments = server_arguments(
                 given or {},
                 self.ranks,
