@@ -14,7 +14,8 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
-    set_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
@@ -354,12 +355,10 @@ class Learner:
         head: dict[str, Any] = self.ranks.share(
             {name: state.get(name) for name in ("schedule", "steps")}
         )
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state.get("model", {}),
-            optim_state_dict=state.get("optimizer", {}),
-            options=options,
+        # With an empty model state, set_state_dict() takes no part in the broadcast.
+        set_model_state_dict(self.model, state.get("model", {}), options=options)
+        set_optimizer_state_dict(
+            self.model, self.optimizer, state.get("optimizer", {}), options=options
         )
         self.steps = head["steps"]
         for group, values in zip(self.optimizer.param_groups, own, strict=True):
