@@ -43,7 +43,7 @@ if __name__ == "__main__":
     learner.optimizer.step()
     state = learner.state_dict()
     other = make_learner(ranks)
-    other.load_state_dict(state if ranks.is_first else {})
+    other.load_state_dict(state)
     found, wanted = (each.model.state_dict() for each in (other, learner))
     for name, value in wanted.items():
         assert torch.equal(found[name].full_tensor(), value.full_tensor()), name

@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).with_name("learner_program.py")
 
 
 def test_every_rank_loads_its_share():
-    """Only the first one has the state, and all take part in the broadcast."""
+    """Each loads what ``state_dict()`` gave it."""
     words = "-m torch.distributed.run --nproc-per-node 2 --master-port 0"
     words += " --rdzv-backend c10d --rdzv-endpoint localhost:0"
     done = subprocess.run(
