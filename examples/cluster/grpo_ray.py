@@ -52,7 +52,7 @@ def torchrun(
     host = ray.util.get_node_ip_address()
     # Of a worker of Ray, the ranks are none; the first one is a driver of its own.
     environment = {
-        **inherited_environment(os.environ),
+        **inherited_environment(os.environ, own_python=False),
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
         "RAY_NODE_IP_ADDRESS": host,
     }

@@ -289,6 +289,15 @@ def test_checkpointing_leaves_the_input_of_each_layer():
     assert whole["activations"] > 20 * kept["activations"]
 
 
+def test_packed_responses_have_logits_without_a_gradient_beside_them():
+    shape = read_shape(QWEN_7B)
+    kept = pass_memory(shape, Workload(packed=True), autocast=True, tokens=16_384)
+    logits = 16_384 * 152_064 * 2
+    assert kept["logits or a layer"] == pytest.approx(logits, rel=0.2)
+    assert kept["logits or a layer"] > logits
+    assert not kept["attention mask"]
+
+
 def test_a_server_shares_heads_and_repeats_them():
     shape = read_shape(QWEN_7B)
     sizes = [

@@ -32,6 +32,10 @@ loss of these is in float32: a copy (4), and its gradient (4). Without, there ar
 gradients of the loss and of the log-softmax (2 each). Measured with autocast: 18.7 GB
 for 8,448 tokens of 0.5B shapes, ``benchmarks/loss.py``; the formula says 18.5."""
 
+PACKED_LOGIT_BYTES, PIECE_BYTES = HALF, 3 * FULL * 2**26
+"""Bytes of a logit where responses are packed, whose gradient takes its place, and of
+the piece of them that is computed with in float32 at a time."""
+
 RUNTIME = 2 * GIB
 """What is none of the tensors: CUDA's context, kernels, NCCL's buffers. A sleeping
 server, which has little else, held 1.9 GB on an H200."""
@@ -56,6 +60,9 @@ class Workload:
     """Whether the loss has a divergence from the model before training."""
     checkpointing: bool = True
     """Whether activations are computed again in the backward pass."""
+
+    packed: bool = False
+    """Whether responses go through the model in one row without padding."""
 
     @property
     def responses(self) -> int:
@@ -175,6 +182,8 @@ def pass_memory(
     stream = FULL if autocast else HALF
     saved = stream * shape.hidden * tokens if work.checkpointing else one
     logits = LOGIT_BYTES[autocast] * shape.vocabulary * tokens
+    if work.packed:
+        logits = PACKED_LOGIT_BYTES * shape.vocabulary * tokens + PIECE_BYTES
     # Of the largest layer again, and the gradients of its activations, of which the
     # widest are there at a time.
     again = one if work.checkpointing else 0
@@ -183,7 +192,7 @@ def pass_memory(
         "copies of weights": weight_copies(shape, work, autocast=autocast),
         "activations": shape.layers * saved,
         "logits or a layer": max(logits, again + widest),
-        "attention mask": mask_memory(work, tokens=tokens),
+        "attention mask": 0 if work.packed else mask_memory(work, tokens=tokens),
     }
 
 
