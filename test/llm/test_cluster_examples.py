@@ -18,6 +18,7 @@ import jsonschema
 import pytest
 import yaml
 from helpers.forked_starts import trainer_python
+from helpers.ray_cluster import ray_cluster
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 
@@ -312,3 +313,34 @@ def test_a_job_whose_servers_do_not_start(tmp_path):
     job = start_job(tmp_path, environment, ["run.yaml", "model=m"])
     assert job.wait(60) == 1
     assert "The servers did not start." in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_job_of_ray(tmp_path, tiny_model_path):
+    """Three nodes: two with a rank each, and one on which a server is placed."""
+    words = write_run(tmp_path, tiny_model_path, 2)
+    with ray_cluster(*[{"num_cpus": 1}] * 3) as cluster:
+        command = [sys.executable, str(FOLDER / "grpo_ray.py"), "--nodes", "2"]
+        command += ["--ranks-per-node", "1", "--device", "cpu", "--restarts", "0"]
+        # The tasks are in folders of Ray's.
+        words[0] = str(tmp_path / "run.yaml")
+        words += [f"output={tmp_path / 'run'}", f"prompts={tmp_path / 'prompts.jsonl'}"]
+        done = subprocess.run(
+            [*command, *words, "engine.num_replicas=1"],
+            env={
+                **os.environ,
+                "RAY_ADDRESS": cluster.address,
+                "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            },
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    assert Counter(json.loads(row)["step"] for row in rows) == {1: 16, 2: 16}
