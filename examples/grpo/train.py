@@ -35,8 +35,13 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     if not arguments or any("=" not in each for each in arguments[1:]):
         raise ConfigurationError("Give a YAML file, then NAME=VALUE for each change.")
     try:
-        file, changes = OmegaConf.load(arguments[0]), arguments[1:]
-        merged = OmegaConf.merge(file, OmegaConf.from_dotlist([*changes]))
+        file = OmegaConf.load(arguments[0])
+        changes = OmegaConf.from_dotlist([*arguments[1:]])
+        for name, value in changes.items():
+            if OmegaConf.is_list(value):
+                # A list takes the place of what is there, such as a mapping.
+                file[name] = None
+        merged = OmegaConf.merge(file, changes)
         given = OmegaConf.to_container(merged, resolve=True)
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(f"{arguments[0]} cannot be read: {error}") from error

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from helpers.forked_starts import trainer_python
+from helpers.ray_cluster import ray_cluster
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 
@@ -131,34 +140,57 @@ def test_each_mount_has_its_volume(manifest):
     assert mounted == {each["name"] for each in pod["volumes"]}
 
 
-def test_the_batch_script_is_a_script():
-    subprocess.run(["bash", "-n", str(FOLDER / "slurm.sbatch")], check=True)
+@pytest.mark.parametrize("name", ["slurm.sbatch", "grpo.sbatch"])
+def test_the_batch_script_is_a_script(name):
+    subprocess.run(["bash", "-n", str(FOLDER / name)], check=True)
+
+
+SRUN = """
+tasks=1
+while [[ $1 == --* ]]; do
+    [[ $1 == --ntasks=* ]] && tasks=${1#*=}
+    shift
+done
+for ((rank = 0; rank < tasks; rank++)); do
+    SLURM_PROCID=$rank "$@" &
+    started+=($!)
+done
+trap 'kill "${started[@]}"; wait' TERM
+for each in "${started[@]}"; do wait "$each" || status=$?; done
+exit "${status:-0}"
+"""
+"""Runs the tasks of a step here, and ends them when it is ended."""
+
+
+def slurm_job(folder: Path, nodes: int, **commands: str) -> dict[str, str]:
+    """Writes stand-ins for Slurm's commands; returns the environment of a job."""
+    names = " ".join(f"node{number}" for number in range(nodes))
+    commands = {
+        "srun": SRUN,
+        "scontrol": f"printf '%s\\n' {names}",
+        "hostname": "echo 127.0.0.1",
+        "activate": "",
+        **commands,
+    }
+    (folder / "bin").mkdir()
+    for name, text in commands.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "VENV": str(folder),
+        "SLURM_JOB_NODELIST": f"node[0-{nodes - 1}]",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_CPUS_PER_TASK": "8",
+    }
 
 
 def test_the_batch_script_ends_if_ray_does_not_start(tmp_path):
-    commands = {
-        "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-        "scontrol": "echo node1",
-        "hostname": "echo 10.0.0.1",
-        "ray": "exit 1",
-        "activate": "",
-    }
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, text in commands.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(0o755)
-    environment = {
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "VENV": str(tmp_path),
-        "SLURM_JOB_NODELIST": "node1",
-        "SLURM_JOB_ID": "1",
-        "SLURM_CPUS_PER_TASK": "8",
-        "SLURM_GPUS_ON_NODE": "8",
-    }
+    environment = slurm_job(tmp_path, 1, ray="exit 1")
     done = subprocess.run(
         ["bash", str(FOLDER / "slurm.sbatch"), "rollouts.py"],
-        env=environment,
+        env={**environment, "SLURM_GPUS_ON_NODE": "8"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -166,3 +198,149 @@ def test_the_batch_script_ends_if_ray_does_not_start(tmp_path):
     )
     assert done.returncode == 1
     assert "The head of the Ray cluster did not start." in done.stderr
+
+
+REWARD = "def few(conversation, task):\n    return -len(conversation.response) / 10\n"
+RUN = {
+    "prompts": "prompts.jsonl",
+    "rewards": "own_reward:few",
+    "generate_kwargs": {"max_new_tokens": 8},
+    "group_size": 4,
+    "groups_per_batch": 4,
+    "checkpoint_every": 1,
+    "lr": 1e-3,
+    # What a file for one machine has; the job's servers take its place.
+    "engine": {"num_replicas": 2},
+    "output": "run",
+}
+
+
+def write_run(folder: Path, model: str, steps: int) -> list[str]:
+    """Writes what a run reads; returns the words of its program."""
+    rows = [{"query": f"Say {number}."} for number in range(24)]
+    text = "\n".join(map(json.dumps, rows))
+    (folder / "prompts.jsonl").write_text(text)
+    (folder / "own_reward.py").write_text(REWARD)
+    (folder / "run.yaml").write_text(yaml.safe_dump({**RUN, "steps": steps}))
+    return ["run.yaml", f"model={model}"]
+
+
+def start_job(folder: Path, environment: dict[str, str], words: list[str]) -> Any:
+    with (folder / "log.txt").open("a") as log:
+        return subprocess.Popen(
+            ["bash", str(FOLDER / "grpo.sbatch"), *words],
+            env=environment,
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def end(job: Any, number: int) -> None:
+    """Sends a signal to all processes of a job."""
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, number)
+
+
+def wait_until(job: Any, condition: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert job.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(600)
+def test_a_job_that_is_preempted(tmp_path, tiny_model_path):
+    """Two torchruns of "nodes" that meet on loopback, and a real server."""
+    python = trainer_python()
+    environment = slurm_job(
+        tmp_path,
+        3,
+        python3=f'exec {sys.executable} "$@"',
+        torchrun=f'exec {python} -m torch.distributed.run "$@"',
+        **{"torchrl-sglang": f'exec {python} -m torchrl_sglang "$@"'},
+    )
+    environment |= {
+        "TRAINER_NODES": "2",
+        "RANKS_PER_NODE": "1",
+        "REPLICAS": "1",
+        "SERVER_OPTIONS": "--device cpu",
+        "TRAIN": str(FOLDER.parent / "grpo" / "train.py"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    words, log = write_run(tmp_path, tiny_model_path, 4), tmp_path / "log.txt"
+    job = start_job(tmp_path, environment, words)
+    try:
+        wait_until(job, lambda: "step 2/4" in log.read_text(), log)
+    finally:
+        # As Slurm does it: all steps and the script, and after a while for good.
+        end(job, signal.SIGTERM)
+        try:
+            job.wait(60)
+        finally:
+            end(job, signal.SIGKILL)
+    again = start_job(tmp_path, environment, words)
+    try:
+        wait_until(again, lambda: "The model is in" in log.read_text(), log)
+        assert again.wait(120) == 0, log.read_text()[-3000:]
+    finally:
+        end(again, signal.SIGKILL)
+    assert "goes on after step" in log.read_text()
+    rows = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    steps = Counter(json.loads(row)["step"] for row in rows)
+    assert steps == dict.fromkeys(range(1, 5), 16)
+    assert not list(tmp_path.glob(".servers-*"))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words", "message"),
+    [
+        (2, ["run.yaml"], "Give the model of the servers, as model=/shared/model."),
+        (1, ["model=m"], "1 nodes are none for servers beside 1 for the trainer."),
+    ],
+)
+def test_a_job_that_cannot_be(nodes, words, message, tmp_path):
+    job = start_job(tmp_path, slurm_job(tmp_path, nodes), words)
+    assert job.wait(60) == 2
+    assert message in (tmp_path / "log.txt").read_text()
+
+
+def test_a_job_whose_servers_do_not_start(tmp_path):
+    environment = slurm_job(tmp_path, 2, **{"torchrl-sglang": "exit 1"})
+    job = start_job(tmp_path, environment, ["run.yaml", "model=m"])
+    assert job.wait(60) == 1
+    assert "The servers did not start." in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_job_of_ray(tmp_path, tiny_model_path):
+    """Three nodes: two with a rank each, and one on which a server is placed."""
+    words = write_run(tmp_path, tiny_model_path, 2)
+    with ray_cluster(*[{"num_cpus": 1}] * 3) as cluster:
+        command = [sys.executable, str(FOLDER / "grpo_ray.py"), "--nodes", "2"]
+        command += ["--ranks-per-node", "1", "--device", "cpu", "--restarts", "0"]
+        # The tasks are in folders of Ray's.
+        words[0] = str(tmp_path / "run.yaml")
+        words += [f"output={tmp_path / 'run'}", f"prompts={tmp_path / 'prompts.jsonl'}"]
+        done = subprocess.run(
+            [*command, *words, "engine.num_replicas=1"],
+            env={
+                **os.environ,
+                "RAY_ADDRESS": cluster.address,
+                "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            },
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    assert Counter(json.loads(row)["step"] for row in rows) == {1: 16, 2: 16}

@@ -16,9 +16,7 @@ from typing import Any, NoReturn
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import nearest
-
-KEY_VARIABLE = "TORCHRL_SGLANG_API_KEY"
-"""The environment variable that holds the servers' key."""
+from torchrl_sglang.support.urls import KEY_VARIABLE
 
 START_OPTIONS = (
     *("num_replicas", "device", "cuda_devices", "python"),

@@ -14,6 +14,9 @@ from torchrl_sglang.errors import ConfigurationError
 
 LOOPBACK = "127.0.0.1"
 
+KEY_VARIABLE = "TORCHRL_SGLANG_API_KEY"
+"""The environment variable that holds the servers' key."""
+
 _USER_INFO = re.compile(r"""(?:(?<=://)[^/\s'"]*|[^/\s'":@]+:[^/\s'"]*)@""")
 """User and password of an address anywhere in a text; the scheme may be missing."""
 

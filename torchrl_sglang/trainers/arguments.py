@@ -5,17 +5,24 @@ What is wrong is found before servers are started, which takes minutes.
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_count, check_flag
+from torchrl_sglang.support.urls import KEY_VARIABLE
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.types import ServerPlacement
+
+CONNECTING = ("url", "server_url", "urls", "router_url")
+"""Arguments of an engine whose servers run already."""
 
 COLOCATED_SHARE = 0.6
 """Share of a GPU's memory of a server that sleeps while the trainer trains, unless
@@ -44,11 +51,44 @@ def check_dtype(dtype: Any) -> torch.dtype:
     return DTYPES[name]
 
 
+def connect_arguments(
+    engine: Any, environment: Mapping[str, str] = os.environ
+) -> dict[str, Any] | None:
+    """Returns the arguments of ``AsyncSGLang.connect``, or None for servers to start.
+
+    The servers' key is that of the environment, unless there is another one: what is
+    in a run's file or on its command line is read by others.
+
+    Args:
+        engine: that of a run: a URL, several, or a mapping with one of ``CONNECTING``.
+        environment: with the key.
+
+    Raises:
+        ConfigurationError: if there is an argument that is for servers to be started.
+    """
+    if isinstance(engine, str):
+        engine = {"url": engine}
+    elif isinstance(engine, Sequence):
+        engine = {"urls": list(engine)}
+    if not isinstance(engine, Mapping) or engine.keys().isdisjoint(CONNECTING):
+        return None
+    known = inspect.signature(AsyncSGLang.connect).parameters
+    for name in engine:
+        if name not in known:
+            raise ConfigurationError(
+                f"engine has {name!r}, which is for servers that are started here, and "
+                f"the address of servers that run; leave one of them out."
+            )
+    key = environment.get(KEY_VARIABLE)
+    return {**({"api_key": key} if key else {}), **engine}
+
+
 def check_placement(
     model: Any, engine: Any, colocated: bool, max_staleness: int
 ) -> None:
     """Checks that servers can be started as they are to be."""
-    if isinstance(model, nn.Module) and not isinstance(engine, (str, RLSGLangEngine)):
+    runs = isinstance(engine, RLSGLangEngine) or connect_arguments(engine) is not None
+    if isinstance(model, nn.Module) and not runs:
         raise ConfigurationError(
             "model is a module, of which no server can be started; give the engine "
             "that serves it, or its URL, as engine=..., or the model's folder or name."

@@ -14,6 +14,7 @@ from collections.abc import (
     Callable,
     Iterator,
     Mapping,
+    Sequence,
 )
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,6 +47,7 @@ from torchrl_sglang.trainers.arguments import (
     check_gpus,
     check_placement,
     check_prompts,
+    connect_arguments,
     count_steps,
     server_arguments,
 )
@@ -139,9 +141,11 @@ class GRPO:
         attn_implementation (str, optional): of the trainer's model in transformers,
             such as ``"sdpa"`` or ``"flash_attention_2"``.
         colocated (bool): servers on the trainer's GPUs. Defaults to False.
-        engine (dict, str or RLSGLangEngine, optional): arguments of
-            :meth:`.AsyncSGLang.from_pretrained`, the URL of servers that run, or an
-            engine, which is not shut down.
+        engine (dict, str, list or RLSGLangEngine, optional): arguments of
+            :meth:`.AsyncSGLang.from_pretrained`; the URL of a server that runs, a list
+            of these, or arguments of :meth:`.AsyncSGLang.connect`, such as
+            ``router_url``, with the key of ``TORCHRL_SGLANG_API_KEY``; or an engine,
+            which is not shut down.
         weight_sync (dict, optional): arguments of :class:`.SGLangWeightSyncScheme`.
         collector (dict or callable, optional): further arguments of
             :class:`.AsyncLLMCollector`, or what makes a collector of a policy.
@@ -245,7 +249,7 @@ class GRPO:
         dtype: torch.dtype | str = torch.float32,
         attn_implementation: str | None = None,
         colocated: bool = False,
-        engine: Mapping[str, Any] | str | RLSGLangEngine | None = None,
+        engine: Mapping[str, Any] | str | Sequence[str] | RLSGLangEngine | None = None,
         weight_sync: Mapping[str, Any] | None = None,
         collector: Mapping[str, Any] | Callable[[SGLangWrapper], Any] | None = None,
         gateway: Mapping[str, Any] | None = None,
@@ -681,9 +685,10 @@ class GRPO:
         given = self._engine
         if isinstance(given, RLSGLangEngine):
             self.engine = given
-        elif isinstance(given, str):
-            self.engine = stack.enter_context(AsyncSGLang.connect(given))
+        elif (running := connect_arguments(given)) is not None:
+            self.engine = stack.enter_context(AsyncSGLang.connect(**running))
         else:
+            assert given is None or isinstance(given, Mapping)
             arguments = server_arguments(
                 given or {},
                 self.ranks,

@@ -21,6 +21,10 @@ from torchrl_sglang.objectives.advantages import (
     conversation_returns,
 )
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.support.urls import hide_passwords
+
+SECRETS, HIDDEN = ("api_key", "admin_api_key", "ssl_keyfile_password"), "***"
+"""Arguments whose values no logger is told, and what it is told in their place."""
 
 LOGGERS = ("csv", "tensorboard", "wandb")
 
@@ -169,7 +173,7 @@ save 50%).'
 
 
 def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns dotted names and values as every logger takes them.
+    """Returns dotted names and values as every logger takes them, without keys.
 
     Examples:
         >>> flatten({"lr": 1e-6, "lora": {"r": 8}, "rewards": len, "env": None})
@@ -183,7 +187,8 @@ def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif isinstance(value, (bool, int, float)):
             found[name] = value
         elif value is not None:
-            found[name] = getattr(value, "__qualname__", None) or str(value)
+            text = getattr(value, "__qualname__", None) or hide_passwords(value)
+            found[name] = HIDDEN if key in SECRETS else text
     return found
 
 

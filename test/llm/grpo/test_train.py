@@ -90,6 +90,12 @@ def test_the_file_for_gpus(train, gsm8k, monkeypatch):
     train.GRPO(**given)
 
 
+def test_a_list_takes_the_place_of_a_mapping(train):
+    change = "engine=[http://10.0.0.1:30000,http://10.0.0.2:30000]"
+    urls = ["http://10.0.0.1:30000", "http://10.0.0.2:30000"]
+    assert train.read_arguments([CPU, change])["engine"] == urls
+
+
 def test_functions(train, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def f(*args): pass\ndef g(*args): pass\n")
     monkeypatch.syspath_prepend(tmp_path)

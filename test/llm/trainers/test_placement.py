@@ -9,8 +9,15 @@ from helpers.memory_saver import write_saver_python
 
 from torchrl_sglang import GRPO, RayLauncher
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.trainers.arguments import check_gpus, server_arguments
+from torchrl_sglang.support.urls import KEY_VARIABLE
+from torchrl_sglang.trainers.arguments import (
+    check_gpus,
+    check_placement,
+    connect_arguments,
+    server_arguments,
+)
 from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.trainers.report import flatten
 from torchrl_sglang.types import ServerPlacement
 
 # TorchRL's own, about what is deprecated in torch.
@@ -117,3 +124,24 @@ def test_servers_on_a_cpu(monkeypatch):
         "lora_target_modules": ["all"],
         "device": "cpu",
     }
+
+
+def test_servers_that_run():
+    urls = ["http://a:1", "http://b:2"]
+    assert connect_arguments("http://a:1", {}) == {"url": "http://a:1"}
+    assert connect_arguments(urls, {KEY_VARIABLE: "k"}) == {
+        "urls": urls,
+        "api_key": "k",
+    }
+    given = {"router_url": "http://c:3", "api_key": "mine"}
+    assert connect_arguments(given, {KEY_VARIABLE: "k"}) == given
+    assert connect_arguments({"num_replicas": 2}, {KEY_VARIABLE: "k"}) is None
+    assert connect_arguments(None, {}) is None
+    with pytest.raises(ConfigurationError, match="engine has 'num_replicas'"):
+        connect_arguments({"urls": urls, "num_replicas": 2}, {})
+    check_placement(torch.nn.Linear(1, 1), urls, False, 0)
+
+
+def test_no_logger_is_told_a_key():
+    found = flatten({"engine": {"api_key": "secret", "urls": ["http://me:secret@a:1"]}})
+    assert found == {"engine.api_key": "***", "engine.urls": "['http://***@a:1']"}

@@ -1,0 +1,125 @@
+"""``plan``: says how a run would fit on GPUs, and the command to run.
+
+``shapes.py`` reads a model's configuration, ``memory.py`` has the formulas,
+``arrange.py`` chooses, and ``show.py`` says it. No weights and no GPU are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from torchrl_sglang.cli.options import Parser, positive_float, positive_int
+from torchrl_sglang.errors import ConfigurationError
+
+DEFAULT_MEMORY = 80.0
+"""GiB of a GPU where there is none to ask."""
+
+DESCRIPTION = """\
+Counts the memory of a GRPO run of MODEL on so many GPUs, trainer and servers, from the
+model's configuration alone. It says where each side should run, and prints the command;
+or why nothing fits, and what would.
+
+The figures are formulas, of the tensors that this package, PyTorch and SGLang make; the
+guide "Which arrangement" says which of them were measured. The exit status is 1 if
+nothing fits."""
+
+EPILOG = """\
+examples:
+  %(prog)s --model Qwen/Qwen2.5-7B-Instruct --gpus 8
+  %(prog)s --model ./model --gpus 1 --gpu-memory 24 --lora 16 --sequence 4096
+  %(prog)s --model ./config.json --gpus 64 --gpus-per-node 8 --json"""
+
+
+def add_command(commands: Any) -> Parser:
+    """Adds the command to the command line, and returns its parser."""
+    parser: Parser = commands.add_parser(
+        "plan",
+        help="say how a run fits on GPUs, and the command to run",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    add = parser.add_argument
+    text = "folder, config.json or hub name; its weights are not read"
+    add("--model", metavar="MODEL", required=True, help=text)
+    number: dict[str, Any] = {"type": positive_int, "metavar": "N"}
+    add("--gpus", required=True, help="number of GPUs, of all machines", **number)
+    text = "GPUs of a machine (default: %(default)s)"
+    add("--gpus-per-node", default=8, help=text, **number)
+    text = f"of a GPU (default: that of this machine's, or {DEFAULT_MEMORY:g})"
+    add("--gpu-memory", type=positive_float, metavar="GIB", help=text)
+    text = "tokens of the longest prompt with its response (default: %(default)s)"
+    add("--sequence", default=2048, help=text, **number)
+    text = "responses to a prompt (default: %(default)s)"
+    add("--group-size", default=8, help=text, **number)
+    text = "prompts of a batch (default: %(default)s)"
+    add("--groups-per-batch", default=16, help=text, **number)
+    text = "train an adapter of this rank (default: all weights)"
+    add("--lora", type=positive_int, metavar="RANK", help=text)
+    text = "have a divergence from the model before training"
+    add("--reference", action="store_true", help=text)
+    text = "keep all activations for the backward pass"
+    add("--no-gradient-checkpointing", action="store_true", help=text)
+    text = "tokens of a pass (default: the most that fit, up to 16384)"
+    add("--max-tokens-per-pass", help=text, **number)
+    add("--tp-size", help="GPUs of a server (default: the fewest that fit)", **number)
+    text = "the only arrangement to try (default: both, GPUs of their own first)"
+    add("--place", choices=("separate", "colocated"), help=text)
+    text = "run the code of a checkpoint to read its configuration"
+    add("--trust-remote-code", action="store_true", help=text)
+    add("--json", action="store_true", help="print one line with a JSON object instead")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the arrangement."""
+    from torchrl_sglang.cli.plan.arrange import Arrangement, Cluster, arrange
+    from torchrl_sglang.cli.plan.memory import GIB, Workload
+    from torchrl_sglang.cli.plan.shapes import read_shape
+    from torchrl_sglang.cli.plan.show import nothing_text, to_json, to_text
+
+    shape = read_shape(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    if shape.positions and arguments.sequence > shape.positions:
+        raise ConfigurationError(
+            f"--sequence {arguments.sequence} is more than the {shape.positions} "
+            f"tokens that {arguments.model} was made for; give less."
+        )
+    memory = arguments.gpu_memory or _memory_here()
+    cluster = Cluster(
+        gpus=arguments.gpus, per_node=arguments.gpus_per_node, memory=memory * GIB
+    )
+    work = Workload(
+        sequence=arguments.sequence,
+        group_size=arguments.group_size,
+        groups_per_batch=arguments.groups_per_batch,
+        lora=arguments.lora,
+        reference=arguments.reference,
+        checkpointing=not arguments.no_gradient_checkpointing,
+    )
+    found = arrange(
+        shape,
+        cluster,
+        work,
+        tokens=arguments.max_tokens_per_pass,
+        tp_size=arguments.tp_size,
+        place=arguments.place,
+    )
+    if arguments.json:
+        print(to_json(shape, cluster, work, found))
+    elif isinstance(found, Arrangement):
+        print(to_text(shape, found))
+    else:
+        print(nothing_text(shape, cluster, work, found))
+    return 0 if isinstance(found, Arrangement) else 1
+
+
+def _memory_here() -> float:
+    """Returns the GiB of this machine's smallest GPU."""
+    import torch
+
+    found = [
+        torch.cuda.get_device_properties(index).total_memory
+        for index in range(torch.cuda.device_count())
+    ]
+    return min(found) / 2**30 if found else DEFAULT_MEMORY

@@ -1,0 +1,340 @@
+"""Chooses where trainer and servers run. Pure: it counts bytes and starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torchrl_sglang.cli.plan.memory import (
+    GIB,
+    HALF,
+    RUNTIME,
+    SLACK,
+    ServerMemory,
+    TrainerMemory,
+    Workload,
+    server_memory,
+    trainer_memory,
+)
+from torchrl_sglang.cli.plan.shapes import Shape
+
+SERVER_SHARE = 0.85
+"""Share of a GPU of a server's own for weights and KV cache; SGLang's own choice is
+about this one."""
+
+LARGEST_COLOCATED_SHARE, SHARE_STEP = 0.6, 0.05
+"""Share of a GPU of a server that sleeps while the trainer trains: ``GRPO``'s default,
+or less by steps of this size."""
+
+TOKENS_PER_PASS = (16_384, 8_192, 4_096)
+"""Sizes of a pass that are tried; larger ones are hardly faster."""
+
+FEWEST_SEQUENCES = 8
+"""Longest sequences that a server's KV cache must hold at once: one group."""
+
+LARGEST_CLUSTER = 1024
+"""GPUs up to which it is said how many would do."""
+
+Place = Literal["separate", "colocated"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The GPUs that there are."""
+
+    gpus: int
+    """All of them."""
+    per_node: int = 8
+    """GPUs of a machine."""
+    memory: float = 80 * GIB
+    """Bytes of a GPU."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of machines."""
+        return -(-self.gpus // self.per_node)
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a GPU for tensors."""
+        return self.memory * (1 - SLACK) - RUNTIME
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrangement:
+    """Where trainer and servers run, and the memory of both."""
+
+    place: Place
+    """Whether the servers have GPUs of their own."""
+    ranks: int
+    """Trainer ranks, each with a GPU."""
+    replicas: int
+    """Servers."""
+    tp_size: int
+    """GPUs of a server."""
+    share: float
+    """``mem_fraction_static`` of a server."""
+    tokens_per_pass: int
+    """``max_tokens_per_pass``."""
+    work: Workload
+    """What the run does."""
+    cluster: Cluster
+    """The GPUs."""
+    trainer: TrainerMemory
+    """Memory of a trainer's GPU."""
+    server: ServerMemory
+    """Memory of a server's GPU."""
+
+    @property
+    def sequences(self) -> int:
+        """Longest sequences that all servers hold at once."""
+        return self.replicas * (self.server.tokens // self.work.sequence)
+
+    @property
+    def unused(self) -> int:
+        """GPUs that have nothing to do."""
+        servers = self.replicas * self.tp_size
+        busy = max(self.ranks, servers) if self.place == "colocated" else None
+        return self.cluster.gpus - (self.ranks + servers if busy is None else busy)
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the run has GPUs on several machines."""
+        return self.cluster.nodes > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NothingFits:
+    """Why there is no arrangement, and what would do."""
+
+    reasons: tuple[str, ...]
+    """What is too large, in sentences."""
+    remedies: tuple[str, ...]
+    """What would fit, in sentences."""
+
+
+def arrange(
+    shape: Shape,
+    cluster: Cluster,
+    work: Workload,
+    *,
+    tokens: int | None = None,
+    tp_size: int | None = None,
+    place: Place | None = None,
+) -> Arrangement | NothingFits:
+    """Returns the arrangement to begin with, or why there is none.
+
+    Servers with GPUs of their own come first, as they generate while the trainer
+    trains; else they share the trainer's. A server has as few GPUs as hold the model
+    and a group of the longest responses, as more servers of fewer GPUs generate more.
+
+    Args:
+        shape: of the model.
+        cluster: the GPUs.
+        work: what the run does.
+        tokens: ``max_tokens_per_pass``. Defaults to the largest that fits.
+        tp_size: GPUs of a server. Defaults to the fewest that fit.
+        place: the only one to try. Defaults to both.
+    """
+    for each in _candidates(shape, cluster, work, tokens, tp_size, place):
+        return each
+    return NothingFits(
+        reasons=_reasons(shape, cluster, work),
+        remedies=tuple(_remedies(shape, cluster, work)),
+    )
+
+
+def _candidates(
+    shape: Shape,
+    cluster: Cluster,
+    work: Workload,
+    tokens: int | None,
+    tp_size: int | None,
+    place: Place | None,
+) -> Iterator[Arrangement]:
+    """Yields arrangements that fit, the best first."""
+    sizes = (tokens,) if tokens else TOKENS_PER_PASS
+    if place != "colocated":
+        for ranks in _rank_numbers(cluster, work, sizes[0]):
+            for size in sizes:
+                found = _separate(shape, cluster, work, ranks, size, tp_size)
+                if found is not None:
+                    yield found
+    if place != "separate" and cluster.nodes == 1:
+        for size in sizes:
+            found = _colocated(shape, cluster, work, size, tp_size)
+            if found is not None:
+                yield found
+
+
+def _rank_numbers(cluster: Cluster, work: Workload, tokens: int) -> list[int]:
+    """Returns numbers of trainer ranks, the best first.
+
+    Half of the GPUs, as both sides took about the same time where it was measured; but
+    no more than have a full pass of each batch. Then more, for their memory, then
+    fewer. On several machines, trainer and servers have whole ones.
+    """
+    unit = cluster.per_node if cluster.nodes > 1 else 1
+    powers = [unit * 2**n for n in range(11) if unit * 2**n < cluster.gpus]
+    busy = work.responses * work.sequence // tokens
+    wanted = max(min(cluster.gpus // 2, busy, work.responses), 1)
+    powers = [each for each in powers if each <= work.responses]
+    lower = [each for each in powers if each <= wanted]
+    higher = [each for each in powers if each > wanted]
+    return [*lower[-1:], *higher, *lower[-2::-1]]
+
+
+def _separate(
+    shape: Shape,
+    cluster: Cluster,
+    work: Workload,
+    ranks: int,
+    tokens: int,
+    tp: int | None,
+) -> Arrangement | None:
+    """Returns the arrangement with servers on GPUs of their own, if it fits."""
+    trainer = trainer_memory(shape, work, ranks=ranks, tokens=tokens)
+    if trainer.peak > cluster.usable:
+        return None
+    left = cluster.gpus - ranks
+    for size in _tp_sizes(shape, min(left, cluster.per_node), tp):
+        server = server_memory(
+            shape, tp_size=size, memory=cluster.memory, share=SERVER_SHARE
+        )
+        if _holds_a_group(server, work):
+            # A server's GPUs are of one machine.
+            nodes, rest = divmod(left, cluster.per_node)
+            replicas = nodes * (cluster.per_node // size) + rest // size
+            return Arrangement(
+                place="separate",
+                ranks=ranks,
+                replicas=replicas,
+                tp_size=size,
+                share=SERVER_SHARE,
+                tokens_per_pass=tokens,
+                work=work,
+                cluster=cluster,
+                trainer=trainer,
+                server=server,
+            )
+    return None
+
+
+def _colocated(
+    shape: Shape, cluster: Cluster, work: Workload, tokens: int, tp: int | None
+) -> Arrangement | None:
+    """Returns the arrangement with servers on the trainer's GPUs, if it fits."""
+    ranks = min(cluster.gpus, work.responses)
+    trainer = trainer_memory(shape, work, ranks=ranks, tokens=tokens)
+    for size in _tp_sizes(shape, ranks, tp):
+        share = colocated_share(shape, cluster, work, trainer, tp_size=size)
+        server = server_memory(shape, tp_size=size, memory=cluster.memory, share=share)
+        if share and _holds_a_group(server, work):
+            return Arrangement(
+                place="colocated",
+                ranks=ranks,
+                replicas=ranks // size,
+                tp_size=size,
+                share=share,
+                tokens_per_pass=tokens,
+                work=work,
+                cluster=cluster,
+                trainer=trainer,
+                server=server,
+            )
+    return None
+
+
+def colocated_share(
+    shape: Shape,
+    cluster: Cluster,
+    work: Workload,
+    trainer: TrainerMemory,
+    *,
+    tp_size: int,
+) -> float:
+    """Returns the share of a GPU for a server beside a trainer; 0 if there is none.
+
+    Three moments must fit. While it trains, the server sleeps: nothing is left of
+    it, or its weights where an adapter is trained. When it has been woken, weights and
+    optimizer of the trainer stay. When the trainer loads its model, the server is there
+    already.
+    """
+    # A sleeping server has a runtime of its own, too.
+    usable = cluster.usable - RUNTIME
+    asleep = HALF * shape.parameters / tp_size if work.lora is not None else 0.0
+    if asleep + trainer.peaks["training"] > usable:
+        return 0.0
+    if asleep + trainer.peaks["stepping"] > usable:
+        return 0.0
+    beside = max(trainer.peaks["updating"], trainer.peaks["loading"])
+    share = min((usable - beside) / cluster.memory, LARGEST_COLOCATED_SHARE)
+    return max(round(share // SHARE_STEP * SHARE_STEP, 2), 0.0)
+
+
+def _tp_sizes(shape: Shape, most: int, given: int | None) -> list[int]:
+    """Returns numbers of GPUs that a server can have, the smallest first."""
+    sizes = [given] if given else [2**n for n in range(11)]
+    return [each for each in sizes if each <= most and shape.heads % each == 0]
+
+
+def _holds_a_group(server: ServerMemory, work: Workload) -> bool:
+    return server.tokens >= min(work.group_size, FEWEST_SEQUENCES) * work.sequence
+
+
+def _reasons(shape: Shape, cluster: Cluster, work: Workload) -> tuple[str, ...]:
+    """Says what is too large for these GPUs, however they are arranged."""
+    usable = cluster.usable / GIB
+    most = min(cluster.gpus, work.responses)
+    trainer = trainer_memory(shape, work, ranks=most, tokens=TOKENS_PER_PASS[-1])
+    reasons = []
+    for phase, size in trainer.peaks.items():
+        if size > cluster.usable:
+            reasons.append(
+                f"The trainer needs {size / GIB:.1f} GiB of each of {most} GPUs for "
+                f"{phase}, and {usable:.1f} GiB can be used."
+            )
+    size = max(_tp_sizes(shape, min(cluster.gpus, cluster.per_node), None), default=1)
+    server = server_memory(
+        shape, tp_size=size, memory=cluster.memory, share=SERVER_SHARE
+    )
+    if not _holds_a_group(server, work):
+        reasons.append(
+            f"A server of {size} GPUs has {server.weights / GIB:.1f} GiB of weights on "
+            f"each, and its KV cache holds {server.tokens} tokens, less than a group "
+            f"of responses."
+        )
+    fitting = "Trainer and servers fit one by one, and not beside each other."
+    return tuple(reasons) or (fitting,)
+
+
+def _where(found: Arrangement) -> str:
+    return "the same ones" if found.place == "colocated" else "others"
+
+
+def _remedies(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
+    """Says what would fit, the smallest change first."""
+    if work.lora is None:
+        adapter = replace(work, lora=16, reference=False)
+        for _ in _candidates(shape, cluster, adapter, None, None, None):
+            yield "An adapter of rank 16 (--lora 16) fits these GPUs."
+            break
+    shorter = replace(work, sequence=work.sequence // 2)
+    for found in _candidates(shape, cluster, shorter, None, None, None):
+        yield f"Sequences of {found.work.sequence} tokens fit these GPUs."
+        break
+    gpus = cluster.gpus
+    while gpus < LARGEST_CLUSTER:
+        gpus *= 2
+        larger = replace(cluster, gpus=gpus)
+        for found in _candidates(shape, larger, work, None, None, None):
+            yield (
+                f"{gpus} GPUs of this kind would do: {found.ranks} for the trainer and "
+                f"{found.replicas * found.tp_size} for servers, {_where(found)}."
+            )
+            return
+    yield (
+        f"No number of these GPUs would do, up to {LARGEST_CLUSTER}: take GPUs with "
+        f"more memory, shorter sequences, or a smaller model."
+    )

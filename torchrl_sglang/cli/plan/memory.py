@@ -1,0 +1,303 @@
+"""Memory of a run, by formula: bytes of a GPU, from sizes and counts. Pure.
+
+Each formula says where it is from. ``B`` is bytes; a value of bfloat16 has 2, one of
+float32 has 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchrl_sglang.cli.plan.shapes import Shape
+from torchrl_sglang.weight_update.transports.base import BUCKET_BYTES
+
+GIB = 2**30
+
+HALF, FULL = 2, 4
+"""Bytes of a value of bfloat16, and of float32."""
+
+ADAMW_STATE = 2 * FULL
+"""Bytes of a parameter's two moments (``torch.optim.AdamW``), in its own type."""
+
+ADAMW_STEP = FULL
+"""Further bytes of a parameter while AdamW steps: the root of the second moment of all
+parameters at once (``torch.optim.adamw``, ``foreach``, the default on GPUs)."""
+
+LOGIT_BYTES = {True: 10, False: 6}
+"""Bytes of a logit at the begin of the backward pass, with and without autocast.
+
+``F.cross_entropy`` of bfloat16 logits keeps their log-softmax (2). With autocast, the
+loss of these is in float32: a copy (4), and its gradient (4). Without, there are the
+gradients of the loss and of the log-softmax (2 each). Measured with autocast: 18.7 GB
+for 8,448 tokens of 0.5B shapes, ``benchmarks/loss.py``; the formula says 18.5."""
+
+PACKED_LOGIT_BYTES, PIECE_BYTES = HALF, 3 * FULL * 2**26
+"""Bytes of a logit where responses are packed, whose gradient takes its place, and of
+the piece of them that is computed with in float32 at a time."""
+
+RUNTIME = 2 * GIB
+"""What is none of the tensors: CUDA's context, kernels, NCCL's buffers. A sleeping
+server, which has little else, held 1.9 GB on an H200."""
+
+SLACK = 0.05
+"""Share of a GPU that is left free: allocators round up, and blocks are fragmented."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What a run does, as far as memory follows from it."""
+
+    sequence: int = 2048
+    """Tokens of the longest prompt with its response."""
+    group_size: int = 8
+    """Responses to a prompt."""
+    groups_per_batch: int = 16
+    """Prompts of a batch."""
+    lora: int | None = None
+    """Rank of the adapter that is trained alone; ``None``: all weights are."""
+    reference: bool = False
+    """Whether the loss has a divergence from the model before training."""
+    checkpointing: bool = True
+    """Whether activations are computed again in the backward pass."""
+
+    packed: bool = False
+    """Whether responses go through the model in one row without padding."""
+
+    @property
+    def responses(self) -> int:
+        """Responses of a batch."""
+        return self.group_size * self.groups_per_batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerMemory:
+    """Bytes of a trainer's GPU: what is there all the time, and what comes and goes."""
+
+    kept: Mapping[str, float]
+    """Tensors that are there during the whole run."""
+    training: Mapping[str, float]
+    """Tensors of a forward and backward pass, beside those."""
+    stepping: Mapping[str, float]
+    """Tensors of an optimizer step, beside those that are kept."""
+    updating: Mapping[str, float]
+    """Tensors of a weight update, likewise."""
+    loading: Mapping[str, float]
+    """Tensors while the model is loaded; nothing else is there yet."""
+
+    @property
+    def standing(self) -> float:
+        """Bytes between two steps."""
+        return sum(self.kept.values())
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """Most bytes of tensors in each phase."""
+        beside = {name: getattr(self, name) for name in ("training", "stepping")}
+        beside["updating"] = self.updating
+        found = {k: self.standing + sum(v.values()) for k, v in beside.items()}
+        return {**found, "loading": sum(self.loading.values())}
+
+    @property
+    def peak(self) -> float:
+        """Most bytes of tensors at any time."""
+        return max(self.peaks.values())
+
+
+def trained_parameters(shape: Shape, lora: int | None) -> int:
+    """Returns how many parameters are trained.
+
+    An adapter of rank ``r`` has ``r (inputs + outputs)`` for each linear layer but the
+    head (LoRA, https://arxiv.org/abs/2106.09685, section 4.1; PEFT's ``all-linear``).
+    """
+    return shape.parameters if lora is None else lora * shape.linear_features
+
+
+def trainer_memory(
+    shape: Shape, work: Workload, *, ranks: int, tokens: int
+) -> TrainerMemory:
+    """Returns the memory of each rank of the trainer.
+
+    ``trainers.models`` loads weights in float32. One rank computes passes with
+    autocast; several share the model with FSDP2, which gathers a layer in bfloat16 and
+    reduces its gradient in float32.
+
+    Args:
+        shape: of the model.
+        work: of the run.
+        ranks: of the trainer.
+        tokens: ``max_tokens_per_pass``. A longer response has a pass of its own.
+    """
+    trained = trained_parameters(shape, work.lora)
+    frozen = 0 if work.lora is None else shape.parameters
+    tokens = max(tokens, work.sequence)
+    kept = {
+        "weights": FULL * (trained + frozen) / ranks,
+        "optimizer": ADAMW_STATE * trained / ranks,
+    }
+    if work.reference and work.lora is None:
+        # An adapter's reference is the model without it.
+        kept["reference model"] = FULL * shape.parameters / ranks
+    gradients = {"gradients": FULL * trained / ranks}
+    return TrainerMemory(
+        kept=kept,
+        training={
+            **gradients,
+            **pass_memory(shape, work, autocast=ranks == 1, tokens=tokens),
+        },
+        stepping={**gradients, "roots of AdamW": ADAMW_STEP * trained / ranks},
+        updating={"buckets": update_memory(shape, work, ranks=ranks)},
+        # FSDP2 moves a group to the GPU, and keeps this rank's share of it.
+        loading={
+            "weights": kept["weights"],
+            "a group": FULL * largest_group(shape) if ranks > 1 else 0,
+        },
+    )
+
+
+def largest_group(shape: Shape) -> int:
+    """Returns the parameters of the largest group that FSDP2 gathers together."""
+    return max(shape.largest_layer, shape.outside_layers)
+
+
+def host_memory(shape: Shape, work: Workload, *, ranks: int) -> float:
+    """Returns the memory of a machine with so many ranks, while they load.
+
+    Each rank has the whole model in float32 there, before FSDP2 moves its share to the
+    GPU; and the reference model, after it.
+    """
+    frozen = 0 if work.lora is None else shape.parameters
+    return ranks * FULL * (trained_parameters(shape, work.lora) + frozen)
+
+
+def pass_memory(
+    shape: Shape, work: Workload, *, autocast: bool, tokens: int
+) -> dict[str, float]:
+    """Returns the memory of a forward and backward pass, beside weights and gradients.
+
+    Two moments can be the largest: the loss, when logits and their gradient are there,
+    and the backward pass of a layer, when what checkpointing left out is there again.
+    """
+    one = layer_activations(shape, autocast=autocast) * tokens
+    stream = FULL if autocast else HALF
+    saved = stream * shape.hidden * tokens if work.checkpointing else one
+    logits = LOGIT_BYTES[autocast] * shape.vocabulary * tokens
+    if work.packed:
+        logits = PACKED_LOGIT_BYTES * shape.vocabulary * tokens + PIECE_BYTES
+    # Of the largest layer again, and the gradients of its activations, of which the
+    # widest are there at a time.
+    again = one if work.checkpointing else 0
+    widest = 2 * HALF * max(shape.mlp, shape.attention, shape.hidden) * tokens
+    return {
+        "copies of weights": weight_copies(shape, work, autocast=autocast),
+        "activations": shape.layers * saved,
+        "logits or a layer": max(logits, again + widest),
+        "attention mask": 0 if work.packed else mask_memory(work, tokens=tokens),
+    }
+
+
+def layer_activations(shape: Shape, *, autocast: bool) -> float:
+    """Returns the bytes for a token that a layer keeps for its backward pass.
+
+    Of a decoder layer with RMSNorm, rotary embedding and a gated MLP (Llama,
+    https://arxiv.org/abs/2302.13971), as transformers computes it, tensor by tensor:
+
+    - a norm keeps its input in float32 and its result before the weight; there are two;
+    - linear layers keep their input in bfloat16. Autocast makes that copy for each of
+      them: three of the attention's, two of the MLP's;
+    - attention keeps queries, keys and values, the last two repeated for each head
+      (transformers' ``repeat_kv``), and its result, which the next linear layer keeps;
+    - a norm of queries and keys (Qwen3) keeps these in float32, and its result;
+    - the MLP keeps both parts, the activation of one, and their product;
+    - with experts, each chosen one has its copy of the input, and of the output.
+    """
+    norms = 2 * (FULL + (FULL if autocast else HALF))
+    inputs = HALF * (5 if autocast else 2)
+    attention = 4 * HALF * shape.attention + (FULL + HALF) * shape.normed
+    mlp = 4 * HALF * shape.mlp
+    experts = 2 * HALF * shape.experts_per_token * shape.hidden
+    return (norms + inputs) * shape.hidden + attention + mlp + experts
+
+
+def weight_copies(shape: Shape, work: Workload, *, autocast: bool) -> float:
+    """Returns the bytes of weights in bfloat16, and of gradients on their way.
+
+    Autocast keeps the copy of each weight that has a gradient until it ends
+    (``torch.autocast``, ``cache_enabled``), here a whole minibatch, and makes others
+    when they are used. FSDP2 has the group outside of the layers gathered during the
+    whole pass, two layers, as it gathers the next one ahead, and for as many the
+    gradient in bfloat16 and in float32 (``torch.distributed.fsdp.fully_shard``).
+    """
+    trained = work.lora is None
+    if autocast:
+        copied = shape.parameters if trained else shape.largest_layer
+        kept_for_backward = 0 if work.checkpointing or trained else shape.parameters
+        return HALF * max(copied, kept_for_backward)
+    gathered = HALF * (shape.outside_layers + 2 * shape.largest_layer)
+    reduced = (HALF + FULL) * (shape.outside_layers + 2 * shape.largest_layer)
+    return gathered + (reduced if trained else 0)
+
+
+def mask_memory(work: Workload, *, tokens: int) -> float:
+    """Returns the bytes of the mask of padded attention, and of its bias in bfloat16.
+
+    A square for each sequence, as transformers makes it for PyTorch's attention.
+    """
+    return (1 + HALF) * tokens * work.sequence
+
+
+def update_memory(shape: Shape, work: Workload, *, ranks: int) -> float:
+    """Returns the bytes that a weight update has on the trainer's GPU.
+
+    One bucket in the served type and the next one, of at most the model; with FSDP2
+    also the gathered float32 values of the largest parameter.
+    """
+    sent = (
+        shape.parameters if work.lora is None else trained_parameters(shape, work.lora)
+    )
+    bucket = min(BUCKET_BYTES * 3 / 2, HALF * sent)
+    return bucket + (FULL * shape.largest_parameter if ranks > 1 else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerMemory:
+    """Bytes of each GPU of a server."""
+
+    weights: float
+    """Its part of the weights, in bfloat16."""
+    cache: float
+    """The KV cache: what is left of the server's share."""
+    token: float
+    """Of one token in the cache."""
+    rest: float
+    """Outside of the share: activations, CUDA graphs, buckets of an update."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the cache holds, on all GPUs of the server together."""
+        return max(int(self.cache // self.token), 0)
+
+
+def server_memory(
+    shape: Shape, *, tp_size: int, memory: float, share: float
+) -> ServerMemory:
+    """Returns the memory of each GPU of a server.
+
+    SGLang shares weights and heads among ``tp_size`` GPUs; a head of keys and values is
+    repeated where there are fewer of them. ``mem_fraction_static`` is the share of a
+    GPU for weights and cache (SGLang's ``ModelRunner``, ``profile_max_num_token``).
+
+    Args:
+        shape: of the model.
+        tp_size: GPUs of a server.
+        memory: bytes of a GPU.
+        share: ``mem_fraction_static``.
+    """
+    weights = HALF * shape.parameters / tp_size
+    parts = min(tp_size, shape.kv_heads)
+    return ServerMemory(
+        weights=weights,
+        cache=share * memory - weights,
+        token=HALF * shape.cache / parts,
+        rest=(1 - share) * memory,
+    )

@@ -1,0 +1,227 @@
+"""What ``plan`` prints: memory in lines, and the command to run. Pure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from torchrl_sglang.cli.plan.arrange import Arrangement, Cluster, NothingFits
+from torchrl_sglang.cli.plan.memory import (
+    GIB,
+    Workload,
+    host_memory,
+    trainer_memory,
+)
+from torchrl_sglang.cli.plan.shapes import Shape
+
+WEIGHTS_FOLDER = "/dev/shm/weights"
+"""Where weights go for colocated servers on other GPUs than the first rank's."""
+
+WIDTH = 34
+
+
+def grpo_arguments(found: Arrangement) -> dict[str, Any]:
+    """Returns the arguments of ``GRPO`` that an arrangement decides.
+
+    On several machines, servers run where they are started beforehand, so that the
+    engine's are not among them.
+    """
+    work = found.work
+    arguments: dict[str, Any] = {
+        "group_size": work.group_size,
+        "groups_per_batch": work.groups_per_batch,
+        "max_tokens_per_pass": found.tokens_per_pass,
+    }
+    if not work.checkpointing:
+        arguments["gradient_checkpointing"] = False
+    if work.lora is not None:
+        arguments["lora"] = {"r": work.lora}
+    if work.reference:
+        arguments["kl_to_ref_coeff"] = 0.001
+    if found.place == "colocated":
+        arguments["colocated"] = True
+        if found.ranks > 1 and work.lora is None:
+            arguments["weight_sync"] = {"directory": WEIGHTS_FOLDER}
+    else:
+        arguments["max_staleness"] = 1
+    if not found.spans_nodes:
+        arguments["engine"] = {
+            "num_replicas": found.replicas,
+            "tp_size": found.tp_size,
+            "mem_fraction_static": found.share,
+        }
+    return arguments
+
+
+def command_of(shape: Shape, found: Arrangement) -> str:
+    """Returns the command line of a run with a YAML file of its other arguments."""
+    words = ["run.yaml", f"model={shape.name}", *_dotted(grpo_arguments(found))]
+    if found.spans_nodes:
+        per_node = found.cluster.per_node
+        start = [
+            f"TRAINER_NODES={found.ranks // per_node}",
+            f"TP_SIZE={found.tp_size}",
+            f"sbatch --nodes={found.cluster.nodes} --gpus-per-node={per_node}",
+            "examples/cluster/grpo.sbatch",
+        ]
+    elif found.ranks > 1:
+        start = [f"torchrun --nproc-per-node {found.ranks} examples/grpo/train.py"]
+    else:
+        start = ["python examples/grpo/train.py"]
+    return " ".join([*start, *map(shlex.quote, words)])
+
+
+def _dotted(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in arguments.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            text = str(value).lower() if isinstance(value, bool) else value
+            yield f"{prefix}{name}={text}"
+
+
+def call_of(shape: Shape, found: Arrangement) -> str:
+    """Returns the same as a call in Python."""
+    arguments = grpo_arguments(found)
+    if found.spans_nodes:
+        arguments["engine"] = {"urls": ["http://NODE:30000"]}
+    lines = [f"    {name}={value!r}," for name, value in arguments.items()]
+    begin = [f"GRPO({shape.name!r}, prompts=..., rewards=...,"]
+    return "\n".join([*begin, *lines, ").train()"])
+
+
+def to_text(shape: Shape, found: Arrangement) -> str:
+    """Returns what a person reads of an arrangement."""
+    return "\n".join(
+        [
+            *_head(shape, found.cluster, found.work),
+            "",
+            *_trainer_lines(shape, found),
+            "",
+            *_server_lines(found),
+            *_notes(found),
+            "",
+            "Run it, with prompts and rewards in run.yaml:",
+            "",
+            f"  {command_of(shape, found)}",
+            "",
+            "or in Python:",
+            "",
+            *(f"  {line}" for line in call_of(shape, found).splitlines()),
+        ]
+    )
+
+
+def nothing_text(
+    shape: Shape, cluster: Cluster, work: Workload, found: NothingFits
+) -> str:
+    """Returns what a person reads where nothing fits."""
+    lines = [*_head(shape, cluster, work), "", "Nothing fits.", *found.reasons]
+    return "\n".join([*lines, "", "What would:", *found.remedies])
+
+
+def _head(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
+    count = shape.parameters
+    size = f"{count / 1e9:.2f}B" if count > 1e8 else f"{count / 1e6:.2f}M"
+    gpus = "1 GPU" if cluster.gpus == 1 else f"{cluster.gpus} GPUs"
+    nodes = "" if cluster.nodes == 1 else f" on {cluster.nodes} machines"
+    trained = "all weights" if work.lora is None else f"an adapter of rank {work.lora}"
+    usable = f"{cluster.usable / GIB:.1f} GiB of each for tensors"
+    yield (
+        f"{shape.name}: {size} parameters, {shape.layers} layers, {shape.vocabulary:,} "
+        f"tokens; {trained} trained."
+    )
+    yield f"{gpus} of {cluster.memory / GIB:.1f} GiB{nodes}, {usable}."
+    yield (
+        f"Batches of {work.responses} responses of at most {work.sequence:,} tokens "
+        f"with their prompts."
+    )
+
+
+def _trainer_lines(shape: Shape, found: Arrangement) -> Iterator[str]:
+    where = "on the servers' GPUs" if found.place == "colocated" else "of its own"
+    ranks = "1 GPU" if found.ranks == 1 else f"{found.ranks} GPUs, FSDP2,"
+    yield f"Trainer: {ranks} {where}; GiB of each"
+    memory = found.trainer
+    for name, size in memory.kept.items():
+        yield _line(name, size)
+    for phase in ("training", "stepping", "updating"):
+        for name, size in getattr(memory, phase).items():
+            yield _line(f"{phase}: {name}", size)
+    for phase, size in memory.peaks.items():
+        mark = " <- peak" if size == memory.peak else ""
+        yield _line(f"most while {phase}", size) + mark
+    of_a_machine = min(found.ranks, found.cluster.per_node)
+    host = host_memory(shape, found.work, ranks=of_a_machine)
+    yield _line("of the machine, while loading", host)
+    work = replace(found.work, checkpointing=not found.work.checkpointing)
+    other = trainer_memory(
+        shape, work, ranks=found.ranks, tokens=found.tokens_per_pass
+    ).peak
+    name = "without" if found.work.checkpointing else "with"
+    yield _line(f"peak {name} checkpointing", other)
+
+
+def _server_lines(found: Arrangement) -> Iterator[str]:
+    server, work = found.server, found.work
+    count = "1 server" if found.replicas == 1 else f"{found.replicas} servers"
+    yield f"Servers: {count} of tp_size={found.tp_size}; GiB of each GPU"
+    yield _line("weights", server.weights)
+    yield _line(f"KV cache, of {server.token / 1024:.1f} KiB a token", server.cache)
+    yield _line(f"outside of mem_fraction_static={found.share:g}", server.rest)
+    yield (
+        f"  Together they hold {found.sequences:,} responses of {work.sequence:,} "
+        f"tokens at once."
+    )
+
+
+def _notes(found: Arrangement) -> Iterator[str]:
+    work = found.work
+    if found.unused:
+        yield f"  {found.unused} GPUs have nothing to do."
+    if found.sequences < work.responses:
+        yield (
+            f"  A batch has {work.responses}, so that some wait for others: it is "
+            f"slower, and works."
+        )
+    elif found.replicas * work.group_size > 2 * work.responses:
+        yield (
+            f"  A batch has {work.responses}, few for {found.replicas} servers: a "
+            f"larger groups_per_batch keeps them busy."
+        )
+
+
+def _line(name: str, size: float) -> str:
+    return f"  {name:{WIDTH}} {size / GIB:8.2f}"
+
+
+def to_json(
+    shape: Shape, cluster: Cluster, work: Workload, found: Arrangement | NothingFits
+) -> str:
+    """Returns one line with a JSON object; sizes are in bytes."""
+    about: dict[str, Any] = {
+        "model": shape.name,
+        "parameters": shape.parameters,
+        "cluster": asdict(cluster),
+        "work": asdict(work),
+        "fits": isinstance(found, Arrangement),
+    }
+    if isinstance(found, NothingFits):
+        return json.dumps({**about, **asdict(found)})
+    return json.dumps(
+        {
+            **about,
+            "place": found.place,
+            "ranks": found.ranks,
+            "replicas": found.replicas,
+            "tp_size": found.tp_size,
+            "sequences": found.sequences,
+            "trainer": {**asdict(found.trainer), "peaks": found.trainer.peaks},
+            "server": asdict(found.server),
+            "arguments": grpo_arguments(found),
+            "command": command_of(shape, found),
+        }
+    )
