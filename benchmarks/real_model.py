@@ -114,7 +114,8 @@ PLANS: dict[str, list[list[str]]] = {
         ["words/full/sync/2", "words/full/k2/2", "letters/lora/sync/0"],
         ["sums/lora/sync/0", "sums/lora/k1/0", "sums/lora/k2/0"],
         ["sums/full/colocated/0", "words/full/colocated/0"],
-        ["sums/lora/colocated/0", "sums/full/torchrl/0"],
+        ["sums/lora/colocated/0"],
+        ["sums/full/torchrl/0"],
     ],
 }
 
@@ -177,43 +178,34 @@ def server_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, An
 
 
 class Watch:
-    """Measures a run step by step."""
+    """Notes a run's steps, and says when to evaluate and to end."""
 
     def __init__(self, run: Any, seconds: float) -> None:
-        self.rows: list[dict[str, float]] = []
+        self.rows: list[dict[str, Any]] = []
         self._run, self._seconds = run, seconds
-        self._start = time.perf_counter()
-        self._next_evaluation = 0.0
-        self._measured = 0.0
+        self._next_evaluation = seconds / EVALUATIONS
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training so far; evaluations and measurements do not count."""
-        return time.perf_counter() - self._start - self._measured
+        """Seconds so far, without evaluations and measurements."""
+        totals = self._run.clock.totals
+        return float(totals["collect"] + totals["train"] + totals["update"])
 
     def is_over(self) -> bool:
         """Returns whether the run's time is used up."""
         return self.elapsed >= self._seconds
 
     def is_due(self) -> bool:
-        """Returns whether to evaluate now."""
-        return self.elapsed >= self._next_evaluation or self.is_over()
-
-    def aside(self, call: Any) -> Any:
-        """Calls a function whose time is not counted."""
-        begin = time.perf_counter()
-        found = call()
-        self._measured += time.perf_counter() - begin
-        return found
-
-    def note(self, metrics: Mapping[str, float], *, evaluate: bool) -> None:
-        """Adds a row, with held-out results if wanted."""
-        row = {"step": self._run.step, "seconds": round(self.elapsed, 3), **metrics}
-        if evaluate:
-            found = self.aside(self._run.evaluate)
-            row |= {name: value for name, value in found.items() if "eval" in name}
+        """Returns whether to evaluate after this step."""
+        due = self.elapsed >= self._next_evaluation
+        while self.elapsed >= self._next_evaluation:
             self._next_evaluation += self._seconds / EVALUATIONS
-        self.rows.append({k: rounded(v) for k, v in row.items()})
+        return due
+
+    def note(self) -> None:
+        """Adds the metrics of the last step."""
+        row = {"step": self._run.step, "seconds": self.elapsed, **self._run.metrics}
+        self.rows.append({name: rounded(value) for name, value in row.items()})
 
 
 def rounded(value: Any) -> Any:
@@ -241,8 +233,11 @@ def log_prob_gap(run: Any, batch: Any, rows: int = 32) -> dict[str, float]:
     actor = scorer(run.model, run.learner.actor.tokenizer)
     device = next(run.model.parameters()).device
     gaps = []
-    with torch.no_grad(), torch.autocast(
-        device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"
+    with (
+        torch.no_grad(),
+        torch.autocast(
+            device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"
+        ),
     ):
         for row in fresh:
             one = row.unsqueeze(0).select("tokens", "masks").to(device)
@@ -266,38 +261,32 @@ def train(name: str, engine: Any, options: argparse.Namespace) -> dict[str, Any]
         # Nothing is saved: no model is better than this.
         run.best = math.inf
         watch = Watch(run, options.seconds)
-        watch.note({}, evaluate=True)
-        begin_samples = sample_texts(run)
-        run.clock.take()
+        watch.note()
+        before = sample_texts(run)
         for batch in run.batches():
             run.step += 1
-            due = watch.is_due()
-            gap = watch.aside(lambda b=batch: log_prob_gap(run, b)) if due else {}
-            run.clock.done("train")
-            run.clock.seconds.pop("train", None)
-            run.clock.totals["train"] = 0.0
+            gap = log_prob_gap(run, batch) if (due := watch.is_due()) else {}
+            run.clock.done("evaluate")
             with run.memory_for_training():
                 metrics = run.learner.train(batch, run.collector.policy_version)
             run.clock.done("train")
             run.update_weights()
             run.clock.done("update")
-            seconds = run.clock.take()
-            found = {**run._described, **metrics, **seconds, **gap}
-            watch.note(found, evaluate=due)
-            run.clock.done("evaluate")
-            run.clock.take()
-            print(f"{name}: step {run.step}, {watch.elapsed:.0f} s", flush=True)
+            if due or watch.is_over():
+                metrics |= run.evaluate()
+            run.report(metrics | gap)
+            watch.note()
             if watch.is_over():
                 break
-        samples = sample_texts(run)
+        after = sample_texts(run)
     import torch
 
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return {
         "rows": watch.rows,
         "samples": [
-            {**before, "after": after["text"]}
-            for before, after in zip(begin_samples, samples, strict=True)
+            {**old, "after": new["text"]}
+            for old, new in zip(before, after, strict=True)
         ],
         "gigabytes": round(peak / 1e9, 2),
         "arguments": {k: v for k, v in run.hyperparameters.items() if v is not None},
@@ -319,8 +308,7 @@ def sample_texts(run: Any, count: int = 4) -> list[dict[str, str]]:
         )
         prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
     sampling = {**run.sampling, "temperature": 0.0}
-    options: dict[str, Any] = {}
-    done = run.engine.generate(input_ids=prompts, sampling_params=sampling, **options)
+    done = run.engine.generate(input_ids=prompts, sampling_params=sampling)
     texts = [tokenizer.decode(d.token_ids, skip_special_tokens=True) for d in done]
     return [
         {"question": task["query"], "answer": str(task["answer"]), "text": text}
@@ -412,7 +400,9 @@ def run_plan(options: argparse.Namespace) -> int:
             worker.kill()
     files = sorted(output.glob("*.json"))
     bundle = [json.loads(file.read_text()) for file in files]
-    (output / "runs.json").write_text(json.dumps({"plan": options.plan, "runs": bundle}))
+    (output / "runs.json").write_text(
+        json.dumps({"plan": options.plan, "runs": bundle})
+    )
     for file in files:
         file.unlink()
     for found in bundle:
