@@ -34,13 +34,13 @@ EXAMPLES = ROOT / "examples" / "grpo"
 MODEL = Path("runs/smollm2-135m-instruct")
 
 SHORT = {"max_new_tokens": 12, "temperature": 1.0}
+NUMBER_ONLY = " Answer with the number only."
 
 TASKS: dict[str, dict[str, Any]] = {
     "sums": {
         "task": {
             "data": {"chain_sum": {"min_terms": 2, "max_terms": 2, "max_digits": 2}},
             "answer": "number",
-            "system_prompt": "Answer with the number only.",
         },
         "generate_kwargs": SHORT,
     },
@@ -48,7 +48,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "task": {
             "data": {"letter_counting": {"min_words": 3, "max_words": 6}},
             "answer": "number",
-            "system_prompt": "Answer with the number only.",
+            "suffix": NUMBER_ONLY,
         },
         "generate_kwargs": SHORT,
     },
@@ -56,7 +56,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "task": {
             "data": {"syllogism": {}},
             "answer": "whole",
-            "system_prompt": "Answer with Yes or No only.",
+            "suffix": " Answer with one word only.",
         },
         "generate_kwargs": SHORT,
     },
@@ -67,7 +67,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 """Name -> arguments of ``examples/grpo``."""
 
-FULL = {"lr": 5e-6}
+FULL = {"lr": 1e-5}
 LORA = {"lora": {"r": 32, "lora_alpha": 64}, "lr": 2e-4}
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -77,7 +77,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 }
 
 SHARED: dict[str, Any] = {
-    "group_size": 8,
+    "group_size": 16,
     "groups_per_batch": 16,
     "on_stale": "retry",
     "max_tokens_per_pass": 16_384,
