@@ -91,6 +91,7 @@ SHARED: dict[str, Any] = {
 PLANS: dict[str, list[list[str]]] = {
     # Two tiny runs, for a CPU.
     "try": [["sums/full/sync/0", "sums/full/k1/0"]],
+    "torchrl": [["sums/full/torchrl/0"]],
     # A GPU's first try: each kind of worker once.
     "first": [
         ["sums/full/sync/0", "stories/full/k2/0"],

@@ -120,7 +120,8 @@ def plan(checkout: Path, target: str, *settings: str) -> str:
     ("target", "installs"),
     [
         ("demo", {"trainer", "engine"}),
-        ("test", {"trainer", "engine", "test", "old"}),
+        ("demo-real", {"trainer", "engine", "tasks"}),
+        ("test", {"trainer", "engine", "test", "tasks", "old"}),
         ("lint", {"trainer", "lint"}),
         ("docs", {"trainer", "engine", "docs"}),
     ],
