@@ -111,7 +111,7 @@ def test_scores_are_those_of_the_data_set(reasoning, answer, text, part):
     [
         ("reasoning_gym/gdc", "no data set 'gdc'; did you mean 'gcd'?"),
         ({"size": 3}, "names no data set; write reasoning_gym/NAME"),
-        ({"data": SUMS, "sise": 3}, "task has no 'sise'; there is size"),
+        ({"data": SUMS, "sizes": 3}, "task has no 'sizes'; there is size"),
         ({"data": SUMS, "answer": "tag"}, "is not one of tags, whole, number"),
         ({"data": {"gcd": {"level": 99}}}, "is no level of 0 to"),
         ({"data": {"gsm_symbolic": {"level": 0}}}, "gsm_symbolic has no levels"),
