@@ -185,9 +185,9 @@ def server_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, An
 class Watch:
     """Notes a run's steps, and says when to evaluate and to end."""
 
-    def __init__(self, run: Any, seconds: float) -> None:
+    def __init__(self, run: Any, seconds: float, deadline: float) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._run, self._seconds = run, seconds
+        self._run, self._seconds, self._deadline = run, seconds, deadline
         self._next_evaluation = seconds / EVALUATIONS
 
     @property
@@ -198,7 +198,7 @@ class Watch:
 
     def is_over(self) -> bool:
         """Returns whether the run's time is used up."""
-        return self.elapsed >= self._seconds
+        return self.elapsed >= self._seconds or time.time() >= self._deadline
 
     def is_due(self) -> bool:
         """Returns whether to evaluate after this step."""
@@ -272,7 +272,7 @@ def train(name: str, engine: Any, options: argparse.Namespace) -> dict[str, Any]
         run.begin()
         # Nothing is saved: no model is better than this.
         run.best = math.inf
-        watch = Watch(run, options.seconds)
+        watch = Watch(run, options.seconds, options.deadline)
         watch.note()
         before = answers()
         for batch in run.batches():
@@ -324,8 +324,10 @@ def run_worker(options: argparse.Namespace) -> None:
     with engine:
         for number, name in enumerate(options.names):
             left = options.until - time.time()
-            share = left / (len(options.names) - number) - 15
-            options.seconds = min(options.seconds_wanted, share)
+            # Evaluations and the end of a run take their time, too.
+            share = left / (len(options.names) - number) - 10
+            options.deadline = time.time() + share
+            options.seconds = min(options.seconds_wanted, share - 15)
             found: dict[str, Any] = {"name": name, **parse_name(name)}
             found |= {"server_start_seconds": round(started, 1)}
             try:

@@ -144,17 +144,21 @@ def split_problems(config: TaskConfig) -> tuple[list[Any], list[Any]]:
         ConfigurationError: if there are too few different ones.
     """
     held_out = _problems(config, config.seed + HELD_OUT_SEED, config.held_out)
-    while True:
+
+    def others() -> list[Any]:
         without = {each["query"] for each in held_out}
-        training = _problems(config, config.seed, config.size, without)
-        if len(training) >= min(4 * len(held_out), config.size):
-            return training, held_out
-        if len(held_out) < 2:
-            raise ConfigurationError(
-                f"task.data={dict(config.data)!r} has too few different problems."
-            )
+        return _problems(config, config.seed, config.size, without)
+
+    training = others()
+    if len(training) < min(4 * len(held_out), config.size):
         # There are few problems in all.
-        held_out = held_out[: len(held_out) // 2]
+        held_out = held_out[: (len(training) + len(held_out)) // 5]
+        training = others()
+    if not held_out or not training:
+        raise ConfigurationError(
+            f"task.data={dict(config.data)!r} has too few different problems."
+        )
+    return training, held_out
 
 
 def _problems(
