@@ -436,6 +436,9 @@ def main() -> int:
     report = verbs.add_parser("report", help="tables and plots of the documentation")
     report.add_argument("folders", nargs="+", type=Path)
     report.add_argument("--docs", type=Path, default=ROOT / "docs" / "source")
+    demo = verbs.add_parser("demo", help="table and plot of a run of make demo-real")
+    demo.add_argument("folder", type=Path, help="that it wrote to")
+    demo.add_argument("--docs", type=Path, default=ROOT / "docs" / "source")
     options = parser.parse_args()
     if options.verb == "run":
         return run_plan(options)
@@ -444,7 +447,10 @@ def main() -> int:
         run_worker(options)
         return 0
     module = importlib.import_module("real_model_report")
-    module.write(options.folders, options.docs)
+    if options.verb == "demo":
+        module.write_demo(options.folder, options.docs)
+    else:
+        module.write(options.folders, options.docs)
     return 0
 
 

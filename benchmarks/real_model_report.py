@@ -60,6 +60,27 @@ def write(folders: Sequence[Path], docs: Path) -> None:
     print(f"{len(done)} runs of {len(runs)}: {docs / 'results_measured.txt'}")
 
 
+def write_demo(folder: Path, docs: Path) -> None:
+    """Writes ``results_demo.txt`` and its plot, of a run of ``make demo-real``."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    accuracy = [row[ACCURACY] for row in rows if ACCURACY in row]
+    said = (
+        f"Held-out accuracy went from {accuracy[0]:.2f} to {accuracy[-1]:.2f} in "
+        f"{rows[-1]['step']} steps and {rows[-1]['seconds'] / 60:.0f} minutes."
+    )
+    samples = [
+        {**old, "after": new["said"]}
+        for old, new in zip(rows[0]["answers"], rows[-1]["answers"], strict=True)
+    ]
+    name = {"name": "make demo-real", "task": "demo", "weights": "full", "kind": "sync"}
+    run = {**name, "rows": rows, "samples": samples}
+    plot("demo", [run], docs / "images" / "results_demo.svg")
+    parts = [f"{said}\n", figure("demo"), table_of_samples("demo", [run])]
+    (docs / "results_demo.txt").write_text("\n".join(parts), encoding="utf-8")
+    print(said)
+
+
 def grouped(runs: Iterable[Run]) -> dict[tuple[str, str, str], list[Run]]:
     """Returns runs that differ in their seed alone, together."""
     found: dict[tuple[str, str, str], list[Run]] = defaultdict(list)

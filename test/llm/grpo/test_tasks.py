@@ -330,6 +330,12 @@ def test_tables_and_plots(tmp_path):
     ):
         assert cell in text, cell
     assert b"<svg" in (tmp_path / "images" / "results_sums.svg").read_bytes()
+    rows = [{**each, "answers": runs[0]["samples"]} for each in runs[0]["rows"]]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    report.write_demo(tmp_path, tmp_path)
+    text = (tmp_path / "results_demo.txt").read_text()
+    assert "from 0.25 to 0.50 in 2 steps and 0 minutes" in text
+    assert b"<svg" in (tmp_path / "images" / "results_demo.svg").read_bytes()
 
 
 @needs_gym
