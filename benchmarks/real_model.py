@@ -91,7 +91,8 @@ SHARED: dict[str, Any] = {
 PLANS: dict[str, list[list[str]]] = {
     # Two tiny runs, for a CPU.
     "try": [["sums/full/sync/0", "sums/full/k1/0"]],
-    "torchrl": [["sums/full/torchrl/0"]],
+    "try-lora": [["sums/lora/sync/0", "sums/lora/k1/0"]],
+    "try-torchrl": [["sums/full/torchrl/0"]],
     # A GPU's first try: each kind of worker once.
     "first": [
         ["sums/full/sync/0", "stories/full/k2/0"],
@@ -389,7 +390,7 @@ def run_plan(options: argparse.Namespace) -> int:
             worker.wait(timeout=20)
         except subprocess.TimeoutExpired:
             worker.kill()
-    files = sorted(output.glob("*.json"))
+    files = sorted(output.glob("*_*.json"))
     bundle = [json.loads(file.read_text()) for file in files]
     (output / "runs.json").write_text(
         json.dumps({"plan": options.plan, "runs": bundle})
