@@ -98,7 +98,7 @@ def run(
         collected = time.perf_counter()
         rewards = batch["next", "reward"]
         buffer.empty()
-        buffer.extend(batch.reshape(-1))
+        buffer.extend(batch.view(-1))
         train(buffer, loss, optimizer, turns, device)
         now = time.perf_counter()
         last = rows[-1]["seconds"] if rows else 0.0
