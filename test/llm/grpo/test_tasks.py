@@ -356,6 +356,5 @@ def test_runs_side_by_side(tiny_model_path, tmp_path):
         assert "error" not in each, each["error"]
         assert "eval_reward/right" in each["rows"][-1]
         gaps = [row["gap/max"] for row in each["rows"] if "gap/max" in row]
-        # Both compute in float32, with the same weights.
-        assert gaps
-        assert max(gaps) < 1e-3
+        # Both compute in float32, with the same weights; others are older.
+        assert max(gaps) < 1e-3 if each["kind"] == "sync" else not gaps
