@@ -105,9 +105,6 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # It says GGUF, which transformers does not write; the weights are plain now.
-    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
-        if hasattr(model, name):
-            delattr(model, name)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
