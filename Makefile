@@ -4,7 +4,9 @@
 #
 # PYTHON                      the interpreter to start from, CPython 3.11 to 3.13; by
 #                             default the first of these that there is
-# SEED, OUTPUT                the demo's seed and the folder that it writes to
+# SEED, OUTPUT                a demo's seed and the folder that it writes to
+# GGUF                        the file of SmolLM2 for `make demo-real`, where it is on this
+#                             machine already; by default it is downloaded
 # PYTEST_ARGS                 what `make test` and `make test-all` pass on to pytest
 # TORCHRL_SGLANG_TORCH_INDEX  a wheel index for torch alone, such as one with builds for
 #                             CPU; empty by default
@@ -23,6 +25,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CREATED := $(VENV)/.created
 TRAINER := $(VENV)/.trainer-complete
+TASKS := $(VENV)/.tasks-complete
 TEST := $(VENV)/.test-complete
 LINT := $(VENV)/.lint-complete
 DOCS := $(VENV)/.docs-complete
@@ -82,7 +85,7 @@ install:  ## Set up what the demo needs: the trainer in .venv, SGLang in .venv/s
 		$(TRAINER) $(ENGINE)
 
 .PHONY: develop
-develop: install $(TEST) $(OLD_ENGINE) $(LINT) $(DOCS)  ## Set up what any target needs
+develop: install $(TEST) $(TASKS) $(OLD_ENGINE) $(LINT) $(DOCS)  ## Set up what any target needs
 
 .PHONY: demo
 demo: install  ## Train a tiny model with GRPO against a real SGLang server
@@ -93,16 +96,21 @@ demo-async: install  ## Train it while the server generates, too, and plot both
 	@$(BIN)/python examples/grpo_tiny/train_async.py --seed "$(SEED)" \
 		--output "$(OUTPUT)_async"
 
+.PHONY: demo-real
+demo-real: install $(TASKS)  ## Train SmolLM2-135M-Instruct to add: half an hour, 100 MB more
+	@$(BIN)/python examples/grpo/smollm2.py $(if $(GGUF),--gguf "$(GGUF)") >/dev/null
+	@$(BIN)/python examples/grpo/demo.py --seed "$(SEED)" --output "$(OUTPUT)_real"
+
 .PHONY: test
-test: install $(TEST) $(OLD_ENGINE)  ## Run the CPU test suite, with real SGLang servers
+test: install $(TEST) $(TASKS) $(OLD_ENGINE)  ## Run the CPU test suite, with real SGLang servers
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: install $(TEST) $(OLD_ENGINE)
+test-slow: install $(TEST) $(TASKS) $(OLD_ENGINE)
 	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: install $(TEST) $(OLD_ENGINE)  ## Run the further cases of its long matrices, too
+test-all: install $(TEST) $(TASKS) $(OLD_ENGINE)  ## Run the further cases of its long matrices, too
 	@$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: lint
@@ -161,6 +169,13 @@ $(TRAINER): requirements/trainer.txt pyproject.toml $(CREATED)
 $(TEST) $(LINT) $(DOCS): $(VENV)/.%-complete: requirements/%.txt $(TRAINER)
 	@touch $(INSTALLING)
 	@$(INSTALL) --requirement $<
+	@rm $(INSTALLING)
+	@touch $@
+
+# Without what they name: a few data sets of reasoning-gym need packages without wheels.
+$(TASKS): requirements/tasks.txt $(TRAINER)
+	@touch $(INSTALLING)
+	@$(INSTALL) --no-deps --requirement $<
 	@rm $(INSTALLING)
 	@touch $@
 

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 ENGINE = "torchrl_sglang/cli/cpu/requirements.txt"
-SETS = ["trainer", "test", "lint", "docs"]
+SETS = ["trainer", "tasks", "test", "lint", "docs"]
 FILES = [*(f"requirements/{name}.txt" for name in SETS), ENGINE]
 PYTHONS = ["3.11.0", "3.11.2", "3.12.0", "3.13.0"]
 
@@ -120,7 +120,8 @@ def plan(checkout: Path, target: str, *settings: str) -> str:
     ("target", "installs"),
     [
         ("demo", {"trainer", "engine"}),
-        ("test", {"trainer", "engine", "test", "old"}),
+        ("demo-real", {"trainer", "engine", "tasks"}),
+        ("test", {"trainer", "engine", "test", "tasks", "old"}),
         ("lint", {"trainer", "lint"}),
         ("docs", {"trainer", "engine", "docs"}),
     ],

@@ -1,6 +1,7 @@
 """A GRPO run from a YAML file, whose keys are the arguments of ``GRPO``.
 
     python train.py gsm8k.yaml lr=2e-6 engine.num_replicas=4
+    python train.py gsm8k.yaml task=reasoning_gym/gsm_symbolic model=smollm2
     torchrun --nproc-per-node 4 train.py gsm8k.yaml
 
 Functions are ``module:function``; a module of the current folder can be imported.
@@ -28,6 +29,10 @@ NAMES = tuple(inspect.signature(GRPO).parameters)
 FUNCTIONS = ("step", "agent", "env", "loss", "optimizer", "collector", "keep_group")
 SEVERAL = ("rewards", "group_rewards", "tools")
 """Arguments that are functions, and lists or mappings of these."""
+TASK = "task"
+"""Key that stands for several arguments: see ``reasoning.py``."""
+OF_A_TASK = ("prompts", "eval_prompts", "rewards", "system_prompt", "query_key")
+"""Arguments of a file that a task on the command line takes the place of."""
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
@@ -45,12 +50,27 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         given = OmegaConf.to_container(merged, resolve=True)
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(f"{arguments[0]} cannot be read: {error}") from error
+    given = with_task(given, changes)
     for name in given.keys() - {*NAMES}:
-        near = difflib.get_close_matches(name, NAMES, n=1)
+        near = difflib.get_close_matches(name, [*NAMES, TASK], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}"
         raise ConfigurationError(f"GRPO has no argument {name!r}; {hint}")
     folder = Path(arguments[0]).parent
     return {name: convert(name, value, folder) for name, value in given.items()}
+
+
+def with_task(given: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Returns the arguments with those that ``task`` stands for in its place."""
+    if given.get(TASK) is None:
+        return {name: value for name, value in given.items() if name != TASK}
+    from reasoning import arguments_of
+
+    rest = {name: value for name, value in given.items() if name != TASK}
+    if any(each.startswith((f"{TASK}=", f"{TASK}.")) for each in changes):
+        # Those of the file are of another task.
+        said = {each.partition("=")[0].partition(".")[0] for each in changes}
+        rest = {k: v for k, v in rest.items() if k in said or k not in OF_A_TASK}
+    return {**arguments_of(given[TASK]), **rest}
 
 
 def convert(name: str, value: Any, folder: Path) -> Any:
@@ -60,10 +80,12 @@ def convert(name: str, value: Any, folder: Path) -> Any:
     options = value.get("launcher") if isinstance(value, dict) else None
     if name == "engine" and isinstance(options, dict):
         return {**value, "launcher": RayLauncher(**options)}
+    if name == "model" and value == "smollm2":
+        value = "smollm2:smollm2"
     if name in ("advantage", "model") and ":" in str(value):
         function = find_functions(name, value)
         return function() if name == "model" else function
-    if name in ("prompts", "eval_prompts") and value is not None:
+    if name in ("prompts", "eval_prompts") and isinstance(value, (str, Mapping)):
         return read_prompts(name, value, folder)
     return value
 
