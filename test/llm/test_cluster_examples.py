@@ -317,9 +317,12 @@ def test_a_job_whose_servers_do_not_start(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_job_of_ray(tmp_path, tiny_model_path):
+def test_a_job_of_ray(tmp_path, tiny_model_path, monkeypatch):
     """Three nodes: two with a rank each, and one on which a server is placed."""
     words = write_run(tmp_path, tiny_model_path, 2)
+    # A job's working folder, which is here that of the rewards, is on all nodes.
+    folders = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", folders)
     with ray_cluster(*[{"num_cpus": 1}] * 3) as cluster:
         command = [sys.executable, str(FOLDER / "grpo_ray.py"), "--nodes", "2"]
         command += ["--ranks-per-node", "1", "--device", "cpu", "--restarts", "0"]
@@ -331,7 +334,6 @@ def test_a_job_of_ray(tmp_path, tiny_model_path):
             env={
                 **os.environ,
                 "RAY_ADDRESS": cluster.address,
-                "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
             },
