@@ -103,7 +103,7 @@ class TokenColumn:
     """Field of the reply's ``meta_info`` that it comes in."""
     field_type: Any = Any
     """Type of that field, as msgspec checks it."""
-    read: Callable[[Any, int], Sequence[Any]] = _as_sent
+    read: Callable[[Any, int], Sequence[Any] | np.ndarray[Any, Any]] = _as_sent
     """Returns a value, or a list, for each token, from the field and the number of
     tokens; or an array of one dimension, with the values one after the other. Raises a
     ValueError or a LookupError if the field is malformed."""

@@ -45,7 +45,9 @@ def values_of(completion: Completion, layout: TokenLayout) -> TokenValues:
     return unknown_values(layout, length) if known is None else known
 
 
-def to_token_values(rows: Sequence[Any], layout: TokenLayout) -> TokenValues:
+def to_token_values(
+    rows: Sequence[Any] | np.ndarray[Any, Any], layout: TokenLayout
+) -> TokenValues:
     """Returns one value for each token, or one list.
 
     Raises:
@@ -69,7 +71,9 @@ def to_token_values(rows: Sequence[Any], layout: TokenLayout) -> TokenValues:
     return TokenValues(layout=layout, values=values)
 
 
-def _to_array(rows: Sequence[Any], layout: TokenLayout) -> np.ndarray[Any, Any]:
+def _to_array(
+    rows: Sequence[Any] | np.ndarray[Any, Any], layout: TokenLayout
+) -> np.ndarray[Any, Any]:
     kind = np.dtype(layout.dtype)
     if kind.kind not in "biu":
         return np.array(rows, dtype=kind)

@@ -26,6 +26,7 @@ from torchrl import logger as torchrl_logger
 from transformers import AutoTokenizer
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
+from torchrl_sglang.backends.client.model_info import find_experts, load_model_config
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
@@ -35,8 +36,14 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.objectives.advantages import GroupAdvantage, TrajectoryReturn
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
+from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.objectives.transform import MaskingStrategy, OffPolicyCorrection
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.token_columns import (
+    ROUTED_EXPERTS,
+    check_columns,
+    find_columns,
+)
 from torchrl_sglang.support.checks import check_flag, check_keywords
 from torchrl_sglang.trainers.arguments import (
     check_collector,
@@ -128,6 +135,8 @@ class GRPO:
             :class:`.Learner`, there ``epochs``.
         lora (dict, optional): arguments of PEFT's ``LoraConfig``, to train an adapter.
         gradient_checkpointing (bool, optional): Defaults to True on GPUs.
+        replay_routing (bool): train a mixture of experts with the experts that the
+            engine chose; see :func:`.replay_routing`. Defaults to False.
         colocated (bool): servers on the trainer's GPUs. Defaults to False.
         engine (dict, str or RLSGLangEngine, optional): arguments of
             :meth:`.AsyncSGLang.from_pretrained`, the URL of servers that run, or an
@@ -230,6 +239,7 @@ class GRPO:
         clip_grad_norm: float | None = 1.0,
         lora: Mapping[str, Any] | None = None,
         gradient_checkpointing: bool | None = None,
+        replay_routing: bool = False,
         colocated: bool = False,
         engine: Mapping[str, Any] | str | RLSGLangEngine | None = None,
         weight_sync: Mapping[str, Any] | None = None,
@@ -309,6 +319,8 @@ class GRPO:
         }
         self._optimizer_steps = minibatches * epochs_per_batch
         self._lora, self._gradient_checkpointing = lora, gradient_checkpointing
+        replays = check_flag("replay_routing", replay_routing)
+        self._token_columns = (ROUTED_EXPERTS,) if replays else ()
         self.colocated = colocated
         self._engine, self._weight_sync = engine, dict(weight_sync or {})
         self._collector_arguments = collector
@@ -604,6 +616,8 @@ class GRPO:
         self.ranks.first(lambda: self._start_engine(stack))
         tokenizer = self._tokenizer()
         self.model = self._load(device)
+        if self._token_columns:
+            stack.enter_context(replay_routing(self.model))
         self.learner = self._make_learner(device, tokenizer)
         self.scheme = SGLangWeightSyncScheme(
             self.engine, self.model, **self._weight_sync
@@ -653,7 +667,7 @@ class GRPO:
             self.engine = stack.enter_context(AsyncSGLang.connect(given))
         else:
             arguments = server_arguments(
-                given or {},
+                {**self._columns_of_servers(), **(given or {})},
                 self.ranks,
                 colocated=self.colocated,
                 lora=self._lora,
@@ -667,8 +681,11 @@ class GRPO:
             if "launcher" in arguments and torch.cuda.is_available():
                 gpus = visible_devices()[: self.ranks.local_size]
                 check_gpus(self.engine.placements, gpus)
+        columns = find_columns(self._token_columns)
+        check_columns(columns, self.sampling, self.engine.capabilities)
         self.policy = SGLangWrapper(
             self.engine,
+            token_columns=columns,
             input_mode="history",
             generate_kwargs=self.sampling,
             chat_template=self._chat_template,
@@ -680,9 +697,22 @@ class GRPO:
             arguments = {
                 "chat_template": self._chat_template,
                 "default_sampling_params": self.sampling,
+                "token_columns": columns,
                 **(self._gateway_arguments or {}),
             }
             self.gateway = stack.enter_context(Gateway(self.engine, **arguments))
+
+    def _columns_of_servers(self) -> dict[str, Any]:
+        """Returns the arguments of servers that report token columns."""
+        if not self._token_columns:
+            return {}
+        path = os.fspath(self._given_model)  # type: ignore[arg-type]
+        if find_experts(load_model_config(path)) is None:
+            raise ConfigurationError(
+                f"replay_routing=True is for mixtures of experts, and {path!r} is "
+                f"none; leave it out."
+            )
+        return {"enable_return_routed_experts": True}
 
     def _tokenizer(self) -> Any:
         """Returns the tokenizer on each rank, padding on the left."""
