@@ -11,10 +11,12 @@ import torch
 from helpers.forked_starts import trainer_python
 from helpers.tiny_models import save_tiny_moe
 from tensordict import LazyStackedTensorDict, TensorDict
+from torch.nn.functional import pad
 from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchrl_sglang import replay_routing
+from torchrl_sglang import CorrectedGRPOLoss, replay_routing
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 
@@ -378,3 +380,54 @@ def test_a_sharded_model(tmp_path):
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def to_trained(batch, log_probs):
+    """Adds what a loss reads: all but the first five tokens are the response."""
+    rows = []
+    for row, known in zip(batch.unbind(0), log_probs, strict=True):
+        tokens = row["tokens", "full"]
+        written = torch.arange(len(tokens)) >= 5
+        full = torch.where(written, pad(known, (1, 0)), torch.nan)
+        row["tokens", "prompt"] = tokens[:5]
+        row["tokens", "response"] = tokens[5:]
+        row["masks", "all_assistant_mask"] = written
+        row["log_probs"] = TensorDict(full=full)
+        row["advantage"] = torch.full((1, 1), 1.0 + len(rows))
+        rows.append(row)
+    return LazyStackedTensorDict(*rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [GRPOLoss, CorrectedGRPOLoss])
+def test_losses(moe, ids, kind):
+    """The gradient is that of the engine's experts, whole or in parts."""
+    batch = make_batch(moe, ids)
+    actor = wrap(moe)
+    loss = kind(actor, entropy_bonus=False, masking_strategy="rlhf")
+    parameters = [each for each in moe.parameters() if each.requires_grad]
+    with replay_routing(actor) as replay:
+        trained = to_trained(batch, alone(moe, replay, batch))
+        terms = []
+        for row in trained.unbind(0):
+            tokens = row["tokens", "full"]
+            with replay.using(row["routed_experts", "full"][None]):
+                logits = moe(tokens[None]).logits[0]
+            chosen = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])
+            terms.append(row["advantage"] * chosen[4:])
+        (-torch.cat(terms).mean()).backward()
+        wanted = [each.grad.clone() for each in parameters]
+        for split in (False, True) if kind is CorrectedGRPOLoss else (False,):
+            moe.zero_grad()
+            if split:
+                output = loss.accumulate(trained.split(1))
+            else:
+                output = loss(trained)
+                output.loss_objective.backward()
+            assert abs(float(output.kl_approx)) < 1e-5
+            for parameter, gradient in zip(parameters, wanted, strict=True):
+                torch.testing.assert_close(
+                    parameter.grad, gradient, atol=1e-5, rtol=1e-3
+                )
+        with pytest.raises(ConfigurationError, match="collect it with token_columns"):
+            loss(trained.exclude("routed_experts"))

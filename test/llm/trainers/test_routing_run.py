@@ -108,7 +108,6 @@ def test_routers_that_differ(moe_engine, moe_path, tmp_path, metrics):
         distances[replays] = metrics[-1]["train/kl_approx"]
     assert "train/flipped_experts" not in metrics[0]
     assert metrics[1]["train/flipped_experts"] > 0.05
-    print(distances, metrics)
     assert abs(distances[True]) < abs(distances[False])
 
 
