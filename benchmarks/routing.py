@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from script import read_options
 from torchrl_sglang import AsyncSGLang, replay_routing
+from torchrl_sglang.cli.bench.measure import start_engine
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -138,12 +139,9 @@ def main() -> None:
     dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
         save(given.model, folder, dtype)
-        options: dict[str, Any] = {"device": "cpu"} if given.device == "cpu" else {}
-        with AsyncSGLang.from_pretrained(
-            folder,
-            enable_return_routed_experts=True,
-            **({"mem_fraction_static": 0.4} if given.device == "cuda" else {}),
-            **options,
+        options = {"mem_fraction_static": 0.4} if given.device == "cuda" else {}
+        with start_engine(
+            folder, device=given.device, enable_return_routed_experts=True, **options
         ) as engine:
             size = (given.sequences, given.tokens)
             generate(engine, *size, [])
