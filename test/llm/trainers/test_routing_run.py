@@ -81,9 +81,11 @@ def test_a_run(moe_engine, moe_path, tmp_path, metrics, arguments):
     """Each step replays what the engine chose with the weights that it had."""
     make(moe_path, tmp_path, engine=moe_engine, **arguments).train()
     assert len(metrics) == 3
-    assert metrics[0]["train/flipped_experts"] == 0
-    if not arguments.get("max_staleness"):
-        for each in metrics:
+    for each in metrics:
+        if "minibatches" in arguments:
+            # After the first step of a batch its routers are others.
+            assert 0 < each["train/flipped_experts"] < 1
+        else:
             assert each["train/flipped_experts"] == 0
             assert each["train/kl_approx"] < 1e-6
 
@@ -136,6 +138,7 @@ def test_ranks_of_torchrun(moe_engine, moe_path, tmp_path):
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (log,) = tmp_path.glob("run/logs/**/train_flipped_experts*.csv")
+    logs = tmp_path / "run" / "logs"
+    (log,) = logs.rglob("scalars/train/flipped_experts.csv")
     values = [float(line.split(",")[-1]) for line in log.read_text().splitlines()]
     assert values == [0.0, 0.0]
