@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         CorrectedGRPOLoss,
         CorrectedGSPOLoss,
     )
+    from torchrl_sglang.objectives.routing import replay_routing
     from torchrl_sglang.objectives.transform import OffPolicyCorrection
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -75,6 +76,7 @@ _HOME = {
     "has_variance": "collectors.groups.filter",
     "make_sglang_server": "backends.launch.local",
     "overlong_penalty": "trainers.methods",
+    "replay_routing": "objectives.routing",
 }
 """Public name -> module that defines it."""
 
@@ -109,6 +111,7 @@ __all__ = [
     "has_variance",
     "make_sglang_server",
     "overlong_penalty",
+    "replay_routing",
 ]
 
 __version__ = "0.1.0"

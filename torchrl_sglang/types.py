@@ -264,6 +264,8 @@ class ServerArgs:
     """Storage of the prefix cache."""
     disaggregation_mode: str | None = None
     """Other than ``"null"``: prefill and decoding are on different servers."""
+    enable_return_routed_experts: bool = False
+    """Whether it reports the experts of each token."""
     sampling_mask_max_tokens: int | None = None
     """Most tokens of a sampling support that it reports."""
     max_lora_rank: int | None = None
@@ -281,6 +283,18 @@ class ServerArgs:
         names = (each.name for each in fields(cls))
         known = {name: reported.get(name) for name in names}
         return cls(**{name: v for name, v in known.items() if v is not None})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertShape:
+    """Sizes of a mixture of experts."""
+
+    num_layers: int
+    """Layers of the model, dense ones included."""
+    num_chosen: int
+    """Experts that a router chooses for a token, shared ones not counted."""
+    num_experts: int | None = None
+    """Experts of a layer that routers choose from, where the configuration tells."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -358,6 +372,8 @@ class ServerCapabilities:
     stores_stale_prefixes: bool = False
     """The server has a storage of prefixes (``hicache_storage_backend``) that finds one
     by its tokens alone: also one that older weights or another adapter computed."""
+    experts: ExpertShape | None = None
+    """Sizes of a mixture of experts; ``None``: the model is none."""
     default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of requests that give none: ``preferred_sampling_params``."""
     server_args: Mapping[str, Any] = field(default_factory=dict, repr=False)

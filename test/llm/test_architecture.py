@@ -83,6 +83,7 @@ PUBLIC = {
     "has_variance": "collectors.groups.filter",
     "make_sglang_server": "backends.launch.local",
     "overlong_penalty": "trainers.methods",
+    "replay_routing": "objectives.routing",
 }
 """Public name -> where it is defined."""
 

@@ -45,7 +45,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
 )
 from torchrl_sglang.requests.request import GenerateRequest, to_payload
-from torchrl_sglang.requests.resume import join_completions
+from torchrl_sglang.requests.resume import join_completions, resume_request
 from torchrl_sglang.requests.token_values import (
     concatenate,
     to_token_values,
@@ -466,6 +466,81 @@ def test_values_are_cut_and_kept(layout, rows):
 def test_values_that_would_be_changed(layout, rows):
     with pytest.raises(ValueError, match=r"no int(8|32) is equal to|the shape \(2,\)"):
         to_token_values(rows, layout)
+
+
+LATE = TokenColumn(
+    name="late",
+    dtype="int16",
+    request=lambda start: {"from": start},
+    field="late",
+    of_prompt=True,
+    late=True,
+)
+
+
+def test_values_that_a_lost_server_had_not_reported(fake_engine):
+    """The request that goes on asks for all of them, if its weights are the same."""
+    request = GenerateRequest(input_ids=[5, 6], token_columns=[LATE])
+    event = {
+        "output_ids": [7, 8],
+        "meta_info": {
+            "finish_reason": None,
+            "completion_tokens": 2,
+            "weight_version": "3",
+        },
+    }
+
+    def read(content, request):
+        answer = HttpResponse(
+            url="http://one:1", status=200, body=json.dumps(content).encode()
+        )
+        reply = decode_reply(answer, [LATE])
+        if reply.meta_info.finish_reason is None:
+            reply = cut_short(reply, OSError("it ended"))
+        limits = fake_engine.capabilities
+        return parse_completion(reply, request, capabilities=limits, server="one")
+
+    with pytest.raises(GenerationAbortedError) as caught:
+        read(event, request)
+    begun = caught.value.partial
+    rest = resume_request(request, begun, fake_engine.capabilities)
+    assert (
+        to_payload(rest, fake_engine.capabilities, cache_key="1", rid="a")["from"] == 0
+    )
+    for version, wanted in (("3", [3, 4, 5, -1]), ("4", [-1, 4, 5, -1])):
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_version": version,
+            "late": [1, 2, 3, 4, 5],
+        }
+        end = read({"output_ids": [9, 9], "meta_info": meta}, rest)
+        whole = join_completions(begun, end)
+        assert whole.columns["late"].tolist() == wanted
+        assert whole.prompt_columns["late"].tolist() == [1, 2]
+
+
+def test_values_that_a_server_computed_again(fake_engine):
+    """After the update of another process, old tokens have none of new weights."""
+    request = GenerateRequest(input_ids=[5, 6], token_columns=[LATE])
+    spans = [
+        {"version": "1", "start": 0, "end": 2},
+        {"version": "2", "start": 2, "end": 4},
+    ]
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "weight_versions": spans,
+        "num_retractions": 1,
+        "late": [1, 2, 3, 4, 5],
+    }
+    content = json.dumps({"output_ids": [7, 8, 9, 9], "meta_info": meta})
+    answer = HttpResponse(url="http://one:1", status=200, body=content.encode())
+    completion = parse_completion(
+        decode_reply(answer, [LATE]),
+        request,
+        capabilities=fake_engine.capabilities,
+        server="one",
+    )
+    assert completion.columns["late"].tolist() == [-1, 4, 5, -1]
 
 
 def test_scored_responses_have_them(engine, hf_model):

@@ -42,6 +42,7 @@ from torchrl_sglang.objectives.packing import (
     prepare_packing,
 )
 from torchrl_sglang.objectives.parts import LossRanks, Means, own_gradients
+from torchrl_sglang.objectives.routing import replaying
 from torchrl_sglang.support.checks import check_count, check_keywords
 
 
@@ -199,7 +200,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             NotFiniteError: if an advantage or a reference log-prob of a token of the
                 loss is NaN or infinite.
         """
-        output = self._forward(tensordict)
+        with replaying(self.actor_network, tensordict):
+            output = self._forward(tensordict)
         self._check_scored([self._scored], LossRanks(None, self))
         return output
 
@@ -324,7 +326,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         output = None
         try:
             if failure is None:
-                output = self._forward(part)
+                with replaying(self.actor_network, part):
+                    output = self._forward(part)
         except Exception as error:  # noqa: BLE001 - The other ranks are told.
             failure = error
         ranks.agree(failure)

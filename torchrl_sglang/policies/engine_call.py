@@ -178,7 +178,7 @@ def _in_stages(
         if stage.rest is None or not isinstance(outcome, Completion):
             continue
         whole = replace(requests[index], sampling_params=stage.rest)
-        request = resume_request(whole, outcome.token_ids, capabilities)
+        request = resume_request(whole, outcome, capabilities)
         if outcome.finish_reason == "length" and request is not None:
             rest[index] = request
     if not rest:

@@ -51,15 +51,17 @@ def no_tokens(request: GenerateRequest) -> Completion:
 
 
 def resume_request(
-    request: AnyRequest, token_ids: Sequence[int], capabilities: ServerCapabilities
+    request: AnyRequest, whole: Completion, capabilities: ServerCapabilities
 ) -> AnyRequest | None:
-    """Returns the request that goes on behind the first tokens of its response.
+    """Returns the request that goes on behind the first part of its response.
 
     ``None`` if the response has reached ``max_new_tokens`` or the context length.
     """
-    done, params = len(token_ids), dict(request.sampling_params)
+    done, params = len(whole.token_ids), dict(request.sampling_params)
     most = params.get("max_new_tokens")
-    input_ids = [*request.input_ids, *token_ids]
+    input_ids = [*request.input_ids, *whole.token_ids]
+    # A server that was lost has not reported those that come last.
+    lost = {column.name for column in request.token_columns} - whole.columns.keys()
     if len(input_ids) > longest_prompt(capabilities):
         return None
     if most is not None:
@@ -73,7 +75,7 @@ def resume_request(
         input_ids=input_ids,
         sampling_params=params,
         return_prompt_logprobs=False,
-        columns_from=len(input_ids) - 1 if done else request.columns_from,
+        columns_from=request.columns_from if lost or not done else len(input_ids) - 1,
     )
 
 

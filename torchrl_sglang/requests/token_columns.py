@@ -8,6 +8,7 @@ the rows of collectors and of the gateway, padding, and the gateway's file.
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from torchrl_sglang.requests.sampling import hint
 from torchrl_sglang.types import ServerCapabilities, TokenLayout
 
 TokenShape: TypeAlias = tuple[int, ...]
+
+ROUTED_EXPERTS = "routed_experts"
+"""Name of the column with the experts of each token."""
 
 RESERVED = frozenset(
     {
@@ -54,6 +58,9 @@ class TokenColumn:
 
     - ``"sampling_support"``: the token ids that a token was drawn from, after top-k,
       top-p and min-p, in no order. SGLang 0.5.20 or later, with a finite ``top_k``.
+    - ``"routed_experts"``: the experts that each layer's router chose, ``(layers,
+      chosen)``, of prompt and response; -1 in rows that the server did not report, such
+      as the last token's. Servers are started with ``enable_return_routed_experts``.
 
     Examples:
         Log-probs of two tokens at each position, whichever was sampled:
@@ -84,8 +91,8 @@ class TokenColumn:
 
     name: str
     """Name in requests, and key of the container in a TensorDict."""
-    dtype: str
-    """NumPy's name of its type."""
+    dtype: str | Callable[[ServerCapabilities], str]
+    """NumPy's name of its type, or a function of the servers."""
     shape: TokenShape | Callable[[ServerCapabilities], TokenShape] | None = ()
     """Shape of one token's value, or a function of the servers; ``None``: a list, of
     another length for each token."""
@@ -96,11 +103,16 @@ class TokenColumn:
     """Field of the reply's ``meta_info`` that it comes in."""
     field_type: Any = Any
     """Type of that field, as msgspec checks it."""
-    read: Callable[[Any, int], Sequence[Any]] = _as_sent
+    read: Callable[[Any, int], Sequence[Any] | np.ndarray[Any, Any]] = _as_sent
     """Returns a value, or a list, for each token, from the field and the number of
-    tokens. Raises a ValueError or a LookupError if the field is malformed."""
+    tokens; or an array of one dimension, with the values one after the other. Raises a
+    ValueError or a LookupError if the field is malformed."""
     of_prompt: bool = False
     """Prompt tokens have it, too: values begin at the position that ``request`` got."""
+    late: bool = False
+    """A server has the value of a token when it has computed the next one: a reply has
+    none for the last token, and a server that computes tokens again after a weight
+    update has others."""
     unknown: float = -1
     """Value of a token that has none. Of lists, such a token's is empty."""
     padding: float = -1
@@ -128,8 +140,12 @@ class TokenColumn:
                 f"The shape of the TokenColumn {self.name!r} must be a tuple of "
                 f"integers, a function of the servers, or None, got {shape!r}."
             )
+        if not callable(self.dtype):
+            self._check_dtype(self.dtype)
+
+    def _check_dtype(self, dtype: str) -> str:
         try:
-            kind = np.dtype(self.dtype)
+            kind = np.dtype(dtype)
             if not (kind.isnative and _DTYPES.fullmatch(kind.name)):
                 raise TypeError
             for value in (self.unknown, self.padding):
@@ -138,17 +154,18 @@ class TokenColumn:
                 kind.type(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(
-                f"The TokenColumn {self.name!r} has the dtype {self.dtype!r}, which "
+                f"The TokenColumn {self.name!r} has the dtype {dtype!r}, which "
                 f"must be NumPy's name of a type that holds unknown={self.unknown!r} "
                 f"and padding={self.padding!r}."
             ) from error
+        return dtype
 
     def layout(self, capabilities: ServerCapabilities) -> TokenLayout:
         """Returns the form of its values."""
-        shape = self.shape
+        shape, dtype = self.shape, self.dtype
         return TokenLayout(
             name=self.name,
-            dtype=self.dtype,
+            dtype=self._check_dtype(dtype(capabilities)) if callable(dtype) else dtype,
             shape=shape(capabilities) if callable(shape) else shape,
             unknown=self.unknown,
             padding=self.padding,
@@ -178,6 +195,43 @@ def _no_sampling_support(
     )
 
 
+def _ask_for_experts(start: int) -> dict[str, Any]:
+    return {"return_routed_experts": True, "routed_experts_start_len": start}
+
+
+def _read_experts(encoded: str, num_tokens: int) -> np.ndarray[Any, Any]:
+    return np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+
+
+def _shape_of_experts(capabilities: ServerCapabilities) -> TokenShape:
+    experts = capabilities.experts
+    return (0, 0) if experts is None else (experts.num_layers, experts.num_chosen)
+
+
+def _dtype_of_experts(capabilities: ServerCapabilities) -> str:
+    """Returns the smallest type that has -1 and the number of each expert."""
+    experts = capabilities.experts
+    count = None if experts is None else experts.num_experts
+    return "int16" if count is None or count > 128 else "int8"
+
+
+def _no_experts(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> str | None:
+    """Source: ``RoutedExpertsCapturer`` of SGLang."""
+    if capabilities.experts is None:
+        return (
+            f"{capabilities.model_path!r} is no mixture of experts: its configuration "
+            f"has no num_experts_per_tok. Leave the column out."
+        )
+    if not capabilities.args.enable_return_routed_experts:
+        return (
+            "the servers were started without it; start them with "
+            "enable_return_routed_experts=True."
+        )
+    return None
+
+
 _ROWS = (
     # Token ids that sampling could have drawn, after top-k, top-p and min-p.
     TokenColumn(
@@ -189,6 +243,20 @@ _ROWS = (
         field_type=list[list[int]],
         dropped_by_router=True,
         problem=_no_sampling_support,
+    ),
+    # Experts that the routers of each layer chose.
+    TokenColumn(
+        name=ROUTED_EXPERTS,
+        dtype=_dtype_of_experts,
+        shape=_shape_of_experts,
+        request=_ask_for_experts,
+        field="routed_experts",
+        field_type=str,
+        read=_read_experts,
+        of_prompt=True,
+        late=True,
+        dropped_by_router=True,
+        problem=_no_experts,
     ),
 )
 

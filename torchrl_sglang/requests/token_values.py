@@ -45,7 +45,9 @@ def values_of(completion: Completion, layout: TokenLayout) -> TokenValues:
     return unknown_values(layout, length) if known is None else known
 
 
-def to_token_values(rows: Sequence[Any], layout: TokenLayout) -> TokenValues:
+def to_token_values(
+    rows: Sequence[Any] | np.ndarray[Any, Any], layout: TokenLayout
+) -> TokenValues:
     """Returns one value for each token, or one list.
 
     Raises:
@@ -69,7 +71,9 @@ def to_token_values(rows: Sequence[Any], layout: TokenLayout) -> TokenValues:
     return TokenValues(layout=layout, values=values)
 
 
-def _to_array(rows: Sequence[Any], layout: TokenLayout) -> np.ndarray[Any, Any]:
+def _to_array(
+    rows: Sequence[Any] | np.ndarray[Any, Any], layout: TokenLayout
+) -> np.ndarray[Any, Any]:
     kind = np.dtype(layout.dtype)
     if kind.kind not in "biu":
         return np.array(rows, dtype=kind)
@@ -121,7 +125,8 @@ def join_values(first: Completion, second: Completion) -> dict[str, Any]:
 
     The request of the second part began with the tokens of the first. Where its prompt
     has values, they replace those of the last tokens before it: an engine may know a
-    quantity of a token only when the next one is computed.
+    quantity of a token only when the next one is computed. Other values of the first
+    part are taken from it only if the same weights have computed them.
     """
     joined: dict[str, Any] = {"token_ids": [*first.token_ids, *second.token_ids]}
     for name in _LISTS:
@@ -132,7 +137,20 @@ def join_values(first: Completion, second: Completion) -> dict[str, Any]:
         name: _join_column(name, first, second)
         for name in {**first.columns, **second.columns}
     }
-    return {**joined, "prompt_columns": first.prompt_columns}
+    length = len(first.token_ids)
+    found = {
+        name: values[: len(values) - length]
+        for name, values in second.prompt_columns.items()
+        if len(values) > length
+    }
+    return {**joined, "prompt_columns": {**found, **first.prompt_columns}}
+
+
+def _same_weights(first: Completion, second: Completion) -> bool:
+    known = {span.version for part in (first, second) for span in part.versions}
+    if first.versions and second.versions:
+        return len(known) == 1
+    return first.weight_version == second.weight_version is not None
 
 
 def _join_column(name: str, first: Completion, second: Completion) -> TokenValues:
@@ -143,6 +161,8 @@ def _join_column(name: str, first: Completion, second: Completion) -> TokenValue
         for values, part in zip(known, (first, second), strict=True)
     )
     late = second.prompt_columns.get(name, unknown_values(layout, 0))[-len(before) :]
+    if len(late) > 1 and not _same_weights(first, second):
+        late = late[-1:]
     if len(before) and len(late):
         return concatenate([before[: len(before) - len(late)], late, behind])
     return concatenate([before, behind])

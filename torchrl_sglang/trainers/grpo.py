@@ -27,6 +27,7 @@ from torchrl import logger as torchrl_logger
 from transformers import AutoTokenizer
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
+from torchrl_sglang.backends.client.model_info import find_experts, load_model_config
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
@@ -37,8 +38,14 @@ from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.objectives.advantages import GroupAdvantage, TrajectoryReturn
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.packing import Packing, check_packing
+from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.objectives.transform import MaskingStrategy, OffPolicyCorrection
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.token_columns import (
+    ROUTED_EXPERTS,
+    check_columns,
+    find_columns,
+)
 from torchrl_sglang.support.checks import check_flag, check_keywords
 from torchrl_sglang.trainers.arguments import (
     check_collector,
@@ -140,6 +147,8 @@ class GRPO:
             are small beside a weight.
         attn_implementation (str, optional): of the trainer's model in transformers,
             such as ``"sdpa"`` or ``"flash_attention_2"``.
+        replay_routing (bool): train a mixture of experts with the experts that the
+            engine chose; see :func:`.replay_routing`. Defaults to False.
         colocated (bool): servers on the trainer's GPUs. Defaults to False.
         engine (dict, str, list or RLSGLangEngine, optional): arguments of
             :meth:`.AsyncSGLang.from_pretrained`; the URL of a server that runs, a list
@@ -248,6 +257,7 @@ class GRPO:
         gradient_checkpointing: bool | None = None,
         dtype: torch.dtype | str = torch.float32,
         attn_implementation: str | None = None,
+        replay_routing: bool = False,
         colocated: bool = False,
         engine: Mapping[str, Any] | str | Sequence[str] | RLSGLangEngine | None = None,
         weight_sync: Mapping[str, Any] | None = None,
@@ -296,8 +306,7 @@ class GRPO:
         }
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._agent, self._env, self._gateway_arguments = agent, env, gateway
-        self.query_key = query_key
-        self._chat_template = chat_template
+        self.query_key, self._chat_template = query_key, chat_template
         self.sampling = {**SAMPLING, **(generate_kwargs or {})}
         self.group_size, self.groups_per_batch = group_size, groups_per_batch
         self.steps = count_steps(steps, epochs, prompts, groups_per_batch)
@@ -305,20 +314,13 @@ class GRPO:
             "max_staleness": max_staleness,
             "on_stale": on_stale,
         }
-        self._keep_group = keep_group
-        self._method = find_method(method)
+        self._keep_group, self._method = keep_group, find_method(method)
         self._trajectory_return: TrajectoryReturn = "sum" if agent is None else "mean"
         self.advantage = GroupAdvantage(
             group_size,
             advantage or self._method.advantage,
             trajectory_return=self._trajectory_return,
         )
-        check_packing(packing)
-        if callable(loss) and packing != "auto":
-            raise ConfigurationError(
-                f"packing={packing!r} is an argument of the loss, and loss is a "
-                f"function that makes one; give it there."
-            )
         self._loss, self._packing = loss, packing
         self._correction = None if correction is None else as_config(correction)
         self._kl_to_ref_coeff = kl_to_ref_coeff
@@ -333,8 +335,9 @@ class GRPO:
         }
         self._optimizer_steps = minibatches * epochs_per_batch
         self._lora, self._gradient_checkpointing = lora, gradient_checkpointing
-        self._dtype = check_dtype(dtype)
-        self._attn_implementation = attn_implementation
+        self._dtype, self._attn_implementation = check_dtype(dtype), attn_implementation
+        replays = check_flag("replay_routing", replay_routing)
+        self._token_columns = (ROUTED_EXPERTS,) if replays else ()
         self.colocated = colocated
         self._engine, self._weight_sync = engine, dict(weight_sync or {})
         self._collector_arguments = collector
@@ -365,6 +368,12 @@ class GRPO:
 
     def _check(self) -> None:
         """Refuses what does not fit together, before anything is started."""
+        check_packing(self._packing)
+        if callable(self._loss) and self._packing != "auto":
+            raise ConfigurationError(
+                f"packing={self._packing!r} is an argument of the loss, and loss is a "
+                f"function that makes one; give it there."
+            )
         max_staleness = self._staleness["max_staleness"]
         check_placement(self._given_model, self._engine, self.colocated, max_staleness)
         whole = {"agent": self._agent, "env": self._env}
@@ -643,6 +652,8 @@ class GRPO:
         self.ranks.first(lambda: self._start_engine(stack))
         tokenizer = self._tokenizer()
         self.model = self._load(device)
+        if self._token_columns:
+            stack.enter_context(replay_routing(self.model))
         self.learner = self._make_learner(device, tokenizer)
         self.scheme = SGLangWeightSyncScheme(
             self.engine, self.model, **self._weight_sync
@@ -690,7 +701,7 @@ class GRPO:
         else:
             assert given is None or isinstance(given, Mapping)
             arguments = server_arguments(
-                given or {},
+                {**self._columns_of_servers(), **(given or {})},
                 self.ranks,
                 colocated=self.colocated,
                 lora=self._lora,
@@ -704,8 +715,11 @@ class GRPO:
             if "launcher" in arguments and torch.cuda.is_available():
                 gpus = visible_devices()[: self.ranks.local_size]
                 check_gpus(self.engine.placements, gpus)
+        columns = find_columns(self._token_columns)
+        check_columns(columns, self.sampling, self.engine.capabilities)
         self.policy = SGLangWrapper(
             self.engine,
+            token_columns=columns,
             input_mode="history",
             generate_kwargs=self.sampling,
             chat_template=self._chat_template,
@@ -717,9 +731,22 @@ class GRPO:
             arguments = {
                 "chat_template": self._chat_template,
                 "default_sampling_params": self.sampling,
+                "token_columns": columns,
                 **(self._gateway_arguments or {}),
             }
             self.gateway = stack.enter_context(Gateway(self.engine, **arguments))
+
+    def _columns_of_servers(self) -> dict[str, Any]:
+        """Returns the arguments of servers that report token columns."""
+        if not self._token_columns:
+            return {}
+        path = os.fspath(self._given_model)  # type: ignore[arg-type]
+        if find_experts(load_model_config(path)) is None:
+            raise ConfigurationError(
+                f"replay_routing=True is for mixtures of experts, and {path!r} is "
+                f"none; leave it out."
+            )
+        return {"enable_return_routed_experts": True}
 
     def _tokenizer(self) -> Any:
         """Returns the tokenizer on each rank, padding on the left."""

@@ -35,6 +35,7 @@ from torchrl_sglang.objectives.columns import (
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
+from torchrl_sglang.objectives.routing import EXPERTS, replay_of, replaying
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.trainers.models import scorer
@@ -49,6 +50,7 @@ TRAINING_KEYS = (
     "advantage",
     POLICY_VERSIONS,
     REWARD,
+    EXPERTS,
 )
 """Columns of a batch that training reads, where it has them."""
 
@@ -175,7 +177,9 @@ class Learner:
             Metrics of the loss, of all ranks: means over the optimizer steps.
             ``train/unscored`` is the share of this rank's responses without a log-prob,
             which are not trained on: as those are whose tokens are all too old. A batch
-            of such responses alone changes nothing.
+            of such responses alone changes nothing. ``train/flipped_experts``, where
+            routing is replayed, is the share of choices of experts that this rank's
+            routers would have made otherwise.
 
         Raises:
             ConfigurationError: if the batch has no ``"advantage"``, or a rank has no
@@ -199,6 +203,8 @@ class Learner:
         self.loss.consumer_version = policy_version
         if self._correct is not None:
             self._correct.consumer_version = policy_version
+        if (replay := replay_of(self.model)) is not None:
+            replay.reset()
         self._add_log_probs(rows)
         sums: dict[str, list[float]] = defaultdict(list)
         for _ in range(self._epochs):
@@ -206,6 +212,8 @@ class Learner:
                 for name, value in self._step(minibatch).items():
                     sums[name].append(value)
         self._check_weights()
+        if replay is not None:
+            metrics["train/flipped_experts"] = replay.flipped
         return metrics | {name: sum(v) / len(v) for name, v in sums.items()}
 
     def _any_rank(self, value: bool) -> bool:
@@ -334,8 +342,13 @@ class Learner:
         ranks = LossRanks(self.ranks.group, self.loss)
         for part, counts in ranks.same_number(parts):
             chosen = [rows[index] for index in part]
-            inputs = LazyStackedTensorDict(*chosen).select("tokens", "masks")
-            with self._autocast():
+            inputs = LazyStackedTensorDict(*chosen).select(
+                "tokens", "masks", EXPERTS, strict=False
+            )
+            # A reference routes by itself.
+            own = place != TRAIN_LOG_PROBS
+            routing = contextlib.nullcontext() if own else replaying(self.model, inputs)
+            with self._autocast(), routing:
                 found = score(model, inputs.to(self._device))
             for row, each in zip(chosen, found, strict=True):
                 if counts:

@@ -54,6 +54,7 @@ def start_servers(path: str) -> AsyncSGLang:
     return start(
         path,
         num_replicas=len(groups),
+        router_policy=None,
         tp_size=tp_size,
         cuda_devices=groups,
         enable_memory_saver=True,

@@ -20,7 +20,12 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.types import ServerArgs, ServerCapabilities, WeightRoute
+from torchrl_sglang.types import (
+    ExpertShape,
+    ServerArgs,
+    ServerCapabilities,
+    WeightRoute,
+)
 
 CONNECT_TIMEOUT_SECONDS = 30.0
 """Timeout of each question to a server."""
@@ -202,6 +207,7 @@ async def find_out(
             tensor_fields=fields_of(described, _TENSOR_UPDATE),
             begin_fields=fields_of(described, _BEGIN_UPDATE),
             quant_method=facts.quant_method,
+            experts=facts.experts,
         )
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ServerUnavailableError(
@@ -278,6 +284,7 @@ def interpret(
     tensor_fields: Set[str] = frozenset(),
     begin_fields: Set[str] = frozenset(),
     quant_method: str | None = None,
+    experts: ExpertShape | None = None,
 ) -> ServerCapabilities:
     """Derives the capabilities from the answers of a server. Pure."""
     if not model_info.get("is_generation", True):
@@ -336,6 +343,7 @@ def interpret(
         # Stored prefixes have had keys since servers have told that they are ready.
         stores_stale_prefixes=args.hicache_storage_backend is not None
         and "/ready" not in routes,
+        experts=experts,
         default_sampling_params=_mapping(model_info.get("preferred_sampling_params")),
         server_args={
             name: value

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import (
+    ExpertShape,
     FusedParameter,
     ModelMetadata,
     ServerCapabilities,
@@ -33,6 +34,14 @@ from torchrl_sglang.types import (
 
 MARK = ".torchrl_sglang"
 """Name of the file in a folder that this package made and may remove."""
+
+_EXPERT_COUNTS = (
+    "n_routed_experts",
+    "num_local_experts",
+    "num_experts",
+    "moe_num_experts",
+)
+"""Names of the number of experts in configurations."""
 
 _IMPORTING = threading.Lock()
 
@@ -230,6 +239,8 @@ class ModelFacts:
     """Tokens that end a response."""
     quant_method: str | None
     """Quantisation of the checkpoint; ``None``: not quantised."""
+    experts: ExpertShape | None = None
+    """Sizes of a mixture of experts; ``None``: the model is none."""
 
 
 def read_model(
@@ -265,6 +276,24 @@ def read_model(
         vocab_size=vocab_size,
         eos_token_ids=find_eos_token_ids(config, model or served, revision),
         quant_method=None if method is None else str(method),
+        experts=find_experts(config),
+    )
+
+
+def find_experts(config: Any) -> ExpertShape | None:
+    """Returns the sizes of a mixture of experts; ``None`` if the model is none.
+
+    The rows of a server have those of SGLang's ``RoutedExpertsCapturer``.
+    """
+    text = config.get_text_config()
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if not chosen:
+        return None
+    counts = (getattr(text, name, None) for name in _EXPERT_COUNTS)
+    return ExpertShape(
+        num_layers=int(text.num_hidden_layers),
+        num_chosen=int(chosen),
+        num_experts=next((each for each in counts if isinstance(each, int)), None),
     )
 
 

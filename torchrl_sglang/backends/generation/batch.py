@@ -160,7 +160,11 @@ class Generation:
                 request_timeout=request_timeout,
                 request_id=request.request_id,
                 resumable=is_resumable(request.sampling_params, limits),
-                survives_retraction=not counts_tokens(request.sampling_params, limits),
+                survives_retraction=not (
+                    counts_tokens(request.sampling_params, limits)
+                    # A server computes them again, with the new weights.
+                    or any(column.late for column in request.token_columns)
+                ),
             )
             for index, request in requests.items()
         }

@@ -143,7 +143,7 @@ class RequestRun:
         whole = ended(await self._cut(self._whole(part)), params, ends)
         if whole.finish_reason != "abort":
             return whole
-        rest = resume_request(self._request, whole.token_ids, limits)
+        rest = resume_request(self._request, whole, limits)
         # Nobody here would see a stop string that two parts hold together.
         blind = self._stops and tokenizer is None
         if rest is None or blind or not self._ticket.resumable:

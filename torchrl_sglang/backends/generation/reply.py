@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from torchrl_sglang.backends.client.http import NOT_JSON, HttpResponse
 from torchrl_sglang.errors import (
@@ -23,7 +24,11 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.token_columns import TokenColumn
-from torchrl_sglang.requests.token_values import to_token_values, unknown_values
+from torchrl_sglang.requests.token_values import (
+    concatenate,
+    to_token_values,
+    unknown_values,
+)
 from torchrl_sglang.types import (
     Completion,
     ServerCapabilities,
@@ -348,7 +353,11 @@ class _Reader:
             if not start + length:
                 response[column.name] = unknown_values(layout, 0)
                 continue
+            if column.late and self._ended_early(column):
+                # The request that goes on asks for them.
+                continue
             values = self._read_column(column, layout, start + length)
+            values = self._forget_recomputed(column, values, start)
             response[column.name] = values[start:]
             if column.of_prompt:
                 prompt[column.name] = values[:start]
@@ -362,19 +371,43 @@ class _Reader:
                 f"{self._server} was asked for {column.name!r} of {length} tokens and "
                 f"sent no {column.field!r}."
             )
+        known = length - column.late
         try:
-            rows = column.read(self._columns[column.name], length)
+            rows = column.read(self._columns[column.name], known)
+            if isinstance(rows, np.ndarray) and rows.ndim == 1 and layout.shape:
+                rows = rows.reshape(-1, *layout.shape)
             if self._reason.type == "abort":
                 # Lists can have grown since the response was cut.
-                rows = rows[:length]
-            if len(rows) != length:
+                rows = rows[:known]
+            if len(rows) != known:
                 raise ValueError(f"it has {len(rows)} entries")
-            return to_token_values(rows, layout)
+            values = to_token_values(rows, layout)
+            return concatenate([values, unknown_values(layout, length - known)])
         except (LookupError, OverflowError, TypeError, ValueError) as error:
             raise ServerUnavailableError(
                 f"{self._server} was asked for {column.name!r} of {length} tokens, and "
                 f"{column.field!r} of its reply is not that: {error}."
             ) from error
+
+    def _ended_early(self, column: TokenColumn) -> bool:
+        """Returns whether the server ended before it could report a column."""
+        return self._reason.type == "abort" and column.name not in self._columns
+
+    def _forget_recomputed(
+        self, column: TokenColumn, values: TokenValues, start: int
+    ) -> TokenValues:
+        """Leaves out what a server has computed again with newer weights.
+
+        Another process has updated the weights: this one would have aborted the
+        request.
+        """
+        spans = self._meta.weight_versions or ()
+        if not (column.late and self._meta.num_retractions and len(spans) > 1):
+            return values
+        # The first token of a span was computed from the one before it.
+        newest = start + max(spans[-1].start - 1, 0)
+        before = unknown_values(values.layout, newest - start)
+        return concatenate([values[:start], before, values[newest:]])
 
     def _versions(self, sent_version: str | None) -> tuple[VersionSpan, ...]:
         version, length = self._meta.weight_version, len(self._token_ids)

@@ -37,7 +37,8 @@ def test_a_response_goes_on_behind_its_tokens(params, rest, capabilities):
         return_prompt_logprobs=True,
         adapter="style",
     )
-    resumed = resume_request(request, [7, 8, 9], capabilities)
+    begun = Completion(token_ids=[7, 8, 9], finish_reason="abort")
+    resumed = resume_request(request, begun, capabilities)
     if rest is None:
         assert resumed is None
         return
@@ -50,8 +51,10 @@ def test_a_response_goes_on_behind_its_tokens(params, rest, capabilities):
 
 def test_the_context_ends_a_response(capabilities):
     request = GenerateRequest(input_ids=[5] * 50, sampling_params={})
-    assert resume_request(request, [6] * 7, capabilities) is not None
-    assert resume_request(request, [6] * 8, capabilities) is None
+    for length, goes_on in ((7, True), (8, False)):
+        begun = Completion(token_ids=[6] * length, finish_reason="abort")
+        resumed = resume_request(request, begun, capabilities)
+        assert (resumed is not None) is goes_on
 
 
 def test_join_completions():

@@ -1,0 +1,146 @@
+"""A run of a mixture of experts whose trainer replays the engine's routing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.forked_starts import trainer_python
+from helpers.routing import routers
+from helpers.tiny_models import save_tiny_moe
+
+from torchrl_sglang import GRPO, AsyncSGLang
+from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.objectives.routing import replay_of
+
+PROGRAM = Path(__file__).with_name("train_program.py")
+NOISE = 0.05
+PROMPTS = [{"query": f"Say {n}.", "number": n} for n in range(12)]
+
+
+def few_tokens(conversation, task):
+    return -len(conversation.turns[-1].token_ids) / 10
+
+
+@pytest.fixture(scope="module")
+def moe_path(tmp_path_factory):
+    return str(save_tiny_moe(tmp_path_factory.mktemp("moe") / "model", num_layers=2))
+
+
+@pytest.fixture(scope="module")
+def moe_engine(moe_path):
+    with AsyncSGLang.from_pretrained(
+        moe_path, device="cpu", enable_return_routed_experts=True
+    ) as engine:
+        yield engine
+
+
+def make(path, folder, **arguments):
+    defaults = {
+        "prompts": PROMPTS,
+        "rewards": few_tokens,
+        "generate_kwargs": {"max_new_tokens": 12},
+        "group_size": 4,
+        "groups_per_batch": 2,
+        "steps": 3,
+        "lr": 1e-2,
+        "output": folder / "run",
+        "logger": "csv",
+        "replay_routing": True,
+    }
+    return GRPO(path, **{**defaults, **arguments})
+
+
+@pytest.fixture
+def metrics(monkeypatch):
+    """The metrics of each step."""
+    from torchrl_sglang.trainers.learner import Learner
+
+    found, train = [], Learner.train
+
+    def spy(self, *arguments):
+        found.append(train(self, *arguments))
+        return found[-1]
+
+    monkeypatch.setattr(Learner, "train", spy)
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_checkpointing": True, "max_tokens_per_pass": 128},
+        {"correction": "decoupled_token_is", "max_staleness": 1, "minibatches": 2},
+        {"kl_to_ref_coeff": 0.1},
+    ],
+)
+def test_a_run(moe_engine, moe_path, tmp_path, metrics, arguments):
+    """Each step replays what the engine chose with the weights that it had."""
+    make(moe_path, tmp_path, engine=moe_engine, **arguments).train()
+    assert len(metrics) == 3
+    for each in metrics:
+        if "minibatches" in arguments:
+            # After the first step of a batch its routers are others.
+            assert 0 < each["train/flipped_experts"] < 1
+        else:
+            assert each["train/flipped_experts"] == 0
+            assert each["train/kl_approx"] < 1e-6
+
+
+def test_routers_that_differ(moe_engine, moe_path, tmp_path, metrics):
+    """A trainer whose routers choose others uses the engine's, and says how many."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(moe_path, dtype=torch.float32).eval()
+    with make(model, tmp_path, engine=moe_engine) as run:
+        with torch.no_grad():
+            torch.manual_seed(0)
+            for router in routers(model):
+                router.weight.add_(NOISE * torch.randn_like(router.weight))
+        batch = next(iter(run.collector))
+        gaps = []
+        for row in batch.unbind(0):
+            tokens, sampled = row["tokens", "full"], row["log_probs", "response"]
+            experts = row["routed_experts", "full"][None]
+            with torch.no_grad(), replay_of(model).using(experts):
+                logits = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+            found = logits.gather(-1, tokens[1:, None])[-len(sampled) :, 0]
+            gaps.append(sampled - found)
+        run.learner.train(run.advantage(batch), 0)
+    assert metrics[0]["train/flipped_experts"] > 0.01
+    assert abs(metrics[0]["train/kl_approx"] - torch.cat(gaps).mean()) < 1e-4
+
+
+def test_what_is_refused(engine, tiny_model_path, tmp_path):
+    with pytest.raises(ConfigurationError, match="mixtures of experts, and"):
+        make(tiny_model_path, tmp_path).train()
+    with pytest.raises(UnsupportedByServerError, match="no mixture of experts"):
+        make(tiny_model_path, tmp_path, engine=engine).train()
+    with pytest.raises(ConfigurationError, match="replay_routing must be a bool"):
+        make(tiny_model_path, tmp_path, replay_routing="yes")
+
+
+def test_ranks_of_torchrun(moe_engine, moe_path, tmp_path):
+    """Rows reach each rank with its share of the batch."""
+    command = [trainer_python(), "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--master-port=0", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", str(PROGRAM), moe_path]
+    options = {"replay_routing": True, "gradient_checkpointing": True}
+    command += [moe_engine.server_url, str(tmp_path / "run"), "2", json.dumps(options)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=tmp_path,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    logs = tmp_path / "run" / "logs"
+    (log,) = logs.rglob("scalars/train/flipped_experts.csv")
+    values = [float(line.split(",")[-1]) for line in log.read_text().splitlines()]
+    assert values == [0.0, 0.0]

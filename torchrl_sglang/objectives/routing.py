@@ -1,0 +1,351 @@
+"""Replay of routing: the trainer's experts of each token are those of the engine.
+
+An engine and a trainer compute the scores of a router with other kernels, and often in
+other types, so that they choose other experts for some tokens; the log-probs of these
+then differ by far more than rounding. Here the trainer takes the engine's choice, of a
+batch that was collected with ``token_columns=["routed_experts"]``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
+from torchrl.modules.llm import TransformersWrapper
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.columns import ATTENTION_MASK, TOKENS
+from torchrl_sglang.objectives.routers import Choose, Router, find_routers, sizes_of
+from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
+
+EXPERTS = (ROUTED_EXPERTS, "full")
+"""Key of the experts of each token in a batch."""
+
+_CHECKPOINTED = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""Attributes by which modules of transformers and of PyTorch compute activations again.
+"""
+
+_REPLAYS: weakref.WeakKeyDictionary[nn.Module, RoutingReplay] = (
+    weakref.WeakKeyDictionary()
+)
+"""Model -> its replay."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Pass:
+    """The experts of one forward pass, and of its repetition in the backward pass."""
+
+    experts: Tensor
+    """``(tokens, layers, chosen)``, of the tokens of ``ids``."""
+    ids: Tensor | None
+    """Tokens that they are of; None: they are of the input's positions as they are."""
+    placed: Tensor | None = None
+    """Experts of each position of the input, -1 where there is no token."""
+    counted: set[int] = field(default_factory=set)
+    """Layers whose choice was counted."""
+
+
+class RoutingReplay:
+    """Makes the routers of a model choose given experts; see :func:`replay_routing`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.routers: tuple[Router, ...] = find_routers(model)
+        """The routers that were found."""
+        self._num_layers, self._num_chosen = sizes_of(model)
+        self._model = model
+        self._pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins to count anew."""
+        self._differing: Tensor | float = 0.0
+        self._chosen: Tensor | float = 0.0
+
+    @property
+    def flipped(self) -> float:
+        """Share of choices that the model alone would have made otherwise.
+
+        Of all tokens and layers of forward passes since :meth:`reset`; reading it waits
+        for the device.
+        """
+        return float(self._differing) / max(float(self._chosen), 1.0)
+
+    @contextmanager
+    def using(
+        self, experts: TensorDictBase | Tensor, key: NestedKey = EXPERTS
+    ) -> Iterator[None]:
+        """Replays in forward passes inside of it, and in their backward passes.
+
+        Args:
+            experts: a batch with ``("routed_experts", "full")`` and the tokens that the
+                model is given, padded or packed, in the order of the batch; or integers
+                ``(*input_ids.shape, layers, chosen)``. Where they are -1, the router
+                chooses.
+            key: of the experts in a batch.
+
+        Raises:
+            ConfigurationError: if the batch has none, or they are of another number of
+                layers.
+        """
+        if isinstance(experts, Tensor):
+            found = _Pass(experts=experts, ids=None)
+        else:
+            found = _read(experts, key)
+        self._check(found.experts)
+        with self._set(found):
+            yield
+
+    @contextmanager
+    def _set(self, value: _Pass | None) -> Iterator[None]:
+        before = self._pass.set(value)
+        try:
+            yield
+        finally:
+            self._pass.reset(before)
+
+    def _check(self, experts: Tensor) -> None:
+        wanted = self._num_layers, self._num_chosen
+        if experts.dtype.is_floating_point or tuple(experts.shape[-2:]) != wanted:
+            raise ConfigurationError(
+                f"The experts are {experts.dtype} of shape {tuple(experts.shape)}, and "
+                f"the model has {wanted[0]} layers and chooses {wanted[1]} experts: "
+                f"give integers (..., {wanted[0]}, {wanted[1]}). Do the servers serve "
+                f"this model?"
+            )
+
+    def _place(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Gives each position of the input its experts."""
+        found = self._pass.get()
+        if found is None:
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if not isinstance(ids, Tensor):
+            raise ConfigurationError(
+                "The model was called without input_ids, which the experts belong to; "
+                "replay needs token ids."
+            )
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        experts = found.experts.to(ids.device)
+        if found.ids is None:
+            if experts.shape[:-2] != ids.shape:
+                raise ConfigurationError(
+                    f"The experts are of shape {tuple(experts.shape)}, and input_ids "
+                    f"of {tuple(ids.shape)}: give them for each token of input_ids."
+                )
+            found.placed = experts.flatten(0, -3)
+        else:
+            found.placed = _align(experts, found.ids.to(ids.device), ids, mask)
+
+    def _route(self, router: Router) -> Any:
+        """Returns a forward of a router that chooses the experts of the pass."""
+        original = router.module.forward
+
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            found = self._pass.get()
+            if found is None or found.placed is None:
+                return original(*args, **kwargs)
+            if router.in_turn and router.module.training:
+                raise ConfigurationError(
+                    f"The router {router.name} draws experts at random in training "
+                    f"mode, which no replay is of; call model.eval()."
+                )
+            with Choose(router, found.placed[:, router.layer].long()) as mode:
+                output = original(*args, **kwargs)
+            if mode.own is None:
+                raise ConfigurationError(
+                    f"The router {router.name} chose no {self._num_chosen} of "
+                    f"{router.num_experts} experts by topk, so that its choice cannot "
+                    f"be replaced; replay is not possible for this model."
+                )
+            if router.layer not in found.counted:
+                found.counted.add(router.layer)
+                real = found.placed[:, router.layer, 0] >= 0
+                self._differing = self._differing + (~mode.own).sum()
+                self._chosen = self._chosen + real.sum()
+            return output
+
+        return forward
+
+    def _bind(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a checkpoint whose repetition replays the same pass again."""
+
+        @wraps(checkpoint)
+        def bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            found = self._pass.get()
+
+            def run(*inputs: Any, **options: Any) -> Any:
+                with self._set(found):
+                    return function(*inputs, **options)
+
+            return checkpoint(run, *args, **kwargs)
+
+        return bound
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        if self._model in _REPLAYS:
+            raise ConfigurationError("Routing of this model is replayed already.")
+        with ExitStack() as stack:
+            _REPLAYS[self._model] = self
+            stack.callback(_REPLAYS.pop, self._model, None)
+            hook = self._model.register_forward_pre_hook(self._place, with_kwargs=True)
+            stack.callback(hook.remove)
+            for router in self.routers:
+                _replace(stack, router.module, "forward", self._route(router))
+            for module in self._model.modules():
+                for name in _CHECKPOINTED:
+                    function = vars(module).get(name)
+                    if callable(function):
+                        _replace(stack, module, name, self._bind(function))
+            yield
+
+
+@contextmanager
+def replay_routing(model: Any) -> Iterator[RoutingReplay]:
+    """Makes a model use the experts that the engine has used, of the tokens of a batch.
+
+    A mixture of experts chooses some experts for each token and layer. Engine and
+    trainer, which compute in other ways, choose differently here and there, and such a
+    token's log-prob is of another function than the one that it was sampled from. With
+    this, routers choose what the engine reported. The weights of the experts come from
+    the router's own scores, so that it is trained as ever.
+
+    Inside the block, the model replays where it is told the experts: by
+    :meth:`~RoutingReplay.using`, by a wrapper that was given here instead of its model,
+    and by the losses of this package; elsewhere, its routers choose. A backward pass
+    that computes activations again (gradient checkpointing, which is enabled before)
+    replays those of its forward pass.
+
+    Experts come from ``token_columns=["routed_experts"]``; what the server did not
+    report, as of the last token, is left to the router.
+
+    Args:
+        model: a model of transformers, also with PEFT or FSDP2, or the
+            ``TransformersWrapper`` around it.
+
+    Yields:
+        RoutingReplay: which counts the choices that differ.
+
+    Raises:
+        ConfigurationError: if the model's routers are not found.
+
+    Examples:
+        >>> with replay_routing(model) as replay:  # doctest: +SKIP
+        ...     with replay.using(batch["routed_experts", "full"]):
+        ...         logits = model(batch["tokens", "full"]).logits
+        >>> replay.flipped  # doctest: +SKIP
+        0.013
+    """
+    actor = model if isinstance(model, TransformersWrapper) else None
+    model = model if actor is None else actor.model
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"replay_routing needs a model of transformers or TorchRL's "
+            f"TransformersWrapper, got {type(model).__name__}."
+        )
+    replay = RoutingReplay(model)
+    with ExitStack() as stack:
+        stack.enter_context(replay._active())
+        if actor is not None:
+            _replace(stack, actor, "forward", _reading(replay, actor.forward))
+        yield replay
+
+
+def replaying(actor: Any, batch: TensorDictBase) -> AbstractContextManager[None]:
+    """Replays the experts of a batch, if the routing of the actor is replayed at all.
+
+    Args:
+        actor: a wrapper, or a model.
+        batch: with the experts of its tokens.
+
+    Raises:
+        ConfigurationError: if the routing is replayed and the batch has no experts.
+    """
+    replay = replay_of(actor)
+    return nullcontext() if replay is None else replay.using(batch)
+
+
+def replay_of(actor: Any) -> RoutingReplay | None:
+    """Returns the replay of an actor, a wrapper or a model; None if there is none."""
+    model = actor.model if isinstance(actor, TransformersWrapper) else actor
+    return _REPLAYS.get(model) if isinstance(model, nn.Module) else None
+
+
+def _reading(replay: RoutingReplay, forward: Callable[..., Any]) -> Any:
+    @wraps(forward)
+    def read(tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
+        with replay.using(tensordict):
+            return forward(tensordict, *args, **kwargs)
+
+    return read
+
+
+def _replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
+    """Sets an attribute of an object until the stack ends."""
+    own = vars(place)
+    if name in own:
+        stack.callback(own.__setitem__, name, own[name])
+    else:
+        stack.callback(own.pop, name, None)
+    own[name] = value
+
+
+def _read(batch: TensorDictBase, key: NestedKey) -> _Pass:
+    """Returns the experts of a batch's tokens, and these tokens."""
+    experts = batch.get(key, None, as_list=True)
+    if experts is None:
+        raise ConfigurationError(
+            f"The batch has no {key!r}, which routing is replayed from; collect it "
+            f"with token_columns=['routed_experts'] of the wrapper or the gateway, and "
+            f"start the servers with enable_return_routed_experts=True."
+        )
+    tokens = batch.get(TOKENS, as_list=True)
+    masks = batch.get(ATTENTION_MASK, None, as_list=True)
+    masks = [torch.ones_like(each) for each in tokens] if masks is None else masks
+    rows = list(zip(experts, tokens, masks, strict=True))
+    for each, ids, _ in rows:
+        if len(each) != len(ids):
+            raise ConfigurationError(
+                f"{key!r} has the experts of {len(each)} tokens for a sequence of "
+                f"{len(ids)}; they must be of the same tokens."
+            )
+    return _Pass(
+        experts=torch.cat([each[mask.bool()] for each, _, mask in rows]),
+        ids=torch.cat([ids[mask.bool()] for _, ids, mask in rows]),
+    )
+
+
+def _align(experts: Tensor, tokens: Tensor, ids: Tensor, mask: Any) -> Tensor:
+    """Returns the experts of each position, -1 where it is not a token of the batch.
+
+    Args:
+        experts: ``(tokens, layers, chosen)``.
+        tokens: their ids, one sequence after the other.
+        ids: the model's input.
+        mask: the model's attention mask.
+
+    Raises:
+        ConfigurationError: if the input has other tokens.
+    """
+    where = torch.ones_like(ids, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        where = mask.bool()
+    found = ids[where]
+    if found.shape != tokens.shape or not torch.equal(found, tokens):
+        raise ConfigurationError(
+            f"The model was given {len(found)} tokens, which are not the "
+            f"{len(tokens)} of the batch in their order, so that their experts are not "
+            f"known; give the model the tokens of the batch."
+        )
+    placed = experts.new_full((ids.numel(), *experts.shape[1:]), -1)
+    placed[where.flatten()] = experts
+    return placed
