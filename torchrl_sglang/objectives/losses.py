@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ from torchrl_sglang.objectives.correct import (
     scale_advantage,
 )
 from torchrl_sglang.objectives.formulas import masked_mean
+from torchrl_sglang.objectives.packing import (
+    PackedTokens,
+    Packing,
+    packed_terms,
+    prepare_packing,
+)
 from torchrl_sglang.objectives.parts import LossRanks, Means, own_gradients
 from torchrl_sglang.support.checks import check_count, check_keywords
 
@@ -53,9 +60,10 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
       :math:`\frac12 \log^2(\pi_\theta / \pi_{rollout})` above it. TorchRL computes the
       same and documents the reference policy;
     - ESS is 0 instead of NaN for a batch in which every token is masked;
-    - the logits of a ragged batch are read where they are. TorchRL 0.14 picks them with
-      a mask of their own shape, which with a vocabulary of 150,000 takes more memory
-      and time than the model;
+    - the sequences of a batch go through the model in one row, without padding
+      (``packing``), and only tokens of the loss have logits. TorchRL 0.14 pads, and
+      picks logits with a mask of their own shape, which with a vocabulary of 150,000
+      takes more memory and time than the model;
     - with ``aggregation="prompt_mean"`` the penalties of the KL divergences are means
       over sequences, too, and with ``"none"`` they are those of each token, so that all
       losses are of one kind;
@@ -83,11 +91,18 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             after each update. Defaults to None.
         max_tokens: for ``aggregation="constant"``: the longest response that there can
             be, in tokens. Defaults to None.
+        packing: True puts the sequences of a batch one after the other in one row,
+            where each begins at position 0 and sees itself alone: nothing is computed
+            for padding. False pads them. ``"auto"`` packs if the model can, and
+            :attr:`padded_because` says why not. A model whose attention is ``"sdpa"``
+            gets ``"torchrl_sglang_packed"`` for it, which is the same for other rows;
+            FlashAttention and flex attention stay. Defaults to ``"auto"``.
         **kwargs: as for TorchRL's class.
 
     Raises:
-        ConfigurationError: if ``correction`` needs an old policy that is recomputed, or
-            one of ``max_tokens`` and ``aggregation="constant"`` is given alone.
+        ConfigurationError: if ``correction`` needs an old policy that is recomputed,
+            one of ``max_tokens`` and ``aggregation="constant"`` is given alone, or
+            ``packing`` is True and the model cannot.
 
     Examples:
         >>> from torchrl.modules.llm import TransformersWrapper
@@ -107,6 +122,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         version_key: NestedKey = POLICY_VERSIONS,
         consumer_version: int | None = None,
         max_tokens: int | None = None,
+        packing: Packing = "auto",
         **kwargs: Any,
     ) -> None:
         check_keywords(type(self).__name__, kwargs, TorchRLGRPOLoss)
@@ -132,12 +148,39 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             )
         self.version_key = version_key
         self.consumer_version = consumer_version
+        self.packing = packing
+        other = "" if self._reads_tokens() else "the actor is not one of tokens"
+        self.padded_because = prepare_packing(
+            getattr(self.actor_network, "model", None), packing, other
+        )
+        """Why batches are padded; empty if they are packed."""
         self._correction_metrics: dict[str, Tensor] = {}
         # Of the last forward pass: tokens of the loss, before and after the correction.
         self._tokens: Tensor | None = None
         self._mask: Tensor | None = None
         # Of the last forward pass: whether tokens were written, and have log-probs.
         self._scored: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether batches go through the model without padding."""
+        return not self.padded_because
+
+    @contextmanager
+    def correcting(self, correction: RolloutCorrectionConfig) -> Iterator[None]:
+        """Applies a correction whose old policy is the one of the forward pass itself.
+
+        That is the old policy of the first optimizer step after it was recomputed: for
+        a batch that takes one step, nothing needs to be computed before.
+
+        Args:
+            correction: in the place of the loss's own.
+        """
+        own, self.correction = self.correction, correction
+        try:
+            yield
+        finally:
+            self.correction = own
 
     @property
     def correction_metrics(self) -> dict[str, float]:
@@ -349,19 +392,20 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
     def _get_cur_log_prob(self, tensordict: TensorDictBase) -> Any:
         """Returns log-probs of the tokens and their distribution."""
         actor = self.actor_network
-        reads_tokens = (
-            type(actor) is TransformersWrapper
-            and actor.input_mode == "tokens"
-            and actor.input_key == self.tensor_keys.action == TOKENS
-            and actor.pad_model_input
-            and not (actor.pad_output or actor.generate)
-        )
-        if not reads_tokens or ATTENTION_MASK not in tensordict.keys(True):
+        reads = self._reads_tokens() and ATTENTION_MASK in tensordict.keys(True)
+        if not reads:
             return super()._get_cur_log_prob(tensordict)
         padding = actor.tokenizer.pad_token_id
         tokens = read(tensordict, TOKENS, padding_value=padding)
         attention = read(tensordict, ATTENTION_MASK, padding_value=False)
         assert tokens is not None
+        assert attention is not None
+        if self.packs:
+            mask = read_mask(tensordict, self.masking_strategy, tokens.shape[1])
+            found = packed_terms(
+                actor.model, tokens, attention, mask, entropy=self.entropy_bonus
+            )
+            return found.log_prob, found, False
         _, logits = actor._model_forward_with_padded_sequences(
             tokens,
             attention,
@@ -372,6 +416,23 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         mask = read_mask(tensordict, self.masking_strategy, tokens.shape[1])
         dist = LLMMaskedCategorical(logits=logits, mask=mask)
         return dist.log_prob(tokens), dist, False
+
+    def _reads_tokens(self) -> bool:
+        """Whether the actor scores tokens, whose logits are read where they are."""
+        actor = self.actor_network
+        return (
+            type(actor) is TransformersWrapper
+            and actor.input_mode == "tokens"
+            and actor.input_key == self.tensor_keys.action == TOKENS
+            and actor.pad_model_input
+            and not (actor.pad_output or actor.generate)
+        )
+
+    def _get_entropy(self, dist: Any, adv_shape: torch.Size) -> Any:
+        """Returns the entropy of each token."""
+        if isinstance(dist, PackedTokens):
+            return dist.entropy.unsqueeze(-1)
+        return super()._get_entropy(dist, adv_shape=adv_shape)
 
     def _correct(
         self,

@@ -145,6 +145,11 @@ class OffPolicyCorrection(Transform):
         self._metrics: dict[str, Tensor] = {}
 
     @property
+    def actor_network(self) -> Any:
+        """What computes the trainer's log-probs; None if they are read."""
+        return self._actor[0]
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the last batch; reading them waits for the device."""
         return {name: value.item() for name, value in self._metrics.items()}

@@ -35,6 +35,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.objectives.advantages import GroupAdvantage, TrajectoryReturn
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
+from torchrl_sglang.objectives.packing import Packing, check_packing
 from torchrl_sglang.objectives.transform import MaskingStrategy, OffPolicyCorrection
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.support.checks import check_flag, check_keywords
@@ -126,6 +127,8 @@ class GRPO:
         warmup_steps (int): Defaults to 0.
         minibatches, epochs_per_batch, max_tokens_per_pass, clip_grad_norm: as for
             :class:`.Learner`, there ``epochs``.
+        packing (str or bool): responses without padding in these passes, as for
+            :class:`.CorrectedGRPOLoss`. Defaults to ``"auto"``: if the model can.
         lora (dict, optional): arguments of PEFT's ``LoraConfig``, to train an adapter.
         gradient_checkpointing (bool, optional): Defaults to True on GPUs.
         colocated (bool): servers on the trainer's GPUs. Defaults to False.
@@ -227,6 +230,7 @@ class GRPO:
         minibatches: int = 1,
         epochs_per_batch: int = 1,
         max_tokens_per_pass: int = 16_384,
+        packing: Packing = "auto",
         clip_grad_norm: float | None = 1.0,
         lora: Mapping[str, Any] | None = None,
         gradient_checkpointing: bool | None = None,
@@ -295,7 +299,13 @@ class GRPO:
             advantage or self._method.advantage,
             trajectory_return=self._trajectory_return,
         )
-        self._loss = loss
+        check_packing(packing)
+        if callable(loss) and packing != "auto":
+            raise ConfigurationError(
+                f"packing={packing!r} is an argument of the loss, and loss is a "
+                f"function that makes one; give it there."
+            )
+        self._loss, self._packing = loss, packing
         self._correction = None if correction is None else as_config(correction)
         self._kl_to_ref_coeff = kl_to_ref_coeff
         self._lr = lr if lr is not None else (1e-6 if lora is None else 1e-5)
@@ -723,6 +733,7 @@ class GRPO:
             "masking_strategy": masking,
             "kl_to_ref_coeff": self._kl_to_ref_coeff or None,
             "correction": None if recomputes else correction,
+            "packing": self._packing,
             "device": device,
             **optional,
             **self._method.arguments,

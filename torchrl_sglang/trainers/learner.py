@@ -23,8 +23,16 @@ from torchrl.objectives.llm import GRPOLoss
 
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.advantages import REWARD
-from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.objectives.columns import (
+    ATTENTION_MASK,
+    POLICY_VERSIONS,
+    TOKENS,
+    read,
+    read_mask,
+    row_lengths,
+)
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
+from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.support.checks import check_count
@@ -57,7 +65,8 @@ class Learner:
     """Takes the optimizer steps of a batch of responses with advantages.
 
     Responses are cut into passes by their *tokens*, so that memory is bounded whatever
-    their lengths; the gradient is that of all of them together, over all ranks.
+    their lengths; the gradient is that of all of them together, over all ranks. A loss
+    that packs (``CorrectedGRPOLoss(packing=...)``) has no padding in these passes.
 
     Args:
         loss: a :class:`.CorrectedGRPOLoss` or one of its kind, around the actor.
@@ -69,8 +78,9 @@ class Learner:
             trained one without its adapter. Defaults to None: no divergence.
         minibatches: optimizer steps of a pass over a batch. Defaults to 1.
         epochs: passes over a batch. Defaults to 1.
-        max_tokens_per_pass: most tokens, with padding, of a forward and backward pass;
-            a longer response has a pass of its own. Defaults to 16,384.
+        max_tokens_per_pass: most tokens of a forward and backward pass, with padding
+            where there is some; a longer response has a pass of its own. Defaults to
+            16,384.
         clip_grad_norm: largest norm of a gradient; None for no limit. Defaults to 1.
         max_skipped_steps: as in :meth:`train`. Defaults to 5.
         autocast: compute passes in bfloat16. Defaults to False.
@@ -133,6 +143,15 @@ class Learner:
         self._clip = clip_grad_norm
         self._max_skipped = max_skipped_steps
         self._autocast_on = autocast
+        self._packs = bool(getattr(loss, "packs", False))
+        if getattr(loss, "packing", False) == "auto" and not self._packs:
+            warnings.warn(
+                f"Passes are padded, which takes time where lengths differ: "
+                f"{loss.padded_because}. With packing=False this is not said.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._one_pass = minibatches == epochs == 1 and _needs_no_pass(loss, correct)
         self._device = next(self.model.parameters()).device
         self._trained = [each for each in self.model.parameters() if each.requires_grad]
         if not self._trained:
@@ -229,9 +248,13 @@ class Learner:
     def _add_gradient(self, minibatch: TensorDictBase) -> dict[str, float]:
         """Adds the gradient of a minibatch, in passes; returns metrics."""
         rows = minibatch.exclude("query").to(self._device)
-        if self._correct is not None:
+        correcting: Any = contextlib.nullcontext()
+        if self._one_pass:
+            assert self._correct is not None
+            correcting = self.loss.correcting(self._correct.config)
+        elif self._correct is not None:
             rows = self._correct(rows)
-        with self._autocast():
+        with self._autocast(), correcting:
             output = self.loss.accumulate(
                 list(self._passes(rows)), process_group=self.ranks.group
             )
@@ -240,7 +263,7 @@ class Learner:
         found = {name: getattr(output, name, None) for name in METRICS}
         corrected = (
             self.loss.correction_metrics
-            if self._correct is None
+            if self._correct is None or self._one_pass
             else self._correct.metrics
         )
         return {
@@ -251,9 +274,12 @@ class Learner:
 
     def _passes(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
         """Yields parts of rows, each of so many tokens that a pass may have."""
-        lengths = [len(each) for each in rows.get(("tokens", "full"), as_list=True)]
-        for part in cut_by_tokens(lengths, self._max_tokens):
+        for part in self._cut_by_tokens(rows, packed=self._packs):
             yield LazyStackedTensorDict(*(rows[index] for index in part))
+
+    def _cut_by_tokens(self, rows: TensorDictBase, *, packed: bool) -> list[list[int]]:
+        lengths = [len(each) for each in rows.get(TOKENS, as_list=True)]
+        return cut_by_tokens(lengths, self._max_tokens, packed=packed)
 
     def _skip(self, minibatch: TensorDictBase, reason: str) -> dict[str, float]:
         """Takes no step, and says why; too many of these end the run."""
@@ -289,31 +315,53 @@ class Learner:
     @torch.no_grad()
     def _add_log_probs(self, rows: TensorDictBase) -> None:
         """Adds the log-probs of other policies that correction and loss read."""
-        tokenizer = self.actor.tokenizer
-        if self._correct is not None:
-            actor = scorer(self.model, tokenizer, TRAIN_LOG_PROBS)
-            self._score(actor, TRAIN_LOG_PROBS, TRAIN_LOG_PROBS, rows)
+        if self._correct is not None and not self._one_pass:
+            self._score(self.model, TRAIN_LOG_PROBS, rows)
         if self._reference is None:
             return
         model, adapter = self._reference, contextlib.nullcontext()
         if model == "adapter":
             model, adapter = self.model, self.model.disable_adapter()
         with adapter:
-            self._score(scorer(model, tokenizer, "ref"), "ref", REF_LOG_PROBS, rows)
+            self._score(model, REF_LOG_PROBS, rows)
 
-    def _score(self, actor: Any, key: str, place: Any, rows: TensorDictBase) -> None:
+    def _score(self, model: Any, place: Any, rows: TensorDictBase) -> None:
         """Writes log-probs of all rows, computed in passes; as many on each rank."""
-        lengths = [len(each) for each in rows.get(("tokens", "full"), as_list=True)]
-        parts = cut_by_tokens(lengths, self._max_tokens)
+        packed = self._packs and not prepare_packing(model, self.loss.packing)
+        score = self._score_packed if packed else self._score_padded
+        parts = self._cut_by_tokens(rows, packed=packed)
         ranks = LossRanks(self.ranks.group, self.loss)
         for part, counts in ranks.same_number(parts):
             chosen = [rows[index] for index in part]
             inputs = LazyStackedTensorDict(*chosen).select("tokens", "masks")
             with self._autocast():
-                found = actor(inputs.to(self._device)).get((key, "full"), as_list=True)
+                found = score(model, inputs.to(self._device))
             for row, each in zip(chosen, found, strict=True):
                 if counts:
                     row.set(place, row.empty().set("full", each.cpu()))
+
+    def _score_padded(self, model: Any, inputs: TensorDictBase) -> Any:
+        """Returns the log-probs of all tokens, a tensor for each row."""
+        actor = scorer(model, self.actor.tokenizer)
+        return actor(inputs).get(("log_probs", "full"), as_list=True)
+
+    def _score_packed(self, model: Any, inputs: TensorDictBase) -> Any:
+        """Returns the log-probs of the loss's tokens, a tensor for each row."""
+        tokens = read(inputs, TOKENS, padding_value=0)
+        real = read(inputs, ATTENTION_MASK, padding_value=False)
+        lengths = row_lengths(inputs, TOKENS)
+        assert tokens is not None
+        assert real is not None
+        assert lengths is not None
+        width = tokens.shape[1]
+        mask = read_mask(inputs, self.loss.masking_strategy, width)
+        if self._correct is not None:
+            mask = mask | read_mask(inputs, self._correct.masking_strategy, width)
+        found = packed_terms(model, tokens, real, mask).log_prob
+        return [
+            each[width - length :]
+            for each, length in zip(found, lengths.tolist(), strict=True)
+        ]
 
     def _autocast(self) -> Any:
         return torch.autocast(
@@ -370,12 +418,17 @@ class Learner:
             set_learning_rates(self.schedule)
 
 
-def cut_by_tokens(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Groups sequences of similar length, so that a group has few padded tokens. Pure.
+def cut_by_tokens(
+    lengths: Sequence[int], limit: int, *, packed: bool = False
+) -> list[list[int]]:
+    """Groups sequences, so that a group has few padded tokens. Pure.
 
     Args:
         lengths: of the sequences.
-        limit: most tokens of a group, with padding; a longer sequence is alone.
+        limit: most tokens of a group; a longer sequence is alone.
+        packed: whether a group has no padding: the longest sequences are placed first,
+            each where it leaves the least room. Otherwise a group's sequences are of
+            similar length. Defaults to False.
 
     Returns:
         list: positions of the sequences of each group; all sequences are in one.
@@ -383,15 +436,64 @@ def cut_by_tokens(lengths: Sequence[int], limit: int) -> list[list[int]]:
     Examples:
         >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6)
         [[1, 2, 3], [0], [4]]
+        >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6, packed=True)
+        [[2, 3], [0, 1], [4]]
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     parts: list[list[int]] = []
+    if packed:
+        return _fill(lengths, order[::-1], limit)
     for index in order:
         if parts and (len(parts[-1]) + 1) * lengths[index] <= limit:
             parts[-1].append(index)
         else:
             parts.append([index])
     return parts
+
+
+def _fill(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
+    """Puts sequences where they leave the least room; the fullest groups come last."""
+    parts: list[list[int]] = []
+    rooms: list[int] = []
+    for index in order:
+        length = lengths[index]
+        fitting = [number for number, room in enumerate(rooms) if room >= length]
+        if fitting:
+            best = min(fitting, key=lambda number: rooms[number])
+            parts[best].append(index)
+            rooms[best] -= length
+        else:
+            parts.append([index])
+            rooms.append(limit - length)
+    fullest = sorted(range(len(parts)), key=lambda number: -rooms[number])
+    return [sorted(parts[number]) for number in fullest]
+
+
+def _needs_no_pass(loss: Any, correct: OffPolicyCorrection | None) -> bool:
+    """Whether the old policy of a batch's only step is that of the loss's own pass.
+
+    What the loss compares with the log-probs of a corrected batch would else be another
+    policy's, and a mean over the batch is not known to its parts.
+    """
+    if type(correct) is not OffPolicyCorrection or correct.actor_network is not None:
+        return False
+    if not isinstance(loss, CorrectedGRPOLoss) or loss.correction is not None:
+        return False
+    if "prompt_mean" in (loss.aggregation, correct.aggregation):
+        # Penalties are means over other sequences then.
+        penalties = loss.entropy_bonus or loss.kl_to_ref_coeff
+        if penalties or loss.aggregation != correct.aggregation:
+            return False
+    keys = loss.tensor_keys
+    return (
+        loss.kl_mask_threshold is None
+        and loss.kl_to_inference_coeff is None
+        and not correct.config.rollout_is_batch_normalize
+        and loss.masking_strategy == correct.masking_strategy
+        and loss.version_key == correct.version_key
+        and keys.advantage == correct.advantage_key
+        and keys.sample_log_prob == correct.log_probs_key
+    )
 
 
 def describe_rows(rows: TensorDictBase) -> str:

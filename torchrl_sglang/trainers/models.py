@@ -89,6 +89,10 @@ def _drop_nothing(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name in ("attention_dropout", "activation_dropout", "dropout"):
+            # Layers of transformers have shares of their own, too.
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def shard(model: nn.Module, ranks: TrainerRanks, device: torch.device) -> nn.Module:

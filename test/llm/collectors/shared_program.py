@@ -120,6 +120,7 @@ def difference_of_gradients() -> dict[str, float]:
                     model = DistributedDataParallel(model, process_group=group)
                     model.config = model.module.config
                 loss = make_loss(model)
+                assert loss.packs
                 output = loss.accumulate(own.split(most), process_group=group)
                 inner = model.module if kind == "parallel" else model
                 worst = max(

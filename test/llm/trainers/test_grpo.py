@@ -368,6 +368,8 @@ def test_overlong_responses_are_punished():
         ({"prompts": []}, "prompts is empty"),
         ({"eval_prompts": [{"text": "a"}]}, "The first task of eval_prompts has no"),
         ({"loss": {"clip_epsilom": 2}}, "Did you mean 'clip_epsilon'"),
+        ({"packing": "yes"}, "packing must be 'auto', True or False, got 'yes'"),
+        ({"packing": True, "loss": lambda actor: None}, "give it there"),
         ({"lora": {"rank": 4}}, "lora has no argument 'rank'"),
         ({"collector": {"groups": 1}}, "collector has no argument 'groups'"),
         ({"gateway": {"max_session": 1}}, "Did you mean 'max_sessions'"),

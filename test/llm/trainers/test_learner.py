@@ -13,7 +13,12 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.objectives.llm import GRPOLoss
 from transformers import get_scheduler
 
-from torchrl_sglang import CorrectedGRPOLoss, GroupAdvantage, Learner
+from torchrl_sglang import (
+    CorrectedGRPOLoss,
+    GroupAdvantage,
+    Learner,
+    RolloutCorrectionConfig,
+)
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.trainers.learner import cut_by_tokens
@@ -206,11 +211,136 @@ def test_the_divergence_is_to_the_reference(make_learner, hf_model, tiny_model_p
     assert learner.train(batch, 0)["train/kl_to_ref"] == pytest.approx(0, abs=1e-6)
     assert learner.train(batch, 0)["train/kl_to_ref"] > 1e-6
     rows = batch.select("tokens", "masks")
-    learner._score(scorer(reference, learner.actor.tokenizer, "ref"), "ref", "x", rows)
+    learner._score(reference, "x", rows)
     for row in rows.unbind(0):
         expected = score(hf_model, row["tokens", "full"])
-        found = row["x", "full"]
-        assert (found[1:] - expected[1:]).abs().max() < 1e-4
+        written = row["masks", "all_assistant_mask"]
+        assert (row["x", "full"] - expected)[written].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["plain", "transform", "two steps", "reference"])
+def test_the_update_is_that_of_padded_passes(make_learner, kind, tiny_model_path):
+    batch = make_batch([0.0, 1.0, 1.0, 0.2] * 2, [1, 40, 3, 9, 25, 2, 7, 5])
+    given = {
+        "plain": {},
+        "transform": {"correct": "decoupled_token_is"},
+        "two steps": {"correct": "decoupled_token_is", "minibatches": 2},
+        "reference": {"loss": {"kl_to_ref_coeff": 0.1}},
+    }[kind]
+    found, tokens = [], []
+    for packing in (False, True):
+        arguments = {**given, "loss": {**given.get("loss", {}), "packing": packing}}
+        if kind == "reference":
+            arguments["reference"] = load_model(tiny_model_path, device=CPU)
+        learner = make_learner(
+            optimizer=torch.optim.SGD,
+            lr=10.0,
+            clip_grad_norm=None,
+            max_tokens_per_pass=45,
+            **arguments,
+        )
+        sizes = []
+        learner.model.register_forward_pre_hook(
+            lambda _, args, kwargs, sizes=sizes: sizes.append(
+                (args[0] if args else kwargs["input_ids"]).numel()
+            ),
+            with_kwargs=True,
+        )
+        before = weights(learner)
+        torch.manual_seed(0)
+        learner.train(batch, 0)
+        found.append(weights(learner) - before)
+        tokens.append(sizes)
+    assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
+    assert found[0].norm() > 0
+    padded, packed = tokens
+    assert max(packed) <= 45
+    times = 2 if kind == "two steps" else 1
+    assert sum(packed) == times * (92 + 8 * 3) < sum(padded)
+
+
+CORRECTIONS = {
+    "is": {"correct": "decoupled_token_is"},
+    "rejection": {
+        "correct": RolloutCorrectionConfig(
+            rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.6_2"
+        )
+    },
+    "prompt_mean": {
+        "correct": "decoupled_token_is",
+        "aggregation": "prompt_mean",
+    },
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_the_only_step_of_a_batch_needs_no_pass_before(make_learner, name):
+    """Its old policy is that of the loss's own pass: the update is the same."""
+    given = CORRECTIONS[name]
+    aggregation = given.get("aggregation", "token_mean")
+    batch = make_batch([0.0, 1.0, 1.0, 0.2] * 2, [1, 40, 3, 9, 25, 2, 7, 5])
+    found, metrics, passes = [], [], []
+    for one in (True, False):
+        learner = make_learner(
+            optimizer=torch.optim.SGD,
+            lr=10.0,
+            clip_grad_norm=None,
+            loss={"aggregation": aggregation},
+        )
+        correct = OffPolicyCorrection(given["correct"], aggregation=aggregation)
+        learner = Learner(
+            learner.loss, learner.optimizer, correct=correct, clip_grad_norm=None
+        )
+        assert learner._one_pass
+        learner._one_pass = one
+        calls = []
+        learner.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        before = weights(learner)
+        metrics.append(learner.train(batch, 0))
+        found.append(weights(learner) - before)
+        passes.append(len(calls))
+    assert passes == [1, 2]
+    assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
+    assert found[0].norm() > 0
+    # Of this policy from the rollout's, which a corrected batch does not have.
+    assert metrics[0].pop("train/kl_approx") != 0 == metrics[1].pop("train/kl_approx")
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"minibatches": 2},
+        {"epochs": 2},
+        {"loss": {"kl_to_inference_coeff": 0.1}},
+        {"loss": {"aggregation": "prompt_mean"}},
+        {"loss": {"masking_strategy": "rlhf"}},
+    ],
+)
+def test_other_steps_need_the_pass_before(make_learner, given):
+    assert not make_learner(correct="decoupled_token_is", **given)._one_pass
+
+
+def test_nothing_is_dropped(hf_model):
+    """Also where layers are in training mode, which checkpointing needs."""
+    tokens = torch.arange(5, 40)
+    expected = score(hf_model, tokens)
+    config = copy.deepcopy(hf_model.config)
+    config.attention_dropout = 0.5
+    noisy = type(hf_model)(config)
+    noisy.load_state_dict(hf_model.state_dict())
+    model = load_model(noisy, device=CPU, gradient_checkpointing=True)
+    assert model.training
+    assert (score(model, tokens) - expected).abs().max() < 1e-5
+
+
+def test_a_model_that_cannot_pack_is_said(tiny_model_path, tokenizer):
+    model = load_model(tiny_model_path, device=CPU)
+    model.config._attn_implementation = "eager"
+    loss = CorrectedGRPOLoss(scorer(model, tokenizer), clip_epsilon=0.2)
+    with pytest.warns(RuntimeWarning, match="padded.*'eager', which needs a mask"):
+        learner = Learner(loss, torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert learner.train(make_batch([0.0, 1.0] * 4), 0)["train/grad_norm"] > 0
 
 
 def test_minibatches_and_epochs(make_learner):
@@ -282,8 +412,13 @@ def test_passes_hold_all_sequences_once():
     for _ in range(200):
         lengths = torch.randint(1, 60, (17,), generator=generator).tolist()
         limit = int(torch.randint(1, 200, (), generator=generator))
-        parts = cut_by_tokens(lengths, limit)
-        assert sorted(index for part in parts for index in part) == list(range(17))
-        for part in parts:
-            padded = len(part) * max(lengths[index] for index in part)
-            assert padded <= limit or len(part) == 1
+        for packed in (False, True):
+            parts = cut_by_tokens(lengths, limit, packed=packed)
+            assert sorted(index for part in parts for index in part) == list(range(17))
+            for part in parts:
+                each = [lengths[index] for index in part]
+                used = sum(each) if packed else len(part) * max(each)
+                assert used <= limit or len(part) == 1
+        # No two of the groups would fit into one.
+        sums = sorted(sum(lengths[index] for index in part) for part in parts)
+        assert len(sums) < 2 or sums[0] + sums[1] > limit

@@ -26,6 +26,7 @@ FIELDS = (
 )
 SHAPES: dict[str, tuple[int, ...]] = {
     "0.5b": (896, 4864, 24, 151_936, 14, 2, True),
+    "3b": (2048, 11_008, 36, 151_936, 16, 2, True),
     "7b": (3584, 18_944, 28, 152_064, 28, 4, False),
 }
 """Qwen2.5's values of these fields; the server makes up the weights."""

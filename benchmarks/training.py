@@ -1,0 +1,291 @@
+"""A step of Learner beside the model's bare forward and backward pass of its tokens.
+
+Responses of long-tailed lengths are trained on, packed and padded, with what a step
+has: loss, gradient's norm, AdamW. The limit is the same model's pass over the same rows
+with PyTorch's cross entropy of the responses, measured in turn with them. Weights are
+float32 with random values, passes in bfloat16 on a GPU, and activations are computed
+again in the backward pass, as ``GRPO`` has it.
+
+    python benchmarks/training.py 0.5b
+    python benchmarks/training.py 3b --responses 16
+    python benchmarks/training.py tiny --device cpu --responses 16 --longest 256
+
+FLOP are those of the model alone: two for each parameter of a matrix and token, and of
+the causal attention, times three for both passes, without what is computed again.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from script import print_row, read_options
+from torchrl_sglang import CorrectedGRPOLoss, Learner
+from torchrl_sglang.cli.bench.measure import Load, long_tailed, save_model
+from torchrl_sglang.objectives.attention import no_mask
+from torchrl_sglang.objectives.transform import OffPolicyCorrection
+from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
+from torchrl_sglang.trainers.learner import cut_by_tokens
+from torchrl_sglang.trainers.models import scorer
+
+PEAK = 989e12
+"""FLOP/s of an H200 in bfloat16, without sparsity."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a step is of."""
+
+    model: Any
+    rows: Sequence[torch.Tensor]
+    """Prompts with responses."""
+    prompt: int
+    """Tokens of each prompt."""
+    group_size: int
+    """Responses to a prompt."""
+    limit: int
+    """Most tokens of a pass."""
+    device: str
+
+
+def make_batch(work: Work) -> TensorDictBase:
+    """Returns a batch as a collector writes it, with advantages."""
+    rows = []
+    for ids in work.rows:
+        response = torch.arange(len(ids)) >= work.prompt
+        log_probs = torch.where(response, torch.rand(len(ids)).log(), torch.nan)
+        parts = {"prompt": ids[: work.prompt], "response": ids[work.prompt :]}
+        rows.append(
+            TensorDict(
+                tokens=TensorDict(full=ids, **parts),
+                masks=TensorDict(
+                    all_attention_mask=torch.ones_like(response),
+                    all_assistant_mask=response,
+                ),
+                log_probs=TensorDict(full=log_probs),
+                advantage=torch.randn(1, 1),
+            )
+        )
+    return lazy_stack(rows)
+
+
+def make_bare(work: Work, *, prompts_once: bool = False) -> Callable[[], None]:
+    """Returns the model's own pass: all rows, packed, cross entropy of responses.
+
+    Args:
+        work: the rows.
+        prompts_once: leave a group's prompt out of all responses but one, which bounds
+            what could be gained if their attention read it there.
+    """
+    group = work.group_size
+    skipped = [
+        work.prompt if prompts_once and number % group else 0
+        for number in range(len(work.rows))
+    ]
+    rows = [row[skip:] for row, skip in zip(work.rows, skipped, strict=True)]
+    parts = cut_by_tokens([len(each) for each in rows], work.limit, packed=True)
+
+    def tensors(part: list[int]) -> dict[str, Any]:
+        lengths = torch.tensor([len(rows[index]) for index in part])
+        places = [torch.arange(skipped[i], len(work.rows[i])) for i in part]
+        order = torch.cat(places).to(work.device)
+        bounds = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().to(work.device)
+        row = torch.cat([rows[index] for index in part]).to(work.device)
+        wanted = (order >= work.prompt).nonzero()[:, 0]
+        return {
+            "input_ids": row[None],
+            "position_ids": order[None],
+            "attention_mask": no_mask(torch.device(work.device)),
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
+            **dict.fromkeys(("max_length_q", "max_length_k"), int(lengths.max())),
+            "logits_to_keep": (wanted - 1).clamp_min(0),
+            "use_cache": False,
+        }
+
+    half = torch.autocast(work.device, torch.bfloat16, work.device == "cuda")
+
+    def run() -> None:
+        with half:
+            for part in parts:
+                given = tensors(part)
+                targets = given["input_ids"][0, given["logits_to_keep"] + 1]
+                logits = work.model(**given).logits.flatten(0, 1)
+                loss = cross_entropy(logits, targets, reduction="sum")
+                with torch.autocast(work.device, enabled=False):
+                    # Like a mean over the step, so that no number is too large.
+                    (loss / sum(map(len, work.rows))).backward()
+        work.model.zero_grad()
+
+    return run
+
+
+def make_steps(work: Work, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns what is measured: a name, and a call for one step."""
+    actor, batch = scorer(work.model, make_tiny_tokenizer()), make_batch(work)
+    given: dict[str, dict[str, Any]] = {
+        "packed": {"packing": True},
+        "padded": {"packing": False},
+        "packed, corrected": {"packing": True, "correct": "decoupled_token_is"},
+        "with a pass before": {"packing": True, "correct": "decoupled_token_is"},
+    }
+    steps: dict[str, Any] = {}
+    for name, options in given.items():
+        preset = options.get("correct")
+        loss = CorrectedGRPOLoss(
+            actor, clip_epsilon=0.2, entropy_bonus=False, packing=options["packing"]
+        )
+        learner = Learner(
+            loss,
+            optimizer,
+            correct=None if preset is None else OffPolicyCorrection(preset),
+            max_tokens_per_pass=work.limit,
+            autocast=work.device == "cuda",
+        )
+        if name == "with a pass before":
+            # As it is where a batch takes several steps.
+            learner._one_pass = False
+        steps[name] = lambda learner=learner: learner.train(batch, 0)
+    # The first one makes the model's attention what the bare passes need.
+    bare = {
+        "bare": make_bare(work),
+        "bare, prompts once": make_bare(work, prompts_once=True),
+    }
+    return {"packed": steps.pop("packed"), **bare, **steps}
+
+
+def model_flop(work: Work) -> float:
+    """Returns the FLOP of both passes over all rows."""
+    config = work.model.config
+    matrices = sum(
+        parameter.numel()
+        for name, parameter in work.model.named_parameters()
+        if parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+    )
+    tokens = sum(map(len, work.rows))
+    responses = tokens - work.prompt * len(work.rows)
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
+    attention = sum(2 * width * len(each) ** 2 for each in work.rows)
+    head = 2 * config.vocab_size * config.hidden_size * responses
+    forward = 2 * matrices * tokens + attention * config.num_hidden_layers + head
+    return 3.0 * forward
+
+
+def measure(
+    steps: dict[str, Callable[[], Any]], device: str, repeats: int
+) -> dict[str, tuple[float, int]]:
+    """Returns median seconds and most bytes of each, in turn; a first round is not
+    counted.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    peaks = dict.fromkeys(steps, 0)
+    for number in range(repeats + 1):
+        for name, step in steps.items():
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated())
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: (statistics.median(seconds[name]), peaks[name]) for name in steps}
+
+
+def print_memory(work: Work, optimizer: torch.optim.Optimizer) -> None:
+    """Prints the bytes that are there whatever the batch."""
+    parameters = sum(p.numel() * p.element_size() for p in work.model.parameters())
+    state = sum(
+        value.numel() * value.element_size()
+        for each in optimizer.state.values()
+        for value in each.values()
+        if isinstance(value, torch.Tensor)
+    )
+    for name, size in (
+        ("parameters", parameters),
+        ("gradients", parameters),
+        ("optimizer", state),
+    ):
+        print_row(name, size / 1e9, "GB")
+
+
+def print_profile(steps: dict[str, Callable[[], Any]], device: str) -> None:
+    """Prints where the time of a step goes."""
+    for name in ("bare", "packed", "padded"):
+        kinds = [ProfilerActivity.CPU]
+        if device == "cuda":
+            kinds.append(ProfilerActivity.CUDA)
+        with profile(activities=kinds) as found:
+            steps[name]()
+        order = f"self_{device}_time_total"
+        print(f"\n{name}")
+        print(found.key_averages().table(order, row_limit=14, max_name_column_width=60))
+
+
+def main() -> None:
+    """Prints memory, and for each kind of step its speed beside the bare pass."""
+    arguments = read_options(
+        __doc__,
+        model="0.5b",
+        device="cuda|cpu",
+        responses=32,
+        group_size=8,
+        prompt_tokens=128,
+        longest=4096,
+        max_tokens_per_pass=16_384,
+        repeats=15,
+        profile=False,
+    )
+    torch.manual_seed(0)
+    device = arguments.device
+    with tempfile.TemporaryDirectory() as folder:
+        path, _ = save_model(arguments.model, folder)
+        config = AutoConfig.from_pretrained(path)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    load = Load(prompts=arguments.responses, new_tokens=arguments.longest)
+    prompt = arguments.prompt_tokens
+    work = Work(
+        model=model,
+        rows=[torch.randint(3, 90, (prompt + each,)) for each in long_tailed(load)],
+        prompt=prompt,
+        group_size=arguments.group_size,
+        limit=arguments.max_tokens_per_pass,
+        device=device,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.0)
+    steps = make_steps(work, optimizer)
+    tokens, flop = sum(map(len, work.rows)), model_flop(work)
+    again = prompt * (len(work.rows) - len(work.rows) / arguments.group_size)
+    print_row("responses", len(work.rows))
+    print_row("tokens", tokens, f"longest {max(map(len, work.rows))}")
+    print_row("prompts seen again", again / tokens, "of the tokens")
+    found = measure(steps, device, arguments.repeats)
+    print_memory(work, optimizer)
+    print_row("", "s", "tokens/s", "of bare", "TFLOP/s", "MFU", "peak GB")
+    bare = found["bare"][0]
+    for name, (seconds, peak) in found.items():
+        speed, share = f"{tokens / seconds:.0f}", flop / seconds
+        mfu = share / PEAK if device == "cuda" else "-"
+        print_row(name, seconds, speed, bare / seconds, share / 1e12, mfu, peak / 1e9)
+    if arguments.profile:
+        print_profile(steps, device)
+
+
+if __name__ == "__main__":
+    main()

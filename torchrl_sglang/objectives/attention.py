@@ -1,0 +1,178 @@
+"""Attention among the tokens of each sequence of a row, without a mask.
+
+A mask of all tokens by all tokens of a row takes time and memory by the square of the
+row's length, although nearly all of it is empty. Here each sequence is computed alone:
+by PyTorch's kernel for sequences of different lengths where there is one, and otherwise
+one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from torchrl_sglang.errors import ConfigurationError
+
+PACKED = "torchrl_sglang_packed"
+"""Its name in transformers: ``model.config._attn_implementation``."""
+
+_LARGEST_HEAD = 256
+"""Dimension of a head that FlashAttention's kernels take at most."""
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """Returns what a model takes for a mask that is made already, and hands on."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Computes causal attention within each sequence, as transformers calls it.
+
+    Without ``cu_seq_lens_q`` it is PyTorch's ``scaled_dot_product_attention``, with the
+    mask.
+
+    Args:
+        module: the attention layer.
+        query: ``(1, heads, tokens, dimension)``, as are ``key`` and ``value``, which
+            may have fewer heads.
+        key: of the same tokens.
+        value: of the same tokens.
+        attention_mask: for rows that are not packed.
+        dropout: share of weights that are left out.
+        scaling: of the products. Defaults to that of ``scaled_dot_product_attention``.
+        sliding_window: tokens that one sees at most, with itself. Defaults to all.
+        cu_seq_lens_q: where sequences begin and end in the row, ``(sequences + 1,)``.
+        max_length_q: length of the longest one.
+        **kwargs: as for ``scaled_dot_product_attention`` in transformers.
+
+    Returns:
+        ``(1, tokens, heads, dimension)``, and no weights.
+    """
+    if cu_seq_lens_q is None:
+        if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
+            raise ConfigurationError(
+                f"{type(module).__name__} was not told where the sequences of a row "
+                f"begin, because its model does not hand cu_seq_lens_q on; give "
+                f"packing=False."
+            )
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **kwargs,
+        )
+        return found
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+    kernel = None if dropout else _kernel()
+    if kernel is None or not _takes(query, value):
+        lengths = cu_seq_lens_q.diff().tolist()
+        split = [torch.split(each, lengths, 2) for each in (query, key, value)]
+        alone = [
+            _attend(q, k, v, dropout, scaling, sliding_window)
+            for q, k, v in zip(*split, strict=True)
+        ]
+        return torch.cat(alone, 2).transpose(1, 2).contiguous(), None
+    window = -1 if sliding_window is None else sliding_window - 1
+    rows = [each[0].transpose(0, 1) for each in (query, key, value)]
+    bounds, most = cu_seq_lens_q, max_length_q
+    output = kernel(*rows, bounds, bounds, most, most, scale=scaling, window=window)
+    return output.unsqueeze(0), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Returns the attention of one sequence."""
+    length, mask = query.shape[2], None
+    if window is not None and window < length:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = mask.tril().triu(1 - window)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _takes(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernel is for such tensors."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+@cache
+def _kernel() -> Callable[..., Tensor] | None:
+    """Returns PyTorch's attention of sequences of different lengths, if it has it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= known.keys():
+        return None
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *bounds: Any,
+        scale: float | None,
+        window: int,
+    ) -> Tensor:
+        options: dict[str, Any] = {"scale": scale, "window_size": (window, 0)}
+        times = query.shape[1] // key.shape[1]
+        if times > 1 and "enable_gqa" in known:
+            options["enable_gqa"] = True
+        elif times > 1:
+            key, value = (e.repeat_interleave(times, 1) for e in (key, value))
+        output = varlen_attn(query, key, value, *bounds, **options)
+        assert isinstance(output, Tensor)
+        return output
+
+    return attend
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, sdpa_mask)
