@@ -16,10 +16,17 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
-from torchrl_sglang.requests.sampling import hint
+from torchrl_sglang.requests.sampling import (
+    GREEDY_TEMPERATURE,
+    hint,
+    temperature_of,
+)
 from torchrl_sglang.types import ServerCapabilities, TokenLayout
 
 TokenShape: TypeAlias = tuple[int, ...]
+
+SAMPLING_SUPPORT = "sampling_support"
+"""Name of the column with the tokens that each token was drawn from."""
 
 RESERVED = frozenset(
     {
@@ -101,6 +108,9 @@ class TokenColumn:
     tokens. Raises a ValueError or a LookupError if the field is malformed."""
     of_prompt: bool = False
     """Prompt tokens have it, too: values begin at the position that ``request`` got."""
+    of_request: Callable[[Mapping[str, Any], ServerCapabilities], Any] | None = None
+    """Returns the value of each response token, from sampling parameters and servers;
+    ``None`` for the unknown one. Such a column asks the servers for nothing."""
     unknown: float = -1
     """Value of a token that has none. Of lists, such a token's is empty."""
     padding: float = -1
@@ -170,7 +180,9 @@ def _no_sampling_support(
             f"later."
         )
     top_k = params.get("top_k", capabilities.default_sampling_params.get("top_k", -1))
-    if params.get("temperature") == 0 or 1 <= top_k <= most:
+    temperature = temperature_of(params, capabilities)
+    greedy = temperature is not None and temperature < GREEDY_TEMPERATURE
+    if greedy or 1 <= top_k <= most:
         return None
     return (
         f"top_k={top_k} leaves more tokens than a server reports; give a top_k of 1 to "
@@ -181,7 +193,7 @@ def _no_sampling_support(
 _ROWS = (
     # Token ids that sampling could have drawn, after top-k, top-p and min-p.
     TokenColumn(
-        name="sampling_support",
+        name=SAMPLING_SUPPORT,
         dtype="int32",
         shape=None,
         request=_ask_for_sampling_support,
