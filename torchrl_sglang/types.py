@@ -38,9 +38,10 @@ ModelMetadata: TypeAlias = dict[str, tuple[torch.dtype, torch.Size]]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Reason of a response's end; an abort is an error unless ``return_partial=True``."""
 
-LogProbsMode: TypeAlias = Literal["model", "sampling"]
-"""Kind of log-probabilities: the model's own, ``log_softmax(logits)``, or those of what
-the tokens were drawn from, after temperature, penalties, biases and grammar."""
+LogProbsMode: TypeAlias = Literal["model", "sampling", "behaviour"]
+"""Kind of log-probabilities: the model's own, ``log_softmax(logits)``; those after
+temperature, penalties, biases and grammar; or those of what the tokens were really
+drawn from, after top-k, top-p and min-p, too."""
 
 PauseMode: TypeAlias = Literal["continue", "retract", "abort", "in_place", "none"]
 """Treatment of running requests while weights are updated. ``"retract"``, SGLang's

@@ -123,7 +123,12 @@ class RLSGLangEngine(abc.ABC):
                 replaced meanwhile get NaN, and a response of nothing else is generated
                 again. ``"sampling"``: those of the distribution that the tokens were
                 drawn from, as far as SGLang tells: after temperature, penalties, biases
-                and grammar, and before top-p, top-k and min-p.
+                and grammar, and before top-p, top-k and min-p. ``"behaviour"``: those
+                of what they were really drawn from, renormalised over the tokens that
+                top-p, top-k and min-p left. These are in the column
+                ``"sampling_support"``, empty where none were left out, and the
+                temperature in ``"sampling_temperature"``. That needs SGLang 0.5.20 and
+                a finite ``top_k``; without top-p, top-k and min-p it is ``"sampling"``.
             token_columns: further quantities that the servers report for each token:
                 names that :class:`.TokenColumn` lists, or rows. They are in the
                 completions' ``columns``.

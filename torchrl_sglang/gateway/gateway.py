@@ -27,8 +27,10 @@ from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.server import make_app
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.store import Store
+from torchrl_sglang.requests.behaviour import with_columns
+from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
-from torchrl_sglang.requests.token_columns import TokenColumn, find_columns
+from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.checks import (
     check_count,
     check_mapping,
@@ -36,6 +38,7 @@ from torchrl_sglang.support.checks import (
     check_seconds,
 )
 from torchrl_sglang.support.urls import is_loopback
+from torchrl_sglang.types import LogProbsMode
 
 STOP_SECONDS = 10.0
 START_SECONDS = 30.0
@@ -93,6 +96,10 @@ class Gateway:
         token_columns: further quantities that the servers report for each token: names
             that :class:`.TokenColumn` lists, or rows. They are recorded, and
             rows have them. Defaults to none.
+        logprobs_mode: log-probs that are recorded, as for :class:`.SGLangWrapper`.
+            Clients set top-p themselves: ``"behaviour"`` records what their tokens were
+            drawn from, and ``default_sampling_params={"top_k": 4096}`` is the ``top_k``
+            that it needs then. Defaults to ``"model"``.
         path: an SQLite file that sessions are kept in, and read back from, which one
             gateway has at a time. A client's turn is in it before the client is
             answered. While it cannot be written, clients are answered 503, and nothing
@@ -142,6 +149,7 @@ class Gateway:
         session_seconds: float | None = None,
         dialects: Sequence[Dialect] = DIALECTS,
         token_columns: Sequence[str | TokenColumn] = (),
+        logprobs_mode: LogProbsMode = "model",
         path: str | Path | None = None,
     ) -> None:
         self.dialects: Sequence[Dialect] = _check_dialects(dialects)
@@ -168,7 +176,9 @@ class Gateway:
             if session_seconds is None
             else check_seconds("session_seconds", session_seconds)
         )
-        self.token_columns = find_columns(token_columns)
+        self.token_columns = with_columns(
+            check_logprobs_mode(logprobs_mode), token_columns
+        )
         tokenizer = engine.get_tokenizer() if tokenizer is None else tokenizer
         self._template = ChatTemplate(tokenizer, chat_template)
         self._policy = Policy(
@@ -178,6 +188,7 @@ class Gateway:
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             token_columns=self.token_columns,
+            logprobs_mode=logprobs_mode,
             timeout=check_seconds("request_timeout", request_timeout),
         )
         self.engine = engine

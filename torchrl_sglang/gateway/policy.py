@@ -23,7 +23,7 @@ from torchrl_sglang.policies.engine_call import (
 from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.event_loop import run_async
-from torchrl_sglang.types import Completion
+from torchrl_sglang.types import Completion, LogProbsMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +71,7 @@ class Policy:
         tool_call_parser: SGLang's name of the format of tool calls.
         reasoning_parser: SGLang's name of the format of reasoning.
         token_columns: that are recorded of each token.
+        logprobs_mode: whose log-probs are recorded.
         timeout: of a response, in seconds.
     """
 
@@ -83,6 +84,7 @@ class Policy:
         tool_call_parser: str | None,
         reasoning_parser: str | None,
         token_columns: Sequence[TokenColumn],
+        logprobs_mode: LogProbsMode,
         timeout: float,
     ) -> None:
         self._engine = engine
@@ -91,6 +93,7 @@ class Policy:
         self._tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
         self._token_columns = token_columns
+        self._logprobs_mode = logprobs_mode
         self._timeout = timeout
         self._special = set(tokenizer.all_special_ids)
 
@@ -122,6 +125,7 @@ class Policy:
             top_logprobs=sampling.top_logprobs,
             session_id=session,
             token_columns=self._token_columns,
+            logprobs_mode=self._logprobs_mode,
         )
         requests = [
             replace(request, sampling_params=params) for params in _by_sample(sampling)

@@ -43,6 +43,7 @@ from torchrl_sglang.objectives.packing import (
 )
 from torchrl_sglang.objectives.parts import LossRanks, Means, own_gradients
 from torchrl_sglang.objectives.routing import replaying
+from torchrl_sglang.objectives.support import warn_of_sampling
 from torchrl_sglang.support.checks import check_count, check_keywords
 
 
@@ -206,6 +207,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         return output
 
     def _forward(self, tensordict: TensorDictBase) -> Any:
+        warn_of_sampling(tensordict)
         batch = tensordict.copy()
         advantage = read(batch, self.tensor_keys.advantage, padding_value=0.0)
         if advantage is None or self.tensor_keys.action not in batch.keys(True):

@@ -9,10 +9,11 @@ from typing import Any, Literal
 from tensordict import NestedKey
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.requests.behaviour import with_columns
 from torchrl_sglang.requests.sampling import check_each
 from torchrl_sglang.requests.token_columns import TokenColumn, find_columns
 from torchrl_sglang.support.checks import check_count, check_flag, to_python
-from torchrl_sglang.types import ServerCapabilities
+from torchrl_sglang.types import LogProbsMode, ServerCapabilities
 
 InputMode = Literal["history", "text", "tokens"]
 Inplace = Literal[True, False, "empty"]
@@ -57,9 +58,11 @@ def check_batching(batching: Any, smallest: int | None, largest: int | None) -> 
         )
 
 
-def check_token_columns(given: Any, *, generate: bool) -> tuple[TokenColumn, ...]:
+def check_token_columns(
+    given: Any, *, generate: bool, mode: LogProbsMode = "model"
+) -> tuple[TokenColumn, ...]:
     """Returns the token columns that a wrapper writes."""
-    columns = find_columns(given)
+    columns = with_columns(mode, given) if generate else find_columns(given)
     if columns and not generate:
         raise ConfigurationError(
             "token_columns needs generate=True: scoring makes no responses."

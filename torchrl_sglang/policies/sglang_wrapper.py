@@ -147,8 +147,12 @@ class SGLangWrapper(LLMWrapperBase):
             ``""`` selects the base model. Defaults to the engine's default adapter,
             which weight updates with ``transport="lora"`` set.
         logprobs_mode (str): which log-probs to write for sampled tokens and top tokens:
-            ``"model"`` (default), the model's own, or ``"sampling"``, those of the
-            sampling distribution; see :meth:`.AsyncSGLang.generate`.
+            ``"model"`` (default), the model's own; ``"sampling"``, those of the
+            sampling distribution before top-k, top-p and min-p; or ``"behaviour"``,
+            those of what the tokens were really drawn from. That one writes the token
+            columns ``"sampling_support"`` and ``"sampling_temperature"``, too; with
+            ``top_p`` or ``min_p`` it needs a ``top_k``. See
+            :meth:`.AsyncSGLang.generate`.
             ``GenerationInfo.logprobs_mode`` records which.
         token_columns (sequence, optional): further quantities that the servers report
             for each token: names that :class:`~torchrl_sglang.TokenColumn` lists, or
@@ -227,7 +231,9 @@ class SGLangWrapper(LLMWrapperBase):
             return_log_probs=return_log_probs,
             return_generation_info=return_generation_info,
         )
-        self.token_columns = check_token_columns(token_columns, generate=generate)
+        self.token_columns = check_token_columns(
+            token_columns, generate=generate, mode=check_logprobs_mode(logprobs_mode)
+        )
         self.input_mode = input_mode
         self.generate = generate
         self.pad_output = check_flag("pad_output", pad_output)

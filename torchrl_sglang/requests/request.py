@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.requests.behaviour import plan_behaviour
 from torchrl_sglang.requests.sampling import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
@@ -261,11 +262,10 @@ def check_logprobs_mode(mode: Any) -> LogProbsMode:
         return checked
     advice = {
         "raw_logprobs": " vLLM's 'raw_logprobs' is 'model' here.",
-        "processed_logprobs": " vLLM's 'processed_logprobs' is nearest to 'sampling', "
-        "which is not renormalised over what top-p and top-k keep.",
+        "processed_logprobs": " vLLM's 'processed_logprobs' is 'behaviour' here.",
     }
     raise ConfigurationError(
-        f"logprobs_mode={mode!r} must be 'model' or 'sampling'."
+        f"logprobs_mode={mode!r} must be 'model', 'sampling' or 'behaviour'."
         f"{advice.get(mode, '') if isinstance(mode, str) else ''}"
     )
 
@@ -300,6 +300,7 @@ def check_request(
             f"top_logprobs={number!r} is not a number of tokens; give an integer in "
             f"[0, {most}] (the size of the vocabulary)."
         )
+    request = plan_behaviour(request, params, capabilities)
     check_columns(request.token_columns, params, capabilities)
     if capabilities.uses_seeds and "sampling_seed" not in params:
         # The server would give all requests the same one.

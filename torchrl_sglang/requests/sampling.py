@@ -101,6 +101,10 @@ def _check_bias(
     return checked
 
 
+GREEDY_TEMPERATURE = 1e-6
+"""Below it SGLang samples greedily, at temperature 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParameter:
     """One sampling parameter of SGLang."""

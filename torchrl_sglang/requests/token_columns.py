@@ -17,13 +17,19 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
-from torchrl_sglang.requests.sampling import hint
+from torchrl_sglang.requests.sampling import (
+    GREEDY_TEMPERATURE,
+    hint,
+    temperature_of,
+)
 from torchrl_sglang.types import ServerCapabilities, TokenLayout
 
 TokenShape: TypeAlias = tuple[int, ...]
 
 ROUTED_EXPERTS = "routed_experts"
 """Name of the column with the experts of each token."""
+SAMPLING_SUPPORT = "sampling_support"
+"""Name of the column with the tokens that each token was drawn from."""
 
 RESERVED = frozenset(
     {
@@ -113,6 +119,9 @@ class TokenColumn:
     """A server has the value of a token when it has computed the next one: a reply has
     none for the last token, and a server that computes tokens again after a weight
     update has others."""
+    of_request: Callable[[Mapping[str, Any], ServerCapabilities], Any] | None = None
+    """Returns the value of each response token, from sampling parameters and servers;
+    ``None`` for the unknown one. Such a column asks the servers for nothing."""
     unknown: float = -1
     """Value of a token that has none. Of lists, such a token's is empty."""
     padding: float = -1
@@ -187,7 +196,9 @@ def _no_sampling_support(
             f"later."
         )
     top_k = params.get("top_k", capabilities.default_sampling_params.get("top_k", -1))
-    if params.get("temperature") == 0 or 1 <= top_k <= most:
+    temperature = temperature_of(params, capabilities)
+    greedy = temperature is not None and temperature < GREEDY_TEMPERATURE
+    if greedy or 1 <= top_k <= most:
         return None
     return (
         f"top_k={top_k} leaves more tokens than a server reports; give a top_k of 1 to "
@@ -235,7 +246,7 @@ def _no_experts(
 _ROWS = (
     # Token ids that sampling could have drawn, after top-k, top-p and min-p.
     TokenColumn(
-        name="sampling_support",
+        name=SAMPLING_SUPPORT,
         dtype="int32",
         shape=None,
         request=_ask_for_sampling_support,

@@ -85,6 +85,13 @@ def _to_array(
     return values
 
 
+def same_values(layout: TokenLayout, length: int, value: Any) -> TokenValues:
+    """Returns one value for all tokens; ``None`` for the unknown one."""
+    if value is None:
+        return unknown_values(layout, length)
+    return to_token_values([value] * length, layout)
+
+
 def unknown_values(layout: TokenLayout, length: int) -> TokenValues:
     """Returns values of tokens that have none."""
     if layout.shape is None:

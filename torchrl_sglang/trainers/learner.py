@@ -36,6 +36,7 @@ from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
 from torchrl_sglang.objectives.routing import EXPERTS, replay_of, replaying
+from torchrl_sglang.objectives.support import warn_of_sampling
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.trainers.models import scorer
@@ -192,6 +193,7 @@ class Learner:
                 "The batch has no 'advantage'; compute it first, for instance with "
                 "GroupAdvantage(group_size)."
             )
+        warn_of_sampling(batch)
         rows = batch.select(*TRAINING_KEYS, strict=False)
         scored = rows.get(("log_probs", "full"), as_list=True)
         known = [i for i, each in enumerate(scored) if each.isfinite().any()]

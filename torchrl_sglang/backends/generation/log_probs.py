@@ -26,12 +26,14 @@ from torchrl_sglang.errors import (
     SGLangError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.requests.behaviour import has_own_log_probs
 from torchrl_sglang.requests.request import GenerateRequest, response_limit
-from torchrl_sglang.requests.sampling import changes_logits, temperature_of
+from torchrl_sglang.requests.sampling import (
+    GREEDY_TEMPERATURE,
+    changes_logits,
+    temperature_of,
+)
 from torchrl_sglang.types import Completion, ServerCapabilities
-
-GREEDY_TEMPERATURE = 1e-6
-"""Below it SGLang samples greedily, at temperature 1."""
 
 PROBE_TEMPERATURE = 1e4
 """Divided by it, the logits of any model are all alike."""
@@ -55,11 +57,9 @@ def depends_on_server(
 ) -> bool:
     """Returns whether servers have to be probed for a request of log-probs. Pure."""
     params = request.sampling_params
-    if not scales_logits(params, capabilities):
+    if has_own_log_probs(request) or not scales_logits(params, capabilities):
         return False
-    return request.logprobs_mode == "sampling" or not changes_logits(
-        params, capabilities
-    )
+    return request.logprobs_mode != "model" or not changes_logits(params, capabilities)
 
 
 def plan_scoring(
@@ -69,10 +69,10 @@ def plan_scoring(
 ) -> GenerateRequest:
     """Decides whether a response with log-probs is scored when it is finished. Pure."""
     params = request.sampling_params
-    if params.get("max_new_tokens") == 0:
+    if params.get("max_new_tokens") == 0 or has_own_log_probs(request):
         return request
     scaled = scales_logits(params, capabilities)
-    if request.logprobs_mode == "sampling":
+    if request.logprobs_mode != "model":
         if scaled and ignores_temperature is not False:
             why = (
                 "depends on how the servers were started, and they differ, or one of "
@@ -81,11 +81,12 @@ def plan_scoring(
                 else "cannot be had: the server takes log-probabilities before it "
                 "applies the temperature. Start it with environment="
                 "{'SGLANG_RETURN_ORIGINAL_LOGPROB': '0'}, or use "
-                "logprobs_mode='model'."
+                f"logprobs_mode='model'{_or_top_k(request, capabilities)}."
             )
             temperature = params.get("temperature")
             raise UnsupportedByServerError(
-                f"logprobs_mode='sampling' with temperature={temperature!r} {why}"
+                f"logprobs_mode={request.logprobs_mode!r} with "
+                f"temperature={temperature!r} {why}"
             )
         return request
     if not changes_logits(params, capabilities) and (not scaled or ignores_temperature):
@@ -99,6 +100,14 @@ def plan_scoring(
             f"the server with a larger context_length."
         )
     return planned
+
+
+def _or_top_k(request: GenerateRequest, capabilities: ServerCapabilities) -> str:
+    """Returns another remedy, where there is one."""
+    most = capabilities.args.sampling_mask_max_tokens
+    if request.logprobs_mode != "behaviour" or most is None:
+        return ""
+    return f", or sample with a top_k of 1 to {most}"
 
 
 class TemperatureProbe:

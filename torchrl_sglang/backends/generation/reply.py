@@ -22,10 +22,12 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
 )
+from torchrl_sglang.requests.behaviour import LOG_PROBS
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.requests.token_values import (
     concatenate,
+    same_values,
     to_token_values,
     unknown_values,
 )
@@ -231,6 +233,9 @@ class _Reader:
         final = meta.weight_version
         versions = self._versions(sent_version)
         columns, prompt_columns = self._read_columns(request)
+        among_support = columns.pop(LOG_PROBS.name, None)
+        if among_support is not None and request.return_logprobs:
+            log_probs = among_support.tolist()
         return Completion(
             token_ids=self._token_ids,
             log_probs=log_probs,
@@ -350,6 +355,10 @@ class _Reader:
         for column in request.token_columns:
             layout = column.layout(self._capabilities)
             start = before if column.of_prompt else 0
+            if column.of_request is not None:
+                value = column.of_request(request.sampling_params, self._capabilities)
+                response[column.name] = same_values(layout, length, value)
+                continue
             if not start + length:
                 response[column.name] = unknown_values(layout, 0)
                 continue

@@ -148,7 +148,7 @@ REFUSED: Mapping[str, str] = {
     "kv_transfer_config": "Give SGLang's disaggregation_mode.",
     # Sampling.
     "logprobs_mode": "Log-probabilities are the model's own, as with 'raw_logprobs'; "
-    "nearest to 'processed_logprobs' is logprobs_mode='sampling' of SGLangWrapper and "
+    "'processed_logprobs' is logprobs_mode='behaviour' of SGLangWrapper and "
     "engine.generate().",
     "override_generation_config": "Give these values as sampling parameters.",
     # SGLang's own, but not for a server that this package starts.

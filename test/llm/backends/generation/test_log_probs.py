@@ -367,9 +367,9 @@ def test_a_scored_response_fits_into_a_prompt(fake, fake_engine):
     ("mode", "words"),
     [
         ("raw_logprobs", "vLLM's 'raw_logprobs' is 'model'"),
-        ("processed_logprobs", "nearest to 'sampling'"),
-        (None, "'model' or 'sampling'"),
-        (["model"], "'model' or 'sampling'"),
+        ("processed_logprobs", "is 'behaviour' here"),
+        (None, "'sampling' or 'behaviour'"),
+        (["model"], "'sampling' or 'behaviour'"),
     ],
 )
 def test_unknown_modes(fake_engine, mode, words):
