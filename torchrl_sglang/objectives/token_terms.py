@@ -24,17 +24,15 @@ class _TokenTerms(torch.autograd.Function):
         ctx: Any, logits: Tensor, tokens: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         kind = torch.promote_types(logits.dtype, torch.float32)
-        norms = torch.empty(len(tokens), dtype=kind, device=logits.device)
-        log_probs = torch.empty_like(norms)
-        entropies = torch.zeros_like(norms)
+        log_probs = torch.empty(len(tokens), dtype=kind, device=logits.device)
+        entropies = torch.zeros_like(log_probs)
         for rows in _pieces(logits):
-            values = logits[rows].to(kind)
-            norms[rows] = values.logsumexp(-1)
-            picked = values.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
-            log_probs[rows] = picked - norms[rows]
+            # One kernel also converts: what is read and written is what this costs.
+            values = logits[rows].log_softmax(-1, dtype=kind)
+            log_probs[rows] = values.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
             if with_entropy:
-                entropies[rows] = _entropy(values - norms[rows].unsqueeze(-1))
-        ctx.save_for_backward(logits, tokens, norms, entropies)
+                entropies[rows] = _entropy(values)
+        ctx.save_for_backward(logits, tokens, entropies)
         ctx.with_entropy = with_entropy
         return log_probs, entropies
 
@@ -43,17 +41,22 @@ class _TokenTerms(torch.autograd.Function):
     def backward(
         ctx: Any, of_log_prob: Tensor, of_entropy: Tensor
     ) -> tuple[Tensor, None, None]:
-        logits, tokens, norms, entropies = ctx.saved_tensors
+        logits, tokens, entropies = ctx.saved_tensors
         for rows in _pieces(logits):
-            values = logits[rows].to(norms.dtype) - norms[rows].unsqueeze(-1)
-            probs = values.exp()
-            weight = of_log_prob[rows].unsqueeze(-1)
-            gradient = probs * -weight
-            gradient.scatter_add_(-1, tokens[rows].unsqueeze(-1), weight)
+            weight, chosen = of_log_prob[rows].unsqueeze(-1), tokens[rows].unsqueeze(-1)
             if ctx.with_entropy:
+                values = logits[rows].log_softmax(-1, dtype=entropies.dtype)
+                probs = values.exp()
                 values.clamp_min_(_LEAST).add_(entropies[rows].unsqueeze(-1))
-                gradient -= probs * values * of_entropy[rows].unsqueeze(-1)
-            logits[rows] = gradient.to(logits.dtype)
+                factor = values.mul_(of_entropy[rows].unsqueeze(-1)).add_(weight).neg_()
+            else:
+                probs = logits[rows].softmax(-1, dtype=entropies.dtype)
+                factor = -weight
+            of_chosen = probs.gather(-1, chosen) * factor.expand_as(probs).gather(
+                -1, chosen
+            )
+            torch.mul(probs, factor, out=logits[rows])
+            logits[rows].scatter_(-1, chosen, (of_chosen + weight).to(logits.dtype))
         return logits, None, None
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 from torchrl.objectives.llm import GRPOLoss
 
@@ -308,14 +308,17 @@ class Learner:
 
     def _check_weights(self) -> None:
         """Refuses to go on with weights that are not finite, on all ranks."""
-        wrong = ""
-        for name, parameter in self.model.named_parameters():
-            local = (
-                parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            )
-            if parameter.requires_grad and not local.isfinite().all():
-                wrong = name
-                break
+        parts = {
+            name: each.to_local() if isinstance(each, DTensor) else each
+            for name, each in self.model.named_parameters()
+            if each.requires_grad
+        }
+        # One answer of the GPU for all of them; a rank can have nothing of some.
+        own = [part.detach() for part in parts.values() if part.numel()]
+        size, wrong = get_total_norm(own, math.inf), ""
+        if not size.isfinite():
+            found = (name for name, part in parts.items() if not part.isfinite().all())
+            wrong = next(found, "")
         if not self.ranks.all_true(not wrong):
             raise NotFiniteError(
                 f"The weight {wrong or 'of another rank'} is not finite any more. It "

@@ -431,3 +431,38 @@ def test_losses(moe, ids, kind):
                 )
         with pytest.raises(ConfigurationError, match="collect it with token_columns"):
             loss(trained.exclude("routed_experts"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_losses_with_and_without_padding(moe, ids, packing, checkpointing):
+    batch = make_batch(moe, ids)
+    actor = wrap(moe)
+    loss = CorrectedGRPOLoss(
+        actor, entropy_bonus=False, masking_strategy="rlhf", packing=packing
+    )
+    assert loss.packs is packing
+    parameters = [each for each in moe.parameters() if each.requires_grad]
+    with replay_routing(actor) as replay:
+        trained = to_trained(batch, alone(moe, replay, batch))
+        terms = []
+        for row in trained.unbind(0):
+            tokens = row["tokens", "full"]
+            with replay.using(row["routed_experts", "full"][None]):
+                logits = moe(tokens[None]).logits[0]
+            chosen = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])
+            terms.append(row["advantage"] * chosen[4:])
+        (-torch.cat(terms).mean()).backward()
+    wanted = [each.grad.clone() for each in parameters]
+    moe.zero_grad()
+    if checkpointing:
+        moe.gradient_checkpointing_enable({"use_reentrant": False})
+        moe.enable_input_require_grads()
+        moe.train()
+    with replay_routing(actor) as replay:
+        output = loss.accumulate([trained])
+        assert replay.flipped > 0.5
+    assert abs(float(output.kl_approx)) < 1e-5
+    for each, gradient in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(each.grad, gradient, atol=1e-5, rtol=1e-3)

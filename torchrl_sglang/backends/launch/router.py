@@ -222,7 +222,15 @@ def _find_python(python: str | os.PathLike[str] | None) -> str:
     # Of a package at the top, this looks at files and imports nothing.
     if importlib.util.find_spec("sglang_router") is not None:
         return sys.executable
-    return str(cpu.engine_python())
+    try:
+        return str(cpu.engine_python())
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"The router in front of several servers needs the package sglang-router, "
+            f"which {sys.executable} does not have; install it, name an interpreter "
+            f"that has it in router_args={{'python': ...}}, or give router_policy=None: "
+            f"requests then go to the servers directly. {error}"
+        ) from error
 
 
 def _environment(interpreter: str) -> dict[str, str]:
