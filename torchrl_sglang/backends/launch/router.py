@@ -228,8 +228,8 @@ def _find_python(python: str | os.PathLike[str] | None) -> str:
         raise ConfigurationError(
             f"The router in front of several servers needs the package sglang-router, "
             f"which {sys.executable} does not have; install it, name an interpreter "
-            f"that has it in router_args={{'python': ...}}, or give router_policy=None: "
-            f"requests then go to the servers directly. {error}"
+            f"that has it in router_args={{'python': ...}}, or give "
+            f"router_policy=None: requests then go to the servers directly. {error}"
         ) from error
 
 
