@@ -222,10 +222,10 @@ def list_of_errors(runs: Iterable[Run]) -> str:
     lines = []
     for run in runs:
         if "error" in run:
-            last = run["error"].strip().splitlines()[-1][:300].replace("`", "'")
+            last = run["error"].strip().splitlines()[-1][:300].replace("`", "'").strip()
             lines.append(f"- {run['name']} did not come to its end: ``{last}``")
         if "update" in run:
-            said = " ".join(run["update"].split())[:300].replace("`", "'")
+            said = " ".join(run["update"].split())[:300].replace("`", "'").strip()
             lines.append(f"- {run['name']}, a weight update: ``{said}``")
     return "\n".join([*lines, ""]) if lines else ""
 
