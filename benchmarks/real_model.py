@@ -95,8 +95,9 @@ PLANS: dict[str, list[list[str]]] = {
     "try-torchrl": [["sums/full/torchrl/0"]],
     # A GPU's first try: each kind of worker once.
     "first": [
-        ["sums/full/sync/0", "stories/full/k2/0"],
-        ["sums/lora/sync/0", "letters/lora/k1/0"],
+        ["sums/full/sync/0", "sums/full/k2/0"],
+        ["syllogisms/full/k1/0", "letters/full/sync/0"],
+        ["sums/lora/sync/0"],
         ["sums/full/colocated/0"],
         ["sums/full/torchrl/0"],
     ],
@@ -111,6 +112,7 @@ PLANS: dict[str, list[list[str]]] = {
             ("letters", 0),
         )
     ],
+    "stories": [["stories/full/sync/0", "stories/full/k2/0"]],
     # All else.
     "rest": [
         ["syllogisms/full/sync/1", "syllogisms/full/k2/1", "syllogisms/lora/sync/0"],

@@ -168,7 +168,8 @@ def try_update(engine: Any, model: Any, device: str) -> str:
             sender.register_model(model)
             sender.init_all_workers_group(get_model_metadata(model))
             begin = time.perf_counter()
-            sender.update_weights(dict(model.named_parameters()))
+            # With tied weights, which the metadata has as well.
+            sender.update_weights(model.state_dict())
             result[0] = f"{time.perf_counter() - begin:.2f} s"
         except Exception as error:  # noqa: BLE001 - It is the result.
             result[0] = repr(error)[:2000]

@@ -59,17 +59,16 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     return {name: convert(name, value, folder) for name, value in given.items()}
 
 
-def with_task(given: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+def with_task(given: dict[str, Any], changes: Any) -> dict[str, Any]:
     """Returns the arguments with those that ``task`` stands for in its place."""
     if given.get(TASK) is None:
         return {name: value for name, value in given.items() if name != TASK}
     from reasoning import arguments_of
 
     rest = {name: value for name, value in given.items() if name != TASK}
-    if any(each.startswith((f"{TASK}=", f"{TASK}.")) for each in changes):
+    if TASK in changes:
         # Those of the file are of another task.
-        said = {each.partition("=")[0].partition(".")[0] for each in changes}
-        rest = {k: v for k, v in rest.items() if k in said or k not in OF_A_TASK}
+        rest = {k: v for k, v in rest.items() if k in changes or k not in OF_A_TASK}
     return {**arguments_of(given[TASK]), **rest}
 
 

@@ -319,9 +319,9 @@ def test_tables_and_plots(tmp_path):
     text = (tmp_path / "results_measured.txt").read_text()
     for cell in (
         "all weights, asynchronous, k = 1",
-        "0.25 (0.25 to 0.25)",
-        "0.62 (0.50 to 0.75)",
-        "1,800",
+        "0.250 (0.250 to 0.250)",
+        "0.625 (0.500 to 0.750)",
+        "30.0",
         "1.00 + 0.50 + 0.25",
         "1.0e-03",
         "``1'+1``",
