@@ -171,7 +171,7 @@ def server_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, An
         return {**found, "device": "cpu", "dtype": "float32", "max_model_len": 512}
     if any(each["kind"] == "colocated" for each in parts):
         found["enable_memory_saver"] = True
-    from torchrl_sglang.cli.bench.models import server_arguments
+    from torchrl_sglang.cli.bench.measure import server_arguments
 
     return {
         **found,

@@ -40,6 +40,8 @@ def try_to_shard(model: Any) -> str:
     try:
         shard(model, TrainerRanks(rank=RANK, size=SIZE), device)
         model(torch.arange(3, 9, device="cuda")[None])
+        # After a pass the outermost parameters stay gathered.
+        model.reshard()
         next(model.parameters()).full_tensor()
     except RuntimeError as error:
         return str(error)
