@@ -309,7 +309,7 @@ def test_a_tensor_is_refused_while_requests_run(engine):
         engine.update_weights(iter([]))
     # As long as fits into the context.
     long = {"max_new_tokens": None, "ignore_eos": True}
-    answers = engine.generate_iter(input_ids=[[5]] * 8, sampling_params=long)
+    answers = engine.generate_iter(input_ids=[[5]] * 128, sampling_params=long)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(next, answers)
         while not engine.get_num_unfinished_requests(0):
