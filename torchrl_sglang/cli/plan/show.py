@@ -17,9 +17,6 @@ from torchrl_sglang.cli.plan.memory import (
 )
 from torchrl_sglang.cli.plan.shapes import Shape
 
-WEIGHTS_FOLDER = "/dev/shm/weights"
-"""Where weights go for colocated servers on other GPUs than the first rank's."""
-
 WIDTH = 34
 
 
@@ -43,8 +40,6 @@ def grpo_arguments(found: Arrangement) -> dict[str, Any]:
         arguments["kl_to_ref_coeff"] = 0.001
     if found.place == "colocated":
         arguments["colocated"] = True
-        if found.ranks > 1 and work.lora is None:
-            arguments["weight_sync"] = {"directory": WEIGHTS_FOLDER}
     else:
         arguments["max_staleness"] = 1
     if not found.spans_nodes:
@@ -154,9 +149,8 @@ def _trainer_lines(shape: Shape, found: Arrangement) -> Iterator[str]:
     for phase, size in memory.peaks.items():
         mark = " <- peak" if size == memory.peak else ""
         yield _line(f"most while {phase}", size) + mark
-    of_a_machine = min(found.ranks, found.cluster.per_node)
-    host = host_memory(shape, found.work, ranks=of_a_machine)
-    yield _line("of the machine, while loading", host)
+    host = host_memory(shape, found.work)
+    yield _line("of the first machine, while loading", host)
     work = replace(found.work, checkpointing=not found.work.checkpointing)
     other = trainer_memory(
         shape, work, ranks=found.ranks, tokens=found.tokens_per_pass
