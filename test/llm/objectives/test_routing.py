@@ -398,6 +398,18 @@ def to_trained(batch, log_probs):
     return LazyStackedTensorDict(*rows)
 
 
+def backward_by_hand(moe, replay, trained):
+    """Writes the gradient of the first step, of the engine's experts."""
+    terms = []
+    for row in trained.unbind(0):
+        tokens = row["tokens", "full"]
+        with replay.using(row["routed_experts", "full"][None]):
+            logits = moe(tokens[None]).logits[0]
+        chosen = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])
+        terms.append(row["advantage"] * chosen[4:])
+    (-torch.cat(terms).mean()).backward()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [GRPOLoss, CorrectedGRPOLoss])
 def test_losses(moe, ids, kind):
@@ -408,14 +420,7 @@ def test_losses(moe, ids, kind):
     parameters = [each for each in moe.parameters() if each.requires_grad]
     with replay_routing(actor) as replay:
         trained = to_trained(batch, alone(moe, replay, batch))
-        terms = []
-        for row in trained.unbind(0):
-            tokens = row["tokens", "full"]
-            with replay.using(row["routed_experts", "full"][None]):
-                logits = moe(tokens[None]).logits[0]
-            chosen = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])
-            terms.append(row["advantage"] * chosen[4:])
-        (-torch.cat(terms).mean()).backward()
+        backward_by_hand(moe, replay, trained)
         wanted = [each.grad.clone() for each in parameters]
         for split in (False, True) if kind is CorrectedGRPOLoss else (False,):
             moe.zero_grad()
@@ -446,14 +451,7 @@ def test_losses_with_and_without_padding(moe, ids, packing, checkpointing):
     parameters = [each for each in moe.parameters() if each.requires_grad]
     with replay_routing(actor) as replay:
         trained = to_trained(batch, alone(moe, replay, batch))
-        terms = []
-        for row in trained.unbind(0):
-            tokens = row["tokens", "full"]
-            with replay.using(row["routed_experts", "full"][None]):
-                logits = moe(tokens[None]).logits[0]
-            chosen = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])
-            terms.append(row["advantage"] * chosen[4:])
-        (-torch.cat(terms).mean()).backward()
+        backward_by_hand(moe, replay, trained)
     wanted = [each.grad.clone() for each in parameters]
     moe.zero_grad()
     if checkpointing:
