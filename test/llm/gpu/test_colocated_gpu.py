@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE
+from helpers.torchrun import run_ranks
 
 pytestmark = NEEDS_GPU
 
@@ -18,18 +17,10 @@ LIMIT_SECONDS = 400.0
 
 
 def launch(*arguments, **environment):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", "0", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", str(PROGRAM), *map(str, arguments)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
+    printed = run_ranks(
+        PROGRAM, *arguments, python=sys.executable, timeout=LIMIT_SECONDS, **environment
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = json.loads(printed.strip().splitlines()[-1])
     sys.stdout.write(f"{found}\n")
     return found
 

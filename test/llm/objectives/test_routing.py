@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.forked_starts import trainer_python
 from helpers.tiny_models import save_tiny_moe
+from helpers.torchrun import run_ranks
 from tensordict import LazyStackedTensorDict, TensorDict
 from torch.nn.functional import pad
 from torchrl.modules.llm import TransformersWrapper
@@ -368,18 +366,7 @@ def test_models_that_cannot(moe):
 def test_a_sharded_model(tmp_path):
     """FSDP2 over two ranks, with gradient checkpointing."""
     path = save_tiny_moe(tmp_path / "model", num_layers=2, num_experts=8)
-    command = [trainer_python(), "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--master-port=0", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", str(PROGRAM), str(path)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(PROGRAM, path, folder=tmp_path)
 
 
 def to_trained(batch, log_probs):

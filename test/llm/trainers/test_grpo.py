@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import torch
 from helpers.forked_starts import trainer_python
 from helpers.log_probs import TOLERANCE, difference
 from helpers.tool_template import TOOL_TEMPLATE
+from helpers.torchrun import run_ranks
 from torch.distributed.checkpoint import FileSystemReader
 from torchrl._utils import logger as torchrl_logger
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_sglang import GRPO, CorrectedGRPOLoss, has_variance
 from torchrl_sglang.errors import CollectionError, ConfigurationError
 from torchrl_sglang.trainers.methods import METHODS, overlong_penalty
+from torchrl_sglang.trainers.serving import Serving
 
 # TorchRL's own, about what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -295,7 +296,7 @@ def test_a_logger_that_is_not_installed(make, monkeypatch, tmp_path, logger):
     def start(*args):
         raise AssertionError("Servers were started.")
 
-    monkeypatch.setattr(GRPO, "_start_engine", start)
+    monkeypatch.setattr(Serving, "start", start)
     # The second time as the first one.
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="logger='csv'"):
@@ -406,36 +407,17 @@ def test_a_model_needs_its_engine(hf_model, restored_engine, tmp_path):
     assert difference(restored_engine, hf_model) < TOLERANCE
 
 
-def launch(size, *arguments, folder):
-    """Runs the program on ranks, and returns what it printed."""
-    command = [trainer_python(), "-m", "torch.distributed.run", "--nproc-per-node"]
-    command += [str(size), "--master-port", "0", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", str(PROGRAM)]
-    if size == 1:
-        command = [trainer_python(), str(PROGRAM)]
-    done = subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        cwd=folder,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_ranks_of_torchrun_and_another_number_afterwards(
     restored_engine, tiny_model_path, tmp_path
 ):
     """One run: FSDP2 over two ranks, then alone, from the same folder."""
     arguments = [tiny_model_path, restored_engine.server_url, tmp_path / "run"]
-    printed = launch(2, *arguments, 3, folder=tmp_path)
+    printed = run_ranks(PROGRAM, *arguments, 3, folder=tmp_path)
     assert len(re.findall(r"^step \d+/3: reward", printed, re.MULTILINE)) == 3
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert difference(restored_engine, trained) < TOLERANCE
     assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 5e-6
-    printed = launch(1, *arguments, 6, folder=tmp_path)
+    printed = run_ranks(PROGRAM, *arguments, 6, ranks=1, folder=tmp_path)
     assert "goes on after step 3" in printed
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert difference(restored_engine, trained) < TOLERANCE

@@ -6,14 +6,13 @@ import copy
 import json
 import math
 import os
-import subprocess
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.forked_starts import trainer_python
 from helpers.log_probs import score
+from helpers.torchrun import run_ranks
 from tensordict import TensorDict, lazy_stack
 from torchrl.objectives.llm import GRPOLoss
 from transformers import get_scheduler
@@ -334,17 +333,8 @@ def test_ranks_with_a_sharded_model_have_the_update_of_one_process():
     program = Path(__file__).with_name("learner_program.py")
     folders = (program.parent, *(program.parents[number] for number in (2, 3)))
     path = os.pathsep.join(map(str, folders))
-    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [trainer_python(), *run, str(program)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    printed = run_ranks(program, PYTHONPATH=path)
+    found = json.loads(printed.splitlines()[-1])
     assert found.keys() == {"one step", "two steps", "reference"}
     assert max(found.values()) < 1e-5
 

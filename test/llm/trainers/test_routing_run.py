@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.forked_starts import trainer_python
 from helpers.routing import routers
 from helpers.tiny_models import save_tiny_moe
+from helpers.torchrun import run_ranks
 
 from torchrl_sglang import GRPO, AsyncSGLang
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
@@ -126,20 +124,9 @@ def test_what_is_refused(engine, tiny_model_path, tmp_path):
 
 def test_ranks_of_torchrun(moe_engine, moe_path, tmp_path):
     """Rows reach each rank with its share of the batch."""
-    command = [trainer_python(), "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--master-port=0", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", str(PROGRAM), moe_path]
     options = {"replay_routing": True, "gradient_checkpointing": True}
-    command += [moe_engine.server_url, str(tmp_path / "run"), "2", json.dumps(options)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        cwd=tmp_path,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = moe_path, moe_engine.server_url, tmp_path / "run", 2
+    run_ranks(PROGRAM, *arguments, json.dumps(options), folder=tmp_path)
     logs = tmp_path / "run" / "logs"
     (log,) = logs.rglob("scalars/train/flipped_experts.csv")
     values = [float(line.split(",")[-1]) for line in log.read_text().splitlines()]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.forked_starts import trainer_python
 from helpers.sharding import CASES, batch_of, make_learner, save_models
+from helpers.torchrun import run_ranks
 from transformers import AutoModelForCausalLM
 
 from torchrl_sglang.trainers.checkpoints import Checkpoints
@@ -19,24 +17,9 @@ from torchrl_sglang.trainers.ranks import TrainerRanks
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PROGRAM = Path(__file__).with_name("shard_program.py")
-LIMIT_SECONDS = 200.0
 ALONE = TrainerRanks()
 EXACT = [case for case in CASES if case != "lora_half"]
 """Passes of ranks are padded to other lengths, which bfloat16 rounds otherwise."""
-
-
-def launch(size, folder, *cases):
-    command = [trainer_python(), "-m", "torch.distributed.run", "--nproc-per-node"]
-    command += [str(size), "--master-port", "0", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", str(PROGRAM), str(folder), *cases]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
 
 
 def train_alone(folder, case):
@@ -66,7 +49,7 @@ def runs(tmp_path_factory):
     with torch.random.fork_rng(devices=[]):
         save_models(folder)
         alone = {case: train_alone(folder, case) for case in CASES}
-    launch(2, folder, *CASES)
+    run_ranks(PROGRAM, folder, *CASES)
     return folder, alone
 
 
@@ -106,7 +89,7 @@ def test_four_ranks_go_on_where_two_were(runs):
     for case in ("tied", "lora"):
         (folder / f"{case}_before").rename(folder / f"{case}_first")
         (folder / f"{case}_after").rename(folder / f"{case}_before")
-    launch(4, folder, "tied", "lora")
+    run_ranks(PROGRAM, folder, "tied", "lora", ranks=4)
     for case in ("tied", "lora"):
         alone[case].train(batch_of(1, ALONE), 0)
         resumed = make_learner(folder, case, ALONE)
