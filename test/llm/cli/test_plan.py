@@ -71,6 +71,7 @@ def qwen2(hidden, mlp, layers, vocabulary, heads, kv_heads, tied):
 
 
 QWEN_05B = qwen2(896, 4864, 24, 151_936, 14, 2, True)
+QWEN_15B = qwen2(1536, 8960, 28, 151_936, 12, 2, True)
 QWEN_3B = qwen2(2048, 11_008, 36, 151_936, 16, 2, True)
 QWEN_7B = qwen2(3584, 18_944, 28, 152_064, 28, 4, False)
 LLAMA_8B = LlamaConfig(
@@ -246,6 +247,19 @@ MEASURED_PASSES = [
     ),
     pytest.param(
         *(QWEN_3B, 1, 14_679, 3063, True, True, 61.8e9, 0.06), id="training.py-3b"
+    ),
+    # test/llm/gpu/test_plan_gpu.py: the first of four ranks of FSDP2.
+    pytest.param(
+        *(QWEN_05B, 1, 8192, 1024, True, False, 8.399 * GIB, 0.02), id="gpu-0.5b"
+    ),
+    pytest.param(
+        *(QWEN_05B, 4, 8192, 1024, True, False, 4.556 * GIB, 0.03), id="gpu-0.5b-4"
+    ),
+    pytest.param(
+        *(QWEN_15B, 1, 8192, 1024, True, False, 18.839 * GIB, 0.01), id="gpu-1.5b"
+    ),
+    pytest.param(
+        *(QWEN_15B, 4, 8192, 1024, True, False, 7.120 * GIB, 0.02), id="gpu-1.5b-4"
     ),
 ]
 MEASURED_GPUS = [

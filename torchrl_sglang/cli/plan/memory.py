@@ -178,7 +178,8 @@ def pass_memory(
     """Returns the memory of a forward and backward pass, beside weights and gradients.
 
     Two moments can be the largest: the loss, when logits and their gradient are there,
-    and the backward pass of a layer, when what checkpointing left out is there again.
+    and the backward pass of a layer, when what checkpointing left out is there again,
+    and FSDP2 reduces gradients.
     """
     one = layer_activations(shape, autocast=autocast) * tokens
     stream = FULL if autocast else HALF
@@ -190,10 +191,12 @@ def pass_memory(
     # widest are there at a time.
     again = one if work.checkpointing else 0
     widest = 2 * HALF * max(shape.mlp, shape.attention, shape.hidden) * tokens
+    trained_by_fsdp = work.lora is None and not autocast
+    reduced = (HALF + FULL) * gathered_parameters(shape) if trained_by_fsdp else 0
     return {
         "copies of weights": weight_copies(shape, work, autocast=autocast),
         "activations": shape.layers * saved,
-        "logits or a layer": max(logits, again + widest),
+        "logits or a layer": max(logits, again + widest + reduced),
         "attention mask": 0 if work.packed else mask_memory(work, tokens=tokens),
     }
 
@@ -222,22 +225,26 @@ def layer_activations(shape: Shape, *, autocast: bool) -> float:
 
 
 def weight_copies(shape: Shape, work: Workload, *, autocast: bool) -> float:
-    """Returns the bytes of weights in bfloat16, and of gradients on their way.
+    """Returns the bytes of weights in bfloat16.
 
     Autocast keeps the copy of each weight that has a gradient until it ends
     (``torch.autocast``, ``cache_enabled``), here a whole minibatch, and makes others
     when they are used. FSDP2 has the group outside of the layers gathered during the
-    whole pass, two layers, as it gathers the next one ahead, and for as many the
-    gradient in bfloat16 and in float32 (``torch.distributed.fsdp.fully_shard``).
+    whole pass and two layers, as it gathers the next one ahead; for as many it has the
+    gradient in bfloat16 and in float32 in the backward pass
+    (``torch.distributed.fsdp.fully_shard``).
     """
-    trained = work.lora is None
     if autocast:
+        trained = work.lora is None
         copied = shape.parameters if trained else shape.largest_layer
         kept_for_backward = 0 if work.checkpointing or trained else shape.parameters
         return HALF * max(copied, kept_for_backward)
-    gathered = HALF * (shape.outside_layers + 2 * shape.largest_layer)
-    reduced = (HALF + FULL) * (shape.outside_layers + 2 * shape.largest_layer)
-    return gathered + (reduced if trained else 0)
+    return HALF * gathered_parameters(shape)
+
+
+def gathered_parameters(shape: Shape) -> int:
+    """Returns the parameters that FSDP2 has gathered at a time."""
+    return shape.outside_layers + 2 * shape.largest_layer
 
 
 def mask_memory(work: Workload, *, tokens: int) -> float:
