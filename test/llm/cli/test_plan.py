@@ -416,7 +416,7 @@ def test_what_would_fit_does():
     shape, cluster = read_shape(QWEN_7B), Cluster(gpus=1)
     found = arrange(shape, cluster, Workload())
     assert isinstance(found, NothingFits)
-    assert "The trainer needs 14" in found.reasons[-2]
+    assert "The trainer needs 113" in found.reasons[-2]
     assert "An adapter of rank 16 (--lora 16) fits these GPUs." in found.remedies
     assert isinstance(arrange(shape, cluster, Workload(lora=16)), Arrangement)
     assert "2 GPUs of this kind would do" in found.remedies[-1]

@@ -18,11 +18,8 @@ HALF, FULL = 2, 4
 """Bytes of a value of bfloat16, and of float32."""
 
 ADAMW_STATE = 2 * FULL
-"""Bytes of a parameter's two moments (``torch.optim.AdamW``), in its own type."""
-
-ADAMW_STEP = FULL
-"""Further bytes of a parameter while AdamW steps: the root of the second moment of all
-parameters at once (``torch.optim.adamw``, ``foreach``, the default on GPUs)."""
+"""Bytes of a parameter's two moments (``torch.optim.AdamW``), in its own type. A step
+of the fused one has nothing else."""
 
 LOGIT_BYTES = {True: 10, False: 6}
 """Bytes of a logit at the begin of the backward pass, with and without autocast.
@@ -147,7 +144,7 @@ def trainer_memory(
             **gradients,
             **pass_memory(shape, work, autocast=ranks == 1, tokens=tokens),
         },
-        stepping={**gradients, "roots of AdamW": ADAMW_STEP * trained / ranks},
+        stepping=gradients,
         updating={"buckets": update_memory(shape, work, ranks=ranks)},
         # FSDP2 moves a group to the GPU, and keeps this rank's share of it.
         loading={
