@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,7 +41,9 @@ from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import set_learning_rates
+from torchrl_sglang.trainers.passes import cut_by_tokens, needs_no_pass
 from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.trainers.report import describe_rows
 
 TRAINING_KEYS = (
     "query",
@@ -155,7 +157,7 @@ class Learner:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._one_pass = minibatches == epochs == 1 and _needs_no_pass(loss, correct)
+        self._one_pass = minibatches == epochs == 1 and needs_no_pass(loss, correct)
         self._device = next(self.model.parameters()).device
         self._trained = [each for each in self.model.parameters() if each.requires_grad]
         if not self._trained:
@@ -432,95 +434,3 @@ class Learner:
                 rates = self.schedule.base_lrs
                 self.schedule.load_state_dict({**saved, "base_lrs": rates})
                 set_learning_rates(self.schedule)
-
-
-def cut_by_tokens(
-    lengths: Sequence[int], limit: int, *, packed: bool = False
-) -> list[list[int]]:
-    """Groups sequences, so that a group has few padded tokens. Pure.
-
-    Args:
-        lengths: of the sequences.
-        limit: most tokens of a group; a longer sequence is alone.
-        packed: whether a group has no padding: the longest sequences are placed first,
-            each where it leaves the least room. Otherwise a group's sequences are of
-            similar length. Defaults to False.
-
-    Returns:
-        list: positions of the sequences of each group; all sequences are in one.
-
-    Examples:
-        >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6)
-        [[1, 2, 3], [0], [4]]
-        >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6, packed=True)
-        [[2, 3], [0, 1], [4]]
-    """
-    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-    parts: list[list[int]] = []
-    if packed:
-        return _fill(lengths, order[::-1], limit)
-    for index in order:
-        if parts and (len(parts[-1]) + 1) * lengths[index] <= limit:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
-    return parts
-
-
-def _fill(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Puts sequences where they leave the least room; the fullest groups come last."""
-    parts: list[list[int]] = []
-    rooms: list[int] = []
-    for index in order:
-        length = lengths[index]
-        fitting = [number for number, room in enumerate(rooms) if room >= length]
-        if fitting:
-            best = min(fitting, key=lambda number: rooms[number])
-            parts[best].append(index)
-            rooms[best] -= length
-        else:
-            parts.append([index])
-            rooms.append(limit - length)
-    fullest = sorted(range(len(parts)), key=lambda number: -rooms[number])
-    return [sorted(parts[number]) for number in fullest]
-
-
-def _needs_no_pass(loss: Any, correct: OffPolicyCorrection | None) -> bool:
-    """Whether the old policy of a batch's only step is that of the loss's own pass.
-
-    What the loss compares with the log-probs of a corrected batch would else be another
-    policy's, and a mean over the batch is not known to its parts.
-    """
-    if type(correct) is not OffPolicyCorrection or correct.actor_network is not None:
-        return False
-    if not isinstance(loss, CorrectedGRPOLoss) or loss.correction is not None:
-        return False
-    if "prompt_mean" in (loss.aggregation, correct.aggregation):
-        # Penalties are means over other sequences then.
-        penalties = loss.entropy_bonus or loss.kl_to_ref_coeff
-        if penalties or loss.aggregation != correct.aggregation:
-            return False
-    keys = loss.tensor_keys
-    return (
-        loss.kl_mask_threshold is None
-        and loss.kl_to_inference_coeff is None
-        and not correct.config.rollout_is_batch_normalize
-        and loss.masking_strategy == correct.masking_strategy
-        and loss.version_key == correct.version_key
-        and keys.advantage == correct.advantage_key
-        and keys.sample_log_prob == correct.log_probs_key
-    )
-
-
-def describe_rows(rows: TensorDictBase) -> str:
-    """Says which responses a step was to be made of, those with bad numbers first."""
-    rewards = rows[REWARD].flatten(1).sum(-1).tolist()
-    queries = rows["query"] if "query" in rows.keys() else [""] * len(rewards)
-    said = [
-        (math.isfinite(reward), f"{str(query)[:80]!r} (reward {reward:g})")
-        for query, reward in zip(queries, rewards, strict=True)
-    ]
-    # Of a group, once; not finite ones first.
-    texts = list(dict.fromkeys(text for _, text in sorted(said, key=lambda x: x[0])))
-    more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
-    return f"It was to train on {len(rows)} responses to {', '.join(texts[:5])}{more}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -269,6 +270,20 @@ def sample_of(batch: TensorDictBase, query_key: str) -> str:
     said = "" if text is None else str(_plain(text.response))
     prompt = str(_plain(row.get(query_key, "")))
     return f"  {prompt[-200:]!r} -> {said[:400]!r} (reward {float(rewards.max()):g})"
+
+
+def describe_rows(rows: TensorDictBase) -> str:
+    """Says which responses a step was to be made of, those with bad numbers first."""
+    rewards = rows[REWARD].flatten(1).sum(-1).tolist()
+    queries = rows["query"] if "query" in rows.keys() else [""] * len(rewards)
+    said = [
+        (math.isfinite(reward), f"{str(query)[:80]!r} (reward {reward:g})")
+        for query, reward in zip(queries, rewards, strict=True)
+    ]
+    # Of a group, once; not finite ones first.
+    texts = list(dict.fromkeys(text for _, text in sorted(said, key=lambda x: x[0])))
+    more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
+    return f"It was to train on {len(rows)} responses to {', '.join(texts[:5])}{more}."
 
 
 def make_logger(

@@ -26,8 +26,8 @@ from torchrl_sglang import (
 )
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
-from torchrl_sglang.trainers.learner import cut_by_tokens
 from torchrl_sglang.trainers.models import load_model, scorer
+from torchrl_sglang.trainers.passes import cut_by_tokens
 
 # TorchRL's own, about what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")

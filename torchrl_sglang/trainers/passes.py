@@ -1,0 +1,87 @@
+"""Passes over a batch: which rows are in one, and which passes are needed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
+from torchrl_sglang.objectives.transform import OffPolicyCorrection
+
+
+def cut_by_tokens(
+    lengths: Sequence[int], limit: int, *, packed: bool = False
+) -> list[list[int]]:
+    """Groups sequences, so that a group has few padded tokens. Pure.
+
+    Args:
+        lengths: of the sequences.
+        limit: most tokens of a group; a longer sequence is alone.
+        packed: whether a group has no padding: the longest sequences are placed first,
+            each where it leaves the least room. Otherwise a group's sequences are of
+            similar length. Defaults to False.
+
+    Returns:
+        list: positions of the sequences of each group; all sequences are in one.
+
+    Examples:
+        >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6)
+        [[1, 2, 3], [0], [4]]
+        >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6, packed=True)
+        [[2, 3], [0, 1], [4]]
+    """
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    parts: list[list[int]] = []
+    if packed:
+        return _fill(lengths, order[::-1], limit)
+    for index in order:
+        if parts and (len(parts[-1]) + 1) * lengths[index] <= limit:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return parts
+
+
+def _fill(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
+    """Puts sequences where they leave the least room; the fullest groups come last."""
+    parts: list[list[int]] = []
+    rooms: list[int] = []
+    for index in order:
+        length = lengths[index]
+        fitting = [number for number, room in enumerate(rooms) if room >= length]
+        if fitting:
+            best = min(fitting, key=lambda number: rooms[number])
+            parts[best].append(index)
+            rooms[best] -= length
+        else:
+            parts.append([index])
+            rooms.append(limit - length)
+    fullest = sorted(range(len(parts)), key=lambda number: -rooms[number])
+    return [sorted(parts[number]) for number in fullest]
+
+
+def needs_no_pass(loss: Any, correct: OffPolicyCorrection | None) -> bool:
+    """Whether the old policy of a batch's only step is that of the loss's own pass.
+
+    What the loss compares with the log-probs of a corrected batch would else be another
+    policy's, and a mean over the batch is not known to its parts.
+    """
+    if type(correct) is not OffPolicyCorrection or correct.actor_network is not None:
+        return False
+    if not isinstance(loss, CorrectedGRPOLoss) or loss.correction is not None:
+        return False
+    if "prompt_mean" in (loss.aggregation, correct.aggregation):
+        # Penalties are means over other sequences then.
+        penalties = loss.entropy_bonus or loss.kl_to_ref_coeff
+        if penalties or loss.aggregation != correct.aggregation:
+            return False
+    keys = loss.tensor_keys
+    return (
+        loss.kl_mask_threshold is None
+        and loss.kl_to_inference_coeff is None
+        and not correct.config.rollout_is_batch_normalize
+        and loss.masking_strategy == correct.masking_strategy
+        and loss.version_key == correct.version_key
+        and keys.advantage == correct.advantage_key
+        and keys.sample_log_prob == correct.log_probs_key
+    )
