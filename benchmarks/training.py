@@ -36,11 +36,8 @@ from torchrl_sglang.objectives.attention import no_mask
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from torchrl_sglang.trainers.models import scorer
-<<<<<<< HEAD
 from torchrl_sglang.trainers.optimizers import optimizer_of
-=======
 from torchrl_sglang.trainers.passes import cut_by_tokens
->>>>>>> part-cut
 
 PEAK = 989e12
 """FLOP/s of an H200 in bfloat16, without sparsity."""

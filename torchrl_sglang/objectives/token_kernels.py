@@ -121,6 +121,7 @@ class _FusedTokenTerms(torch.autograd.Function):
         scales = torch.ones(len(tokens), device=logits.device)
         log_probs, *sums = forward(logits, tokens, scales)
         ctx.save_for_backward(logits, tokens, scales, *sums)
+        ctx.with_entropy = with_entropy
         entropies = sums[1] if with_entropy else torch.zeros_like(log_probs)
         return log_probs, entropies
 
@@ -130,6 +131,8 @@ class _FusedTokenTerms(torch.autograd.Function):
         ctx: Any, of_log_prob: Tensor, of_entropy: Tensor
     ) -> tuple[Tensor, None, None]:
         logits, tokens, scales, *sums = ctx.saved_tensors
+        if not ctx.with_entropy:
+            of_entropy = torch.zeros_like(of_entropy)
         backward(logits, tokens, scales, sums, of_log_prob, of_entropy)
         return logits, None, None
 

@@ -243,23 +243,25 @@ MEASURED_PASSES = [
     ),
     # benchmarks/training.py: AdamW's moments are there.
     pytest.param(
-        *(QWEN_05B, 1, 16_384, 3063, True, True, 16.45e9, 0.03), id="training.py-0.5b"
+        *(QWEN_05B, 1, 16_384, 3063, True, True, 15.405e9, 0.03), id="training.py-0.5b"
     ),
     pytest.param(
-        *(QWEN_3B, 1, 14_679, 3063, True, True, 61.8e9, 0.06), id="training.py-3b"
+        # A step of one pass, in which there are no gradients of another one.
+        *(QWEN_3B, 1, 14_679, 3063, True, True, 52.453e9 + 12.344e9, 0.01),
+        id="training.py-3b",
     ),
     # test/llm/gpu/test_plan_gpu.py: the first of four ranks of FSDP2.
     pytest.param(
-        *(QWEN_05B, 1, 8192, 1024, True, False, 8.399 * GIB, 0.02), id="gpu-0.5b"
+        *(QWEN_05B, 1, 8192, 1024, True, False, 7.886 * GIB, 0.02), id="gpu-0.5b"
     ),
     pytest.param(
-        *(QWEN_05B, 4, 8192, 1024, True, False, 4.556 * GIB, 0.03), id="gpu-0.5b-4"
+        *(QWEN_05B, 4, 8192, 1024, True, False, 4.100 * GIB, 0.03), id="gpu-0.5b-4"
     ),
     pytest.param(
-        *(QWEN_15B, 1, 8192, 1024, True, False, 18.839 * GIB, 0.01), id="gpu-1.5b"
+        *(QWEN_15B, 1, 8192, 1024, True, False, 18.544 * GIB, 0.01), id="gpu-1.5b"
     ),
     pytest.param(
-        *(QWEN_15B, 4, 8192, 1024, True, False, 7.120 * GIB, 0.02), id="gpu-1.5b-4"
+        *(QWEN_15B, 4, 8192, 1024, True, False, 6.915 * GIB, 0.03), id="gpu-1.5b-4"
     ),
 ]
 MEASURED_GPUS = [
@@ -328,9 +330,8 @@ def test_checkpointing_leaves_the_input_of_each_layer():
 def test_packed_responses_have_logits_without_a_gradient_beside_them():
     shape = read_shape(QWEN_7B)
     kept = pass_memory(shape, Workload(packed=True), autocast=True, tokens=16_384)
-    logits = 16_384 * 152_064 * 2
-    assert kept["logits or a layer"] == pytest.approx(logits, rel=0.2)
-    assert kept["logits or a layer"] > logits
+    head = 152_064 * 3584 * 2
+    assert kept["logits or a layer"] == 16_384 * 152_064 * 2 + head
     assert not kept["attention mask"]
 
 

@@ -49,7 +49,8 @@ def test_the_kernels(width, dtype, entropy):
     if entropy:
         torch.testing.assert_close(found[1].double(), known[1], rtol=1e-5, atol=1e-4)
     error = (leaf.grad.double() - known[2]).abs().max()
-    assert error < 4 * torch.finfo(dtype).eps
+    # Gradients are between -8 and 8.
+    assert error < 16 * torch.finfo(dtype).eps
 
 
 def test_what_they_cannot():

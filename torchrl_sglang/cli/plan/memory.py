@@ -29,10 +29,8 @@ loss of these is in float32: a copy (4), and its gradient (4). Without, there ar
 gradients of the loss and of the log-softmax (2 each). Measured with autocast: 18.7 GB
 for 8,448 tokens of 0.5B shapes, ``benchmarks/loss.py``; the formula says 18.5."""
 
-PACKED_LOGIT_BYTES, PIECE_BYTES = HALF, 3 * FULL * 2**26
-"""Bytes of a logit where responses are packed, whose gradient takes its place, and of
-the piece of them that is computed with in float32 at a time. Measured by
-``benchmarks/training.py`` with 0.5B shapes: 16.4 GB; the formula says 16.1."""
+PACKED_LOGIT_BYTES = HALF
+"""Bytes of a logit where responses are packed, whose gradient takes its place."""
 
 RUNTIME = 2 * GIB
 """What is none of the tensors: CUDA's context, kernels, NCCL's buffers. A sleeping
@@ -183,7 +181,9 @@ def pass_memory(
     saved = stream * shape.hidden * tokens if work.checkpointing else one
     logits = LOGIT_BYTES[autocast] * shape.vocabulary * tokens
     if work.packed:
-        logits = PACKED_LOGIT_BYTES * shape.vocabulary * tokens + PIECE_BYTES
+        # The gradient of the head, in bfloat16, comes before they go.
+        head = 0 if work.lora is not None else HALF * shape.vocabulary * shape.hidden
+        logits = PACKED_LOGIT_BYTES * shape.vocabulary * tokens + head
     # Of the largest layer again, and the gradients of its activations, of which the
     # widest are there at a time.
     again = one if work.checkpointing else 0
