@@ -212,6 +212,20 @@ class _Receiver:
         return new
 
 
+def load_tokenizer(model: str | os.PathLike[str], policy: Any) -> Any:
+    """Returns the policy's tokenizer, and where there is no policy the model's.
+
+    It can pad.
+    """
+    if policy is not None:
+        tokenizer = policy.tokenizer
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(os.fspath(model))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
 def scorer(model: nn.Module, tokenizer: Any, key: str = "log_probs") -> Any:
     """Returns the wrapper that computes a model's log-probs of given tokens."""
     # The trainer scores the very tokens that the engine wrote.

@@ -127,6 +127,37 @@ def describe(
     }
 
 
+def describe_held_out(
+    batch: TensorDictBase,
+    *,
+    policy_version: int,
+    max_tokens: int | None = None,
+    trajectory_return: TrajectoryReturn = "sum",
+) -> dict[str, float]:
+    """Returns metrics of answers to held-out prompts, one to each.
+
+    Args:
+        batch: of the answers.
+        policy_version: as for :func:`describe`, as are the others.
+        max_tokens: of an answer.
+        trajectory_return: of its rewards.
+
+    Returns:
+        dict: ``eval/reward``, ``eval/response_tokens``, ``eval/truncated`` and
+        ``eval_reward/NAME``.
+    """
+    metrics = describe(
+        batch,
+        policy_version=policy_version,
+        group_size=1,
+        max_tokens=max_tokens,
+        trajectory_return=trajectory_return,
+    )
+    named = {f"eval_{k}": v for k, v in metrics.items() if k.startswith("reward/")}
+    whole = ("reward", "response_tokens", "truncated")
+    return {f"eval/{name}": metrics[f"batch/{name}"] for name in whole} | named
+
+
 def _named_rewards(batch: TensorDictBase) -> dict[str, float]:
     """Returns the mean of each reward function that has a name."""
     last = [row for row in batch.unbind(0) if row[DONE].any()]

@@ -1,0 +1,102 @@
+"""Collectors of a run, as its arguments ask for them: of training and of evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
+from torchrl_sglang.objectives.advantages import TrajectoryReturn
+from torchrl_sglang.support.checks import check_keywords
+from torchrl_sglang.trainers.arguments import check_collector, check_prompts
+from torchrl_sglang.trainers.serving import Served
+
+GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0}
+"""Sampling parameters of evaluation that differ from a run's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collecting:
+    """What a run collects, and how. The arguments are those of ``GRPO``."""
+
+    prompts: Any
+    eval_prompts: Any
+    functions: Mapping[str, Any]
+    """Rewards, tools and others that make conversations, as the collector has them."""
+    agent: Any
+    env: Callable[[], Any] | None
+    query_key: str
+    group_size: int
+    groups_per_batch: int
+    steps: int | None
+    max_staleness: int
+    on_stale: str
+    keep_group: Callable[..., bool] | None
+    collector: Any
+    seed: int
+
+    def __post_init__(self) -> None:
+        whole = {"agent": self.agent, "env": self.env}
+        check_collector(self.collector, self.prompts, {**self.functions, **whole})
+        if not callable(self.collector) and not any(whole.values()):
+            check_prompts("prompts", self.prompts, self.query_key)
+            if self.eval_prompts is not None:
+                check_prompts("eval_prompts", self.eval_prompts, self.query_key)
+        if isinstance(self.collector, Mapping):
+            check_keywords("collector", self.collector, AsyncLLMCollector)
+
+    @property
+    def trajectory_return(self) -> TrajectoryReturn:
+        """How the rewards of a conversation's rows are put together."""
+        return "sum" if self.agent is None else "mean"
+
+    def make(self, served: Served) -> Any:
+        """Returns the collector of what is trained on."""
+        total = -1 if self.steps is None else self.steps * self.groups_per_batch
+        return self._make(
+            served,
+            served.policy,
+            prompts=self.prompts,
+            group_size=self.group_size,
+            groups_per_batch=self.groups_per_batch,
+            total_groups=total,
+            max_staleness=self.max_staleness,
+            on_stale=self.on_stale,
+            keep_group=self.keep_group,
+            shuffle=hasattr(self.prompts, "__getitem__"),
+            seed=self.seed,
+        )
+
+    def make_held_out(self, served: Served, sampling: Mapping[str, Any]) -> Any:
+        """Returns the collector of one batch, a greedy answer to each held-out prompt.
+
+        An agent's sampling parameters are its own.
+        """
+        policy, prompts = served.policy, list(self.eval_prompts)
+        assert policy is not None
+        if self.agent is None:
+            policy = policy.get_new_version(generate_kwargs={**sampling, **GREEDY})
+        return self._make(
+            served,
+            policy,
+            prompts=prompts,
+            group_size=1,
+            groups_per_batch=len(prompts),
+            total_groups=len(prompts),
+        )
+
+    def _make(self, served: Served, policy: Any, **arguments: Any) -> Any:
+        given = self.collector
+        if callable(given):
+            return given(policy)
+        common: dict[str, Any] = {"query_key": self.query_key}
+        if self.agent is not None:
+            common |= {"agent": self.agent, "gateway": served.gateway}
+        elif self.env is not None:
+            common["env"] = self.env
+        else:
+            common |= self.functions
+        return AsyncLLMCollector(
+            policy=policy, **{**common, **arguments, **(given or {})}
+        )

@@ -1,0 +1,61 @@
+"""Checkpoints and logger of a run, as its arguments ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrl.record.loggers import Logger
+
+from torchrl_sglang.trainers.checkpoints import Checkpoints, Resume
+from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.trainers.report import make_logger
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Records:
+    """What a run writes, and where. The arguments are those of ``GRPO``."""
+
+    folder: Path
+    identity: Mapping[str, Any]
+    """What a run that goes on has in common with the one that was saved."""
+    hyperparameters: Mapping[str, Any]
+    """What the logger is told of the arguments."""
+    resume: Resume
+    keep_checkpoints: int
+    logger: Any
+    project: str
+    show_samples: int | None
+
+    def make_checkpoints(self, ranks: TrainerRanks) -> Checkpoints:
+        """Returns the checkpoints of the run's folder; all ranks call it."""
+        return Checkpoints(
+            self.folder,
+            keep=self.keep_checkpoints,
+            identity=self.identity,
+            ranks=ranks,
+        )
+
+    def open_logger(self, saved: Mapping[str, Any] | None) -> Logger | None:
+        """Returns the logger, which goes on where that of a checkpoint ended."""
+        kind, state = (None, None) if saved is None else saved["logger"]
+        goes_on = saved is not None and kind == self.logger
+        logger = make_logger(
+            self.logger,
+            self.folder,
+            self.folder.name,
+            self.project,
+            state if goes_on else None,
+        )
+        if logger is not None and not goes_on:
+            name = {"model": self.identity["model"]}
+            logger.log_hparams({**name, **self.hyperparameters})
+        return logger
+
+    def state_of(self, logger: Any) -> tuple[str | None, Any]:
+        """Returns what :meth:`open_logger` reads of a checkpoint."""
+        if not isinstance(self.logger, str):
+            return None, None
+        return self.logger, logger.state_dict()

@@ -1,0 +1,377 @@
+"""Run: parts that live together, and the steps of a loop over them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase
+from torchrl import logger as torchrl_logger
+
+from torchrl_sglang.collectors.shared_collector import SharedCollector
+from torchrl_sglang.collectors.weight_sync import attach_weight_sync
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.advantages import GroupAdvantage
+from torchrl_sglang.objectives.routing import replay_routing
+from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.trainers.checkpoints import (
+    ROLLOUTS,
+    Checkpoints,
+    forget_later_steps,
+    random_state,
+    set_random_state,
+)
+from torchrl_sglang.trainers.collecting import Collecting
+from torchrl_sglang.trainers.learner import Learner
+from torchrl_sglang.trainers.models import load_tokenizer, save_model
+from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
+from torchrl_sglang.trainers.records import Records
+from torchrl_sglang.trainers.report import (
+    PhaseClock,
+    Rollouts,
+    describe,
+    describe_held_out,
+    line_of,
+    sample_of,
+    summarize,
+    tell,
+)
+from torchrl_sglang.trainers.serving import Served, Serving
+from torchrl_sglang.trainers.training import Training
+from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+
+
+class Run:
+    """Parts of a run, which begin and end together, and the steps of its loop.
+
+    :class:`.GRPO` is one: its arguments make the descriptions, ``GRPO.train`` is the
+    loop. Under torchrun all ranks call each method.
+
+    Args:
+        serving: what generates.
+        collecting: what is collected.
+        training: what is trained.
+        records: what is written.
+        weight_sync: arguments of the scheme.
+        advantage: of a batch.
+        seed: of adapters' weights and minibatches.
+    """
+
+    ranks: TrainerRanks
+    """The processes that train the model together."""
+    engine: Any
+    """The engine; ``None`` on other ranks than the first."""
+    policy: SGLangWrapper | None
+    """Wrapper that generates with the engine; ``None`` likewise."""
+    gateway: Any
+    """Endpoint of an agent; ``None`` without one, and likewise."""
+    model: Any
+    """Model that is trained."""
+    learner: Learner
+    """Takes the optimizer steps."""
+    scheme: SGLangWeightSyncScheme
+    """Sends the weights."""
+    collector: Any
+    """Iterated over on each rank."""
+    collector_here: Any
+    """The collector itself; ``None`` on other ranks than the first."""
+    logger: Any
+    """TorchRL's logger; ``None`` on other ranks."""
+    clock: PhaseClock
+    """Measures the phases of a step."""
+    _checkpoints: Checkpoints
+    _rollouts: Rollouts
+    _served: Served
+
+    def __init__(
+        self,
+        *,
+        serving: Serving,
+        collecting: Collecting,
+        training: Training,
+        records: Records,
+        weight_sync: dict[str, Any],
+        advantage: GroupAdvantage,
+        seed: int,
+    ) -> None:
+        self._serving, self._collecting = serving, collecting
+        self._training, self._records = training, records
+        self._weight_sync, self._seed = weight_sync, seed
+        self.advantage = advantage
+        self.folder, self.hyperparameters = records.folder, records.hyperparameters
+        self.sampling, self.colocated = serving.sampling, serving.colocated
+        self.query_key, self.steps = collecting.query_key, collecting.steps
+        self.group_size = collecting.group_size
+        self.groups_per_batch = collecting.groups_per_batch
+        self.step = 0
+        """Batches that were trained on."""
+        self.best: float | None = None
+        """Greatest ``eval/reward`` so far."""
+        self.metrics: dict[str, float] = {}
+        """Of the last step."""
+        self._described: dict[str, float] = {}
+        self._saved = 0
+        self._saved_state: dict[str, Any] | None = None
+        self._stack: ExitStack | None = None
+
+    # The parts.
+
+    def __enter__(self) -> Self:
+        """Makes the parts of the run, starting servers; they end with the block."""
+        if self._stack is not None:
+            raise ConfigurationError("This run is under way already.")
+        with ExitStack() as stack:
+            self._stack = stack
+            try:
+                self._make_parts(stack)
+            except BaseException:
+                self._stack = None
+                raise
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.__exit__(*exception)
+
+    def _make_parts(self, stack: ExitStack) -> None:
+        self.ranks = find_trainer_ranks()
+        stack.callback(self.ranks.end)
+        stack.enter_context(_quiet())
+        self.clock = PhaseClock()
+        torch.manual_seed(self._seed)
+        # Errors are found before servers are started, which takes minutes.
+        self._open_records(stack)
+        served = self.ranks.first(lambda: self._serving.start(stack, self.ranks))
+        self._served = served if self.ranks.is_first else Served()
+        self.engine, self.policy = self._served.engine, self._served.policy
+        self.gateway = self._served.gateway
+        tokenizer = load_tokenizer(self._training.model, self.policy)
+        self.model = self._training.load(self.ranks)
+        if self._serving.token_columns:
+            stack.enter_context(replay_routing(self.model))
+        self.learner = self._training.make_learner(self.model, tokenizer, self.ranks)
+        self.scheme = SGLangWeightSyncScheme(
+            self.engine, self.model, **self._weight_sync
+        )
+        stack.callback(self.scheme.shutdown)
+        self._make_collector()
+        stack.callback(self.collector.shutdown)
+
+    def _open_records(self, stack: ExitStack) -> None:
+        """Checks the run's folder and opens what is written to it."""
+        self.logger = None
+        self._checkpoints = self._records.make_checkpoints(self.ranks)
+        stack.callback(self._checkpoints.close)
+
+        def open_logger() -> None:
+            self._saved_state = self._checkpoints.load(self._records.resume)
+            self.logger = self._records.open_logger(self._saved_state)
+
+        self.ranks.first(open_logger)
+
+    def _make_collector(self) -> None:
+        if self.ranks.size == 1:
+            self.collector = self.collector_here = self._collecting.make(self._served)
+            attach_weight_sync(self.collector, self.scheme)
+            return
+        self.collector = SharedCollector(
+            lambda: self._collecting.make(self._served),
+            weight_sync_schemes={"policy": self.scheme},
+            prepare=self._prepare,
+        )
+        self.collector_here = self.collector.collector
+
+    # The steps of the loop.
+
+    def begin(self) -> None:
+        """Goes on with a checkpoint, if there is one, and sends the weights."""
+        state = self._saved_state
+        goes_on = self.ranks.share(state is not None)
+        if goes_on:
+            self._checkpoints.restore(self.learner)
+            self.step = self.ranks.share(0 if state is None else state["step"])
+            self.best = self.ranks.share(None if state is None else state["best"])
+        self.update_weights()
+        if goes_on:
+            self.collector.load_state_dict((state or {}).get("collector", {}))
+            # More ranks than were saved have random numbers of their own.
+            random: Any = self.ranks.share(None if state is None else state["random"])
+            for known in random[self.ranks.rank :][:1]:
+                set_random_state(known)
+        self._saved, self._saved_state = self.step, None
+        if self.ranks.is_first:
+            rollouts = self.folder / ROLLOUTS
+            forget_later_steps(self.folder, self.step)
+            self._rollouts = Rollouts(rollouts)
+            assert self._stack is not None
+            self._stack.callback(self._rollouts.close)
+            if goes_on:
+                tell(f"goes on after step {self.step}")
+        if self.step == 0:
+            self.report(self.evaluate())
+        self.clock = PhaseClock()
+
+    def batches(self) -> Iterator[TensorDictBase]:
+        """Yields this rank's share of each batch, with advantages."""
+        prepared = map(self._prepare, self.collector)
+        for batch in prepared if self.ranks.size == 1 else self.collector:
+            self.clock.done("collect")
+            yield batch
+
+    def _prepare(self, batch: TensorDictBase) -> TensorDictBase:
+        """Adds advantages to a whole batch, and describes it, on the first rank."""
+        batch = self.advantage(batch)
+        self._described = describe(
+            batch,
+            policy_version=self.collector_here.policy_version,
+            group_size=self.group_size,
+            max_tokens=self._max_tokens,
+            trajectory_return=self._collecting.trajectory_return,
+        )
+        self._rollouts.write(self.step + 1, batch, self.query_key)
+        every = self._records.show_samples
+        if every is not None and self.step % every == 0:
+            tell(sample_of(batch, self.query_key))
+        return batch
+
+    def update_weights(self) -> None:
+        """Sends the weights to the servers, which generate with them from now on."""
+        self.collector.update_policy_weights_()
+        if self.engine is not None:
+            self.engine.wake_up()
+
+    @contextmanager
+    def memory_for_training(self) -> Iterator[None]:
+        """Has servers on the trainer's GPUs release their memory meanwhile."""
+        if not self.colocated:
+            yield
+            return
+        # An adapter is loaded beside base weights, which nothing would bring back.
+        adapts = self._training.lora is not None
+        memory = "kv_cache" if adapts else ("weights", "kv_cache")
+        self.ranks.first(lambda: self.engine and self.engine.sleep(memory))
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.ranks.barrier()
+        self.ranks.first(lambda: self.engine and self.engine.wake_up("weights"))
+
+    @property
+    def _max_tokens(self) -> int | None:
+        """Longest response of a row; that of an agent may have several."""
+        has_agent = self._collecting.agent is not None
+        return None if has_agent else self.sampling["max_new_tokens"]
+
+    def is_due(self, every: int) -> bool:
+        """Returns whether a step is one of every so many."""
+        return self.step % every == 0
+
+    def evaluate(self) -> dict[str, float]:
+        """Returns the mean rewards of held-out prompts, greedily; keeps the best model.
+
+        The engine generates, with the weights that it has.
+        """
+        if self._collecting.eval_prompts is None:
+            return {}
+        found = self.ranks.first(self._evaluate)
+        reward = found["eval/reward"]
+        if self.step and (self.best is None or reward > self.best):
+            save_model(self.model, self.policy, self.folder / "best", self.ranks)
+        if self.best is None or reward > self.best:
+            self.best = reward
+        self.clock.done("evaluate")
+        return found if self.ranks.is_first else {}
+
+    def _evaluate(self) -> dict[str, float]:
+        collector = self._collecting.make_held_out(self._served, self.sampling)
+        with collector:
+            batch = next(iter(collector))
+        return describe_held_out(
+            batch,
+            policy_version=collector.policy_version,
+            max_tokens=self._max_tokens,
+            trajectory_return=self._collecting.trajectory_return,
+        )
+
+    def report(self, metrics: dict[str, float]) -> None:
+        """Logs the metrics of a step, and prints a line."""
+        seconds = self.clock.take()
+        if not self.ranks.is_first or not (metrics or self.step):
+            return
+        metrics = {**self._described, **metrics, **seconds}
+        spent = sum(seconds.values())
+        if "batch/tokens" in metrics and spent:
+            metrics["time/tokens_per_second"] = metrics["batch/tokens"] / spent
+        if self.logger is not None:
+            self.logger.log_metrics(metrics, step=self.step)
+        self.metrics = metrics
+        tell(line_of(self.step, self.steps, metrics))
+
+    def save(self) -> None:
+        """Saves a checkpoint, which is written meanwhile; all ranks call it.
+
+        Raises:
+            CheckpointError: if the one before could not be written.
+        """
+        random = self.ranks.gather(random_state())
+        rest: dict[str, Any] = {}
+        if self.ranks.is_first:
+            rest = {
+                "collector": self.collector.state_dict(),
+                "random": random,
+                "best": self.best,
+                "logger": self._records.state_of(self.logger),
+            }
+        self._checkpoints.save(self.step, self.learner, rest)
+        self._saved = self.step
+        self.clock.done("save")
+
+    def finish(self) -> Path:
+        """Saves what was learned; all ranks call it.
+
+        Returns:
+            Path: the folder of the model, as transformers reads it.
+        """
+        if self._saved != self.step:
+            self.save()
+        folder = self.folder / "model"
+        save_model(self.model, self.policy, folder, self.ranks)
+        self._checkpoints.wait()
+        if self.ranks.is_first:
+            tell(f"{self.step} steps. The model is in {folder}.{self._bound()}")
+        return folder
+
+    def _bound(self) -> str:
+        """Says what bounded the run, unless there was nothing to do."""
+        if not any(self.clock.totals.values()):
+            return ""
+        stats: Any = getattr(self.collector_here, "stats", dict)()
+        in_turn = self._collecting.max_staleness == 0
+        said = summarize(self.clock.totals, stats.get("bottleneck"), in_turn=in_turn)
+        return f" {said}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out what TorchRL logs of each weight update: a step's line tells it."""
+    level = torchrl_logger.level
+    torchrl_logger.setLevel(max(level, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            for text in (
+                # TorchRL's, about its own use of PyTorch.
+                "size_average and reduce args",
+                # PyTorch's, about checkpoints of a single process.
+                "torch.distributed is disabled, unavailable or uninitialized",
+            ):
+                warnings.filterwarnings("ignore", text, UserWarning)
+            yield
+    finally:
+        torchrl_logger.setLevel(level)

@@ -1,0 +1,121 @@
+"""Engine, policy and gateway of a run, as its arguments ask for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchrl_sglang.backends.async_sglang import AsyncSGLang
+from torchrl_sglang.backends.client.model_info import find_experts, load_model_config
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.backends.launch.gpus import visible_devices
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.token_columns import check_columns, find_columns
+from torchrl_sglang.support.checks import check_keywords
+from torchrl_sglang.trainers.arguments import (
+    check_gpus,
+    connect_arguments,
+    server_arguments,
+)
+from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.trainers.report import tell
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """What generates; all ``None`` on other ranks than the first."""
+
+    engine: Any = None
+    """The engine."""
+    policy: SGLangWrapper | None = None
+    """Wrapper that generates with it."""
+    gateway: Gateway | None = None
+    """Endpoint of an agent; ``None`` without one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """What generates for a run, and where. The arguments are those of ``GRPO``."""
+
+    model: Any
+    engine: Any
+    sampling: Mapping[str, Any]
+    chat_template: str | None
+    token_columns: tuple[str, ...]
+    """Names of what the servers report of each token, beside its log-prob."""
+    has_agent: bool
+    gateway: Mapping[str, Any] | None
+    colocated: bool
+    lora: Mapping[str, Any] | None
+    weights_by_file: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.gateway is not None:
+            check_keywords("gateway", self.gateway, Gateway)
+
+    def start(self, stack: ExitStack, ranks: TrainerRanks) -> Served:
+        """Makes engine, policy and gateway on the first rank; a stack ends them."""
+        engine = self._start_engine(stack, ranks)
+        columns = find_columns(self.token_columns)
+        check_columns(columns, self.sampling, engine.capabilities)
+        policy = SGLangWrapper(
+            engine,
+            token_columns=columns,
+            input_mode="history",
+            generate_kwargs=self.sampling,
+            chat_template=self.chat_template,
+            return_log_probs=True,
+            prefer_tokens=True,
+        )
+        if not self.has_agent:
+            return Served(engine=engine, policy=policy)
+        arguments = {
+            "chat_template": self.chat_template,
+            "default_sampling_params": self.sampling,
+            "token_columns": columns,
+            **(self.gateway or {}),
+        }
+        gateway = stack.enter_context(Gateway(engine, **arguments))
+        return Served(engine=engine, policy=policy, gateway=gateway)
+
+    def _start_engine(self, stack: ExitStack, ranks: TrainerRanks) -> Any:
+        given = self.engine
+        if isinstance(given, RLSGLangEngine):
+            return given
+        if (running := connect_arguments(given)) is not None:
+            return stack.enter_context(AsyncSGLang.connect(**running))
+        arguments = server_arguments(
+            {**self._columns_of_servers(), **(given or {})},
+            ranks,
+            colocated=self.colocated,
+            lora=self.lora,
+            by_file=self.weights_by_file,
+            seed=self.seed,
+        )
+        model = os.fspath(self.model)
+        tell(f"Starting the servers of {model} ...")
+        started = AsyncSGLang.from_pretrained(model, **arguments)
+        engine = stack.enter_context(started)
+        if "launcher" in arguments and torch.cuda.is_available():
+            check_gpus(engine.placements, visible_devices()[: ranks.local_size])
+        return engine
+
+    def _columns_of_servers(self) -> dict[str, Any]:
+        """Returns the arguments of servers that report token columns."""
+        if not self.token_columns:
+            return {}
+        path = os.fspath(self.model)
+        if find_experts(load_model_config(path)) is None:
+            raise ConfigurationError(
+                f"replay_routing=True is for mixtures of experts, and {path!r} is "
+                f"none; leave it out."
+            )
+        return {"enable_return_routed_experts": True}

@@ -1,0 +1,139 @@
+"""Model, loss and learner of a run, as its arguments ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.config import RolloutCorrectionConfig
+from torchrl_sglang.objectives.packing import Packing, check_packing
+from torchrl_sglang.objectives.transform import MaskingStrategy, OffPolicyCorrection
+from torchrl_sglang.support.checks import check_keywords
+from torchrl_sglang.trainers.learner import Learner
+from torchrl_sglang.trainers.methods import Method
+from torchrl_sglang.trainers.models import load_model, scorer
+from torchrl_sglang.trainers.optimizers import make_schedule
+from torchrl_sglang.trainers.ranks import TrainerRanks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What a run trains, and how. The arguments are those of ``GRPO``."""
+
+    model: Any
+    method: Method
+    loss: Mapping[str, Any] | Callable[[Any], Any] | None
+    masking: MaskingStrategy
+    """Which tokens the loss is of."""
+    max_new_tokens: int
+    packing: Packing
+    correction: RolloutCorrectionConfig | None
+    kl_to_ref_coeff: float
+    make_optimizer: Callable[[Any], torch.optim.Optimizer]
+    schedule: str
+    warmup_steps: int
+    steps: int | None
+    minibatches: int
+    epochs_per_batch: int
+    max_tokens_per_pass: int
+    clip_grad_norm: float | None
+    lora: Mapping[str, Any] | None
+    gradient_checkpointing: bool | None
+    dtype: torch.dtype
+    attn_implementation: str | None
+
+    def __post_init__(self) -> None:
+        check_packing(self.packing)
+        if callable(self.loss) and self.packing != "auto":
+            raise ConfigurationError(
+                f"packing={self.packing!r} is an argument of the loss, and loss is a "
+                f"function that makes one; give it there."
+            )
+        if isinstance(self.loss, Mapping):
+            check_keywords("loss", self.loss, self.method.loss)
+        nothing = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+        make_schedule(self.schedule, nothing, self.warmup_steps, self.steps)
+
+    def load(self, ranks: TrainerRanks, *, trained: bool = True) -> Any:
+        """Returns the model that is trained, or what it was before."""
+        device, checkpointing = ranks.device(), self.gradient_checkpointing
+        if checkpointing is None:
+            checkpointing = device.type == "cuda"
+        return load_model(
+            self.model,
+            device=device,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            lora=self.lora if trained else None,
+            gradient_checkpointing=trained and checkpointing,
+            ranks=ranks,
+        )
+
+    def make_learner(self, model: Any, tokenizer: Any, ranks: TrainerRanks) -> Learner:
+        """Returns what takes the optimizer steps of a loaded model."""
+        loss = self._make_loss(scorer(model, tokenizer), ranks.device())
+        reference: Any = None
+        if self.kl_to_ref_coeff:
+            reference = "adapter"
+            if self.lora is None:
+                reference = self.load(ranks, trained=False).requires_grad_(False)
+        optimizer = self.make_optimizer(
+            [each for each in model.parameters() if each.requires_grad]
+        )
+        total = None
+        if self.steps is not None:
+            total = self.steps * self.minibatches * self.epochs_per_batch
+        return Learner(
+            loss,
+            optimizer,
+            make_schedule(self.schedule, optimizer, self.warmup_steps, total),
+            correct=self._make_correction(loss),
+            reference=reference,
+            minibatches=self.minibatches,
+            epochs=self.epochs_per_batch,
+            max_tokens_per_pass=self.max_tokens_per_pass,
+            clip_grad_norm=self.clip_grad_norm,
+            autocast=ranks.device().type == "cuda" and ranks.size == 1,
+            ranks=ranks,
+        )
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether the old policy is recomputed, which needs a pass before the loss."""
+        correction = self.correction
+        return correction is not None and not (
+            correction.bypass_mode or correction.proximal == "interpolated"
+        )
+
+    def _make_loss(self, actor: Any, device: torch.device) -> Any:
+        if callable(self.loss):
+            return self.loss(actor)
+        arguments: dict[str, Any] = {
+            "entropy_bonus": False,
+            "masking_strategy": self.masking,
+            "kl_to_ref_coeff": self.kl_to_ref_coeff or None,
+            "correction": None if self._recomputes else self.correction,
+            "packing": self.packing,
+            "device": device,
+            **self.method.arguments,
+        }
+        if self.method.needs_max_tokens:
+            arguments["max_tokens"] = self.max_new_tokens
+        return self.method.loss(actor, **{**arguments, **(self.loss or {})})
+
+    def _make_correction(self, loss: Any) -> OffPolicyCorrection | None:
+        """Returns what corrects a minibatch before the loss sees it."""
+        if not self._recomputes:
+            return None
+        assert self.correction is not None
+        by_prompt = loss.aggregation == "prompt_mean"
+        return OffPolicyCorrection(
+            self.correction,
+            masking_strategy=self.masking,
+            aggregation="prompt_mean" if by_prompt else "token_mean",
+        )
