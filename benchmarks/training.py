@@ -36,6 +36,7 @@ from torchrl_sglang.objectives.attention import no_mask
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from torchrl_sglang.trainers.models import scorer
+from torchrl_sglang.trainers.optimizers import optimizer_of
 from torchrl_sglang.trainers.passes import cut_by_tokens
 
 PEAK = 989e12
@@ -268,7 +269,7 @@ def main() -> None:
         limit=arguments.max_tokens_per_pass,
         device=device,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.0)
+    optimizer = optimizer_of(None, 1e-9)(model.parameters())
     steps = make_steps(work, optimizer)
     tokens, flop = sum(map(len, work.rows)), model_flop(work)
     again = prompt * (len(work.rows) - len(work.rows) / arguments.group_size)

@@ -48,11 +48,12 @@ def smollm2(gguf: str | Path | None = None, folder: Path = FOLDER) -> Path:
     with _one_at_a_time(folder.with_name(f"{folder.name}.lock")):
         if folder.exists():
             return folder
-        if importlib.util.find_spec("gguf") is None:
-            raise ConfigurationError(
-                "model=smollm2 needs the package gguf, which transformers reads the "
-                "model with; install it with pip install gguf."
-            )
+        for package in ("gguf", "accelerate"):
+            if importlib.util.find_spec(package) is None:
+                raise ConfigurationError(
+                    f"model=smollm2 needs the package {package}, which transformers "
+                    f"reads the model with; install it with pip install {package}."
+                )
         with tempfile.TemporaryDirectory(
             dir=folder.parent, prefix=f"{folder.name}."
         ) as scratch:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchrl_sglang.objectives.token_kernels import fits, fused_token_terms
+
 _NUMBERS_AT_ONCE = 2**26
 """Logits that are computed with at once, which bounds what is copied: 256 MB."""
 
@@ -83,6 +85,8 @@ def token_terms(
         >>> found.exp(), entropies
         (tensor([0.5000]), tensor([0.6931]))
     """
+    if fits(logits):
+        return fused_token_terms(logits, tokens, entropy=entropy)
     found: tuple[Tensor, Tensor] = _TokenTerms.apply(  # type: ignore[no-untyped-call]
         logits, tokens, entropy
     )

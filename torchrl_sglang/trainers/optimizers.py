@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,11 @@ from torchrl_sglang.errors import ConfigurationError
 
 
 def optimizer_of(given: Any, lr: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """Returns what makes the optimizer, after a trial."""
+    """Returns what makes the optimizer, after a trial.
+
+    On a GPU it is the fused AdamW, which is faster and has no memory of its own beside
+    its moments.
+    """
     if callable(given):
         made: Callable[[Any], torch.optim.Optimizer] = given
         return made
@@ -26,7 +30,15 @@ def optimizer_of(given: Any, lr: float) -> Callable[[Any], torch.optim.Optimizer
             f"lr={lr!r} and optimizer={given!r} make no AdamW: {error}. Give other "
             f"arguments of it, or a function that makes an optimizer of parameters."
         ) from error
-    return partial(torch.optim.AdamW, **arguments)
+    return partial(_adamw, **arguments)
+
+
+def _adamw(parameters: Iterable[nn.Parameter], **arguments: Any) -> torch.optim.AdamW:
+    parameters = list(parameters)
+    on_gpu = all(each.is_cuda for each in parameters)
+    if on_gpu and not {"fused", "foreach", "capturable"} & set(arguments):
+        arguments["fused"] = True
+    return torch.optim.AdamW(parameters, **arguments)
 
 
 def make_schedule(

@@ -23,6 +23,7 @@ from torchrl_sglang.cli.plan.memory import GIB, Workload, trainer_memory
 from torchrl_sglang.cli.plan.shapes import read_shape
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from torchrl_sglang.trainers.models import load_model, shard
+from torchrl_sglang.trainers.optimizers import optimizer_of
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
 pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("ignore")]
@@ -146,7 +147,7 @@ def measure(config, ranks, lora):
     )
     loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, weight_decay=0.0)
+    optimizer = optimizer_of(None, 1e-6)(trained)
     batch = make_batch()
 
     def train():

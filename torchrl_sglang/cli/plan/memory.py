@@ -18,11 +18,8 @@ HALF, FULL = 2, 4
 """Bytes of a value of bfloat16, and of float32."""
 
 ADAMW_STATE = 2 * FULL
-"""Bytes of a parameter's two moments (``torch.optim.AdamW``), in its own type."""
-
-ADAMW_STEP = FULL
-"""Further bytes of a parameter while AdamW steps: the root of the second moment of all
-parameters at once (``torch.optim.adamw``, ``foreach``, the default on GPUs)."""
+"""Bytes of a parameter's two moments (``torch.optim.AdamW``), in its own type. A step
+of the fused one has nothing else."""
 
 LOGIT_BYTES = {True: 10, False: 6}
 """Bytes of a logit at the begin of the backward pass, with and without autocast.
@@ -32,10 +29,8 @@ loss of these is in float32: a copy (4), and its gradient (4). Without, there ar
 gradients of the loss and of the log-softmax (2 each). Measured with autocast: 18.7 GB
 for 8,448 tokens of 0.5B shapes, ``benchmarks/loss.py``; the formula says 18.5."""
 
-PACKED_LOGIT_BYTES, PIECE_BYTES = HALF, 3 * FULL * 2**26
-"""Bytes of a logit where responses are packed, whose gradient takes its place, and of
-the piece of them that is computed with in float32 at a time. Measured by
-``benchmarks/training.py`` with 0.5B shapes: 16.4 GB; the formula says 16.1."""
+PACKED_LOGIT_BYTES = HALF
+"""Bytes of a logit where responses are packed, whose gradient takes its place."""
 
 RUNTIME = 2 * GIB
 """What is none of the tensors: CUDA's context, kernels, NCCL's buffers. A sleeping
@@ -147,7 +142,7 @@ def trainer_memory(
             **gradients,
             **pass_memory(shape, work, autocast=ranks == 1, tokens=tokens),
         },
-        stepping={**gradients, "roots of AdamW": ADAMW_STEP * trained / ranks},
+        stepping=gradients,
         updating={"buckets": update_memory(shape, work, ranks=ranks)},
         # FSDP2 moves a group to the GPU, and keeps this rank's share of it.
         loading={
@@ -178,22 +173,27 @@ def pass_memory(
     """Returns the memory of a forward and backward pass, beside weights and gradients.
 
     Two moments can be the largest: the loss, when logits and their gradient are there,
-    and the backward pass of a layer, when what checkpointing left out is there again.
+    and the backward pass of a layer, when what checkpointing left out is there again,
+    and FSDP2 reduces gradients.
     """
     one = layer_activations(shape, autocast=autocast) * tokens
     stream = FULL if autocast else HALF
     saved = stream * shape.hidden * tokens if work.checkpointing else one
     logits = LOGIT_BYTES[autocast] * shape.vocabulary * tokens
     if work.packed:
-        logits = PACKED_LOGIT_BYTES * shape.vocabulary * tokens + PIECE_BYTES
+        # The gradient of the head, in bfloat16, comes before they go.
+        head = 0 if work.lora is not None else HALF * shape.vocabulary * shape.hidden
+        logits = PACKED_LOGIT_BYTES * shape.vocabulary * tokens + head
     # Of the largest layer again, and the gradients of its activations, of which the
     # widest are there at a time.
     again = one if work.checkpointing else 0
     widest = 2 * HALF * max(shape.mlp, shape.attention, shape.hidden) * tokens
+    trained_by_fsdp = work.lora is None and not autocast
+    reduced = (HALF + FULL) * gathered_parameters(shape) if trained_by_fsdp else 0
     return {
         "copies of weights": weight_copies(shape, work, autocast=autocast),
         "activations": shape.layers * saved,
-        "logits or a layer": max(logits, again + widest),
+        "logits or a layer": max(logits, again + widest + reduced),
         "attention mask": 0 if work.packed else mask_memory(work, tokens=tokens),
     }
 
@@ -222,22 +222,26 @@ def layer_activations(shape: Shape, *, autocast: bool) -> float:
 
 
 def weight_copies(shape: Shape, work: Workload, *, autocast: bool) -> float:
-    """Returns the bytes of weights in bfloat16, and of gradients on their way.
+    """Returns the bytes of weights in bfloat16.
 
     Autocast keeps the copy of each weight that has a gradient until it ends
     (``torch.autocast``, ``cache_enabled``), here a whole minibatch, and makes others
     when they are used. FSDP2 has the group outside of the layers gathered during the
-    whole pass, two layers, as it gathers the next one ahead, and for as many the
-    gradient in bfloat16 and in float32 (``torch.distributed.fsdp.fully_shard``).
+    whole pass and two layers, as it gathers the next one ahead; for as many it has the
+    gradient in bfloat16 and in float32 in the backward pass
+    (``torch.distributed.fsdp.fully_shard``).
     """
-    trained = work.lora is None
     if autocast:
+        trained = work.lora is None
         copied = shape.parameters if trained else shape.largest_layer
         kept_for_backward = 0 if work.checkpointing or trained else shape.parameters
         return HALF * max(copied, kept_for_backward)
-    gathered = HALF * (shape.outside_layers + 2 * shape.largest_layer)
-    reduced = (HALF + FULL) * (shape.outside_layers + 2 * shape.largest_layer)
-    return gathered + (reduced if trained else 0)
+    return HALF * gathered_parameters(shape)
+
+
+def gathered_parameters(shape: Shape) -> int:
+    """Returns the parameters that FSDP2 has gathered at a time."""
+    return shape.outside_layers + 2 * shape.largest_layer
 
 
 def mask_memory(work: Workload, *, tokens: int) -> float:
