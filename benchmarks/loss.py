@@ -10,7 +10,6 @@ entropy of the same tokens, padded likewise.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 
 import torch
@@ -20,12 +19,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from script import read_options
 from torchrl_sglang import CorrectedGRPOLoss
-from torchrl_sglang.cli.bench.measure import median_seconds, save_model
+from torchrl_sglang.cli.bench.measure import median_seconds
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
+from trained_model import make_trained_model
 
 PROMPT_TOKENS = 32
 
@@ -97,14 +97,7 @@ def main() -> None:
     )
     torch.manual_seed(0)
     device = arguments.device
-    with tempfile.TemporaryDirectory() as folder:
-        path, _ = save_model(arguments.model, folder)
-        config = AutoConfig.from_pretrained(path)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # As a trainer has it; the models have no dropout.
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
+    model = make_trained_model(arguments.model, device)
     batch = make_batch(arguments.responses, arguments.tokens, device)
     actor = TransformersWrapper(
         model, tokenizer=make_tiny_tokenizer(), input_mode="tokens", generate=False

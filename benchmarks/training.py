@@ -17,7 +17,6 @@ the causal attention, times three for both passes, without what is computed agai
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,17 +26,17 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from script import print_row, read_options
 from torchrl_sglang import CorrectedGRPOLoss, Learner
-from torchrl_sglang.cli.bench.measure import Load, long_tailed, save_model
+from torchrl_sglang.cli.bench.measure import Load, long_tailed
 from torchrl_sglang.objectives.attention import no_mask
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import optimizer_of
 from torchrl_sglang.trainers.passes import cut_by_tokens
+from trained_model import make_trained_model
 
 PEAK = 989e12
 """FLOP/s of an H200 in bfloat16, without sparsity."""
@@ -252,13 +251,7 @@ def main() -> None:
     )
     torch.manual_seed(0)
     device = arguments.device
-    with tempfile.TemporaryDirectory() as folder:
-        path, _ = save_model(arguments.model, folder)
-        config = AutoConfig.from_pretrained(path)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
+    model = make_trained_model(arguments.model, device)
     load = Load(prompts=arguments.responses, new_tokens=arguments.longest)
     prompt = arguments.prompt_tokens
     work = Work(
