@@ -9,19 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from tensordict import TensorDictBase
-from torchrl._utils import logger as torchrl_logger
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_sglang.collectors.base import GroupCollector, Pause
-from torchrl_sglang.collectors.groups.agents import AgentGroups
-from torchrl_sglang.collectors.groups.conversations import Conversations, Step
-from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
+from torchrl_sglang.collectors.groups.conversations import Step
 from torchrl_sglang.collectors.groups.filter import KeepGroup, make_filter
-from torchrl_sglang.collectors.groups.functions import FunctionGroups
+from torchrl_sglang.collectors.groups.make import make_groups
 from torchrl_sglang.collectors.groups.reward_functions import RewardFunctions
-from torchrl_sglang.collectors.groups.rewards import Rewards
-from torchrl_sglang.collectors.groups.rows import GroupWriter
 from torchrl_sglang.collectors.groups.tools import (
     ToolFunctions,
     Tools,
@@ -29,7 +24,7 @@ from torchrl_sglang.collectors.groups.tools import (
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.batches import Batches
-from torchrl_sglang.collectors.runtime.collection import Collection, Groups
+from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
 from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
 from torchrl_sglang.collectors.scheduling.admission import Limits
@@ -49,7 +44,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.gateway.agents import Agent
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.policies.turns import TurnCodec, check_policy
+from torchrl_sglang.policies.turns import check_policy
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_count, check_flag
 from torchrl_sglang.types import SyncReport
@@ -255,7 +250,7 @@ class AsyncLLMCollector(GroupCollector):
             max_staleness=max_staleness,
             groups_per_update=groups_per_batch * batches_per_update,
         )
-        groups = _make_groups(
+        groups = make_groups(
             env,
             policy,
             self._versions,
@@ -560,96 +555,6 @@ class AsyncLLMCollector(GroupCollector):
             f"{type(self).__name__}(policy_version={self.policy_version}, "
             f"running={pool.running}, ready={pool.ready}, consumed={pool.consumed})"
         )
-
-
-def _make_groups(
-    env: Callable[[], EnvBase] | None,
-    policy: SGLangWrapper,
-    versions: PolicyVersions,
-    *,
-    group_size: int,
-    timeouts: CollectorTimeouts,
-    blocking: BlockingCalls,
-    **functions: Any,
-) -> Groups:
-    """Returns the maker of groups: of environments, of agents or of plain functions."""
-    agent, gateway = functions.pop("agent"), functions.pop("gateway")
-    given = [
-        name
-        for name, value in functions.items()
-        if value is not None and name != "query_key"
-    ]
-    if agent is not None:
-        if given or env is not None:
-            raise ConfigurationError(
-                f"{' and '.join(given) or 'env'} cannot be given with agent, which is "
-                f"the whole conversation."
-            )
-        return AgentGroups(
-            agent,
-            _check_gateway(gateway, policy),
-            versions,
-            size=group_size,
-            seconds=timeouts.agent,
-            blocking=blocking,
-        )
-    if gateway is not None:
-        raise ConfigurationError("gateway is for agents; give an agent, too.")
-    if env is not None:
-        if given:
-            raise ConfigurationError(
-                f"{' and '.join(given)} cannot be given with env, whose transforms say "
-                f"what a conversation is."
-            )
-        return EnvironmentGroups(
-            env,
-            policy,
-            versions,
-            size=group_size,
-            timeouts=timeouts,
-            blocking=blocking,
-        )
-    rewards = Rewards(
-        functions.pop("rewards"),
-        functions.pop("group_rewards"),
-        seconds=timeouts.reward,
-        blocking=blocking,
-        query_key=functions["query_key"],
-    )
-    tools = functions["tools"]
-    codec = TurnCodec(policy, () if tools is None else tools.schemas)
-    if tools is not None and not codec.tells_of_tools():
-        torchrl_logger.warning(
-            "The chat template says nothing of tools, so that the policy does not know "
-            "that it can call some. Tell it in system_prompt or in the prompts, or "
-            "give the policy another chat_template."
-        )
-    if not rewards and functions["step"] is None:
-        torchrl_logger.warning(
-            "There are neither rewards nor group_rewards, nor a step that could set "
-            "rewards: all rewards will be 0."
-        )
-    return FunctionGroups(
-        Conversations(codec, timeouts=timeouts, blocking=blocking, **functions),
-        rewards,
-        GroupWriter(codec, versions),
-        versions,
-        size=group_size,
-        blocking=blocking,
-    )
-
-
-def _check_gateway(gateway: Any, policy: SGLangWrapper) -> Gateway:
-    if not isinstance(gateway, Gateway):
-        raise ConfigurationError(
-            f"An agent needs a gateway, got {gateway!r}; give gateway=Gateway(engine)."
-        )
-    if gateway.engine is not policy.model:
-        raise ConfigurationError(
-            "The gateway and the policy have different engines; make the gateway with "
-            "policy.model."
-        )
-    return gateway
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
