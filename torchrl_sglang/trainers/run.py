@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -76,6 +76,8 @@ class Run:
     """Takes the optimizer steps."""
     scheme: SGLangWeightSyncScheme
     """Sends the weights."""
+    hyperparameters: Mapping[str, Any]
+    """What the logger is told of the arguments."""
     collector: Any
     """Iterated over on each rank."""
     collector_here: Any
