@@ -41,6 +41,7 @@ from torchrl_sglang.objectives.packing import Packing, check_packing
 from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.objectives.transform import MaskingStrategy, OffPolicyCorrection
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import (
     ROUTED_EXPERTS,
     check_columns,
@@ -54,6 +55,7 @@ from torchrl_sglang.trainers.arguments import (
     check_gpus,
     check_placement,
     check_prompts,
+    check_sampling,
     connect_arguments,
     count_steps,
     server_arguments,
@@ -82,6 +84,7 @@ from torchrl_sglang.trainers.report import (
     summarize,
     tell,
 )
+from torchrl_sglang.types import LogProbsMode
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
@@ -149,6 +152,12 @@ class GRPO:
             such as ``"sdpa"`` or ``"flash_attention_2"``.
         replay_routing (bool): train a mixture of experts with the experts that the
             engine chose; see :func:`.replay_routing`. Defaults to False.
+        logprobs_mode (str): of the engine's log-probs, as for :class:`.SGLangWrapper`.
+            ``"behaviour"`` trains the distribution that tokens are drawn from, with any
+            ``temperature``, ``top_k``, ``top_p`` and ``min_p`` of ``generate_kwargs``:
+            see ``replay_sampling`` of :class:`.CorrectedGRPOLoss`. Evaluation is
+            greedy as ever. Defaults to ``"model"``, which is the same at temperature 1
+            without these, and warns of them.
         colocated (bool): servers on the trainer's GPUs. Defaults to False.
         engine (dict, str, list or RLSGLangEngine, optional): arguments of
             :meth:`.AsyncSGLang.from_pretrained`; the URL of a server that runs, a list
@@ -258,6 +267,7 @@ class GRPO:
         dtype: torch.dtype | str = torch.float32,
         attn_implementation: str | None = None,
         replay_routing: bool = False,
+        logprobs_mode: LogProbsMode = "model",
         colocated: bool = False,
         engine: Mapping[str, Any] | str | Sequence[str] | RLSGLangEngine | None = None,
         weight_sync: Mapping[str, Any] | None = None,
@@ -338,6 +348,7 @@ class GRPO:
         self._dtype, self._attn_implementation = check_dtype(dtype), attn_implementation
         replays = check_flag("replay_routing", replay_routing)
         self._token_columns = (ROUTED_EXPERTS,) if replays else ()
+        self._logprobs_mode = check_logprobs_mode(logprobs_mode)
         self.colocated = colocated
         self._engine, self._weight_sync = engine, dict(weight_sync or {})
         self._collector_arguments = collector
@@ -523,7 +534,9 @@ class GRPO:
         policy = self.policy
         assert policy is not None
         if self._agent is None:
-            policy = policy.get_new_version(generate_kwargs={**self.sampling, **GREEDY})
+            policy = policy.get_new_version(
+                generate_kwargs={**self.sampling, **GREEDY}, logprobs_mode="model"
+            )
         collector = self._make_collector(
             policy,
             prompts=prompts,
@@ -701,7 +714,7 @@ class GRPO:
         else:
             assert given is None or isinstance(given, Mapping)
             arguments = server_arguments(
-                {**self._columns_of_servers(), **(given or {})},
+                self._of_servers(given or {}),
                 self.ranks,
                 colocated=self.colocated,
                 lora=self._lora,
@@ -717,9 +730,11 @@ class GRPO:
                 check_gpus(self.engine.placements, gpus)
         columns = find_columns(self._token_columns)
         check_columns(columns, self.sampling, self.engine.capabilities)
+        check_sampling(self.sampling, self._logprobs_mode, self.engine.capabilities)
         self.policy = SGLangWrapper(
             self.engine,
             token_columns=columns,
+            logprobs_mode=self._logprobs_mode,
             input_mode="history",
             generate_kwargs=self.sampling,
             chat_template=self._chat_template,
@@ -732,21 +747,26 @@ class GRPO:
                 "chat_template": self._chat_template,
                 "default_sampling_params": self.sampling,
                 "token_columns": columns,
+                "logprobs_mode": self._logprobs_mode,
                 **(self._gateway_arguments or {}),
             }
             self.gateway = stack.enter_context(Gateway(self.engine, **arguments))
 
-    def _columns_of_servers(self) -> dict[str, Any]:
-        """Returns the arguments of servers that report token columns."""
+    def _of_servers(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns arguments of servers that report what this run reads."""
+        found = dict(given)
+        if self._logprobs_mode == "behaviour":
+            after = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+            found["environment"] = {**after, **(found.get("environment") or {})}
         if not self._token_columns:
-            return {}
+            return found
         path = os.fspath(self._given_model)  # type: ignore[arg-type]
         if find_experts(load_model_config(path)) is None:
             raise ConfigurationError(
                 f"replay_routing=True is for mixtures of experts, and {path!r} is "
                 f"none; leave it out."
             )
-        return {"enable_return_routed_experts": True}
+        return {"enable_return_routed_experts": True, **found}
 
     def _tokenizer(self) -> Any:
         """Returns the tokenizer on each rank, padding on the left."""
