@@ -3,7 +3,7 @@
 The task of `examples/grpo_tiny` on a CPU, with top-p and top-k, from one warm-up model
 for each seed. It is a small JSON file:
 
-    python benchmarks/sampling.py run --seeds 5 --output OUT
+    python benchmarks/sampling.py run --output OUT
 
 The real model is trained by `benchmarks/real_model.py run --plan temperature` (any
 server) and `--plan nucleus` (SGLang 0.5.20), and all are drawn and put in a table by
@@ -169,9 +169,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     runs = verbs.add_parser("run")
-    runs.add_argument("--seeds", type=int, default=5)
-    runs.add_argument("--steps", type=int, default=30)
-    runs.add_argument("--groups", type=int, default=32)
+    runs.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    runs.add_argument("--steps", type=int, default=20)
+    runs.add_argument("--groups", type=int, default=16)
     runs.add_argument("--output", type=Path, default=Path("runs/sampling"))
     drawn = verbs.add_parser("report")
     drawn.add_argument("folders", nargs="+", type=Path)
@@ -181,7 +181,7 @@ def main() -> None:
         report(options.folders, options.docs)
         return
     found = []
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         found += train(seed, options)
         text = json.dumps({"plan": "tiny", "runs": found})
         (options.output / "runs.json").write_text(text)
