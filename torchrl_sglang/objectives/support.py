@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,8 +166,8 @@ def warn_of_sampling(batch: TensorDictBase) -> None:
     temperatures = batch.get(TEMPERATURES, None, as_list=True)
     counts = batch.get(COUNTS, None, as_list=True)
     found = {
-        "a temperature": _any([row != 1 for row in temperatures or ()]),
-        "top-k, top-p or min-p": _any([row > 0 for row in counts or ()]),
+        "a temperature": _any(temperatures, lambda row: row != 1),
+        "top-k, top-p or min-p": _any(counts, lambda row: row > 0),
     }
     named = " and ".join(name for name, holds in found.items() if holds)
     if named:
@@ -183,5 +183,5 @@ def warn_of_sampling(batch: TensorDictBase) -> None:
         )
 
 
-def _any(rows: Sequence[Tensor]) -> bool:
-    return any(bool(row.any()) for row in rows)
+def _any(rows: Iterable[Tensor] | None, holds: Callable[[Tensor], Tensor]) -> bool:
+    return rows is not None and any(bool(holds(row).any()) for row in rows)

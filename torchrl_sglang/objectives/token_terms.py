@@ -198,8 +198,8 @@ def pieces(width: int, tokens: Tensor, sampling: Drawn | None) -> Iterator[Piece
         return
     whole = (sampling.counts == 0).nonzero().squeeze(-1)
     for part in _cut(len(whole), width):
-        rows = whole[part]
-        yield Piece(rows=rows, chosen=chosen[rows], temperatures=temperatures[rows])
+        own = whole[part]
+        yield Piece(rows=own, chosen=chosen[own], temperatures=temperatures[own])
     yield from _supported(tokens, sampling)
 
 

@@ -76,7 +76,9 @@ class Collecting:
         policy, prompts = served.policy, list(self.eval_prompts)
         assert policy is not None
         if self.agent is None:
-            policy = policy.get_new_version(generate_kwargs={**sampling, **GREEDY})
+            policy = policy.get_new_version(
+                generate_kwargs={**sampling, **GREEDY}, logprobs_mode="model"
+            )
         return self._make(
             served,
             policy,

@@ -20,6 +20,7 @@ from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.packing import Packing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
 from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.trainers.arguments import (
@@ -37,6 +38,7 @@ from torchrl_sglang.trainers.report import flatten
 from torchrl_sglang.trainers.run import Run
 from torchrl_sglang.trainers.serving import Serving
 from torchrl_sglang.trainers.training import Training
+from torchrl_sglang.types import LogProbsMode
 
 SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
 """Sampling parameters, unless others are given."""
@@ -100,6 +102,12 @@ class GRPO(Run):
             such as ``"sdpa"`` or ``"flash_attention_2"``.
         replay_routing (bool): train a mixture of experts with the experts that the
             engine chose; see :func:`.replay_routing`. Defaults to False.
+        logprobs_mode (str): of the engine's log-probs, as for :class:`.SGLangWrapper`.
+            ``"behaviour"`` trains the distribution that tokens are drawn from, with any
+            ``temperature``, ``top_k``, ``top_p`` and ``min_p`` of ``generate_kwargs``:
+            see ``replay_sampling`` of :class:`.CorrectedGRPOLoss`. Evaluation is
+            greedy as ever. Defaults to ``"model"``, which is the same at temperature 1
+            without these, and warns of them.
         colocated (bool): servers on the trainer's GPUs. Defaults to False.
         engine (dict, str, list or RLSGLangEngine, optional): arguments of
             :meth:`.AsyncSGLang.from_pretrained`; the URL of a server that runs, a list
@@ -187,6 +195,7 @@ class GRPO(Run):
         dtype: torch.dtype | str = torch.float32,
         attn_implementation: str | None = None,
         replay_routing: bool = False,
+        logprobs_mode: LogProbsMode = "model",
         colocated: bool = False,
         engine: Mapping[str, Any] | str | Sequence[str] | RLSGLangEngine | None = None,
         weight_sync: Mapping[str, Any] | None = None,
@@ -259,6 +268,7 @@ class GRPO(Run):
             sampling=sampling,
             chat_template=chat_template,
             token_columns=(ROUTED_EXPERTS,) if replays else (),
+            logprobs_mode=check_logprobs_mode(logprobs_mode),
             has_agent=agent is not None,
             gateway=gateway,
             colocated=colocated,

@@ -13,6 +13,7 @@ import torch
 from helpers.sampled_batches import Case, make_batch, make_case
 from tensordict import TensorDict, TensorDictBase
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -392,3 +393,46 @@ def test_what_is_refused(case, tokenizer):
         replay_sampling(actor),
     ):
         raise AssertionError
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made, but for the logits' memory."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.own, self.size = logits.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else (found,):
+            if (
+                isinstance(each, torch.Tensor)
+                and each.untyped_storage().data_ptr() != self.own
+            ):
+                self.size = max(self.size, each.numel())
+        return found
+
+
+@pytest.mark.parametrize("most", [0, 16])
+def test_no_second_copy_of_the_logits(most, monkeypatch):
+    """Nothing is as large, whether tokens have supports or temperatures alone."""
+    tokens, vocabulary = 64, 1000
+    monkeypatch.setattr(terms, "_NUMBERS_AT_ONCE", 4 * vocabulary)
+    torch.manual_seed(0)
+    leaf = torch.randn(tokens, vocabulary).requires_grad_()
+    logits = leaf * 1
+    chosen = torch.randint(0, vocabulary, (tokens,))
+    others = torch.arange(1, max(most, 1))
+    kept = (chosen.unsqueeze(-1) + torch.cat([torch.zeros(1), others])) % vocabulary
+    sampling = Drawn(
+        temperatures=torch.full((tokens,), 0.7),
+        counts=torch.full((tokens,), most),
+        ids=kept.flatten().long() if most else torch.zeros(0).long(),
+    )
+    with Largest(logits) as seen:
+        found, entropies = terms.token_terms(
+            logits, chosen, entropy=True, sampling=sampling
+        )
+        (gradient,) = torch.autograd.grad((found + entropies).sum(), logits)
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert seen.size <= 4 * vocabulary
