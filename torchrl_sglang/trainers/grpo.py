@@ -66,6 +66,10 @@ from torchrl_sglang.trainers.checkpoints import (
     random_state,
     set_random_state,
 )
+from torchrl_sglang.trainers.deterministic import (
+    check_repeatable,
+    deterministic_algorithms,
+)
 from torchrl_sglang.trainers.learner import Learner
 from torchrl_sglang.trainers.methods import find_method
 from torchrl_sglang.trainers.models import load_model, save_model, scorer
@@ -175,6 +179,10 @@ class GRPO:
             10; None for none.
         seed (int): of weights of adapters, order of prompts and minibatches, and
             servers. Defaults to 0.
+        deterministic (bool): two runs on the same machine have the same tokens,
+            batches and weights, bit for bit; see the guide on runs that can be
+            repeated. It needs ``max_staleness=0`` and servers on GPUs. Defaults to
+            False.
 
     Raises:
         ConfigurationError: if an argument is wrong; nothing has been started.
@@ -273,6 +281,7 @@ class GRPO:
         project: str = "torchrl_sglang",
         show_samples: int | None = 10,
         seed: int = 0,
+        deterministic: bool = False,
     ) -> None:
         self.hyperparameters = flatten(
             {name: value for name, value in locals().items() if name not in UNTOLD}
@@ -346,6 +355,7 @@ class GRPO:
         self.folder, self._resume = Path(output), resume
         self._logger, self._project = logger, project
         self._show_samples, self._seed = show_samples, seed
+        self._deterministic = check_flag("deterministic", deterministic)
         self._identity = {
             "model": "given" if isinstance(model, nn.Module) else os.fspath(model),
             "group_size": group_size,
@@ -376,6 +386,13 @@ class GRPO:
             )
         max_staleness = self._staleness["max_staleness"]
         check_placement(self._given_model, self._engine, self.colocated, max_staleness)
+        if self._deterministic:
+            check_repeatable(
+                self._engine,
+                max_staleness=max_staleness,
+                collector=self._collector_arguments,
+                agent=self._agent,
+            )
         whole = {"agent": self._agent, "env": self._env}
         check_collector(
             self._collector_arguments, self._prompts, {**self._functions, **whole}
@@ -636,6 +653,8 @@ class GRPO:
         stack.callback(self.ranks.end)
         stack.enter_context(_quiet())
         self.clock = PhaseClock()
+        if self._deterministic:
+            stack.enter_context(deterministic_algorithms())
         torch.manual_seed(self._seed)
         device = self.ranks.device()
         self.logger = None
@@ -701,7 +720,7 @@ class GRPO:
         else:
             assert given is None or isinstance(given, Mapping)
             arguments = server_arguments(
-                {**self._columns_of_servers(), **(given or {})},
+                {**self._columns_of_servers(), **self._switches, **(given or {})},
                 self.ranks,
                 colocated=self.colocated,
                 lora=self._lora,
@@ -735,6 +754,11 @@ class GRPO:
                 **(self._gateway_arguments or {}),
             }
             self.gateway = stack.enter_context(Gateway(self.engine, **arguments))
+
+    @property
+    def _switches(self) -> dict[str, Any]:
+        """Returns the argument of servers and collector of a run that is repeatable."""
+        return {"deterministic": True} if self._deterministic else {}
 
     def _columns_of_servers(self) -> dict[str, Any]:
         """Returns the arguments of servers that report token columns."""
@@ -839,6 +863,7 @@ class GRPO:
             "keep_group": self._keep_group,
             "shuffle": hasattr(self._prompts, "__getitem__"),
             "seed": self._seed,
+            **self._switches,
             **self._staleness,
         }
 
