@@ -14,9 +14,9 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_sglang.collectors.base import GroupCollector, Pause
-from torchrl_sglang.collectors.deterministic import check_deterministic
 from torchrl_sglang.collectors.groups.agents import AgentGroups
 from torchrl_sglang.collectors.groups.conversations import Conversations, Step
+from torchrl_sglang.collectors.groups.deterministic import check_deterministic
 from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
 from torchrl_sglang.collectors.groups.filter import KeepGroup, make_filter
 from torchrl_sglang.collectors.groups.functions import FunctionGroups
