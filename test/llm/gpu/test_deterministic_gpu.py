@@ -1,4 +1,4 @@
-"""Two runs with ``deterministic=True``, in which other groups finish first, are equal."""
+"""Two runs with ``deterministic=True`` are equal, though other groups finish first."""
 
 from __future__ import annotations
 
