@@ -35,6 +35,7 @@ class Collecting:
     keep_group: Callable[..., bool] | None
     collector: Any
     seed: int
+    deterministic: bool
 
     def __post_init__(self) -> None:
         whole = {"agent": self.agent, "env": self.env}
@@ -66,6 +67,7 @@ class Collecting:
             keep_group=self.keep_group,
             shuffle=hasattr(self.prompts, "__getitem__"),
             seed=self.seed,
+            deterministic=self.deterministic,
         )
 
     def make_held_out(self, served: Served, sampling: Mapping[str, Any]) -> Any:

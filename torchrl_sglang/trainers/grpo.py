@@ -31,6 +31,7 @@ from torchrl_sglang.trainers.arguments import (
 )
 from torchrl_sglang.trainers.checkpoints import Resume
 from torchrl_sglang.trainers.collecting import Collecting
+from torchrl_sglang.trainers.deterministic import check_repeatable
 from torchrl_sglang.trainers.methods import find_method
 from torchrl_sglang.trainers.optimizers import optimizer_of
 from torchrl_sglang.trainers.records import Records
@@ -134,6 +135,10 @@ class GRPO(Run):
             10; None for none.
         seed (int): of weights of adapters, order of prompts and minibatches, and
             servers. Defaults to 0.
+        deterministic (bool): two runs on the same machine have the same tokens,
+            batches and weights, bit for bit; see the guide on runs that can be
+            repeated. It needs ``max_staleness=0`` and servers on GPUs. Defaults to
+            False.
 
     Raises:
         ConfigurationError: if an argument is wrong; nothing has been started.
@@ -211,6 +216,7 @@ class GRPO(Run):
         project: str = "torchrl_sglang",
         show_samples: int | None = 10,
         seed: int = 0,
+        deterministic: bool = False,
     ) -> None:
         hyperparameters = flatten(
             {name: value for name, value in locals().items() if name not in UNTOLD}
@@ -234,6 +240,10 @@ class GRPO(Run):
         if resume != "auto":
             check_flag("resume", resume)
         check_placement(model, engine, colocated, max_staleness)
+        if check_flag("deterministic", deterministic):
+            check_repeatable(
+                engine, max_staleness=max_staleness, collector=collector, agent=agent
+            )
         steps = count_steps(steps, epochs, prompts, groups_per_batch)
         sampling = {**SAMPLING, **(generate_kwargs or {})}
         found = find_method(method)
@@ -261,6 +271,7 @@ class GRPO(Run):
             keep_group=keep_group,
             collector=collector,
             seed=seed,
+            deterministic=deterministic,
         )
         serving = Serving(
             model=model,
@@ -275,6 +286,7 @@ class GRPO(Run):
             lora=lora,
             weights_by_file="directory" in weight_sync,
             seed=seed,
+            deterministic=deterministic,
         )
         if lr is None:
             lr = 1e-6 if lora is None else 1e-5
@@ -329,6 +341,7 @@ class GRPO(Run):
                 trajectory_return=collecting.trajectory_return,
             ),
             seed=seed,
+            deterministic=deterministic,
         )
         self.eval_every, self.checkpoint_every = eval_every, checkpoint_every
 

@@ -59,6 +59,7 @@ class Serving:
     lora: Mapping[str, Any] | None
     weights_by_file: bool
     seed: int
+    deterministic: bool
 
     def __post_init__(self) -> None:
         if self.gateway is not None:
@@ -117,6 +118,8 @@ class Serving:
     def _of_servers(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns arguments of servers that report what this run reads."""
         found = dict(given)
+        if self.deterministic:
+            found = {"deterministic": True, **found}
         if self.logprobs_mode == "behaviour":
             after = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
             found["environment"] = {**after, **(found.get("environment") or {})}

@@ -21,6 +21,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import TurnCodec
+from torchrl_sglang.requests.seeds import SampleSeeds
 from torchrl_sglang.support.blocking import BlockingCalls
 
 
@@ -32,6 +33,7 @@ def make_groups(
     group_size: int,
     timeouts: CollectorTimeouts,
     blocking: BlockingCalls,
+    seeds: SampleSeeds | None,
     agent: Any,
     gateway: Any,
     **functions: Any,
@@ -45,6 +47,7 @@ def make_groups(
         group_size: conversations of a group.
         timeouts: of the collector.
         blocking: threads of the user's functions.
+        seeds: of samples; None: the engine's own randomness.
         agent: writes a whole conversation.
         gateway: an agent's endpoint.
         functions: arguments of :class:`.Conversations`, and both kinds of rewards.
@@ -74,7 +77,11 @@ def make_groups(
         )
     if gateway is not None:
         raise ConfigurationError("gateway is for agents; give an agent, too.")
-    options: dict[str, Any] = {"timeouts": timeouts, "blocking": blocking}
+    options: dict[str, Any] = {
+        "timeouts": timeouts,
+        "blocking": blocking,
+        "seeds": seeds,
+    }
     if env is None:
         return _of_functions(policy, versions, group_size, **options, **functions)
     if given:
@@ -94,6 +101,7 @@ def _of_functions(
     group_rewards: Any,
     timeouts: CollectorTimeouts,
     blocking: BlockingCalls,
+    seeds: SampleSeeds | None,
     **functions: Any,
 ) -> Groups:
     rewarded = Rewards(
@@ -123,6 +131,7 @@ def _of_functions(
         versions,
         size=size,
         blocking=blocking,
+        seeds=seeds,
     )
 
 
