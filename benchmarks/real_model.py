@@ -60,6 +60,19 @@ TASKS: dict[str, dict[str, Any]] = {
         },
         "generate_kwargs": SHORT,
     },
+    "haystack": {
+        "task": {
+            "data": {
+                "needle_haystack": {"min_num_statements": 3, "max_num_statements": 5}
+            },
+            "answer": "whole",
+        },
+        "generate_kwargs": SHORT,
+    },
+    "family": {
+        "task": {"data": {"family_relationships": {}}, "answer": "whole"},
+        "generate_kwargs": SHORT,
+    },
     "stories": {
         "task": {"data": {"gsm_symbolic": {}}, "answer": "number"},
         "generate_kwargs": {"max_new_tokens": 192, "temperature": 1.0},
@@ -138,6 +151,16 @@ PLANS: dict[str, list[list[str]]] = {
         [f"sums/full/{sampler}-{mode}/{seed}" for seed in range(3)]
         for sampler in ("cold", "warm")
         for mode in ("model", "replayed")
+    ],
+    # What was left to run on a GPU.
+    "last": [
+        *(
+            [f"sums/full/{sampler}-{mode}/{seed}" for seed in range(3)]
+            for sampler in ("cold", "warm")
+            for mode in ("model", "replayed")
+        ),
+        ["sums/full/colocated/0", "family/full/colocated/0"],
+        ["haystack/full/sync/0", "sums/full/torchrl/0"],
     ],
     "nucleus": [
         [f"sums/full/nucleus-{mode}/{seed}" for seed in range(3)]
