@@ -145,15 +145,18 @@ def replay_sampling(actor: TransformersWrapper) -> Iterator[TransformersWrapper]
             output = {"logits": _before(output["logits"], input_ids, found)}
         return compute(output, input_ids, *args, **kw)
 
-    own = vars(actor)
+    own, names = vars(actor), ("forward", "_compute_log_probs_from_model_output")
+    # Of a replay of routing, for instance.
+    before = {name: own[name] for name in names if name in own}
+    own |= dict(zip(names, (read_and_forward, restrict_and_compute), strict=True))
     ACTORS.add(actor)
-    own["forward"] = read_and_forward
-    own["_compute_log_probs_from_model_output"] = restrict_and_compute
     try:
         yield actor
     finally:
         ACTORS.discard(actor)
-        del own["forward"], own["_compute_log_probs_from_model_output"]
+        for name in names:
+            del own[name]
+        own |= before
 
 
 def _check_actor(actor: Any) -> None:

@@ -436,3 +436,22 @@ def test_no_second_copy_of_the_logits(most, monkeypatch):
         (gradient,) = torch.autograd.grad((found + entropies).sum(), logits)
     assert gradient.data_ptr() == logits.data_ptr()
     assert seen.size <= 4 * vocabulary
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_replaced_before_stays(tokenizer):
+    """As by a replay of routing, whose block is around this one."""
+    actor = actor_of(make_model(), tokenizer)
+    seen, forward = [], actor.forward
+
+    def other(*args, **kwargs):
+        seen.append(1)
+        return forward(*args, **kwargs)
+
+    actor.forward = other
+    case = as_rollout(make_case(4), make_model(), draw(make_case(4)))
+    with replay_sampling(actor):
+        actor(add(make_batch(case, "ragged"), draw(case), "ragged"))
+    assert seen == [1]
+    assert vars(actor)["forward"] is other
+    assert "_compute_log_probs_from_model_output" not in vars(actor)

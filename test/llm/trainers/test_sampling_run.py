@@ -71,7 +71,7 @@ def metrics(monkeypatch):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"packing": False, "max_tokens_per_pass": 128},
+        {"packing": False, "max_tokens_per_pass": 128, "kl_to_ref_coeff": 0.1},
         {"correction": "decoupled_token_is", "minibatches": 2, "lr": 0.0},
         {"kl_to_ref_coeff": 0.1, "gradient_checkpointing": True},
     ],
