@@ -458,6 +458,7 @@ def test_what_was_replaced_before_stays(tokenizer):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("most", [0, 50, 4096])
 def test_on_a_gpu(most):
     """As on a CPU, in bfloat16, and in the memory of the logits and some pieces."""
