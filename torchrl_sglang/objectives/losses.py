@@ -117,6 +117,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                 \log \pi_\theta(t) = \frac{z_t}{T} -
                     \log \sum_{v \in S_t} \exp \frac{z_v}{T}
 
+            as DeepSeek-V3.2's "keep sampling mask", https://arxiv.org/abs/2512.02556.
             The old policy, the entropy and the divergences, to the reference, too, are
             of the same temperature and support. Of biases, penalties and grammars
             nothing is replayed. The actor is a ``TransformersWrapper`` of tokens.
