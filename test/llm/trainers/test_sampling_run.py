@@ -118,7 +118,7 @@ def test_ranks_of_torchrun(restored_engine, tiny_model_path, tmp_path):
     assert max(map(abs, values)) < 1e-5
 
 
-def test_what_is_told(make):
+def test_what_is_told(make, tmp_path):
     """Before a prompt is generated."""
     top_p = {"max_new_tokens": 12, "top_p": 0.9}
     with pytest.raises(UnsupportedByServerError, match="top_p=0.9.*top_k of 1 to 4096"):
@@ -127,3 +127,6 @@ def test_what_is_told(make):
         make(logprobs_mode="exact")
     with pytest.warns(RuntimeWarning, match="top_p=0.9.*logprobs_mode='behaviour'"):
         make(generate_kwargs=top_p, logprobs_mode="model", steps=1).train()
+    biased = {**SAMPLING, "presence_penalty": 0.5}
+    with pytest.warns(RuntimeWarning, match="'presence_penalty'.* support alone"):
+        make(generate_kwargs=biased, steps=1, output=tmp_path / "other").train()
