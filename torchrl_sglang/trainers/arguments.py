@@ -276,8 +276,8 @@ def check_sampling(
             warnings.warn(
                 f"A penalty, a bias, min_new_tokens or a grammar among "
                 f"{sorted(checked)} changes what tokens are drawn from, and the "
-                f"trainer replays temperature and support alone: the first ratio "
-                f"is not 1. Leave it out, or correct it: correction='decoupled_token_is'.",
+                f"trainer replays temperature and support alone: the first ratio is "
+                f"not 1. Leave it out, or give correction='decoupled_token_is'.",
                 RuntimeWarning,
                 stacklevel=2,
             )
