@@ -6,7 +6,7 @@ import itertools
 import subprocess
 import sys
 
-from torchrl_sglang.requests.seeds import SampleSeeds, sample_seed
+from torchrl_sglang.requests.seeds import SampleSeeds, sample_seed, seeds_at
 
 PROMPT = [5, 6, 7]
 
@@ -36,5 +36,6 @@ def test_everything_that_tells_samples_apart_changes_the_seed():
 
 
 def test_a_conversation_has_the_seeds_of_its_place():
-    seed_of = SampleSeeds(run=4).of(2, 1)
+    seed_of = seeds_at(SampleSeeds(run=4), 2, 1)
+    assert seed_of is not None
     assert seed_of(0, PROMPT) == sample_seed(4, 2, 1, 0, PROMPT)
