@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from tensordict import TensorDictBase
@@ -51,7 +51,7 @@ from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import TurnCodec, check_policy
 from torchrl_sglang.support.blocking import BlockingCalls
-from torchrl_sglang.support.checks import check_count, check_flag
+from torchrl_sglang.support.checks import check_choice, check_count, check_flag
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -237,7 +237,7 @@ class AsyncLLMCollector(GroupCollector):
             # None means no limit, and is not a number for the others.
             if count is not None or name not in ("max_turns", "max_in_flight"):
                 check_count(name, count, least=least)
-        _check_choice("on_stale", on_stale, get_args(OnStale))
+        check_choice("on_stale", on_stale, get_args(OnStale))
         schemes = check_schemes(weight_sync_schemes)
         check_policy(policy)
         self.policy = policy
@@ -650,10 +650,3 @@ def _check_gateway(gateway: Any, policy: SGLangWrapper) -> Gateway:
             "policy.model."
         )
     return gateway
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigurationError(
-            f"{name}={value!r} is not one of {', '.join(map(repr, choices))}."
-        )

@@ -27,6 +27,7 @@ from torchrl_sglang.trainers.arguments import (
     check_dtype,
     check_placement,
     count_steps,
+    read_sampling,
 )
 from torchrl_sglang.trainers.checkpoints import Resume
 from torchrl_sglang.trainers.collecting import Collecting
@@ -37,9 +38,6 @@ from torchrl_sglang.trainers.report import flatten
 from torchrl_sglang.trainers.run import Run
 from torchrl_sglang.trainers.serving import Serving
 from torchrl_sglang.trainers.training import Training
-
-SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
-"""Sampling parameters, unless others are given."""
 
 UNTOLD = ("self", "__class__", "model", "prompts", "eval_prompts")
 """Local names that a logger is not told of; those of arguments may be large."""
@@ -226,7 +224,7 @@ class GRPO(Run):
             check_flag("resume", resume)
         check_placement(model, engine, colocated, max_staleness)
         steps = count_steps(steps, epochs, prompts, groups_per_batch)
-        sampling = {**SAMPLING, **(generate_kwargs or {})}
+        sampling = read_sampling(generate_kwargs)
         found = find_method(method)
         replays = check_flag("replay_routing", replay_routing)
         weight_sync = dict(weight_sync or {})

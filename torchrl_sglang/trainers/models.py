@@ -112,15 +112,22 @@ def _without_memory(name: str, options: Mapping[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def _add_adapter(model: Any, lora: Mapping[str, Any]) -> Any:
+def check_adapter(lora: Mapping[str, Any]) -> None:
+    """Raises :class:`.ConfigurationError` if no adapter can be made."""
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
     except ImportError as error:
         raise ConfigurationError(
             f"lora={dict(lora)!r} needs PEFT: {error}. Install it with pip install "
             f"torchrl_sglang[lora]."
         ) from error
     check_keywords("lora", lora, LoraConfig)
+
+
+def _add_adapter(model: Any, lora: Mapping[str, Any]) -> Any:
+    check_adapter(lora)
+    from peft import LoraConfig, get_peft_model
+
     defaults = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return get_peft_model(model, LoraConfig(**{**defaults, **lora}))
 

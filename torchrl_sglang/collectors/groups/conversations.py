@@ -150,7 +150,7 @@ class Conversations:
         self._timeouts = timeouts
         self._blocking = blocking
         if step is not None:
-            check_call(_STEP.format(name_of(step)), step, "conversation", "task")
+            check_step(step)
 
     def begin(self, task: Task, size: int) -> list[Conversation]:
         """Returns the conversations of a group, before their first response.
@@ -288,6 +288,11 @@ class Conversations:
         if self._system_prompt is None:
             return messages
         return [{"role": "system", "content": self._system_prompt}, *messages]
+
+
+def check_step(step: Step) -> None:
+    """Raises :class:`.ConfigurationError` if a step cannot be called as it will be."""
+    check_call(_STEP.format(name_of(step)), step, "conversation", "task")
 
 
 def to_messages(said: Any, name: str) -> list[Message]:
