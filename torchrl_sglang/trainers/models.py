@@ -118,8 +118,8 @@ def check_adapter(lora: Mapping[str, Any]) -> None:
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigurationError(
-            f"lora={dict(lora)!r} needs PEFT: {error}. Install it with pip install "
-            f"torchrl_sglang[lora]."
+            f"lora={dict(lora)!r} needs PEFT: {error}. Install it with "
+            f"pip install peft."
         ) from error
     check_keywords("lora", lora, LoraConfig)
 
