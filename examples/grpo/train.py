@@ -29,6 +29,8 @@ NAMES = tuple(inspect.signature(GRPO).parameters)
 FUNCTIONS = ("step", "agent", "env", "loss", "optimizer", "collector", "keep_group")
 SEVERAL = ("rewards", "group_rewards", "tools")
 """Arguments that are functions, and lists or mappings of these."""
+FILES = (".json", ".jsonl", ".parquet")
+"""Ends of what is a file, and no data set of the hub."""
 TASK = "task"
 """Key that stands for several arguments: see ``reasoning.py``."""
 OF_A_TASK = ("prompts", "eval_prompts", "rewards", "system_prompt", "query_key")
@@ -119,6 +121,11 @@ def read_prompts(name: str, given: str | Mapping[str, Any], folder: Path) -> Any
     options = {"path": given} if isinstance(given, str) else dict(given)
     function, path = options.pop("map", None), str(options.pop("path", ""))
     file = next((each for each in (Path(path), folder / path) if each.is_file()), None)
+    if file is None and Path(path).suffix in FILES:
+        raise ConfigurationError(
+            f"{name}={given!r}: there is no file {path!r}, neither in {Path.cwd()} nor "
+            f"in {folder.resolve()}."
+        )
     try:
         if file is not None and file.suffix == ".jsonl" and not options:
             # Unlike str.splitlines(), JSON has other line ends in its texts.
@@ -137,6 +144,9 @@ def read_prompts(name: str, given: str | Mapping[str, Any], folder: Path) -> Any
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(f"{__doc__}\nArguments: {', '.join((TASK, *NAMES))}")
+        sys.exit()
     sys.path.insert(0, "")
     try:
         GRPO(**read_arguments(sys.argv[1:])).train()

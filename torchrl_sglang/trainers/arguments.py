@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,13 @@ def check_dtype(dtype: Any) -> torch.dtype:
             f"or 'bfloat16' where memory is short."
         )
     return DTYPES[name]
+
+
+def check_folder(name: str, folder: Any) -> Path:
+    """Returns the path of a folder."""
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise ConfigurationError(f"{name} must be a folder's path, got {folder!r}.")
+    return Path(folder)
 
 
 def connect_arguments(

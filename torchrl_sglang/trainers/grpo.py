@@ -25,6 +25,7 @@ from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.trainers.arguments import (
     check_counts,
     check_dtype,
+    check_folder,
     check_placement,
     count_steps,
     read_sampling,
@@ -289,7 +290,7 @@ class GRPO(Run):
             attn_implementation=attn_implementation,
         )
         records = Records(
-            folder=Path(output),
+            folder=check_folder("output", output),
             identity={
                 "model": "given" if isinstance(model, nn.Module) else os.fspath(model),
                 "group_size": group_size,

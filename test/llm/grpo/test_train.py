@@ -131,6 +131,8 @@ def test_functions(train, tmp_path, monkeypatch):
         ([CPU, "step=nowhere:f"], "step='nowhere:f' names no function: No module"),
         ([CPU, "env=gsm8k:wrong"], "env='gsm8k:wrong' names no function: module"),
         ([CPU, "rewards=right"], "Write MODULE:FUNCTION"),
+        # The hub is not asked for a file.
+        ([CPU, "prompts=nowhere.jsonl"], "there is no file 'nowhere.jsonl'"),
     ],
 )
 def test_what_is_refused(train, arguments, message):

@@ -44,6 +44,8 @@ def test_a_logger_is_told_of_arguments_alone(tmp_path):
         ({"rewards": {"brief": (brief, "0.5")}}, "the weight of 'brief'"),
         ({"group_rewards": lambda conversations: [1.0]}, "task"),
         ({"step": lambda conversation: None}, "task"),
+        ({"step": 3}, "step=3 must be a function"),
+        ({"output": None}, "output must be a folder's path"),
         ({"tools": ["search"]}, "must be a function"),
         ({"max_turns": 0}, "max_turns must be"),
         ({"keep_group": "has_variance"}, "keep_group='has_variance'"),

@@ -292,6 +292,11 @@ class Conversations:
 
 def check_step(step: Step) -> None:
     """Raises :class:`.ConfigurationError` if a step cannot be called as it will be."""
+    if not callable(step):
+        raise ConfigurationError(
+            f"step={step!r} must be a function of a conversation and its task, which "
+            f"returns what the user says next."
+        )
     check_call(_STEP.format(name_of(step)), step, "conversation", "task")
 
 
