@@ -300,11 +300,12 @@ def _impossible(
             remedies=("Another --tp-size, or none: the fewest GPUs that fit.",),
         )
     if place == "colocated" and cluster.nodes > 1:
+        reason = (
+            f"Servers share the trainer's GPUs on one machine, and these are on "
+            f"{cluster.nodes}."
+        )
         return NothingFits(
-            reasons=(
-                f"Servers share the trainer's GPUs on one machine, and these are on "
-                f"{cluster.nodes}.",
-            ),
+            reasons=(reason,),
             remedies=("--place separate, or the GPUs of one machine.",),
         )
     return None
