@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ from torchrl_sglang.collectors.groups.reward_functions import read_functions
 from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.sampling import check_numbers, translate
+from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
+from torchrl_sglang.requests.request import GenerateRequest
+from torchrl_sglang.requests.sampling import check_each, temperature_of
 from torchrl_sglang.support.checks import check_count, check_flag, check_mapping
 from torchrl_sglang.support.urls import KEY_VARIABLE
 from torchrl_sglang.trainers.ranks import TrainerRanks
-from torchrl_sglang.types import ServerPlacement
+from torchrl_sglang.types import LogProbsMode, ServerCapabilities, ServerPlacement
 
 SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
 """Sampling parameters of a run that gives none."""
@@ -314,3 +318,37 @@ def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> Non
                 f"in CUDA_VISIBLE_DEVICES=1,2,3 ray start ..., or name other nodes, as "
                 f"in launcher=RayLauncher(nodes=...)."
             )
+
+
+def check_sampling(
+    params: Mapping[str, Any], mode: LogProbsMode, capabilities: ServerCapabilities
+) -> None:
+    """Refuses sampling that servers cannot report; warns of what is not trained.
+
+    Args:
+        params: sampling parameters of the run.
+        mode: of its log-probs.
+        capabilities: of the servers.
+
+    Raises:
+        UnsupportedByServerError: if the mode is ``"behaviour"``, and the servers do not
+            report what tokens are drawn from.
+    """
+    checked = check_each(params, capabilities)
+    if mode == "behaviour":
+        request = GenerateRequest(input_ids=[0], logprobs_mode=mode)
+        plan_behaviour(request, checked, capabilities)
+        return
+    name = leaves_out(checked, capabilities)
+    if not name and temperature_of(checked, capabilities) not in (None, 1.0):
+        name = "temperature"
+    if name:
+        value = checked.get(name, capabilities.default_sampling_params.get(name))
+        warnings.warn(
+            f"Tokens are drawn with {name}={value!r}, and the whole vocabulary is "
+            f"trained at temperature 1: the gradient is that of another policy. Give "
+            f"logprobs_mode='behaviour', which trains what is drawn from, or "
+            f"generate_kwargs with temperature=1.0 alone.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

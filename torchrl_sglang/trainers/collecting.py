@@ -41,6 +41,7 @@ class Collecting:
     keep_group: Callable[..., bool] | None
     collector: Any
     seed: int
+    deterministic: bool
 
     def __post_init__(self) -> None:
         whole = {"agent": self.agent, "env": self.env}
@@ -76,6 +77,7 @@ class Collecting:
             keep_group=self.keep_group,
             shuffle=hasattr(self.prompts, "__getitem__"),
             seed=self.seed,
+            deterministic=self.deterministic,
         )
 
     def make_held_out(self, served: Served, sampling: Mapping[str, Any]) -> Any:
@@ -86,7 +88,9 @@ class Collecting:
         policy, prompts = served.policy, list(self.eval_prompts)
         assert policy is not None
         if self.agent is None:
-            policy = policy.get_new_version(generate_kwargs={**sampling, **GREEDY})
+            policy = policy.get_new_version(
+                generate_kwargs={**sampling, **GREEDY}, logprobs_mode="model"
+            )
         return self._make(
             served,
             policy,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from torchrl._utils import logger as torchrl_logger
@@ -23,6 +24,7 @@ from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.policies.turns import EncodedPrompt, TurnCodec, TurnResponse
+from torchrl_sglang.requests.seeds import SeedOf
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
 
@@ -183,12 +185,20 @@ class Conversations:
         *,
         session_id: str,
         policy_version: Callable[[], int],
+        seed_of: SeedOf | None = None,
     ) -> None:
-        """Runs a conversation to its end."""
+        """Runs a conversation to its end; ``seed_of`` gives its responses' seeds."""
+        respond = partial(
+            self._respond,
+            conversation,
+            session_id=session_id,
+            policy_version=policy_version,
+            seed_of=seed_of,
+        )
         said: list[Message] | None = []
         while said is not None:
             conversation.messages.extend(said)
-            if not await self._respond(conversation, session_id, policy_version):
+            if not await respond():
                 conversation.truncated = True
                 return
             said = await self._reply(conversation)
@@ -226,8 +236,10 @@ class Conversations:
     async def _respond(
         self,
         conversation: Conversation,
+        *,
         session_id: str,
         policy_version: Callable[[], int],
+        seed_of: SeedOf | None,
     ) -> bool:
         """Adds a response; returns False if the context has no room for one."""
         turns = conversation.turns
@@ -243,6 +255,7 @@ class Conversations:
             response = await self._codec.respond(
                 prompt,
                 sample=conversation.sample,
+                seed=seed_of and seed_of(len(turns), prompt.token_ids),
                 session_id=session_id,
                 timeout=self._timeouts.turn,
             )
