@@ -86,6 +86,8 @@ def convert(name: str, value: Any, folder: Path) -> Any:
     if name in ("advantage", "model") and ":" in str(value):
         function = find_functions(name, value)
         return function() if name == "model" else function
+    if name == "chat_template" and str(value).endswith(".jinja"):
+        return read_template(value, folder)
     if name in ("prompts", "eval_prompts") and isinstance(value, (str, Mapping)):
         return read_prompts(name, value, folder)
     return value
@@ -110,6 +112,14 @@ def find_functions(name: str, value: Any) -> Any:
             f"{name}={value!r} names no function: {error}. Write MODULE:FUNCTION, with "
             f"a module that is installed or in the current folder."
         ) from error
+
+
+def read_template(path: str, folder: Path) -> str:
+    """Returns the text of a file in the current folder or in that of the YAML file."""
+    file = next((each for each in (Path(path), folder / path) if each.is_file()), None)
+    if file is None:
+        raise ConfigurationError(f"chat_template={path!r}: there is no such file.")
+    return file.read_text(encoding="utf-8")
 
 
 def read_prompts(name: str, given: str | Mapping[str, Any], folder: Path) -> Any:

@@ -102,6 +102,15 @@ def connect_arguments(
     return {**({"api_key": key} if key else {}), **engine}
 
 
+def check_minibatches(minibatches: int, responses: int) -> None:
+    """Checks that each minibatch of a batch has a response."""
+    if minibatches > responses:
+        raise ConfigurationError(
+            f"minibatches={minibatches} are more than the {responses} responses of a "
+            f"batch, group_size * groups_per_batch; give fewer."
+        )
+
+
 def check_placement(
     model: Any, engine: Any, colocated: bool, max_staleness: int
 ) -> None:
@@ -158,6 +167,9 @@ def check_functions(functions: Mapping[str, Any], query_key: str) -> None:
         )
     if functions["tools"] is not None:
         Tools(functions["tools"])
+    system = functions["system_prompt"]
+    if system is not None and not isinstance(system, str):
+        raise ConfigurationError(f"system_prompt must be a text, got {system!r}.")
     if functions["max_turns"] is not None:
         check_count("max_turns", functions["max_turns"])
 

@@ -27,6 +27,7 @@ from torchrl_sglang.trainers.arguments import (
     check_counts,
     check_dtype,
     check_folder,
+    check_minibatches,
     check_placement,
     count_steps,
     read_sampling,
@@ -236,6 +237,7 @@ class GRPO(Run):
             show_samples=(show_samples, 1),
             seed=(seed, 0),
         )
+        check_minibatches(minibatches, group_size * groups_per_batch)
         if resume != "auto":
             check_flag("resume", resume)
         check_placement(model, engine, colocated, max_staleness)

@@ -55,7 +55,7 @@ def load_model(
 
     Raises:
         ConfigurationError: if ``lora`` is given and PEFT is not installed, or the model
-            has no such attention.
+            is not found or has no such attention.
     """
     ranks = ranks or TrainerRanks()
     found: Any = model
@@ -93,6 +93,11 @@ def load_model(
 def _read(name: str, options: Mapping[str, Any]) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(name, **options)
+    except OSError as error:
+        raise ConfigurationError(
+            f"model={name!r} cannot be loaded: {error} Give a folder with config.json "
+            f"and weights, or a name on the hub."
+        ) from error
     except (ImportError, ValueError) as error:
         attention = options.get("attn_implementation")
         if attention is None:
