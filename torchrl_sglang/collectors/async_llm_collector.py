@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from tensordict import TensorDictBase
@@ -48,7 +48,7 @@ from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import check_policy
 from torchrl_sglang.requests.seeds import SampleSeeds
 from torchrl_sglang.support.blocking import BlockingCalls
-from torchrl_sglang.support.checks import check_count, check_flag
+from torchrl_sglang.support.checks import check_choice, check_count, check_flag
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -241,7 +241,7 @@ class AsyncLLMCollector(GroupCollector):
             # None means no limit, and is not a number for the others.
             if count is not None or name not in ("max_turns", "max_in_flight"):
                 check_count(name, count, least=least)
-        _check_choice("on_stale", on_stale, get_args(OnStale))
+        check_choice("on_stale", on_stale, get_args(OnStale))
         schemes = check_schemes(weight_sync_schemes)
         check_policy(policy)
         self.deterministic = check_flag("deterministic", deterministic)
@@ -583,11 +583,4 @@ class AsyncLLMCollector(GroupCollector):
         return (
             f"{type(self).__name__}(policy_version={self.policy_version}, "
             f"running={pool.running}, ready={pool.ready}, consumed={pool.consumed})"
-        )
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigurationError(
-            f"{name}={value!r} is not one of {', '.join(map(repr, choices))}."
         )

@@ -26,8 +26,11 @@ from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.trainers.arguments import (
     check_counts,
     check_dtype,
+    check_folder,
+    check_minibatches,
     check_placement,
     count_steps,
+    read_sampling,
 )
 from torchrl_sglang.trainers.checkpoints import Resume
 from torchrl_sglang.trainers.collecting import Collecting
@@ -40,9 +43,6 @@ from torchrl_sglang.trainers.run import Run
 from torchrl_sglang.trainers.serving import Serving
 from torchrl_sglang.trainers.training import Training
 from torchrl_sglang.types import LogProbsMode
-
-SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
-"""Sampling parameters, unless others are given."""
 
 UNTOLD = ("self", "__class__", "model", "prompts", "eval_prompts")
 """Local names that a logger is not told of; those of arguments may be large."""
@@ -237,6 +237,7 @@ class GRPO(Run):
             show_samples=(show_samples, 1),
             seed=(seed, 0),
         )
+        check_minibatches(minibatches, group_size * groups_per_batch)
         if resume != "auto":
             check_flag("resume", resume)
         check_placement(model, engine, colocated, max_staleness)
@@ -245,7 +246,7 @@ class GRPO(Run):
                 engine, max_staleness=max_staleness, collector=collector, agent=agent
             )
         steps = count_steps(steps, epochs, prompts, groups_per_batch)
-        sampling = {**SAMPLING, **(generate_kwargs or {})}
+        sampling = read_sampling(generate_kwargs)
         found = find_method(method)
         replays = check_flag("replay_routing", replay_routing)
         weight_sync = dict(weight_sync or {})
@@ -313,7 +314,7 @@ class GRPO(Run):
             attn_implementation=attn_implementation,
         )
         records = Records(
-            folder=Path(output),
+            folder=check_folder("output", output),
             identity={
                 "model": "given" if isinstance(model, nn.Module) else os.fspath(model),
                 "group_size": group_size,

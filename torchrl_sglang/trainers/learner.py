@@ -43,7 +43,7 @@ from torchrl_sglang.objectives.support import (
     warn_of_sampling,
 )
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
-from torchrl_sglang.support.checks import check_count
+from torchrl_sglang.support.checks import check_count, check_positive
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import set_learning_rates
 from torchrl_sglang.trainers.passes import cut_by_tokens, needs_no_pass
@@ -131,6 +131,8 @@ class Learner:
             ("max_skipped_steps", max_skipped_steps, 0),
         ):
             check_count(name, count, least=least)
+        if clip_grad_norm is not None:
+            check_positive("clip_grad_norm", clip_grad_norm)
         if not callable(getattr(loss, "accumulate", None)):
             hint = ""
             if isinstance(loss, GRPOLoss):

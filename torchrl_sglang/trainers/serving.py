@@ -14,6 +14,7 @@ from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.model_info import find_experts, load_model_config
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.launch.gpus import visible_devices
+from torchrl_sglang.chat.choose import check_template
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -62,6 +63,8 @@ class Serving:
     deterministic: bool
 
     def __post_init__(self) -> None:
+        if self.chat_template is not None:
+            check_template(self.chat_template)
         if self.gateway is not None:
             check_keywords("gateway", self.gateway, Gateway)
 

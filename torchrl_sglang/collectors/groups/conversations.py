@@ -152,7 +152,7 @@ class Conversations:
         self._timeouts = timeouts
         self._blocking = blocking
         if step is not None:
-            check_call(_STEP.format(name_of(step)), step, "conversation", "task")
+            check_step(step)
 
     def begin(self, task: Task, size: int) -> list[Conversation]:
         """Returns the conversations of a group, before their first response.
@@ -301,6 +301,16 @@ class Conversations:
         if self._system_prompt is None:
             return messages
         return [{"role": "system", "content": self._system_prompt}, *messages]
+
+
+def check_step(step: Step) -> None:
+    """Raises :class:`.ConfigurationError` if a step cannot be called as it will be."""
+    if not callable(step):
+        raise ConfigurationError(
+            f"step={step!r} must be a function of a conversation and its task, which "
+            f"returns what the user says next."
+        )
+    check_call(_STEP.format(name_of(step)), step, "conversation", "task")
 
 
 def to_messages(said: Any, name: str) -> list[Message]:
