@@ -1,7 +1,7 @@
 """What replay of sampling changes: rewards over steps, several steps for each batch.
 
-The task of `examples/grpo_tiny` on a CPU, with top-p and top-k, from one warm-up model
-for each seed. It is a small JSON file:
+The task of `examples/grpo_tiny` on a CPU, with top-p and top-k, and at a temperature,
+from one warm-up model for each seed. It is a small JSON file:
 
     python benchmarks/sampling.py run --output OUT
 
@@ -22,7 +22,14 @@ from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SAMPLING = {"max_new_tokens": 5, "temperature": 1.0, "top_p": 0.9, "top_k": 50}
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "nucleus": {
+        "lr": 3e-4,
+        "generate_kwargs": {"temperature": 1.0, "top_p": 0.9, "top_k": 50},
+    },
+    "warm": {"lr": 1e-3, "generate_kwargs": {"temperature": 1.5, "top_k": 4096}},
+}
+"""What tokens are drawn with, and a learning rate."""
 MODES: dict[str, dict[str, Any]] = {
     "replayed": {"logprobs_mode": "behaviour"},
     "model": {"logprobs_mode": "model"},
@@ -55,6 +62,7 @@ def train(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     from torchrl_sglang import GRPO, AsyncSGLang
 
     output = Path(options.output) / f"seed{seed}"
+    sampler = SAMPLERS[options.sampler]
     config = demo.Config(seed=seed, output=output)
     model, tokenizer, problems, held_out = demo.prepare(config)
     path = demo.save(model, tokenizer, output / "warm_up_model")
@@ -72,11 +80,11 @@ def train(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
                 rewards=right,
                 eval_prompts=held_out,
                 engine=engine,
-                generate_kwargs=SAMPLING,
+                generate_kwargs={"max_new_tokens": 5, **sampler["generate_kwargs"]},
                 group_size=8,
                 groups_per_batch=options.groups,
                 steps=options.steps,
-                lr=3e-4,
+                lr=sampler["lr"],
                 minibatches=4,
                 epochs_per_batch=2,
                 logger=None,
@@ -100,7 +108,9 @@ def train(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
                     rows.append({"step": run.step, "batch/reward": reward, **metrics})
                     if run.step == options.steps:
                         break
-            found.append({"name": f"tiny/{mode}/{seed}", "rows": rows})
+            found.append(
+                {"name": f"tiny/{options.sampler}-{mode}/{seed}", "rows": rows}
+            )
             print(found[-1]["name"], rows[0]["batch/reward"], rows[-1], flush=True)
     return found
 
@@ -170,6 +180,7 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     runs = verbs.add_parser("run")
     runs.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    runs.add_argument("--sampler", choices=SAMPLERS, default="nucleus")
     runs.add_argument("--steps", type=int, default=20)
     runs.add_argument("--groups", type=int, default=16)
     runs.add_argument("--output", type=Path, default=Path("runs/sampling"))

@@ -47,6 +47,7 @@ from torchrl_sglang.objectives.sampling import padded_terms
 from torchrl_sglang.objectives.support import (
     Drawn,
     read_sampling,
+    replays_sampling,
     warn_of_sampling,
 )
 from torchrl_sglang.support.checks import check_count, check_flag, check_keywords
@@ -116,10 +117,12 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                 \log \pi_\theta(t) = \frac{z_t}{T} -
                     \log \sum_{v \in S_t} \exp \frac{z_v}{T}
 
+            as DeepSeek-V3.2's "keep sampling mask", https://arxiv.org/abs/2512.02556.
             The old policy, the entropy and the divergences, to the reference, too, are
             of the same temperature and support. Of biases, penalties and grammars
-            nothing is replayed. False computes the whole vocabulary at temperature 1,
-            and warns once of such a batch. Defaults to True.
+            nothing is replayed. The actor is a ``TransformersWrapper`` of tokens.
+            False computes the whole vocabulary at temperature 1, and warns once of such
+            a batch. Defaults to True.
         **kwargs: as for TorchRL's class.
 
     Raises:
@@ -421,8 +424,9 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         """Returns log-probs of the tokens and their distribution."""
         actor = self.actor_network
         reads = self._reads_tokens() and ATTENTION_MASK in tensordict.keys(True)
-        sampling = self.sampling_of(tensordict)
         if not reads:
+            if not replays_sampling(actor):
+                warn_of_sampling(tensordict)
             return super()._get_cur_log_prob(tensordict)
         padding = actor.tokenizer.pad_token_id
         tokens = read(tensordict, TOKENS, padding_value=padding)
@@ -430,6 +434,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         assert tokens is not None
         assert attention is not None
         mask = read_mask(tensordict, self.masking_strategy, tokens.shape[1])
+        sampling = self.sampling_of(tensordict)
         if self.packs:
             found = packed_terms(
                 actor.model,

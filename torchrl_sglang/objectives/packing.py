@@ -142,8 +142,9 @@ def packed_terms(
     # Nothing is before the first token of a sequence.
     first = real & (real.cumsum(-1) == 1)
     wanted = mask.bool() & real & ~first
-    drawn = None if sampling is None else sampling.of(wanted, tokens)
     logits = _forward(model, tokens[real], lengths, longest, index[wanted] - 1)
+    # After the pass, which other ranks take part in: they are told of an error then.
+    drawn = None if sampling is None else sampling.of(wanted, tokens)
     log_probs, entropies = token_terms(
         logits, tokens[wanted], entropy=entropy, sampling=drawn
     )

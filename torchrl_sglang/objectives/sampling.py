@@ -101,12 +101,14 @@ def replay_sampling(actor: TransformersWrapper) -> Iterator[TransformersWrapper]
     """Makes an actor's distributions those that the tokens of a batch were drawn from.
 
     It is for TorchRL's losses, and for :class:`.OffPolicyCorrection` with an actor; the
-    losses of this package need no help. Inside the block, log-probs, logits and
-    distributions of the actor have a token's logits divided by its temperature, and
-    -inf for tokens that top-k, top-p and min-p left out, where the batch has
-    ``"sampling_support"`` and ``"sampling_temperature"``, as those of
-    ``logprobs_mode="behaviour"`` have. A batch without these is computed as ever. The
-    logits are changed in place, in their own type.
+    losses of this package need no help. A reference's actor, in a block of its own,
+    gives ``RetrieveLogProb`` log-probs of the same distributions.
+
+    Inside the block, log-probs, logits and distributions of the actor have a token's
+    logits divided by its temperature, and -inf for tokens that top-k, top-p and min-p
+    left out, where the batch has ``"sampling_support"`` and ``"sampling_temperature"``,
+    as those of ``logprobs_mode="behaviour"`` have. A batch without these is computed as
+    ever. The logits are changed in place, in their own type.
 
     Args:
         actor: scores tokens: ``input_mode="tokens"``, ``generate=False`` and
@@ -145,15 +147,18 @@ def replay_sampling(actor: TransformersWrapper) -> Iterator[TransformersWrapper]
             output = {"logits": _before(output["logits"], input_ids, found)}
         return compute(output, input_ids, *args, **kw)
 
-    own = vars(actor)
+    own, names = vars(actor), ("forward", "_compute_log_probs_from_model_output")
+    # Of a replay of routing, for instance.
+    before = {name: own[name] for name in names if name in own}
+    own |= dict(zip(names, (read_and_forward, restrict_and_compute), strict=True))
     ACTORS.add(actor)
-    own["forward"] = read_and_forward
-    own["_compute_log_probs_from_model_output"] = restrict_and_compute
     try:
         yield actor
     finally:
         ACTORS.discard(actor)
-        del own["forward"], own["_compute_log_probs_from_model_output"]
+        for name in names:
+            del own[name]
+        own |= before
 
 
 def _check_actor(actor: Any) -> None:

@@ -50,6 +50,9 @@ class SampleSeeds:
     run: int
     """Seed of the run."""
 
-    def of(self, position: int, sample: int) -> SeedOf:
-        """Returns the seeds of one conversation."""
-        return partial(sample_seed, self.run, position, sample)
+
+def seeds_at(seeds: SampleSeeds | None, position: int, sample: int) -> SeedOf | None:
+    """Returns the seeds of one conversation; ``None``: it has those of its policy."""
+    if seeds is None:
+        return None
+    return partial(sample_seed, seeds.run, position, sample)

@@ -24,7 +24,11 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.sampling import check_numbers, translate
 from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
 from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.requests.sampling import check_each, temperature_of
+from torchrl_sglang.requests.sampling import (
+    changes_logits,
+    check_each,
+    temperature_of,
+)
 from torchrl_sglang.support.checks import check_count, check_flag, check_mapping
 from torchrl_sglang.support.urls import KEY_VARIABLE
 from torchrl_sglang.trainers.ranks import TrainerRanks
@@ -387,6 +391,15 @@ def check_sampling(
     if mode == "behaviour":
         request = GenerateRequest(input_ids=[0], logprobs_mode=mode)
         plan_behaviour(request, checked, capabilities)
+        if changes_logits(checked, capabilities):
+            warnings.warn(
+                f"A penalty, a bias, min_new_tokens or a grammar among "
+                f"{sorted(checked)} changes what tokens are drawn from, and the "
+                f"trainer replays temperature and support alone: the first ratio is "
+                f"not 1. Leave it out, or give correction='decoupled_token_is'.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return
     name = leaves_out(checked, capabilities)
     if not name and temperature_of(checked, capabilities) not in (None, 1.0):

@@ -436,3 +436,62 @@ def test_no_second_copy_of_the_logits(most, monkeypatch):
         (gradient,) = torch.autograd.grad((found + entropies).sum(), logits)
     assert gradient.data_ptr() == logits.data_ptr()
     assert seen.size <= 4 * vocabulary
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_replaced_before_stays(tokenizer):
+    """As by a replay of routing, whose block is around this one."""
+    actor = actor_of(make_model(), tokenizer)
+    seen, forward = [], actor.forward
+
+    def other(*args, **kwargs):
+        seen.append(1)
+        return forward(*args, **kwargs)
+
+    actor.forward = other
+    case = as_rollout(make_case(4), make_model(), draw(make_case(4)))
+    with replay_sampling(actor):
+        actor(add(make_batch(case, "ragged"), draw(case), "ragged"))
+    assert seen == [1]
+    assert vars(actor)["forward"] is other
+    assert "_compute_log_probs_from_model_output" not in vars(actor)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("most", [0, 50, 4096])
+def test_on_a_gpu(most):
+    """As on a CPU, in bfloat16, and in the memory of the logits and some pieces."""
+    tokens, vocabulary = 4096, 151_936
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    kept = (chosen.unsqueeze(-1) + 7 * torch.arange(most)) % vocabulary
+    drawn = Drawn(
+        temperatures=torch.full((tokens,), 0.7),
+        counts=torch.full((tokens,), most),
+        ids=kept.flatten(),
+    )
+    on_gpu = Drawn(
+        temperatures=drawn.temperatures.cuda(),
+        counts=drawn.counts.cuda(),
+        ids=drawn.ids.cuda(),
+    )
+    logits = torch.randn(tokens, vocabulary, device="cuda", dtype=torch.bfloat16)
+    logits.requires_grad_()
+    few = slice(0, 32)
+    wanted = logits[few].detach().cpu().double() / drawn.temperatures[few, None]
+    wanted.requires_grad_()
+    values = wanted.gather(-1, kept[few]) if most else wanted
+    expected = wanted.gather(-1, chosen[few, None])[:, 0] - values.logsumexp(-1)
+    expected.sum().backward()
+    own = logits * 1
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found, _ = terms.token_terms(own, chosen.cuda(), entropy=True, sampling=on_gpu)
+    (gradient,) = torch.autograd.grad(found.sum(), own)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert gradient.data_ptr() == own.data_ptr()
+    assert peak < 6 * 4 * terms._NUMBERS_AT_ONCE
+    assert (found[few].cpu() - expected).abs().max() < 1e-4
+    error = (gradient[few].cpu().double() - wanted.grad / 0.7).abs()
+    assert error.max() < 0.02

@@ -27,8 +27,8 @@ SAMPLING = {
 }
 
 
-def few_tokens(conversation, task):
-    return -len(conversation.turns[-1].token_ids) / 10
+def different(conversation, task):
+    return float(sum(conversation.turns[-1].token_ids) % 97)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def make(restored_engine, tiny_model_path, tmp_path):
     def made(**arguments):
         given = {
             "prompts": PROMPTS,
-            "rewards": few_tokens,
+            "rewards": different,
             "generate_kwargs": SAMPLING,
             "group_size": 4,
             "groups_per_batch": 2,
@@ -71,7 +71,7 @@ def metrics(monkeypatch):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"packing": False, "max_tokens_per_pass": 128},
+        {"packing": False, "max_tokens_per_pass": 128, "kl_to_ref_coeff": 0.1},
         {"correction": "decoupled_token_is", "minibatches": 2, "lr": 0.0},
         {"kl_to_ref_coeff": 0.1, "gradient_checkpointing": True},
     ],
@@ -118,7 +118,7 @@ def test_ranks_of_torchrun(restored_engine, tiny_model_path, tmp_path):
     assert max(map(abs, values)) < 1e-5
 
 
-def test_what_is_told(make):
+def test_what_is_told(make, tmp_path):
     """Before a prompt is generated."""
     top_p = {"max_new_tokens": 12, "top_p": 0.9}
     with pytest.raises(UnsupportedByServerError, match="top_p=0.9.*top_k of 1 to 4096"):
@@ -127,3 +127,6 @@ def test_what_is_told(make):
         make(logprobs_mode="exact")
     with pytest.warns(RuntimeWarning, match="top_p=0.9.*logprobs_mode='behaviour'"):
         make(generate_kwargs=top_p, logprobs_mode="model", steps=1).train()
+    biased = {**SAMPLING, "presence_penalty": 0.5}
+    with pytest.warns(RuntimeWarning, match="'presence_penalty'.* support alone"):
+        make(generate_kwargs=biased, steps=1, output=tmp_path / "other").train()

@@ -42,7 +42,7 @@ from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf
+from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import describe, together
 from torchrl_sglang.types import Completion
@@ -234,10 +234,9 @@ class EnvironmentGroups:
     ) -> list[Episode]:
         """Returns the complete conversations about a task."""
         check_task(task, self._columns)
-        seeds = self._seeds
 
         async def one(sample: int) -> Episode:
-            seed_of = seeds and seeds.of(position, sample)
+            seed_of = seeds_at(self._seeds, position, sample)
             async with turn():
                 return await self._run_episode(task, policy_version, seed_of)
 

@@ -18,7 +18,7 @@ from torchrl_sglang.collectors.groups.rows import (
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.collection import TokenSpan
-from torchrl_sglang.requests.seeds import SampleSeeds
+from torchrl_sglang.requests.seeds import SampleSeeds, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
 
@@ -79,7 +79,7 @@ class FunctionGroups:
         turn: Callable[[], Any],
     ) -> FunctionGroup:
         """Returns the complete conversations about a task."""
-        columns, seeds = check_task(task, self._columns), self._seeds
+        columns = check_task(task, self._columns)
         group = self._conversations.begin(task, self.size)
 
         async def one(conversation: Conversation) -> None:
@@ -88,7 +88,7 @@ class FunctionGroups:
                     conversation,
                     session_id=f"group-{position}",
                     policy_version=policy_version,
-                    seed_of=seeds and seeds.of(position, conversation.sample),
+                    seed_of=seeds_at(self._seeds, position, conversation.sample),
                 )
 
         try:
