@@ -129,7 +129,7 @@ def main() -> None:
         runs[name] = lambda loss=loss: loss(batch).loss_objective
     ours = CorrectedGRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
     for name, support in {"temperature": 0, "support 50": 50, "4096": 4096}.items():
-        sampled = drawn(batch, support, config.vocab_size)
+        sampled = drawn(batch, support, model.config.vocab_size)
         runs[f"CorrectedGRPOLoss, {name}"] = lambda sampled=sampled: (
             ours(sampled).loss_objective
         )

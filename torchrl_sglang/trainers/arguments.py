@@ -235,10 +235,13 @@ def read_sampling(given: Mapping[str, Any] | None) -> dict[str, Any]:
     if sampling["max_new_tokens"] is not None:
         check_count("max_new_tokens", sampling["max_new_tokens"])
     if translate(sampling).engine.get("temperature") == 0:
-        raise ConfigurationError(
-            "temperature=0 gives all responses of a group the same tokens and rewards, "
-            "which teaches nothing; give generate_kwargs a temperature above 0, such "
-            "as 1.0. Evaluation is greedy anyway."
+        warnings.warn(
+            "temperature=0 gives all responses of a group the same tokens, and unless "
+            "their tools or environments differ the same rewards, which teaches "
+            "nothing: give generate_kwargs a temperature above 0, such as 1.0. "
+            "Evaluation is greedy anyway.",
+            RuntimeWarning,
+            stacklevel=3,
         )
     return sampling
 

@@ -60,7 +60,6 @@ def test_a_logger_is_told_of_arguments_alone(tmp_path):
         ({"keep_group": "has_variance"}, "keep_group='has_variance'"),
         ({"on_stale": "retri"}, "'retry'"),
         ({"generate_kwargs": {"max_token": 8}}, "Did you mean 'max_tokens'"),
-        ({"generate_kwargs": {"temperature": 0.0}}, "teaches nothing"),
         ({"generate_kwargs": {"n": 8}}, "group_size"),
         ({"lora": {"rank": 8}}, "lora has no argument 'rank'"),
         # A negative norm would turn the gradient round.
@@ -71,6 +70,16 @@ def test_a_logger_is_told_of_arguments_alone(tmp_path):
 def test_what_is_wrong_is_told_before_servers_are_started(wrong, message):
     with pytest.raises(ConfigurationError, match=message):
         GRPO("model", **{"prompts": PROMPTS, "rewards": brief, **wrong})
+
+
+def test_greedy_groups_are_told_of():
+    with pytest.warns(RuntimeWarning, match="teaches nothing"):
+        GRPO(
+            "model",
+            prompts=PROMPTS,
+            rewards=brief,
+            generate_kwargs={"temperature": 0.0},
+        )
 
 
 def test_the_length_of_responses_has_one_meaning_under_both_names():

@@ -64,6 +64,7 @@ def test_running_servers_that_ignore_seeds_are_refused(make, engine):
         run.train()
 
 
+@pytest.mark.filterwarnings("ignore:temperature=0")
 def test_torch_is_deterministic_for_the_run_only(make, restored_engine, monkeypatch):
     during = []
 
