@@ -71,8 +71,6 @@ def check_parts(**given: Any) -> None:
             raise ConfigurationError(
                 f"{name} must be {' or '.join(PARTS[name])}, got {value!r}."
             )
-    if given["gateway"] is not None and given["agent"] is None:
-        raise ConfigurationError("gateway is for agents; give an agent, too.")
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
