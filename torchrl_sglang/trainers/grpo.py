@@ -28,6 +28,7 @@ from torchrl_sglang.trainers.arguments import (
     check_dtype,
     check_folder,
     check_minibatches,
+    check_parts,
     check_placement,
     count_steps,
     read_sampling,
@@ -238,6 +239,16 @@ class GRPO(Run):
             seed=(seed, 0),
         )
         check_minibatches(minibatches, group_size * groups_per_batch)
+        check_parts(
+            lora=lora,
+            weight_sync=weight_sync,
+            gateway=gateway,
+            loss=loss,
+            optimizer=optimizer,
+            collector=collector,
+            agent=agent,
+            env=env,
+        )
         if resume != "auto":
             check_flag("resume", resume)
         check_placement(model, engine, colocated, max_staleness)
