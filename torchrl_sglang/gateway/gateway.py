@@ -96,10 +96,10 @@ class Gateway:
         dialects: that clients may speak, see :class:`.Dialect`. Defaults to OpenAI's
             completions and Anthropic's messages.
         tool_choice: how a request is answered that says which tools are called, or that
-            one is called at a time. ``"grammar"``, the default: the response is held to
-            it by a grammar, for the formats of
-            :data:`.chat.call_grammars.CALL_FORMATS`. ``"auto"``: the model decides,
-            and the field is ignored.
+            one is called at a time. ``"grammar"``: the response is held to it, on
+            servers with a grammar backend and for formats of calls that are known.
+            ``"auto"``: the model decides, and the field is ignored. Defaults to
+            ``"grammar"``.
         ignored_params: names of fields that clients send and that have no effect here,
             such as ``["seed"]``; otherwise a request with a field that is not supported
             is refused. A field without effect is logged once, and the header
