@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, TemplateSyntaxError
 
 from torchrl_sglang.chat.call_forms import UNCHANGED, CallForm, find_form
 from torchrl_sglang.chat.choose import choose_template
@@ -85,10 +85,19 @@ class ChatTemplate(Encoder):
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names in the template's code: its variables are among them."""
+        """Names in the template's code: its variables are among them.
+
+        Raises:
+            ConfigurationError: if it is no template.
+        """
         # Tags that only transformers knows are no obstacle to a lexer.
         tokens = Environment(autoescape=False).lex(self.source)
-        return frozenset(text for _, kind, text in tokens if kind == "name")
+        try:
+            return frozenset(text for _, kind, text in tokens if kind == "name")
+        except TemplateSyntaxError as error:
+            raise ConfigurationError(
+                f"The chat template is not one of Jinja's: {error}."
+            ) from error
 
     def render(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -14,6 +15,8 @@ from torchrl_sglang.gateway.request import Request
 
 ToolChoiceMode: TypeAlias = Literal["grammar", "auto"]
 """``"grammar"``: a choice of tools holds; ``"auto"``: the model decides."""
+
+_NAME = re.compile(r"[!-~]+")
 
 _NEEDED = frozenset(
     {
@@ -94,7 +97,9 @@ class RequestReader:
 
 
 def _check_ignored(names: Sequence[str]) -> frozenset[str]:
-    if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+    # They are in headers.
+    wrong = [n for n in names if not isinstance(n, str) or not _NAME.fullmatch(n)]
+    if isinstance(names, str) or wrong:
         raise ConfigurationError(
             f"ignored_params={names!r} must be names of fields, such as ['seed']."
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchrl_sglang.chat.call_grammars import (
     CALL_FORMATS,
+    REASONING_MARKS,
     ToolChoice,
     find_format,
     find_marks,
@@ -51,7 +52,9 @@ def with_choice(
     if not tools or (call_parser is None and not choice.required):
         # There are no calls.
         return dict(params)
-    if choice.is_free and (schema is None or call_parser not in CALL_FORMATS):
+    if choice.is_free and (
+        schema is None or not _is_known(call_parser, reasoning_parser)
+    ):
         return dict(params)
     said = ", ".join(choice.fields) or "response_format beside tools"
     calls, marks = find_format(call_parser), find_marks(reasoning_parser)
@@ -77,3 +80,9 @@ def with_choice(
     )
     others = {name: params[name] for name in params if name != "json_schema"}
     return {**others, "structural_tag": grammar}
+
+
+def _is_known(call_parser: str | None, reasoning_parser: str | None) -> bool:
+    """Returns whether a grammar can write calls behind reasoning."""
+    reasons = reasoning_parser is None or reasoning_parser in REASONING_MARKS
+    return call_parser in CALL_FORMATS and reasons

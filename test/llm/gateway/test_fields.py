@@ -13,6 +13,7 @@ from helpers.fake_server import FakeServer
 from helpers.tool_template import TOOL_TEMPLATE
 
 from torchrl_sglang import AsyncSGLang, Gateway
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.server import IGNORED
 
@@ -269,6 +270,15 @@ def test_a_format_beside_tools_leaves_calls_possible(fake, session):
     assert "json_schema" not in sent(fake)
 
 
+def test_a_format_beside_calls_that_are_not_known_is_held_alone(fake):
+    format_ = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    for parsers in ({"reasoning_parser": "gpt-oss"}, {"tool_call_parser": "gpt-oss"}):
+        with gateway_of(fake, **parsers) as gateway:
+            answer = post(gateway.session(), tools=TOOLS, response_format=format_)
+        assert answer.status_code == 200, answer.text
+        assert json.loads(sent(fake)["json_schema"]) == SCHEMA
+
+
 @pytest.mark.parametrize("ending", ["", "<think>\n"])
 def test_a_forced_call_comes_behind_reasoning(fake, ending):
     """Reasoning that the prompt has begun is ended first."""
@@ -312,6 +322,19 @@ def test_wishes_reach_a_template_that_knows_them(
         assert session.turns[1].prompt.parent == (None if knows else 0)
 
 
+def test_variables_of_a_template(fake_engine):
+    """Those of tags that only transformers knows, and none of a text or a comment."""
+    source = (
+        "{% generation %}{{ a if enable_thinking is defined }}{% endgeneration %}"
+        "{# thinking #}{{ 'verbosity' }} reasoning_effort"
+    )
+    found = ChatTemplate(fake_engine.get_tokenizer(), source).variables
+    wishes = {"enable_thinking", "thinking", "verbosity", "reasoning_effort"}
+    assert wishes & found == {"enable_thinking"}
+    with pytest.raises(ConfigurationError, match="Jinja"):
+        Gateway(fake_engine, chat_template="{{ a) }}")
+
+
 def test_a_budget_of_thinking(fake):
     thinking = {"type": "enabled", "budget_tokens": 2048}
     with gateway_of(fake, chat_template=BARE + KNOWS) as gateway:
@@ -340,7 +363,9 @@ def test_ignored_params(fake, caplog):
     assert caplog.text.count("num_ctx, which has no effect") <= 1
 
 
-@pytest.mark.parametrize("names", ["seed", [1], ["messages"], ["seed", "tools"]])
+@pytest.mark.parametrize(
+    "names", ["seed", [1], ["messages"], ["seed", "tools"], ["a\nb"], [""]]
+)
 def test_wrong_ignored_params(fake_engine, names):
     with pytest.raises(ConfigurationError, match="ignored_params"):
         Gateway(fake_engine, ignored_params=names)
