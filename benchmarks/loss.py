@@ -2,7 +2,8 @@
 
 A batch of responses of different lengths goes through the model and its loss, in
 bfloat16 with float32 weights. Beside it, the same model's pass with PyTorch's cross
-entropy of the same tokens, padded likewise.
+entropy of the same tokens, padded likewise; and ours of tokens that were drawn at a
+temperature, and from supports of 50 and of 4,096 tokens.
 
     python benchmarks/loss.py 0.5b
     python benchmarks/loss.py tiny --device cpu --tokens 64
@@ -58,6 +59,25 @@ def make_batch(count: int, tokens: int, device: str) -> TensorDictBase:
     return lazy_stack(rows).to(device)
 
 
+def drawn(batch: TensorDictBase, support: int, vocabulary: int) -> TensorDictBase:
+    """Returns a batch whose responses were each drawn from so many tokens, at 0.7."""
+    support = min(support, vocabulary)
+    rows = []
+    for row in batch.unbind(0):
+        written = row["masks", "all_assistant_mask"]
+        own = row["tokens", "full"][written].unsqueeze(-1)
+        kept = (own + torch.arange(support, device=own.device)) % vocabulary
+        found = row.copy()
+        found["sampling_temperature"] = TensorDict(
+            full=torch.where(written, 0.7, 1.0), device=own.device
+        )
+        found["sampling_support"] = TensorDict(
+            full=kept.flatten().int(), full_counts=written * support, device=own.device
+        )
+        rows.append(found)
+    return lazy_stack(rows)
+
+
 def of_the_model(model: PreTrainedModel, batch: TensorDictBase) -> Callable[[], Tensor]:
     """Returns the pass that the others are compared with."""
     rows = batch.get(("tokens", "full"), as_list=True)
@@ -107,6 +127,12 @@ def main() -> None:
         loss = kind(actor, clip_epsilon=0.2, entropy_bonus=False)
         name = f"{kind.__module__.partition('.')[0]} {kind.__name__}"
         runs[name] = lambda loss=loss: loss(batch).loss_objective
+    ours = CorrectedGRPOLoss(actor, clip_epsilon=0.2, entropy_bonus=False)
+    for name, support in {"temperature": 0, "support 50": 50, "4096": 4096}.items():
+        sampled = drawn(batch, support, model.config.vocab_size)
+        runs[f"CorrectedGRPOLoss, {name}"] = lambda sampled=sampled: (
+            ours(sampled).loss_objective
+        )
     first = None
     for name, run in runs.items():
         seconds, memory = measure(run, device, arguments.repeats)

@@ -60,6 +60,19 @@ TASKS: dict[str, dict[str, Any]] = {
         },
         "generate_kwargs": SHORT,
     },
+    "haystack": {
+        "task": {
+            "data": {
+                "needle_haystack": {"min_num_statements": 3, "max_num_statements": 5}
+            },
+            "answer": "whole",
+        },
+        "generate_kwargs": SHORT,
+    },
+    "family": {
+        "task": {"data": {"family_relationships": {}}, "answer": "whole"},
+        "generate_kwargs": SHORT,
+    },
     "stories": {
         "task": {"data": {"gsm_symbolic": {}}, "answer": "number"},
         "generate_kwargs": {"max_new_tokens": 192, "temperature": 1.0},
@@ -74,6 +87,26 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "colocated": {"colocated": True},
     "k1": {"max_staleness": 1, "correction": "decoupled_token_is"},
     "k2": {"max_staleness": 2, "correction": "decoupled_token_is"},
+}
+
+SEVERAL = {"minibatches": 4, "epochs_per_batch": 2}
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "cold": {"temperature": 0.7},
+    "warm": {"temperature": 1.3},
+    "nucleus": {"temperature": 1.0, "top_p": 0.9, "top_k": 50},
+}
+REPLAY: dict[str, dict[str, Any]] = {
+    "model": {},
+    "replayed": {"logprobs_mode": "behaviour"},
+    "ignored": {"logprobs_mode": "behaviour", "loss": {"replay_sampling": False}},
+}
+# Several steps for each batch, and a sampler that is not the model: "cold-replayed"
+# trains what is drawn from, "cold-model" the model, from its own log-probs, and
+# "cold-ignored" the model, from those of the sampler.
+ARRANGEMENTS |= {
+    f"{sampler}-{mode}": {"sampling": given, **SEVERAL, **options}
+    for sampler, given in SAMPLERS.items()
+    for mode, options in REPLAY.items()
 }
 
 SHARED: dict[str, Any] = {
@@ -112,6 +145,28 @@ PLANS: dict[str, list[list[str]]] = {
             ("letters", 0),
         )
     ],
+    # Sampler and trainer: SGLang 0.5.20 reports what top-p leaves, others only know
+    # the temperature.
+    "temperature": [
+        [f"sums/full/{sampler}-{mode}/{seed}" for seed in range(3)]
+        for sampler in ("cold", "warm")
+        for mode in ("model", "replayed")
+    ],
+    # What was left to run on a GPU.
+    "last": [
+        *(
+            [f"sums/full/{sampler}-{mode}/{seed}" for seed in range(3)]
+            for sampler in ("cold", "warm")
+            for mode in ("model", "replayed")
+        ),
+        ["sums/full/colocated/0", "family/full/colocated/0"],
+        ["haystack/full/sync/0", "sums/full/torchrl/0"],
+    ],
+    "nucleus": [
+        [f"sums/full/nucleus-{mode}/{seed}" for seed in range(3)]
+        for mode in ("model", "replayed")
+    ],
+    "try-replay": [["sums/full/cold-replayed/0", "sums/full/nucleus-replayed/0"]],
     "stories": [["stories/full/sync/0", "stories/full/k2/0"]],
     # All else.
     "rest": [
@@ -154,6 +209,7 @@ def arguments_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
     prompts = reasoning.arguments_of({**task.pop("task"), **held_out, "size": 4000})
     weights = LORA if parts["weights"] == "lora" else FULL
     found = {**SHARED, **task, **weights, **ARRANGEMENTS[parts["kind"]], **prompts}
+    found["generate_kwargs"] = found["generate_kwargs"] | found.pop("sampling", {})
     for change in options.set:
         key, _, value = change.partition("=")
         found[key] = json.loads(value)
@@ -164,6 +220,9 @@ def server_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, An
     """Returns the arguments of the server of a worker."""
     parts = [parse_name(name) for name in names]
     found: dict[str, Any] = {"max_model_len": 1024, "start_timeout": START_TIMEOUT}
+    if any(ARRANGEMENTS.get(each["kind"], {}).get("logprobs_mode") for each in parts):
+        # Log-probs after the temperature.
+        found["environment"] = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
     if any(each["weights"] == "lora" for each in parts):
         found |= {"enable_lora": True, "max_lora_rank": 32}
         found |= {"lora_target_modules": ["all"]}
@@ -227,7 +286,9 @@ def log_prob_gap(run: Any, batch: Any, rows: int = 32) -> dict[str, float]:
     """Compares log-probs of trainer and server, of responses of these very weights."""
     import torch
 
+    from torchrl_sglang import replay_sampling
     from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+    from torchrl_sglang.objectives.support import SAMPLING_KEYS
     from torchrl_sglang.trainers.models import scorer
 
     now = run.collector.policy_version
@@ -246,9 +307,11 @@ def log_prob_gap(run: Any, batch: Any, rows: int = 32) -> dict[str, float]:
         torch.autocast(
             device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"
         ),
+        replay_sampling(actor),
     ):
         for row in fresh:
-            one = row.unsqueeze(0).select("tokens", "masks").to(device)
+            one = row.unsqueeze(0)
+            one = one.select("tokens", "masks", *SAMPLING_KEYS, strict=False).to(device)
             (found,) = actor(one).get(("log_probs", "full"), as_list=True)
             engine = row["log_probs", "full"]
             known = engine.isfinite()

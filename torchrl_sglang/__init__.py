@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         CorrectedGSPOLoss,
     )
     from torchrl_sglang.objectives.routing import replay_routing
+    from torchrl_sglang.objectives.sampling import replay_sampling
     from torchrl_sglang.objectives.transform import OffPolicyCorrection
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -77,6 +78,7 @@ _HOME = {
     "make_sglang_server": "backends.launch.local",
     "overlong_penalty": "trainers.methods",
     "replay_routing": "objectives.routing",
+    "replay_sampling": "objectives.sampling",
 }
 """Public name -> module that defines it."""
 
@@ -112,6 +114,7 @@ __all__ = [
     "make_sglang_server",
     "overlong_penalty",
     "replay_routing",
+    "replay_sampling",
 ]
 
 __version__ = "0.1.0"

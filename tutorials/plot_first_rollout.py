@@ -102,14 +102,14 @@ print(f"largest difference: {(trainer_log_probs() - log_probs).abs().max():.1e}"
 # A weight update
 # ---------------
 #
-# A sender is made once: it learns which model is trained, and opens a group with the
-# server. From then on ``update_weights`` sends the model's weights as they are.
+# A scheme has the engine and the model that is trained, and its sender is made once.
+# ``update_weights`` sends the model's weights as they are; the first one opens a group
+# with the server.
 
-from torchrl_sglang import SGLangWeightSyncScheme, get_model_metadata
+from torchrl_sglang import SGLangWeightSyncScheme
 
 scheme = SGLangWeightSyncScheme(engine, model)
 sender = scheme.create_sender()
-sender.init_all_workers_group(get_model_metadata(model))
 
 # %%
 # One step of an optimizer stands for training: it makes the response less likely.
@@ -142,13 +142,12 @@ print(f"largest difference: {(trainer_log_probs() - scores).abs().max():.1e}")
 # ------------------
 #
 # There the collector calls the policy, and its ``update_policy_weights_`` sends the
-# weights of the registered model. The scheme is attached to it once.
+# weights of the scheme's model.
 
-from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import InitTracker
 from torchrl.envs.llm import ChatEnv
 
-from torchrl_sglang import attach_weight_sync
+from torchrl_sglang import SGLangLLMCollector
 
 questions = [{"query": "Hi"}, {"query": "2 + 2 ="}]
 env = ChatEnv.from_dataloader(
@@ -157,10 +156,13 @@ env = ChatEnv.from_dataloader(
     tokenizer=engine.get_tokenizer(),
 )
 env.append_transform(InitTracker())
-collector = LLMCollector(
-    env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=4
+collector = SGLangLLMCollector(
+    env,
+    policy=policy,
+    dialog_turns_per_batch=2,
+    total_dialog_turns=4,
+    weight_sync_schemes={"policy": scheme},
 )
-attach_weight_sync(collector, scheme)
 
 for batch in collector:
     collector.update_policy_weights_()

@@ -1,10 +1,11 @@
 """A GRPO run on a Ray cluster: trainer ranks on some nodes, servers on others.
 
-    ray job submit --working-dir . -- \
-        python grpo_ray.py --nodes 2 --ranks-per-node 8 \
+    ray job submit --working-dir examples -- \
+        python cluster/grpo_ray.py --nodes 2 --ranks-per-node 8 \
         run.yaml model=/shared/model engine.num_replicas=8 output=/shared/runs/a
 
-The words after the options are those of ``examples/grpo/train.py``. Each trainer node
+The words after the options are those of ``examples/grpo/train.py``, which goes to the
+nodes with the working directory, as ``run.yaml`` does if it is there. Each trainer node
 has one Ray task, which is a torchrun: the program, its ranks and their GPUs are those
 of a run without Ray. The first rank has the servers placed where Ray has GPUs left.
 
@@ -127,6 +128,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--restarts", type=int, default=3, help="after an error")
     options, words = parser.parse_known_args()
+    if not TRAIN.is_file():
+        parser.error(f"there is no {TRAIN}; submit with --working-dir examples.")
     words = [str(TRAIN), *words, "engine.launcher=ray", "resume=auto"]
     ray.init(address="auto")
     for left in range(options.restarts, -1, -1):

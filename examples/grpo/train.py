@@ -29,6 +29,8 @@ NAMES = tuple(inspect.signature(GRPO).parameters)
 FUNCTIONS = ("step", "agent", "env", "loss", "optimizer", "collector", "keep_group")
 SEVERAL = ("rewards", "group_rewards", "tools")
 """Arguments that are functions, and lists or mappings of these."""
+FILES = (".json", ".jsonl", ".parquet")
+"""Ends of what is a file, and no data set of the hub."""
 TASK = "task"
 """Key that stands for several arguments: see ``reasoning.py``."""
 OF_A_TASK = ("prompts", "eval_prompts", "rewards", "system_prompt", "query_key")
@@ -84,6 +86,8 @@ def convert(name: str, value: Any, folder: Path) -> Any:
     if name in ("advantage", "model") and ":" in str(value):
         function = find_functions(name, value)
         return function() if name == "model" else function
+    if name == "chat_template" and str(value).endswith(".jinja"):
+        return read_template(value, folder)
     if name in ("prompts", "eval_prompts") and isinstance(value, (str, Mapping)):
         return read_prompts(name, value, folder)
     return value
@@ -110,6 +114,14 @@ def find_functions(name: str, value: Any) -> Any:
         ) from error
 
 
+def read_template(path: str, folder: Path) -> str:
+    """Returns the text of a file in the current folder or in that of the YAML file."""
+    file = next((each for each in (Path(path), folder / path) if each.is_file()), None)
+    if file is None:
+        raise ConfigurationError(f"chat_template={path!r}: there is no such file.")
+    return file.read_text(encoding="utf-8")
+
+
 def read_prompts(name: str, given: str | Mapping[str, Any], folder: Path) -> Any:
     """Returns the rows of a JSON-lines or parquet file, or of a data set of the hub.
 
@@ -119,6 +131,11 @@ def read_prompts(name: str, given: str | Mapping[str, Any], folder: Path) -> Any
     options = {"path": given} if isinstance(given, str) else dict(given)
     function, path = options.pop("map", None), str(options.pop("path", ""))
     file = next((each for each in (Path(path), folder / path) if each.is_file()), None)
+    if file is None and Path(path).suffix in FILES:
+        raise ConfigurationError(
+            f"{name}={given!r}: there is no file {path!r}, neither in {Path.cwd()} nor "
+            f"in {folder.resolve()}."
+        )
     try:
         if file is not None and file.suffix == ".jsonl" and not options:
             # Unlike str.splitlines(), JSON has other line ends in its texts.
@@ -137,6 +154,9 @@ def read_prompts(name: str, given: str | Mapping[str, Any], folder: Path) -> Any
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(f"{__doc__}\nArguments: {', '.join((TASK, *NAMES))}")
+        sys.exit()
     sys.path.insert(0, "")
     try:
         GRPO(**read_arguments(sys.argv[1:])).train()

@@ -188,8 +188,7 @@ def grpo(
     env = make_env(
         problems, tokenizer, num_dialogs, repeats=config.group_size, seed=config.seed
     )
-    scheme = SGLangWeightSyncScheme(engine)
-    scheme.create_sender().register_model(model)
+    scheme = SGLangWeightSyncScheme(engine, model)
     collector = SGLangLLMCollector(
         env,
         policy=policy,

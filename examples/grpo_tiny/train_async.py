@@ -79,8 +79,7 @@ def grpo_async(
     """
     policy, greedy = make_policies(config, engine, tokenizer)
     held_out_env = make_env(held_out_problems, tokenizer, len(held_out_problems))
-    scheme = SGLangWeightSyncScheme(engine)
-    scheme.create_sender().register_model(model)
+    scheme = SGLangWeightSyncScheme(engine, model)
     collector = AsyncLLMCollector(
         policy=policy,
         prompts=[{"query": each.query, "answer": each.answer} for each in problems],

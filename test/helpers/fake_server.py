@@ -12,6 +12,7 @@ import asyncio
 import copy
 import json
 import math
+import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -105,7 +106,9 @@ class FakeServer:
             ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``.
         version_spans: whether it says which tokens each version of the weights made,
             as SGLang does from 0.5.20 on.
-        enable_deterministic_inference: what it says of this argument of SGLang.
+        enable_deterministic_inference: whether it was started with this argument of
+            SGLang. If so, a request with a ``sampling_seed`` is answered with tokens
+            that depend on the seed and their positions alone.
         server_args: what it says of further arguments.
 
     Attributes:
@@ -673,11 +676,21 @@ class FakeServer:
                 "logprob_start_len is higher than the number of input tokens"
             )
 
+    def _drawn(self, seed: int, start: int, count: int) -> list[int]:
+        """Returns tokens by seed and position, as SGLang's deterministic mode does."""
+        return [
+            3 + random.Random(seed + place).randrange(self._vocab_size - 3)
+            for place in range(start, start + count)
+        ]
+
     def _reply(self, item: dict[str, Any]) -> dict[str, Any]:
         prompt = item["input_ids"]
         room = self._context - RESERVED_TOKENS - len(prompt)
         count = min(item["sampling_params"].get("max_new_tokens", 128), room)
         tokens = (prompt * (count // len(prompt) + 1))[:count]
+        seed = item["sampling_params"].get("sampling_seed")
+        if self._deterministic and seed is not None:
+            tokens = self._drawn(seed, len(prompt), count)
         meta: dict[str, Any] = {
             "finish_reason": {"type": "length", "length": count},
             "prompt_tokens": len(prompt),

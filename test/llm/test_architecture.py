@@ -84,6 +84,7 @@ PUBLIC = {
     "make_sglang_server": "backends.launch.local",
     "overlong_penalty": "trainers.methods",
     "replay_routing": "objectives.routing",
+    "replay_sampling": "objectives.sampling",
 }
 """Public name -> where it is defined."""
 

@@ -243,6 +243,7 @@ class AsyncSGLang(TorchRLCalls):
         max_attempts: int = MAX_ATTEMPTS,
         max_restarts: int = MAX_RESTARTS,
         progress_timeout: float = PROGRESS_SECONDS,
+        deterministic: bool = False,
         **server_args: Any,
     ) -> Self:
         """Starts servers for ``model`` and a router in front of several; owns them.
@@ -289,6 +290,12 @@ class AsyncSGLang(TorchRLCalls):
                 seconds, every server is asked for a token; one that gives none is
                 restarted, unless it reports that it is paused, for the weight update of
                 another engine object.
+            deterministic: start the servers in SGLang's deterministic mode
+                (``enable_deterministic_inference``), in which a response depends on its
+                prompt, its ``sampling_seed`` and the weights, and not on what else is
+                generated beside it. On GPUs only. The attention backend must be
+                ``"triton"``, ``"fa3"``, ``"fa4"`` or ``"flashinfer"``. A request
+                without a seed gets a random one. Defaults to False.
             **server_args: arguments of SGLang's server, under its own names or vLLM's.
 
         Raises:
@@ -311,6 +318,8 @@ class AsyncSGLang(TorchRLCalls):
             raise ConfigurationError("Give the model: a folder, or a hub name.")
         if timeout is not None:
             start_timeout = check_seconds("timeout", timeout)
+        if check_flag("deterministic", deterministic):
+            server_args["enable_deterministic_inference"] = True
         sizes = {"tp_size": tp_size, "dp_size": dp_size}
         server_args |= {name: size for name, size in sizes.items() if size is not None}
         router = router_arguments(

@@ -29,7 +29,7 @@ def choose_template(
         ConfigurationError: if there is none.
     """
     if template is not None:
-        return template
+        return check_template(template)
     if name is not None or by_model:
         chosen = _of_torchrl(tokenizer, name)
         if chosen is not None:
@@ -44,6 +44,21 @@ def choose_template(
             f"such as chat_template_name='chatml_format', or input_mode='text'."
         ) from error
     return own
+
+
+def check_template(template: Any) -> str:
+    """Returns a template's text; a text that shows no message is none.
+
+    Raises:
+        ConfigurationError: for a file's name, such as ``"chat_template.jinja"``, which
+            would be every prompt otherwise.
+    """
+    if not isinstance(template, str) or "{" not in template:
+        raise ConfigurationError(
+            f"chat_template={template!r} is no template, which has {{{{ ... }}}} or "
+            f"{{% ... %}} in it; give the text of a file, Path(...).read_text()."
+        )
+    return template
 
 
 def _path(tokenizer: Any) -> str:

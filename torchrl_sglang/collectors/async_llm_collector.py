@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from tensordict import TensorDictBase
-from torchrl._utils import logger as torchrl_logger
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_sglang.collectors.base import GroupCollector, Pause
-from torchrl_sglang.collectors.groups.agents import AgentGroups
-from torchrl_sglang.collectors.groups.conversations import Conversations, Step
-from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
+from torchrl_sglang.collectors.groups.conversations import Step
+from torchrl_sglang.collectors.groups.deterministic import check_deterministic
 from torchrl_sglang.collectors.groups.filter import KeepGroup, make_filter
-from torchrl_sglang.collectors.groups.functions import FunctionGroups
+from torchrl_sglang.collectors.groups.make import make_groups
 from torchrl_sglang.collectors.groups.reward_functions import RewardFunctions
-from torchrl_sglang.collectors.groups.rewards import Rewards
-from torchrl_sglang.collectors.groups.rows import GroupWriter
 from torchrl_sglang.collectors.groups.tools import (
     ToolFunctions,
     Tools,
@@ -29,7 +25,7 @@ from torchrl_sglang.collectors.groups.tools import (
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.batches import Batches
-from torchrl_sglang.collectors.runtime.collection import Collection, Groups
+from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
 from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
 from torchrl_sglang.collectors.scheduling.admission import Limits
@@ -49,9 +45,10 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.gateway.agents import Agent
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.policies.turns import TurnCodec, check_policy
+from torchrl_sglang.policies.turns import check_policy
+from torchrl_sglang.requests.seeds import SampleSeeds
 from torchrl_sglang.support.blocking import BlockingCalls
-from torchrl_sglang.support.checks import check_count, check_flag
+from torchrl_sglang.support.checks import check_choice, check_count, check_flag
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -159,6 +156,12 @@ class AsyncLLMCollector(GroupCollector):
             engine are retried for ``timeouts.engine`` seconds. Defaults to 2.
         shuffle (bool): read a dataset in random order. Defaults to False.
         seed (int): of that order. Defaults to 0.
+        deterministic (bool): two runs collect the same, whatever finishes first: each
+            response has a seed of its own, made of ``seed``, the prompt, its place in
+            the run and the number of the sample, and a batch has the first groups in
+            the order of prompts. It needs ``max_staleness=0``, an engine in
+            deterministic mode (or ``temperature=0``), and functions that are a function
+            of what they are given. Defaults to False.
         replay_buffer (ReplayBuffer, optional): to write to. If its sampler is a
             ``StalenessAwareSampler``, its ``consumer_version`` follows the updates.
         postproc (callable, optional): applied to each batch; with :meth:`start`, to
@@ -215,6 +218,7 @@ class AsyncLLMCollector(GroupCollector):
         max_retries: int = 2,
         shuffle: bool = False,
         seed: int = 0,
+        deterministic: bool = False,
         replay_buffer: ReplayBuffer | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
@@ -237,9 +241,14 @@ class AsyncLLMCollector(GroupCollector):
             # None means no limit, and is not a number for the others.
             if count is not None or name not in ("max_turns", "max_in_flight"):
                 check_count(name, count, least=least)
-        _check_choice("on_stale", on_stale, get_args(OnStale))
+        check_choice("on_stale", on_stale, get_args(OnStale))
         schemes = check_schemes(weight_sync_schemes)
         check_policy(policy)
+        self.deterministic = check_flag("deterministic", deterministic)
+        if deterministic:
+            check_deterministic(
+                policy, max_staleness=max_staleness, of_agents=agent is not None
+            )
         self.policy = policy
         self.groups_per_batch = groups_per_batch
         self.replay_buffer = replay_buffer
@@ -251,17 +260,20 @@ class AsyncLLMCollector(GroupCollector):
             shuffle=check_flag("shuffle", shuffle),
             seed=seed,
         )
+        self._seeds = SampleSeeds(run=seed)
+        has_seeds = deterministic and policy.model.capabilities.uses_seeds
         limits = Limits(
             max_staleness=max_staleness,
             groups_per_update=groups_per_batch * batches_per_update,
         )
-        groups = _make_groups(
+        groups = make_groups(
             env,
             policy,
             self._versions,
             group_size=group_size,
             timeouts=self.timeouts,
             blocking=BlockingCalls("torchrl_sglang-functions", num_threads),
+            seeds=self._seeds if has_seeds else None,
             rewards=rewards,
             group_rewards=group_rewards,
             step=step,
@@ -278,6 +290,7 @@ class AsyncLLMCollector(GroupCollector):
                 on_stale=on_stale,
                 total=total_groups,
                 on_close=self._prompts.done,
+                in_order=deterministic,
             ),
             self._prompts,
             groups,
@@ -346,8 +359,15 @@ class AsyncLLMCollector(GroupCollector):
         groups of the buffer between two weight updates.
 
         Raises:
-            ConfigurationError: if there is no replay buffer.
+            ConfigurationError: if there is no replay buffer, or the collector is
+                deterministic.
         """
+        if self.deterministic:
+            raise ConfigurationError(
+                "start() writes to the replay buffer while the trainer samples from "
+                "it, so that what it finds there depends on timing; with "
+                "deterministic=True, iterate over the collector."
+            )
         if self.replay_buffer is None:
             raise ConfigurationError(
                 "start() writes to a replay buffer; give replay_buffer=..., or iterate "
@@ -456,7 +476,7 @@ class AsyncLLMCollector(GroupCollector):
         self._consumer_version.set(version)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Sets the seed of the order of prompts, before the first batch.
+        """Sets the seed of prompts' order and of samples, before the first batch.
 
         Returns:
             ``seed`` if ``static_seed``, otherwise the next one.
@@ -468,6 +488,7 @@ class AsyncLLMCollector(GroupCollector):
         if self._collection.alive:
             raise CollectionError("The seed cannot change after the collector started.")
         self._prompts.set_seed(seed)
+        self._seeds.run = seed
         return seed if static_seed else seed + 1
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -485,6 +506,7 @@ class AsyncLLMCollector(GroupCollector):
         return OrderedDict(
             pool=state,
             prompts=prompts,
+            seed=self._seeds.run,
             frames=self._batches.frames,
             batches=self._batches.batches,
         )
@@ -504,6 +526,8 @@ class AsyncLLMCollector(GroupCollector):
             raise CollectionError("A state is loaded before the collector is started.")
         order = state_dict["pool"]["prompts"]
         self._prompts.resume(state_dict["prompts"], int(order["next"]), order["open"])
+        # States of earlier releases have none.
+        self._seeds.run = int(state_dict.get("seed", self._seeds.run))
         pool = self._collection.pool
         pool.load_state_dict(state_dict["pool"])
         self._batches.frames = int(state_dict["frames"])
@@ -559,101 +583,4 @@ class AsyncLLMCollector(GroupCollector):
         return (
             f"{type(self).__name__}(policy_version={self.policy_version}, "
             f"running={pool.running}, ready={pool.ready}, consumed={pool.consumed})"
-        )
-
-
-def _make_groups(
-    env: Callable[[], EnvBase] | None,
-    policy: SGLangWrapper,
-    versions: PolicyVersions,
-    *,
-    group_size: int,
-    timeouts: CollectorTimeouts,
-    blocking: BlockingCalls,
-    **functions: Any,
-) -> Groups:
-    """Returns the maker of groups: of environments, of agents or of plain functions."""
-    agent, gateway = functions.pop("agent"), functions.pop("gateway")
-    given = [
-        name
-        for name, value in functions.items()
-        if value is not None and name != "query_key"
-    ]
-    if agent is not None:
-        if given or env is not None:
-            raise ConfigurationError(
-                f"{' and '.join(given) or 'env'} cannot be given with agent, which is "
-                f"the whole conversation."
-            )
-        return AgentGroups(
-            agent,
-            _check_gateway(gateway, policy),
-            versions,
-            size=group_size,
-            seconds=timeouts.agent,
-            blocking=blocking,
-        )
-    if gateway is not None:
-        raise ConfigurationError("gateway is for agents; give an agent, too.")
-    if env is not None:
-        if given:
-            raise ConfigurationError(
-                f"{' and '.join(given)} cannot be given with env, whose transforms say "
-                f"what a conversation is."
-            )
-        return EnvironmentGroups(
-            env,
-            policy,
-            versions,
-            size=group_size,
-            timeouts=timeouts,
-            blocking=blocking,
-        )
-    rewards = Rewards(
-        functions.pop("rewards"),
-        functions.pop("group_rewards"),
-        seconds=timeouts.reward,
-        blocking=blocking,
-        query_key=functions["query_key"],
-    )
-    tools = functions["tools"]
-    codec = TurnCodec(policy, () if tools is None else tools.schemas)
-    if tools is not None and not codec.tells_of_tools():
-        torchrl_logger.warning(
-            "The chat template says nothing of tools, so that the policy does not know "
-            "that it can call some. Tell it in system_prompt or in the prompts, or "
-            "give the policy another chat_template."
-        )
-    if not rewards and functions["step"] is None:
-        torchrl_logger.warning(
-            "There are neither rewards nor group_rewards, nor a step that could set "
-            "rewards: all rewards will be 0."
-        )
-    return FunctionGroups(
-        Conversations(codec, timeouts=timeouts, blocking=blocking, **functions),
-        rewards,
-        GroupWriter(codec, versions),
-        versions,
-        size=group_size,
-        blocking=blocking,
-    )
-
-
-def _check_gateway(gateway: Any, policy: SGLangWrapper) -> Gateway:
-    if not isinstance(gateway, Gateway):
-        raise ConfigurationError(
-            f"An agent needs a gateway, got {gateway!r}; give gateway=Gateway(engine)."
-        )
-    if gateway.engine is not policy.model:
-        raise ConfigurationError(
-            "The gateway and the policy have different engines; make the gateway with "
-            "policy.model."
-        )
-    return gateway
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigurationError(
-            f"{name}={value!r} is not one of {', '.join(map(repr, choices))}."
         )

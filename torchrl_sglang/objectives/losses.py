@@ -43,8 +43,14 @@ from torchrl_sglang.objectives.packing import (
 )
 from torchrl_sglang.objectives.parts import LossRanks, Means, own_gradients
 from torchrl_sglang.objectives.routing import replaying
-from torchrl_sglang.objectives.support import warn_of_sampling
-from torchrl_sglang.support.checks import check_count, check_keywords
+from torchrl_sglang.objectives.sampling import padded_terms
+from torchrl_sglang.objectives.support import (
+    Drawn,
+    read_sampling,
+    replays_sampling,
+    warn_of_sampling,
+)
+from torchrl_sglang.support.checks import check_count, check_flag, check_keywords
 
 
 class CorrectedGRPOLoss(TorchRLGRPOLoss):
@@ -73,6 +79,9 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
       times ``max_tokens``, as Dr. GRPO does (https://arxiv.org/abs/2503.20783): long
       responses count as much for each token as short ones;
     - :meth:`accumulate` has the gradient of a batch from parts of it;
+    - log-probs and entropies are those of the distribution that a token was drawn from,
+      where the batch says it (``logprobs_mode="behaviour"``): the ratio of the first
+      step is 1 with any sampler. See ``replay_sampling``;
     - an advantage or a reference log-prob that is NaN or infinite is refused, where a
       token of the loss has it;
     - ``correction`` applies a configuration of off-policy correction in every forward
@@ -99,6 +108,21 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             :attr:`padded_because` says why not. A model whose attention is ``"sdpa"``
             gets ``"torchrl_sglang_packed"`` for it, which is the same for other rows;
             FlashAttention and flex attention stay. Defaults to ``"auto"``.
+        replay_sampling: for batches of ``logprobs_mode="behaviour"``: divide a token's
+            logits by the temperature that it was drawn with, and leave those out that
+            top-k, top-p and min-p left out:
+
+            .. math::
+
+                \log \pi_\theta(t) = \frac{z_t}{T} -
+                    \log \sum_{v \in S_t} \exp \frac{z_v}{T}
+
+            as DeepSeek-V3.2's "keep sampling mask", https://arxiv.org/abs/2512.02556.
+            The old policy, the entropy and the divergences, to the reference, too, are
+            of the same temperature and support. Of biases, penalties and grammars
+            nothing is replayed. The actor is a ``TransformersWrapper`` of tokens.
+            False computes the whole vocabulary at temperature 1, and warns once of such
+            a batch. Defaults to True.
         **kwargs: as for TorchRL's class.
 
     Raises:
@@ -125,6 +149,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         consumer_version: int | None = None,
         max_tokens: int | None = None,
         packing: Packing = "auto",
+        replay_sampling: bool = True,
         **kwargs: Any,
     ) -> None:
         check_keywords(type(self).__name__, kwargs, TorchRLGRPOLoss)
@@ -151,6 +176,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self.version_key = version_key
         self.consumer_version = consumer_version
         self.packing = packing
+        self.replay_sampling = check_flag("replay_sampling", replay_sampling)
         other = "" if self._reads_tokens() else "the actor is not one of tokens"
         self.padded_because = prepare_packing(
             getattr(self.actor_network, "model", None), packing, other
@@ -196,8 +222,9 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         """Returns the losses and metrics of a batch, in TorchRL's class of outputs.
 
         Raises:
-            ConfigurationError: if the batch lacks a column, or, with a correction, no
-                token that the policy wrote has a log-prob.
+            ConfigurationError: if the batch lacks a column, a token is not in the
+                support that it was drawn from, or, with a correction, no token that the
+                policy wrote has a log-prob.
             NotFiniteError: if an advantage or a reference log-prob of a token of the
                 loss is NaN or infinite.
         """
@@ -207,7 +234,6 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         return output
 
     def _forward(self, tensordict: TensorDictBase) -> Any:
-        warn_of_sampling(tensordict)
         batch = tensordict.copy()
         advantage = read(batch, self.tensor_keys.advantage, padding_value=0.0)
         if advantage is None or self.tensor_keys.action not in batch.keys(True):
@@ -399,16 +425,24 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         actor = self.actor_network
         reads = self._reads_tokens() and ATTENTION_MASK in tensordict.keys(True)
         if not reads:
+            if not replays_sampling(actor):
+                warn_of_sampling(tensordict)
             return super()._get_cur_log_prob(tensordict)
         padding = actor.tokenizer.pad_token_id
         tokens = read(tensordict, TOKENS, padding_value=padding)
         attention = read(tensordict, ATTENTION_MASK, padding_value=False)
         assert tokens is not None
         assert attention is not None
+        mask = read_mask(tensordict, self.masking_strategy, tokens.shape[1])
+        sampling = self.sampling_of(tensordict)
         if self.packs:
-            mask = read_mask(tensordict, self.masking_strategy, tokens.shape[1])
             found = packed_terms(
-                actor.model, tokens, attention, mask, entropy=self.entropy_bonus
+                actor.model,
+                tokens,
+                attention,
+                mask,
+                entropy=self.entropy_bonus,
+                sampling=sampling,
             )
             return found.log_prob, found, False
         _, logits = actor._model_forward_with_padded_sequences(
@@ -418,9 +452,20 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             logits_only=True,
             **actor.generate_kwargs,
         )
-        mask = read_mask(tensordict, self.masking_strategy, tokens.shape[1])
+        if sampling is not None:
+            found = padded_terms(
+                logits, tokens, mask, sampling, entropy=self.entropy_bonus
+            )
+            return found.log_prob, found, False
         dist = LLMMaskedCategorical(logits=logits, mask=mask)
         return dist.log_prob(tokens), dist, False
+
+    def sampling_of(self, batch: TensorDictBase) -> Drawn | None:
+        """Returns what the tokens of a batch were drawn from, if that is replayed."""
+        sampling = read_sampling(batch) if self.replay_sampling else None
+        if sampling is None:
+            warn_of_sampling(batch)
+        return sampling
 
     def _reads_tokens(self) -> bool:
         """Whether the actor scores tokens, whose logits are read where they are."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED, no_mask
+from torchrl_sglang.objectives.support import Drawn
 from torchrl_sglang.objectives.token_terms import token_terms
 
 Packing = bool | Literal["auto"]
@@ -116,6 +117,7 @@ def packed_terms(
     mask: Tensor,
     *,
     entropy: bool = False,
+    sampling: Drawn | None = None,
 ) -> PackedTokens:
     """Runs a model on the sequences of a batch in one row; only logits of a mask.
 
@@ -125,9 +127,12 @@ def packed_terms(
         real: which of them are tokens, likewise.
         mask: which of these are wanted, likewise.
         entropy: whether entropies are.
+        sampling: what all tokens were drawn from, likewise. Defaults to None: the whole
+            vocabulary at temperature 1.
 
     Raises:
-        ConfigurationError: if a sequence is longer than the model's positions.
+        ConfigurationError: if a sequence is longer than the model's positions, or a
+            wanted token is not in its support.
     """
     real = real.bool()
     lengths = real.sum(-1)
@@ -138,7 +143,11 @@ def packed_terms(
     first = real & (real.cumsum(-1) == 1)
     wanted = mask.bool() & real & ~first
     logits = _forward(model, tokens[real], lengths, longest, index[wanted] - 1)
-    log_probs, entropies = token_terms(logits, tokens[wanted], entropy=entropy)
+    # After the pass, which other ranks take part in: they are told of an error then.
+    drawn = None if sampling is None else sampling.of(wanted, tokens)
+    log_probs, entropies = token_terms(
+        logits, tokens[wanted], entropy=entropy, sampling=drawn
+    )
     empty = torch.zeros(mask.shape, dtype=log_probs.dtype, device=mask.device)
     return PackedTokens(
         mask=mask.bool(),

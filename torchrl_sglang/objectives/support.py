@@ -1,29 +1,173 @@
-"""Tells of batches whose tokens were drawn from another distribution than is trained.
+"""Replay of sampling: the trainer's distribution of each token is the sampler's.
 
-``logprobs_mode="behaviour"`` records temperature and support of each token. The losses
-compute log-probs over the whole vocabulary at temperature 1.
+``logprobs_mode="behaviour"`` records the temperature of each token and its support, the
+tokens that top-k, top-p and min-p left. Log-probs of the trainer are comparable with
+those that were recorded if they are of the same temperature and support.
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
-COUNTS = ("sampling_support", "full_counts")
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.columns import read
+from torchrl_sglang.requests.token_columns import SAMPLING_SUPPORT
+
+SUPPORT = (SAMPLING_SUPPORT, "full")
+"""Key of the ids of the support of each token, one token's after the other's."""
+
+COUNTS = (SAMPLING_SUPPORT, "full_counts")
+"""Key of the size of each token's support; 0: the whole vocabulary."""
+
 TEMPERATURES = ("sampling_temperature", "full")
+"""Key of the temperature of each token."""
+
+SAMPLING_KEYS = (SAMPLING_SUPPORT, TEMPERATURES[0])
+"""Columns of a batch that say what its tokens were drawn from."""
+
+ACTORS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Actors whose distributions are those of the sampler."""
 
 _told: set[str] = set()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """The distributions that tokens were drawn from."""
+
+    temperatures: Tensor
+    """Of each token."""
+    counts: Tensor
+    """Size of each token's support, of the same shape; 0: the whole vocabulary."""
+    ids: Tensor
+    """The supports, one token's after the other's."""
+
+    def of(self, wanted: Tensor, tokens: Tensor) -> Drawn | None:
+        """Returns those of some tokens; None if the model's own are the same.
+
+        Args:
+            wanted: bool, of the shape of the temperatures.
+            tokens: that were drawn, of this shape.
+
+        Raises:
+            ConfigurationError: if one of them is not in its support, or the columns are
+                of other tokens.
+        """
+        for key, values in ((TEMPERATURES, self.temperatures), (COUNTS, self.counts)):
+            if values.shape != wanted.shape:
+                raise ConfigurationError(
+                    f"{key!r} has the shape {tuple(values.shape)}, and the tokens have "
+                    f"{tuple(wanted.shape)}: they are not of the same tokens."
+                )
+        temperatures, counts = self.temperatures[wanted], self.counts[wanted]
+        if _are_neutral(temperatures, counts):
+            return None
+        kept = wanted.flatten().repeat_interleave(self.counts.flatten())
+        found = Drawn(temperatures=temperatures, counts=counts, ids=self.ids[kept])
+        found._check(tokens[wanted])
+        return found
+
+    def place(self, wanted: Tensor) -> Drawn:
+        """Returns these, of the tokens of a mask, for all of its places, flat."""
+        places = wanted.flatten()
+        temperatures = self.temperatures.new_ones(places.shape)
+        counts = self.counts.new_zeros(places.shape)
+        return Drawn(
+            temperatures=temperatures.masked_scatter_(places, self.temperatures),
+            counts=counts.masked_scatter_(places, self.counts),
+            ids=self.ids,
+        )
+
+    def _check(self, tokens: Tensor) -> None:
+        """Refuses tokens that their own supports do not have, once each."""
+        drawn = tokens.repeat_interleave(self.counts) == self.ids
+        owner = torch.arange(len(tokens), device=tokens.device)
+        owner = owner.repeat_interleave(self.counts)
+        times = torch.zeros_like(self.counts).index_add_(
+            0, owner, drawn.to(self.counts.dtype)
+        )
+        wrong = (self.counts > 0) & (times != 1)
+        if wrong.any():
+            place = int(wrong.nonzero()[0])
+            raise ConfigurationError(
+                f"The token {int(tokens[place])} is {int(times[place])} times among "
+                f"the {int(self.counts[place])} that it was drawn from, by "
+                f"{SUPPORT!r}, and must be there once: were the tokens changed after "
+                f"they were generated? Leave such responses out, or give "
+                f"replay_sampling=False."
+            )
+        if (self.temperatures <= 0).any():
+            raise ConfigurationError(
+                f"A temperature in {TEMPERATURES!r} is "
+                f"{float(self.temperatures.min())}; it must be above 0. A greedy token "
+                f"has 1 and a support of its own."
+            )
+
+
+def read_sampling(batch: TensorDictBase) -> Drawn | None:
+    """Returns what the tokens of a batch were drawn from, ``(B, T)``.
+
+    Args:
+        batch: of ``logprobs_mode="behaviour"``, or of another mode.
+
+    Returns:
+        Drawn: None if the batch does not say both temperatures and supports, or all
+            of them are the model's own.
+
+    Raises:
+        ConfigurationError: if a support has more or fewer ids than it says.
+    """
+    temperatures = read(batch, TEMPERATURES, padding_value=1.0)
+    counts = read(batch, COUNTS, padding_value=0)
+    if temperatures is None or counts is None or _are_neutral(temperatures, counts):
+        return None
+    rows = batch.get(SUPPORT, as_list=True)
+    sizes = counts.sum(-1).tolist()
+    supports = [_trim(row, size) for row, size in zip(rows, sizes, strict=True)]
+    return Drawn(
+        temperatures=temperatures,
+        counts=counts.long(),
+        ids=torch.cat(supports).long(),
+    )
+
+
+def _are_neutral(temperatures: Tensor, counts: Tensor) -> bool:
+    return not bool((temperatures != 1).any() | (counts > 0).any())
+
+
+def _trim(row: Tensor, size: int) -> Tensor:
+    """Returns the ids of a row without padding."""
+    found = row if len(row) == size else row[row >= 0]
+    if len(found) != size:
+        raise ConfigurationError(
+            f"{SUPPORT!r} has {len(found)} ids in a row whose {COUNTS!r} are {size} in "
+            f"all; pad it with -1, or not at all."
+        )
+    return found
+
+
+def replays_sampling(actor: Any) -> bool:
+    """Whether an actor's distributions are those of the sampler."""
+    return actor in ACTORS
+
+
 def warn_of_sampling(batch: TensorDictBase) -> None:
-    """Warns once in a process if tokens of a batch were not drawn from the model."""
+    """Warns once in a process of a batch whose sampling a loss does not replay."""
     if _told:
         return
+    temperatures = batch.get(TEMPERATURES, None, as_list=True)
+    counts = batch.get(COUNTS, None, as_list=True)
     found = {
-        "a temperature": _any(batch, TEMPERATURES, lambda each: (each != 1).any()),
-        "top-k, top-p or min-p": _any(batch, COUNTS, lambda each: (each > 0).any()),
+        "a temperature": _any(temperatures, lambda row: row != 1),
+        "top-k, top-p or min-p": _any(counts, lambda row: row > 0),
     }
     named = " and ".join(name for name, holds in found.items() if holds)
     if named:
@@ -31,13 +175,13 @@ def warn_of_sampling(batch: TensorDictBase) -> None:
         warnings.warn(
             f"Tokens of this batch were drawn with {named}, and the loss computes the "
             f"log-probs of the whole vocabulary at temperature 1: the ratio of the "
-            f"first step is not 1. Sample with temperature=1.0 alone, or correct it "
-            f"with a RolloutCorrectionConfig.",
+            f"first step is not 1. Take CorrectedGRPOLoss(replay_sampling=True), or "
+            f"with a loss of TorchRL replay_sampling(actor), and generate with "
+            f"logprobs_mode='behaviour'.",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
-def _any(batch: TensorDictBase, key: Any, holds: Any) -> bool:
-    rows = batch.get(key, None, as_list=True)
-    return rows is not None and any(bool(holds(row)) for row in rows)
+def _any(rows: Iterable[Tensor] | None, holds: Callable[[Tensor], Tensor]) -> bool:
+    return rows is not None and any(bool(holds(row).any()) for row in rows)

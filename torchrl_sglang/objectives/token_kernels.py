@@ -116,9 +116,8 @@ class _FusedTokenTerms(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, with_entropy: bool
+        ctx: Any, logits: Tensor, tokens: Tensor, scales: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        scales = torch.ones(len(tokens), device=logits.device)
         log_probs, *sums = forward(logits, tokens, scales)
         ctx.save_for_backward(logits, tokens, scales, *sums)
         ctx.with_entropy = with_entropy
@@ -129,20 +128,30 @@ class _FusedTokenTerms(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, of_log_prob: Tensor, of_entropy: Tensor
-    ) -> tuple[Tensor, None, None]:
+    ) -> tuple[Tensor, None, None, None]:
         logits, tokens, scales, *sums = ctx.saved_tensors
         if not ctx.with_entropy:
             of_entropy = torch.zeros_like(of_entropy)
         backward(logits, tokens, scales, sums, of_log_prob, of_entropy)
-        return logits, None, None
+        return logits, None, None, None
 
 
 def fused_token_terms(
-    logits: Tensor, tokens: Tensor, *, entropy: bool
+    logits: Tensor, tokens: Tensor, temperatures: Tensor | None, *, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns what :func:`.token_terms` does, where :func:`fits` says so."""
+    """Returns what :func:`.token_terms` does, where :func:`fits` says so.
+
+    Args:
+        logits: ``(tokens, vocabulary)``.
+        tokens: ``(tokens,)``.
+        temperatures: ``(tokens,)``; None: 1.
+        entropy: whether to compute entropies.
+    """
+    scales = torch.ones(len(tokens), device=logits.device)
+    if temperatures is not None:
+        scales /= temperatures
     found: tuple[Tensor, Tensor] = _FusedTokenTerms.apply(  # type: ignore[no-untyped-call]
-        logits, tokens, entropy
+        logits, tokens, scales, entropy
     )
     return found
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.support import Drawn
 from torchrl_sglang.objectives.token_kernels import fits, fused_token_terms
 
 _NUMBERS_AT_ONCE = 2**26
@@ -18,54 +22,116 @@ _LEAST = -1e4
 """A log-prob whose probability is zero."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Rows of the logits that are computed with at once."""
+
+    rows: slice | Tensor
+    chosen: Tensor
+    """``(rows, 1)``: the column of each row's token, among those that are read."""
+    temperatures: Tensor | None = None
+    """``(rows, 1)``; None: 1."""
+    ids: Tensor | None = None
+    """``(rows, most)``: the columns of each row's support; None: all columns."""
+    real: Tensor | None = None
+    """Which of the ids are of the support; the others are there to fill a row."""
+
+    def read(self, logits: Tensor, kind: torch.dtype) -> Tensor:
+        """Returns logits of the distributions, which nobody may write to."""
+        if self.ids is None:
+            found = logits[self.rows]
+        else:
+            assert isinstance(self.rows, Tensor)
+            found = logits[self.rows.unsqueeze(-1), self.ids]
+        if self.temperatures is None:
+            return found
+        found = found.to(kind) / self.temperatures
+        return found if self.real is None else found.masked_fill_(~self.real, -inf)
+
+    def write(
+        self, logits: Tensor, probs: Tensor, factor: Tensor, of_chosen: Tensor
+    ) -> None:
+        """Writes the gradient over the logits; the probabilities' memory is used."""
+        if self.temperatures is not None:
+            factor, of_chosen = (
+                factor / self.temperatures,
+                of_chosen / self.temperatures,
+            )
+        of_chosen = of_chosen.to(logits.dtype)
+        if isinstance(self.rows, slice):
+            torch.mul(probs, factor, out=logits[self.rows])
+            logits[self.rows].scatter_(-1, self.chosen, of_chosen)
+            return
+        found = probs.mul_(factor).to(logits.dtype).scatter_(-1, self.chosen, of_chosen)
+        if self.ids is None:
+            logits[self.rows] = found
+            return
+        assert self.real is not None
+        logits.index_fill_(0, self.rows, 0)
+        rows = self.rows.unsqueeze(-1).expand_as(self.ids)
+        logits[rows[self.real], self.ids[self.real]] = found[self.real]
+
+
 class _TokenTerms(torch.autograd.Function):
     """Computes in float32, some rows at a time; gradients take the logits' place."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        tokens: Tensor,
+        with_entropy: bool,
+        sampling: Drawn | None,
     ) -> tuple[Tensor, Tensor]:
         kind = torch.promote_types(logits.dtype, torch.float32)
         log_probs = torch.empty(len(tokens), dtype=kind, device=logits.device)
         entropies = torch.zeros_like(log_probs)
-        for rows in _pieces(logits):
+        for piece in pieces(logits.shape[-1], tokens, sampling):
             # One kernel also converts: what is read and written is what this costs.
-            values = logits[rows].log_softmax(-1, dtype=kind)
-            log_probs[rows] = values.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
+            values = piece.read(logits, kind).log_softmax(-1, dtype=kind)
+            log_probs[piece.rows] = values.gather(-1, piece.chosen).squeeze(-1)
             if with_entropy:
-                entropies[rows] = _entropy(values)
+                entropies[piece.rows] = _entropy(values)
         ctx.save_for_backward(logits, tokens, entropies)
-        ctx.with_entropy = with_entropy
+        ctx.with_entropy, ctx.sampling = with_entropy, sampling
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, of_log_prob: Tensor, of_entropy: Tensor
-    ) -> tuple[Tensor, None, None]:
+    ) -> tuple[Tensor, None, None, None]:
         logits, tokens, entropies = ctx.saved_tensors
-        for rows in _pieces(logits):
-            weight, chosen = of_log_prob[rows].unsqueeze(-1), tokens[rows].unsqueeze(-1)
+        kind = entropies.dtype
+        for piece in pieces(logits.shape[-1], tokens, ctx.sampling):
+            rows, chosen = piece.rows, piece.chosen
+            weight, read = of_log_prob[rows].unsqueeze(-1), piece.read(logits, kind)
             if ctx.with_entropy:
-                values = logits[rows].log_softmax(-1, dtype=entropies.dtype)
+                values = read.log_softmax(-1, dtype=kind)
                 probs = values.exp()
                 values.clamp_min_(_LEAST).add_(entropies[rows].unsqueeze(-1))
                 factor = values.mul_(of_entropy[rows].unsqueeze(-1)).add_(weight).neg_()
             else:
-                probs = logits[rows].softmax(-1, dtype=entropies.dtype)
+                probs = read.softmax(-1, dtype=kind)
                 factor = -weight
             of_chosen = probs.gather(-1, chosen) * factor.expand_as(probs).gather(
                 -1, chosen
             )
-            torch.mul(probs, factor, out=logits[rows])
-            logits[rows].scatter_(-1, chosen, (of_chosen + weight).to(logits.dtype))
-        return logits, None, None
+            piece.write(logits, probs, factor, of_chosen + weight)
+        return logits, None, None, None
 
 
 def token_terms(
-    logits: Tensor, tokens: Tensor, *, entropy: bool = False
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    entropy: bool = False,
+    sampling: Drawn | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probs of tokens, and the entropies of their distributions.
+
+    The distribution of a token is the softmax of its logits, divided by its
+    temperature, over its support.
 
     The gradient is written over the logits, which therefore have one, and nobody else
     may read them afterwards.
@@ -74,9 +140,14 @@ def token_terms(
         logits: ``(tokens, vocabulary)``.
         tokens: ``(tokens,)``.
         entropy: whether to compute entropies; they are zero otherwise.
+        sampling: temperatures and supports of these tokens, ``(tokens,)``. Defaults to
+            None: temperature 1 and the whole vocabulary.
 
     Returns:
         tuple: two tensors ``(tokens,)``, in float32 at least.
+
+    Raises:
+        ConfigurationError: if a support has an id that the vocabulary has not.
 
     Examples:
         >>> found, entropies = token_terms(
@@ -85,18 +156,79 @@ def token_terms(
         >>> found.exp(), entropies
         (tensor([0.5000]), tensor([0.6931]))
     """
-    if fits(logits):
-        return fused_token_terms(logits, tokens, entropy=entropy)
+    if sampling is not None:
+        check_ids(sampling.ids, logits.shape[-1])
+    if fits(logits) and (sampling is None or not sampling.ids.numel()):
+        temperatures = None if sampling is None else sampling.temperatures
+        return fused_token_terms(logits, tokens, temperatures, entropy=entropy)
     found: tuple[Tensor, Tensor] = _TokenTerms.apply(  # type: ignore[no-untyped-call]
-        logits, tokens, entropy
+        logits, tokens, entropy, sampling
     )
     return found
 
 
-def _pieces(logits: Tensor) -> Iterator[slice]:
-    """Yields rows that are computed with together."""
-    size = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
-    for begin in range(0, len(logits), size):
+def check_ids(ids: Tensor, vocabulary: int) -> None:
+    """Refuses supports of another vocabulary."""
+    if not ids.numel():
+        return
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise ConfigurationError(
+            f"A token was drawn from the ids {int(ids.min())} to {int(ids.max())}, and "
+            f"the model has {vocabulary} tokens; do the servers serve this model?"
+        )
+
+
+def pieces(width: int, tokens: Tensor, sampling: Drawn | None) -> Iterator[Piece]:
+    """Yields rows that are computed with at once, each row once.
+
+    Args:
+        width: of the vocabulary.
+        tokens: of the rows.
+        sampling: what they were drawn from, or None.
+    """
+    chosen = tokens.unsqueeze(-1)
+    if sampling is None:
+        for rows in _cut(len(tokens), width):
+            yield Piece(rows=rows, chosen=chosen[rows])
+        return
+    temperatures = sampling.temperatures.unsqueeze(-1)
+    if not sampling.ids.numel():
+        for rows in _cut(len(tokens), width):
+            yield Piece(rows=rows, chosen=chosen[rows], temperatures=temperatures[rows])
+        return
+    whole = (sampling.counts == 0).nonzero().squeeze(-1)
+    for part in _cut(len(whole), width):
+        own = whole[part]
+        yield Piece(rows=own, chosen=chosen[own], temperatures=temperatures[own])
+    yield from _supported(tokens, sampling)
+
+
+def _supported(tokens: Tensor, sampling: Drawn) -> Iterator[Piece]:
+    """Yields the rows that have a support, as wide as the largest one."""
+    counts = sampling.counts
+    starts, most = counts.cumsum(0) - counts, int(counts.max())
+    places = torch.arange(most, device=counts.device)
+    supported = counts.nonzero().squeeze(-1)
+    # Ids have twice the size of what is computed with them.
+    for part in _cut(len(supported), 2 * most):
+        rows = supported[part]
+        real = places < counts[rows].unsqueeze(-1)
+        index = (starts[rows].unsqueeze(-1) + places).clamp_max(len(sampling.ids) - 1)
+        ids = sampling.ids[index]
+        drawn = (ids == tokens[rows].unsqueeze(-1)) & real
+        yield Piece(
+            rows=rows,
+            chosen=drawn.int().argmax(-1, keepdim=True),
+            temperatures=sampling.temperatures[rows].unsqueeze(-1),
+            ids=ids,
+            real=real,
+        )
+
+
+def _cut(count: int, width: int) -> Iterator[slice]:
+    """Yields rows of so many numbers that they may be computed with at once."""
+    size = max(1, _NUMBERS_AT_ONCE // width)
+    for begin in range(0, count, size):
         yield slice(begin, begin + size)
 
 

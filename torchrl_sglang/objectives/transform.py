@@ -29,6 +29,7 @@ from torchrl_sglang.objectives.correct import (
     correct,
     scale_advantage,
 )
+from torchrl_sglang.objectives.support import replays_sampling, warn_of_sampling
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 Aggregation = Literal["token_mean", "prompt_mean", "none"]
@@ -210,6 +211,8 @@ class OffPolicyCorrection(Transform):
         """Returns the trainer's log-probs, if needed or there, and the loss's mask."""
         (actor,) = self._actor
         if actor is not None and self.config.needs_train_log_probs:
+            if not replays_sampling(actor):
+                warn_of_sampling(batch)
             distribution = getattr(actor, f"_get_{self.masking_strategy}_dist")(
                 batch.copy()
             )

@@ -139,14 +139,26 @@ class TurnCodec:
         prompt: EncodedPrompt,
         *,
         sample: int = 0,
+        seed: int | None = None,
         session_id: str | None = None,
         timeout: float,
     ) -> TurnResponse:
-        """Returns the policy's response; each sample of a group has its own seed."""
+        """Returns the policy's response; each sample of a group has its own seed.
+
+        Args:
+            prompt: that it responds to.
+            sample: number of the response in its group.
+            seed: of the response, instead of one from the policy's.
+            session_id: of the conversation.
+            timeout: in seconds.
+        """
+        params = self._params.for_sample(sample)
+        if seed is not None:
+            params = {**params, "sampling_seed": seed}
         request = replace(
             self._request,
             input_ids=prompt.token_ids,
-            sampling_params=self._params.for_sample(sample),
+            sampling_params=params,
             session_id=session_id,
         )
         policy = self._policy

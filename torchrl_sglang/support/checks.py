@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,6 +60,18 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
     return count
 
 
+def check_positive(name: str, value: Any, *, zero: bool = False) -> float:
+    """Returns a finite number above 0; ``zero`` accepts 0, too."""
+    number = to_python(value)
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not (0 < number < math.inf or (zero and number == 0)):
+        sign = "non-negative" if zero else "positive"
+        raise ConfigurationError(
+            f"{name} must be a {sign}, finite number, got {value!r}."
+        )
+    return float(number)
+
+
 def check_flag(name: str, value: Any) -> bool:
     """Returns a bool; no other type is taken for one."""
     flag = to_python(value)
@@ -68,6 +80,14 @@ def check_flag(name: str, value: Any) -> bool:
             f"{name} must be a bool, got {value!r}; give True or False."
         )
     return flag
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuses what is not one of several names."""
+    if value not in choices:
+        raise ConfigurationError(
+            f"{name}={value!r} is not one of {', '.join(map(repr, choices))}."
+        )
 
 
 def check_port(name: str, value: Any) -> int:

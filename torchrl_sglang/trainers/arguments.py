@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +17,25 @@ from torch import nn
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.collectors.groups.conversations import check_step
+from torchrl_sglang.collectors.groups.reward_functions import read_functions
+from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.checks import check_count, check_flag
+from torchrl_sglang.policies.sampling import check_numbers, translate
+from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
+from torchrl_sglang.requests.request import GenerateRequest
+from torchrl_sglang.requests.sampling import (
+    changes_logits,
+    check_each,
+    temperature_of,
+)
+from torchrl_sglang.support.checks import check_count, check_flag, check_mapping
 from torchrl_sglang.support.urls import KEY_VARIABLE
 from torchrl_sglang.trainers.ranks import TrainerRanks
-from torchrl_sglang.types import ServerPlacement
+from torchrl_sglang.types import LogProbsMode, ServerCapabilities, ServerPlacement
+
+SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
+"""Sampling parameters of a run that gives none."""
 
 CONNECTING = ("url", "server_url", "urls", "router_url")
 """Arguments of an engine whose servers run already."""
@@ -49,6 +65,13 @@ def check_dtype(dtype: Any) -> torch.dtype:
             f"or 'bfloat16' where memory is short."
         )
     return DTYPES[name]
+
+
+def check_folder(name: str, folder: Any) -> Path:
+    """Returns the path of a folder."""
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise ConfigurationError(f"{name} must be a folder's path, got {folder!r}.")
+    return Path(folder)
 
 
 def connect_arguments(
@@ -83,6 +106,15 @@ def connect_arguments(
     return {**({"api_key": key} if key else {}), **engine}
 
 
+def check_minibatches(minibatches: int, responses: int) -> None:
+    """Checks that each minibatch of a batch has a response."""
+    if minibatches > responses:
+        raise ConfigurationError(
+            f"minibatches={minibatches} are more than the {responses} responses of a "
+            f"batch, group_size * groups_per_batch; give fewer."
+        )
+
+
 def check_placement(
     model: Any, engine: Any, colocated: bool, max_staleness: int
 ) -> None:
@@ -103,7 +135,12 @@ def check_placement(
 
 def check_prompts(name: str, prompts: Any, query_key: str) -> None:
     """Checks the first prompt, where it can be seen."""
-    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
+    if isinstance(prompts, (str, os.PathLike, Mapping)):
+        raise ConfigurationError(
+            f"{name} must be a list or another iterable of tasks, got {prompts!r}; "
+            f"read a file first, such as with datasets.load_dataset."
+        )
+    if not isinstance(prompts, Sequence):
         return
     if not prompts:
         raise ConfigurationError(f"{name} is empty; give at least one task.")
@@ -114,6 +151,62 @@ def check_prompts(name: str, prompts: Any, query_key: str) -> None:
             f"{', '.join(map(repr, first))}. Name the key of the prompt with "
             f"query_key=...."
         )
+
+
+def check_functions(functions: Mapping[str, Any], query_key: str) -> None:
+    """Checks the functions that make conversations, as the collector will.
+
+    Raises:
+        ConfigurationError: if one is no function, or takes other arguments, or nothing
+            sets a reward.
+    """
+    for name, of_group in (("rewards", False), ("group_rewards", True)):
+        read_functions(name, functions[name], of_group=of_group, query_key=query_key)
+    if functions["step"] is not None:
+        check_step(functions["step"])
+    elif not functions["rewards"] and not functions["group_rewards"]:
+        raise ConfigurationError(
+            "There is nothing to learn from: give rewards=... or group_rewards=..., "
+            "functions of a conversation and its task, or a step that sets rewards."
+        )
+    if functions["tools"] is not None:
+        Tools(functions["tools"])
+    system = functions["system_prompt"]
+    if system is not None and not isinstance(system, str):
+        raise ConfigurationError(f"system_prompt must be a text, got {system!r}.")
+    if functions["max_turns"] is not None:
+        check_count("max_turns", functions["max_turns"])
+
+
+def read_sampling(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a run's sampling parameters, with the defaults that it has others for.
+
+    Raises:
+        ConfigurationError: if there is one that the policy does not know.
+    """
+    mine = {
+        "max_new_tokens" if name == "max_tokens" else name: value
+        for name, value in check_mapping("generate_kwargs", given or {}).items()
+    }
+    check_numbers(mine)
+    if {"n", "num_return_sequences"} & mine.keys():
+        raise ConfigurationError(
+            "generate_kwargs has the number of responses to a prompt; give it as "
+            "group_size=...."
+        )
+    sampling = {**SAMPLING, **mine}
+    if sampling["max_new_tokens"] is not None:
+        check_count("max_new_tokens", sampling["max_new_tokens"])
+    if translate(sampling).engine.get("temperature") == 0:
+        warnings.warn(
+            "temperature=0 gives all responses of a group the same tokens, and unless "
+            "their tools or environments differ the same rewards, which teaches "
+            "nothing: give generate_kwargs a temperature above 0, such as 1.0. "
+            "Evaluation is greedy anyway.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return sampling
 
 
 def check_collector(collector: Any, prompts: Any, functions: Mapping[str, Any]) -> None:
@@ -244,3 +337,46 @@ def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> Non
                 f"in CUDA_VISIBLE_DEVICES=1,2,3 ray start ..., or name other nodes, as "
                 f"in launcher=RayLauncher(nodes=...)."
             )
+
+
+def check_sampling(
+    params: Mapping[str, Any], mode: LogProbsMode, capabilities: ServerCapabilities
+) -> None:
+    """Refuses sampling that servers cannot report; warns of what is not trained.
+
+    Args:
+        params: sampling parameters of the run.
+        mode: of its log-probs.
+        capabilities: of the servers.
+
+    Raises:
+        UnsupportedByServerError: if the mode is ``"behaviour"``, and the servers do not
+            report what tokens are drawn from.
+    """
+    checked = check_each(params, capabilities)
+    if mode == "behaviour":
+        request = GenerateRequest(input_ids=[0], logprobs_mode=mode)
+        plan_behaviour(request, checked, capabilities)
+        if changes_logits(checked, capabilities):
+            warnings.warn(
+                f"A penalty, a bias, min_new_tokens or a grammar among "
+                f"{sorted(checked)} changes what tokens are drawn from, and the "
+                f"trainer replays temperature and support alone: the first ratio is "
+                f"not 1. Leave it out, or give correction='decoupled_token_is'.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return
+    name = leaves_out(checked, capabilities)
+    if not name and temperature_of(checked, capabilities) not in (None, 1.0):
+        name = "temperature"
+    if name:
+        value = checked.get(name, capabilities.default_sampling_params.get(name))
+        warnings.warn(
+            f"Tokens are drawn with {name}={value!r}, and the whole vocabulary is "
+            f"trained at temperature 1: the gradient is that of another policy. Give "
+            f"logprobs_mode='behaviour', which trains what is drawn from, or "
+            f"generate_kwargs with temperature=1.0 alone.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

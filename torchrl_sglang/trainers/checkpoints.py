@@ -89,7 +89,12 @@ class Checkpoints:
         self._keep = keep
         self._identity = dict(identity)
         self._ranks = ranks or TrainerRanks()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{folder} cannot be the folder of a run: {error}. Give another output."
+            ) from error
         # A group of its own: what is written in the background has collectives, too.
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized():

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
+from torchrl_sglang.collectors.groups.filter import make_filter
+from torchrl_sglang.collectors.scheduling.group_pool import OnStale
 from torchrl_sglang.objectives.advantages import TrajectoryReturn
-from torchrl_sglang.support.checks import check_keywords
-from torchrl_sglang.trainers.arguments import check_collector, check_prompts
+from torchrl_sglang.support.checks import check_choice, check_keywords
+from torchrl_sglang.trainers.arguments import (
+    check_collector,
+    check_functions,
+    check_prompts,
+)
 from torchrl_sglang.trainers.serving import Served
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0}
@@ -35,6 +41,7 @@ class Collecting:
     keep_group: Callable[..., bool] | None
     collector: Any
     seed: int
+    deterministic: bool
 
     def __post_init__(self) -> None:
         whole = {"agent": self.agent, "env": self.env}
@@ -43,6 +50,10 @@ class Collecting:
             check_prompts("prompts", self.prompts, self.query_key)
             if self.eval_prompts is not None:
                 check_prompts("eval_prompts", self.eval_prompts, self.query_key)
+            given = {**self.functions, **(self.collector or {})}
+            check_functions(given, self.query_key)
+        check_choice("on_stale", self.on_stale, get_args(OnStale))
+        make_filter(self.keep_group, of_agents=self.agent is not None)
         if isinstance(self.collector, Mapping):
             check_keywords("collector", self.collector, AsyncLLMCollector)
 
@@ -66,6 +77,7 @@ class Collecting:
             keep_group=self.keep_group,
             shuffle=hasattr(self.prompts, "__getitem__"),
             seed=self.seed,
+            deterministic=self.deterministic,
         )
 
     def make_held_out(self, served: Served, sampling: Mapping[str, Any]) -> Any:
@@ -76,7 +88,9 @@ class Collecting:
         policy, prompts = served.policy, list(self.eval_prompts)
         assert policy is not None
         if self.agent is None:
-            policy = policy.get_new_version(generate_kwargs={**sampling, **GREEDY})
+            policy = policy.get_new_version(
+                generate_kwargs={**sampling, **GREEDY}, logprobs_mode="model"
+            )
         return self._make(
             served,
             policy,

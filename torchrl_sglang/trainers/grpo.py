@@ -20,16 +20,21 @@ from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.packing import Packing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
 from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.trainers.arguments import (
     check_counts,
     check_dtype,
+    check_folder,
+    check_minibatches,
     check_placement,
     count_steps,
+    read_sampling,
 )
 from torchrl_sglang.trainers.checkpoints import Resume
 from torchrl_sglang.trainers.collecting import Collecting
+from torchrl_sglang.trainers.deterministic import check_repeatable
 from torchrl_sglang.trainers.methods import find_method
 from torchrl_sglang.trainers.optimizers import optimizer_of
 from torchrl_sglang.trainers.records import Records
@@ -37,9 +42,7 @@ from torchrl_sglang.trainers.report import flatten
 from torchrl_sglang.trainers.run import Run
 from torchrl_sglang.trainers.serving import Serving
 from torchrl_sglang.trainers.training import Training
-
-SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
-"""Sampling parameters, unless others are given."""
+from torchrl_sglang.types import LogProbsMode
 
 UNTOLD = ("self", "__class__", "model", "prompts", "eval_prompts")
 """Local names that a logger is not told of; those of arguments may be large."""
@@ -100,6 +103,12 @@ class GRPO(Run):
             such as ``"sdpa"`` or ``"flash_attention_2"``.
         replay_routing (bool): train a mixture of experts with the experts that the
             engine chose; see :func:`.replay_routing`. Defaults to False.
+        logprobs_mode (str): of the engine's log-probs, as for :class:`.SGLangWrapper`.
+            ``"behaviour"`` trains the distribution that tokens are drawn from, with any
+            ``temperature``, ``top_k``, ``top_p`` and ``min_p`` of ``generate_kwargs``:
+            see ``replay_sampling`` of :class:`.CorrectedGRPOLoss`. Evaluation is
+            greedy as ever. Defaults to ``"model"``, which is the same at temperature 1
+            without these, and warns of them.
         colocated (bool): servers on the trainer's GPUs. Defaults to False.
         engine (dict, str, list or RLSGLangEngine, optional): arguments of
             :meth:`.AsyncSGLang.from_pretrained`; the URL of a server that runs, a list
@@ -126,6 +135,10 @@ class GRPO(Run):
             10; None for none.
         seed (int): of weights of adapters, order of prompts and minibatches, and
             servers. Defaults to 0.
+        deterministic (bool): two runs on the same machine have the same tokens,
+            batches and weights, bit for bit; see the guide on runs that can be
+            repeated. It needs ``max_staleness=0`` and servers on GPUs. Defaults to
+            False.
 
     Raises:
         ConfigurationError: if an argument is wrong; nothing has been started.
@@ -187,6 +200,7 @@ class GRPO(Run):
         dtype: torch.dtype | str = torch.float32,
         attn_implementation: str | None = None,
         replay_routing: bool = False,
+        logprobs_mode: LogProbsMode = "model",
         colocated: bool = False,
         engine: Mapping[str, Any] | str | Sequence[str] | RLSGLangEngine | None = None,
         weight_sync: Mapping[str, Any] | None = None,
@@ -202,6 +216,7 @@ class GRPO(Run):
         project: str = "torchrl_sglang",
         show_samples: int | None = 10,
         seed: int = 0,
+        deterministic: bool = False,
     ) -> None:
         hyperparameters = flatten(
             {name: value for name, value in locals().items() if name not in UNTOLD}
@@ -222,11 +237,16 @@ class GRPO(Run):
             show_samples=(show_samples, 1),
             seed=(seed, 0),
         )
+        check_minibatches(minibatches, group_size * groups_per_batch)
         if resume != "auto":
             check_flag("resume", resume)
         check_placement(model, engine, colocated, max_staleness)
+        if check_flag("deterministic", deterministic):
+            check_repeatable(
+                engine, max_staleness=max_staleness, collector=collector, agent=agent
+            )
         steps = count_steps(steps, epochs, prompts, groups_per_batch)
-        sampling = {**SAMPLING, **(generate_kwargs or {})}
+        sampling = read_sampling(generate_kwargs)
         found = find_method(method)
         replays = check_flag("replay_routing", replay_routing)
         weight_sync = dict(weight_sync or {})
@@ -252,6 +272,7 @@ class GRPO(Run):
             keep_group=keep_group,
             collector=collector,
             seed=seed,
+            deterministic=deterministic,
         )
         serving = Serving(
             model=model,
@@ -259,12 +280,14 @@ class GRPO(Run):
             sampling=sampling,
             chat_template=chat_template,
             token_columns=(ROUTED_EXPERTS,) if replays else (),
+            logprobs_mode=check_logprobs_mode(logprobs_mode),
             has_agent=agent is not None,
             gateway=gateway,
             colocated=colocated,
             lora=lora,
             weights_by_file="directory" in weight_sync,
             seed=seed,
+            deterministic=deterministic,
         )
         if lr is None:
             lr = 1e-6 if lora is None else 1e-5
@@ -291,7 +314,7 @@ class GRPO(Run):
             attn_implementation=attn_implementation,
         )
         records = Records(
-            folder=Path(output),
+            folder=check_folder("output", output),
             identity={
                 "model": "given" if isinstance(model, nn.Module) else os.fspath(model),
                 "group_size": group_size,
@@ -319,6 +342,7 @@ class GRPO(Run):
                 trajectory_return=collecting.trajectory_return,
             ),
             seed=seed,
+            deterministic=deterministic,
         )
         self.eval_every, self.checkpoint_every = eval_every, checkpoint_every
 

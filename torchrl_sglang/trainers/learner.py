@@ -36,9 +36,14 @@ from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
 from torchrl_sglang.objectives.routing import EXPERTS, replay_of, replaying
-from torchrl_sglang.objectives.support import warn_of_sampling
+from torchrl_sglang.objectives.sampling import replay_sampling
+from torchrl_sglang.objectives.support import (
+    SAMPLING_KEYS,
+    Drawn,
+    warn_of_sampling,
+)
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
-from torchrl_sglang.support.checks import check_count
+from torchrl_sglang.support.checks import check_count, check_positive
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import set_learning_rates
 from torchrl_sglang.trainers.passes import cut_by_tokens, needs_no_pass
@@ -54,6 +59,7 @@ TRAINING_KEYS = (
     POLICY_VERSIONS,
     REWARD,
     EXPERTS,
+    *SAMPLING_KEYS,
 )
 """Columns of a batch that training reads, where it has them."""
 
@@ -125,6 +131,8 @@ class Learner:
             ("max_skipped_steps", max_skipped_steps, 0),
         ):
             check_count(name, count, least=least)
+        if clip_grad_norm is not None:
+            check_positive("clip_grad_norm", clip_grad_norm)
         if not callable(getattr(loss, "accumulate", None)):
             hint = ""
             if isinstance(loss, GRPOLoss):
@@ -190,13 +198,7 @@ class Learner:
             NotFiniteError: after more than ``max_skipped_steps`` such steps in a row,
                 or if the weights are not finite.
         """
-        if "advantage" not in batch.keys():
-            raise ConfigurationError(
-                "The batch has no 'advantage'; compute it first, for instance with "
-                "GroupAdvantage(group_size)."
-            )
-        warn_of_sampling(batch)
-        rows = batch.select(*TRAINING_KEYS, strict=False)
+        rows = self._select(batch)
         scored = rows.get(("log_probs", "full"), as_list=True)
         known = [i for i, each in enumerate(scored) if each.isfinite().any()]
         metrics = {"train/unscored": 1 - len(known) / len(rows)}
@@ -219,6 +221,17 @@ class Learner:
         if replay is not None:
             metrics["train/flipped_experts"] = replay.flipped
         return metrics | {name: sum(v) / len(v) for name, v in sums.items()}
+
+    def _select(self, batch: TensorDictBase) -> TensorDictBase:
+        """Returns the columns of a batch that training reads."""
+        if "advantage" not in batch.keys():
+            raise ConfigurationError(
+                "The batch has no 'advantage'; compute it first, for instance with "
+                "GroupAdvantage(group_size)."
+            )
+        if not hasattr(self.loss, "sampling_of"):
+            warn_of_sampling(batch)
+        return batch.select(*TRAINING_KEYS, strict=False)
 
     def _any_rank(self, value: bool) -> bool:
         return not self.ranks.all_true(not value)
@@ -350,7 +363,7 @@ class Learner:
         for part, counts in ranks.same_number(parts):
             chosen = [rows[index] for index in part]
             inputs = LazyStackedTensorDict(*chosen).select(
-                "tokens", "masks", EXPERTS, strict=False
+                "tokens", "masks", EXPERTS, *SAMPLING_KEYS, strict=False
             )
             # A reference routes by itself.
             own = place != TRAIN_LOG_PROBS
@@ -365,9 +378,17 @@ class Learner:
             # and the passes that follow would make wrong gradients for them.
             model.reshard()
 
+    def _sampling_of(self, inputs: TensorDictBase) -> Drawn | None:
+        """Returns what tokens were drawn from, if the loss replays that."""
+        sampling_of = getattr(self.loss, "sampling_of", None)
+        return None if sampling_of is None else sampling_of(inputs)
+
     def _score_padded(self, model: Any, inputs: TensorDictBase) -> Any:
         """Returns the log-probs of all tokens, a tensor for each row."""
         actor = scorer(model, self.actor.tokenizer)
+        if self._sampling_of(inputs) is not None:
+            with replay_sampling(actor):
+                return actor(inputs).get(("log_probs", "full"), as_list=True)
         return actor(inputs).get(("log_probs", "full"), as_list=True)
 
     def _score_packed(self, model: Any, inputs: TensorDictBase) -> Any:
@@ -382,7 +403,8 @@ class Learner:
         mask = read_mask(inputs, self.loss.masking_strategy, width)
         if self._correct is not None:
             mask = mask | read_mask(inputs, self._correct.masking_strategy, width)
-        found = packed_terms(model, tokens, real, mask).log_prob
+        sampling = self._sampling_of(inputs)
+        found = packed_terms(model, tokens, real, mask, sampling=sampling).log_prob
         return [
             each[width - length :]
             for each, length in zip(found, lengths.tolist(), strict=True)

@@ -55,7 +55,7 @@ def load_model(
 
     Raises:
         ConfigurationError: if ``lora`` is given and PEFT is not installed, or the model
-            has no such attention.
+            is not found or has no such attention.
     """
     ranks = ranks or TrainerRanks()
     found: Any = model
@@ -93,6 +93,11 @@ def load_model(
 def _read(name: str, options: Mapping[str, Any]) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(name, **options)
+    except OSError as error:
+        raise ConfigurationError(
+            f"model={name!r} cannot be loaded: {error} Give a folder with config.json "
+            f"and weights, or a name on the hub."
+        ) from error
     except (ImportError, ValueError) as error:
         attention = options.get("attn_implementation")
         if attention is None:
@@ -112,15 +117,22 @@ def _without_memory(name: str, options: Mapping[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def _add_adapter(model: Any, lora: Mapping[str, Any]) -> Any:
+def check_adapter(lora: Mapping[str, Any]) -> None:
+    """Raises :class:`.ConfigurationError` if no adapter can be made."""
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
     except ImportError as error:
         raise ConfigurationError(
-            f"lora={dict(lora)!r} needs PEFT: {error}. Install it with pip install "
-            f"torchrl_sglang[lora]."
+            f"lora={dict(lora)!r} needs PEFT: {error}. Install it with "
+            f"pip install peft."
         ) from error
     check_keywords("lora", lora, LoraConfig)
+
+
+def _add_adapter(model: Any, lora: Mapping[str, Any]) -> Any:
+    check_adapter(lora)
+    from peft import LoraConfig, get_peft_model
+
     defaults = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return get_peft_model(model, LoraConfig(**{**defaults, **lora}))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +27,7 @@ from torchrl_sglang.trainers.checkpoints import (
     set_random_state,
 )
 from torchrl_sglang.trainers.collecting import Collecting
+from torchrl_sglang.trainers.deterministic import deterministic_algorithms
 from torchrl_sglang.trainers.learner import Learner
 from torchrl_sglang.trainers.models import load_tokenizer, save_model
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
@@ -60,6 +61,7 @@ class Run:
         weight_sync: arguments of the scheme.
         advantage: of a batch.
         seed: of adapters' weights and minibatches.
+        deterministic: whether torch computes the same bits twice.
     """
 
     ranks: TrainerRanks
@@ -76,6 +78,8 @@ class Run:
     """Takes the optimizer steps."""
     scheme: SGLangWeightSyncScheme
     """Sends the weights."""
+    hyperparameters: Mapping[str, Any]
+    """What the logger is told of the arguments."""
     collector: Any
     """Iterated over on each rank."""
     collector_here: Any
@@ -98,10 +102,12 @@ class Run:
         weight_sync: dict[str, Any],
         advantage: GroupAdvantage,
         seed: int,
+        deterministic: bool,
     ) -> None:
         self._serving, self._collecting = serving, collecting
         self._training, self._records = training, records
         self._weight_sync, self._seed = weight_sync, seed
+        self._deterministic = deterministic
         self.advantage = advantage
         self.folder, self.hyperparameters = records.folder, records.hyperparameters
         self.sampling, self.colocated = serving.sampling, serving.colocated
@@ -145,6 +151,8 @@ class Run:
         stack.callback(self.ranks.end)
         stack.enter_context(_quiet())
         self.clock = PhaseClock()
+        if self._deterministic:
+            stack.enter_context(deterministic_algorithms())
         torch.manual_seed(self._seed)
         # Errors are found before servers are started, which takes minutes.
         self._open_records(stack)

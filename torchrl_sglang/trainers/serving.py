@@ -14,6 +14,7 @@ from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.model_info import find_experts, load_model_config
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.launch.gpus import visible_devices
+from torchrl_sglang.chat.choose import check_template
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -21,11 +22,13 @@ from torchrl_sglang.requests.token_columns import check_columns, find_columns
 from torchrl_sglang.support.checks import check_keywords
 from torchrl_sglang.trainers.arguments import (
     check_gpus,
+    check_sampling,
     connect_arguments,
     server_arguments,
 )
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.trainers.report import tell
+from torchrl_sglang.types import LogProbsMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,14 +53,18 @@ class Serving:
     chat_template: str | None
     token_columns: tuple[str, ...]
     """Names of what the servers report of each token, beside its log-prob."""
+    logprobs_mode: LogProbsMode
     has_agent: bool
     gateway: Mapping[str, Any] | None
     colocated: bool
     lora: Mapping[str, Any] | None
     weights_by_file: bool
     seed: int
+    deterministic: bool
 
     def __post_init__(self) -> None:
+        if self.chat_template is not None:
+            check_template(self.chat_template)
         if self.gateway is not None:
             check_keywords("gateway", self.gateway, Gateway)
 
@@ -66,9 +73,11 @@ class Serving:
         engine = self._start_engine(stack, ranks)
         columns = find_columns(self.token_columns)
         check_columns(columns, self.sampling, engine.capabilities)
+        check_sampling(self.sampling, self.logprobs_mode, engine.capabilities)
         policy = SGLangWrapper(
             engine,
             token_columns=columns,
+            logprobs_mode=self.logprobs_mode,
             input_mode="history",
             generate_kwargs=self.sampling,
             chat_template=self.chat_template,
@@ -81,6 +90,7 @@ class Serving:
             "chat_template": self.chat_template,
             "default_sampling_params": self.sampling,
             "token_columns": columns,
+            "logprobs_mode": self.logprobs_mode,
             **(self.gateway or {}),
         }
         gateway = stack.enter_context(Gateway(engine, **arguments))
@@ -93,7 +103,7 @@ class Serving:
         if (running := connect_arguments(given)) is not None:
             return stack.enter_context(AsyncSGLang.connect(**running))
         arguments = server_arguments(
-            {**self._columns_of_servers(), **(given or {})},
+            self._of_servers(given or {}),
             ranks,
             colocated=self.colocated,
             lora=self.lora,
@@ -108,14 +118,20 @@ class Serving:
             check_gpus(engine.placements, visible_devices()[: ranks.local_size])
         return engine
 
-    def _columns_of_servers(self) -> dict[str, Any]:
-        """Returns the arguments of servers that report token columns."""
+    def _of_servers(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns arguments of servers that report what this run reads."""
+        found = dict(given)
+        if self.deterministic:
+            found = {"deterministic": True, **found}
+        if self.logprobs_mode == "behaviour":
+            after = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+            found["environment"] = {**after, **(found.get("environment") or {})}
         if not self.token_columns:
-            return {}
+            return found
         path = os.fspath(self.model)
         if find_experts(load_model_config(path)) is None:
             raise ConfigurationError(
                 f"replay_routing=True is for mixtures of experts, and {path!r} is "
                 f"none; leave it out."
             )
-        return {"enable_return_routed_experts": True}
+        return {"enable_return_routed_experts": True, **found}

@@ -13,10 +13,10 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig
 from torchrl_sglang.objectives.packing import Packing, check_packing
 from torchrl_sglang.objectives.transform import MaskingStrategy, OffPolicyCorrection
-from torchrl_sglang.support.checks import check_keywords
+from torchrl_sglang.support.checks import check_keywords, check_positive
 from torchrl_sglang.trainers.learner import Learner
 from torchrl_sglang.trainers.methods import Method
-from torchrl_sglang.trainers.models import load_model, scorer
+from torchrl_sglang.trainers.models import check_adapter, load_model, scorer
 from torchrl_sglang.trainers.optimizers import make_schedule
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
@@ -49,11 +49,16 @@ class Training:
 
     def __post_init__(self) -> None:
         check_packing(self.packing)
+        check_positive("kl_to_ref_coeff", self.kl_to_ref_coeff, zero=True)
+        if self.clip_grad_norm is not None:
+            check_positive("clip_grad_norm", self.clip_grad_norm)
         if callable(self.loss) and self.packing != "auto":
             raise ConfigurationError(
                 f"packing={self.packing!r} is an argument of the loss, and loss is a "
                 f"function that makes one; give it there."
             )
+        if self.lora is not None:
+            check_adapter(self.lora)
         if isinstance(self.loss, Mapping):
             check_keywords("loss", self.loss, self.method.loss)
         nothing = torch.optim.SGD([nn.Parameter(torch.zeros(1))])

@@ -104,7 +104,10 @@ def named(tokenizer, name, template):
 def test_which_template(tokenizer, name, own, chosen):
     tokenizer = named(tokenizer, name, own)
     assert choose_template(tokenizer, by_model=True) == chosen
-    assert choose_template(tokenizer, by_model=True, template="x") == "x"
+    mine = "{{ messages }}"
+    assert choose_template(tokenizer, by_model=True, template=mine) == mine
+    with pytest.raises(ConfigurationError, match="the text of a file"):
+        choose_template(tokenizer, template="chat.jinja")
     if own is not None:
         # As a gateway chooses.
         assert choose_template(tokenizer) == own

@@ -413,6 +413,21 @@ def test_a_batch_keeps_so_many_ranks_busy():
     assert larger.ranks == 32
 
 
+@pytest.mark.parametrize(
+    ("gpus", "wish", "reason"),
+    [
+        (8, {"tp_size": 3}, "tp_size=3 does not divide"),
+        (2, {"tp_size": 4}, "No machine has the tp_size=4 GPUs"),
+        (16, {"place": "colocated"}, "on one machine, and these are on 2"),
+    ],
+)
+def test_a_wish_that_no_memory_would_fulfil(gpus, wish, reason):
+    found = arrange(read_shape(QWEN_7B), Cluster(gpus=gpus), Workload(), **wish)
+    assert isinstance(found, NothingFits)
+    assert reason in found.reasons[0]
+    assert found.remedies
+
+
 def test_what_would_fit_does():
     shape, cluster = read_shape(QWEN_7B), Cluster(gpus=1)
     found = arrange(shape, cluster, Workload())

@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "speculative_num_draft_tokens": SPECULATIVE_STEPS + 1,
     },
     "quantized_engine": {"cuda_devices": [0], "quantization": "fp8"},
+    "deterministic_engine": {"cuda_devices": [0], "deterministic": True},
     "sleeping_engine": {
         "cuda_devices": [GPUS - 1],
         "enable_memory_saver": True,
@@ -123,6 +124,12 @@ def draft_engine(gpu_servers: dict[str, AsyncSGLang]) -> AsyncSGLang:
 def quantized_engine(gpu_servers: dict[str, AsyncSGLang]) -> AsyncSGLang:
     """A server that quantised the weights that it loaded."""
     return gpu_servers["quantized_engine"]
+
+
+@pytest.fixture
+def deterministic_engine(gpu_servers: dict[str, AsyncSGLang]) -> AsyncSGLang:
+    """A server in deterministic mode."""
+    return gpu_servers["deterministic_engine"]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 from helpers.gpu import NEEDS_GPU
 
 from torchrl_sglang.objectives import token_kernels
+from torchrl_sglang.objectives.support import Drawn
 from torchrl_sglang.objectives.token_terms import token_terms
 
 pytestmark = NEEDS_GPU
@@ -14,10 +15,10 @@ pytestmark = NEEDS_GPU
 ROWS = 33
 
 
-def expected(logits, tokens, weights, entropy):
+def expected(logits, tokens, temperatures, weights, entropy):
     """Returns log-probs, entropies and the gradient, by PyTorch's autograd."""
     leaf = logits.double().requires_grad_()
-    values = leaf.log_softmax(-1)
+    values = (leaf / temperatures.double()[:, None]).log_softmax(-1)
     log_probs = values.gather(-1, tokens[:, None])[:, 0]
     entropies = -(values.exp() * values.clamp_min(-1e4)).sum(-1)
     total = log_probs @ weights[0].double()
@@ -35,22 +36,25 @@ def test_the_kernels(width, dtype, entropy):
     with torch.device("cuda"):
         logits = (3 * torch.randn(ROWS, width)).to(dtype)
         tokens = torch.randint(50, width, (ROWS,))
-        weights = torch.randn(2, ROWS)
+        weights, temperatures = torch.randn(2, ROWS), 0.5 + torch.rand(ROWS)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        counts = torch.zeros(ROWS, dtype=torch.int64)
     # A model can leave tokens out.
     logits[0, :50] = -torch.inf
     assert token_kernels.fits(logits)
-    known = expected(logits, tokens, weights, entropy)
+    known = expected(logits, tokens, temperatures, weights, entropy)
+    drawn = Drawn(temperatures=temperatures, counts=counts, ids=nothing)
     leaf = logits.clone().requires_grad_()
     # A step between: what is written over must not be a leaf.
-    found = token_terms(leaf * 1, tokens, entropy=entropy)
+    found = token_terms(leaf * 1, tokens, entropy=entropy, sampling=drawn)
     total = found[0] @ weights[0] + found[1] @ weights[1]
     total.backward()
     torch.testing.assert_close(found[0].double(), known[0], rtol=1e-5, atol=1e-5)
     if entropy:
         torch.testing.assert_close(found[1].double(), known[1], rtol=1e-5, atol=1e-4)
     error = (leaf.grad.double() - known[2]).abs().max()
-    # Gradients are between -8 and 8.
-    assert error < 16 * torch.finfo(dtype).eps
+    # Gradients are between -8 and 8, over temperatures of at least 0.5.
+    assert error < 32 * torch.finfo(dtype).eps
 
 
 def test_what_they_cannot():

@@ -131,6 +131,9 @@ def test_functions(train, tmp_path, monkeypatch):
         ([CPU, "step=nowhere:f"], "step='nowhere:f' names no function: No module"),
         ([CPU, "env=gsm8k:wrong"], "env='gsm8k:wrong' names no function: module"),
         ([CPU, "rewards=right"], "Write MODULE:FUNCTION"),
+        ([CPU, "chat_template=nowhere.jinja"], "there is no such file"),
+        # The hub is not asked for a file.
+        ([CPU, "prompts=nowhere.jsonl"], "there is no file 'nowhere.jsonl'"),
     ],
 )
 def test_what_is_refused(train, arguments, message):
@@ -157,6 +160,13 @@ def test_files_of_prompts(train, tmp_path):
     path.write_text("{")
     with pytest.raises(ConfigurationError, match="prompts=.* cannot be read"):
         train.read_prompts("prompts", given, here)
+
+
+def test_a_chat_template_is_a_file_beside_the_yaml_file(train, tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    (tmp_path / "run.yaml").write_text("chat_template: chat.jinja\n")
+    given = train.read_arguments([str(tmp_path / "run.yaml")])
+    assert given == {"chat_template": "{{ messages }}"}
 
 
 def test_parquet(train, tmp_path, monkeypatch):

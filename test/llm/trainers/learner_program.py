@@ -26,6 +26,7 @@ KINDS = {
     "one step": {"correct": "decoupled_token_is"},
     "two steps": {"correct": "decoupled_token_is", "epochs": 2},
     "reference": {"reference": 2},
+    "replayed": {"correct": "decoupled_token_is", "epochs": 2, "drawn": True},
 }
 
 
@@ -35,8 +36,26 @@ def make_model(ranks: TrainerRanks, seed: int = 1):
     return model if ranks.size == 1 else shard(model, ranks, CPU)
 
 
-def update(rows, ranks: TrainerRanks, *, correct=None, reference=None, epochs=1):
+def with_supports(row):
+    """Returns a row whose last tokens were each drawn from three, at another T."""
+    tokens, drawn = row["tokens", "full"], row["masks", "all_assistant_mask"]
+    kept = (tokens[drawn].unsqueeze(-1) + torch.tensor([0, 3, 5])) % 50
+    return row.copy().update(
+        {
+            "sampling_support": {
+                "full": torch.cat([tokens[drawn, None], kept[:, 1:]], -1).flatten(),
+                "full_counts": drawn.long() * 3,
+            },
+            "sampling_temperature": {"full": torch.where(drawn, 0.7, 1.0)},
+        }
+    )
+
+
+def update(
+    rows, ranks: TrainerRanks, *, correct=None, reference=None, epochs=1, drawn=False
+):
     """Returns the weights after a batch."""
+    rows = [with_supports(row) for row in rows] if drawn else rows
     model = make_model(ranks)
     loss = CorrectedGRPOLoss(
         scorer(model, TOKENIZER),

@@ -335,7 +335,7 @@ def test_ranks_with_a_sharded_model_have_the_update_of_one_process():
     path = os.pathsep.join(map(str, folders))
     printed = run_ranks(program, PYTHONPATH=path)
     found = json.loads(printed.splitlines()[-1])
-    assert found.keys() == {"one step", "two steps", "reference"}
+    assert found.keys() == {"one step", "two steps", "reference", "replayed"}
     assert max(found.values()) < 1e-5
 
 

@@ -24,7 +24,6 @@ if __name__ == "__main__":
         model,
         prompts=[{"query": f"Say {n}.", "number": n} for n in range(24)],
         rewards=few_tokens,
-        generate_kwargs={"max_new_tokens": 12},
         group_size=4,
         groups_per_batch=4,
         steps=int(steps),
@@ -33,5 +32,5 @@ if __name__ == "__main__":
         engine=url,
         output=folder,
         resume="auto",
-        **options,
+        **{"generate_kwargs": {"max_new_tokens": 12}, **options},
     ).train()

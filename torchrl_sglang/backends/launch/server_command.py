@@ -90,6 +90,12 @@ def make_server_command(
             f"device={device!r} is not one that a server can be started on; give "
             f"'cuda' or 'cpu'."
         )
+    if device == "cpu" and to_python(arguments.get("enable_deterministic_inference")):
+        raise ConfigurationError(
+            "deterministic=True (enable_deterministic_inference) is for servers on "
+            "GPUs: SGLang's kernels for CPUs have no such mode, and ignore seeds. "
+            "Start the servers with device='cuda', or leave it out."
+        )
     _check_local_model(model)
     _check_nodes(arguments)
     secrets = _take_secrets(arguments)

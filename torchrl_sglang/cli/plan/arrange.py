@@ -139,6 +139,8 @@ def arrange(
     """
     for each in _candidates(shape, cluster, work, tokens, tp_size, place):
         return each
+    if (wish := _impossible(shape, cluster, tp_size, place)) is not None:
+        return wish
     return NothingFits(
         reasons=_reasons(shape, cluster, work),
         remedies=tuple(_remedies(shape, cluster, work)),
@@ -281,6 +283,32 @@ def _tp_sizes(shape: Shape, most: int, given: int | None) -> list[int]:
 
 def _holds_a_group(server: ServerMemory, work: Workload) -> bool:
     return server.tokens >= min(work.group_size, FEWEST_SEQUENCES) * work.sequence
+
+
+def _impossible(
+    shape: Shape, cluster: Cluster, tp_size: int | None, place: Place | None
+) -> NothingFits | None:
+    """Says which wish no memory would fulfil."""
+    if tp_size is not None and shape.heads % tp_size:
+        return NothingFits(
+            reasons=(f"tp_size={tp_size} does not divide {shape.heads} heads.",),
+            remedies=("Another --tp-size, or none: the fewest GPUs that fit.",),
+        )
+    if tp_size is not None and tp_size > min(cluster.gpus, cluster.per_node):
+        return NothingFits(
+            reasons=(f"No machine has the tp_size={tp_size} GPUs of a server.",),
+            remedies=("Another --tp-size, or none: the fewest GPUs that fit.",),
+        )
+    if place == "colocated" and cluster.nodes > 1:
+        reason = (
+            f"Servers share the trainer's GPUs on one machine, and these are on "
+            f"{cluster.nodes}."
+        )
+        return NothingFits(
+            reasons=(reason,),
+            remedies=("--place separate, or the GPUs of one machine.",),
+        )
+    return None
 
 
 def _reasons(shape: Shape, cluster: Cluster, work: Workload) -> tuple[str, ...]:

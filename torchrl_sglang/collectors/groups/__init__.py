@@ -1,8 +1,9 @@
 """Makes groups: several conversations about one element of the prompts.
 
-``functions.py`` runs the ``conversations.py`` of plain functions,
-with ``tools.py`` and ``rewards.py``, and ``rows.py`` writes them; ``agents.py`` runs
-agents that talk to a gateway; ``environments.py`` steps environments of TorchRL.
-``versions.py`` counts the weight updates for all of them, ``user_functions.py`` names a
-function of the user in errors, and ``endings.py`` calls what a conversation left.
+``make.py`` chooses one of three kinds: ``functions.py`` runs the ``conversations.py``
+of plain functions, with ``tools.py`` and ``rewards.py``, and ``rows.py`` writes them;
+``agents.py`` runs agents that talk to a gateway; ``environments.py`` steps
+environments of TorchRL. ``versions.py`` counts the weight updates for all of them,
+``user_functions.py`` names a function of the user in errors, and ``endings.py`` calls
+what a conversation left.
 """

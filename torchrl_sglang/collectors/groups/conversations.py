@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from torchrl._utils import logger as torchrl_logger
@@ -23,6 +24,7 @@ from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.policies.turns import EncodedPrompt, TurnCodec, TurnResponse
+from torchrl_sglang.requests.seeds import SeedOf
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
 
@@ -150,7 +152,7 @@ class Conversations:
         self._timeouts = timeouts
         self._blocking = blocking
         if step is not None:
-            check_call(_STEP.format(name_of(step)), step, "conversation", "task")
+            check_step(step)
 
     def begin(self, task: Task, size: int) -> list[Conversation]:
         """Returns the conversations of a group, before their first response.
@@ -183,12 +185,20 @@ class Conversations:
         *,
         session_id: str,
         policy_version: Callable[[], int],
+        seed_of: SeedOf | None = None,
     ) -> None:
-        """Runs a conversation to its end."""
+        """Runs a conversation to its end; ``seed_of`` gives its responses' seeds."""
+        respond = partial(
+            self._respond,
+            conversation,
+            session_id=session_id,
+            policy_version=policy_version,
+            seed_of=seed_of,
+        )
         said: list[Message] | None = []
         while said is not None:
             conversation.messages.extend(said)
-            if not await self._respond(conversation, session_id, policy_version):
+            if not await respond():
                 conversation.truncated = True
                 return
             said = await self._reply(conversation)
@@ -226,8 +236,10 @@ class Conversations:
     async def _respond(
         self,
         conversation: Conversation,
+        *,
         session_id: str,
         policy_version: Callable[[], int],
+        seed_of: SeedOf | None,
     ) -> bool:
         """Adds a response; returns False if the context has no room for one."""
         turns = conversation.turns
@@ -243,6 +255,7 @@ class Conversations:
             response = await self._codec.respond(
                 prompt,
                 sample=conversation.sample,
+                seed=seed_of and seed_of(len(turns), prompt.token_ids),
                 session_id=session_id,
                 timeout=self._timeouts.turn,
             )
@@ -288,6 +301,16 @@ class Conversations:
         if self._system_prompt is None:
             return messages
         return [{"role": "system", "content": self._system_prompt}, *messages]
+
+
+def check_step(step: Step) -> None:
+    """Raises :class:`.ConfigurationError` if a step cannot be called as it will be."""
+    if not callable(step):
+        raise ConfigurationError(
+            f"step={step!r} must be a function of a conversation and its task, which "
+            f"returns what the user says next."
+        )
+    check_call(_STEP.format(name_of(step)), step, "conversation", "task")
 
 
 def to_messages(said: Any, name: str) -> list[Message]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import describe, together
 from torchrl_sglang.types import Completion
@@ -189,6 +190,7 @@ class EnvironmentGroups:
         size: int,
         timeouts: CollectorTimeouts,
         blocking: BlockingCalls,
+        seeds: SampleSeeds | None = None,
     ) -> None:
         if isinstance(make_env, EnvBase) or not callable(make_env):
             raise ConfigurationError(
@@ -209,6 +211,7 @@ class EnvironmentGroups:
             key if isinstance(key, str) else key[0] for key in policy.out_keys
         )
         self._versions = versions
+        self._seeds = seeds
         self._timeouts = timeouts
         self._blocking = blocking
 
@@ -232,14 +235,18 @@ class EnvironmentGroups:
         """Returns the complete conversations about a task."""
         check_task(task, self._columns)
 
-        async def one() -> Episode:
+        async def one(sample: int) -> Episode:
+            seed_of = seeds_at(self._seeds, position, sample)
             async with turn():
-                return await self._run_episode(task, policy_version)
+                return await self._run_episode(task, policy_version, seed_of)
 
-        return await together(one() for _ in range(self.size))
+        return await together(one(sample) for sample in range(self.size))
 
     async def _run_episode(
-        self, task: Mapping[str, Any], policy_version: Callable[[], int]
+        self,
+        task: Mapping[str, Any],
+        policy_version: Callable[[], int],
+        seed_of: SeedOf | None,
     ) -> Episode:
         """Runs one conversation; its environment is not used again if it fails."""
         environment = await self._get()
@@ -248,7 +255,7 @@ class EnvironmentGroups:
             prompt = await self._use(environment, "reset", self._reset, task)
             while prompt is not None:
                 version = policy_version()
-                completion = await self._respond(prompt)
+                completion = await self._respond(prompt, len(episode), seed_of)
                 row, prompt = await self._use(
                     environment, "stepped", self._step, prompt, completion
                 )
@@ -305,12 +312,17 @@ class EnvironmentGroups:
         with naming(f"The environment, when it was {what},"):
             return await self._blocking.run(function, seconds=self._timeouts.step)
 
-    async def _respond(self, prompt: _Observation) -> Completion:
+    async def _respond(
+        self, prompt: _Observation, turn: int, seed_of: SeedOf | None
+    ) -> Completion:
+        asked = prompt.requests
+        if seed_of is not None:
+            asked = [_with_seed(each, seed_of(turn, each.input_ids)) for each in asked]
         self.generating.add(1)
         try:
             (completion,) = await ask_async(
                 self.policy.model,
-                prompt.requests,
+                asked,
                 tokenizer=self.policy.tokenizer,
                 timeout=self._timeouts.turn,
             )
@@ -385,6 +397,11 @@ class EnvironmentGroups:
         """Closes all environments, and ends the threads."""
         self._blocking.close()
         self._environments.close()
+
+
+def _with_seed(request: SampleRequest, seed: int) -> SampleRequest:
+    params = {**request.sampling_params, "sampling_seed": seed}
+    return replace(request, sampling_params=params)
 
 
 def _check(env: Any) -> EnvBase:

@@ -18,6 +18,7 @@ from torchrl_sglang.collectors.groups.rows import (
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.collection import TokenSpan
+from torchrl_sglang.requests.seeds import SampleSeeds, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
 
@@ -41,6 +42,7 @@ class FunctionGroups:
         versions: of the policy.
         size: conversations of a group.
         blocking: threads of their functions, which end with them.
+        seeds: of their responses; ``None``: the policy's.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class FunctionGroups:
         *,
         size: int,
         blocking: BlockingCalls,
+        seeds: SampleSeeds | None = None,
     ) -> None:
         self.size = size
         self.generating = conversations.generating
@@ -60,6 +63,7 @@ class FunctionGroups:
         self._rewards = rewards
         self._writer = writer
         self._versions = versions
+        self._seeds = seeds
         check_names(rewards.names, writer.columns, "a reward")
         self._columns = writer.columns | frozenset(rewards.names)
 
@@ -84,6 +88,7 @@ class FunctionGroups:
                     conversation,
                     session_id=f"group-{position}",
                     policy_version=policy_version,
+                    seed_of=seeds_at(self._seeds, position, conversation.sample),
                 )
 
         try:

@@ -289,6 +289,16 @@ class Collection:
     def set_version(self, version: int) -> None:
         """Begins a new policy version."""
         with self.changed:
+            early = self.pool.running + self.pool.ready if self.pool.in_order else 0
+            if early:
+                self.end(
+                    CollectionError(
+                        f"The weights changed while {early} groups of the version "
+                        f"before were not taken, and how far those were depends on "
+                        f"timing. With deterministic=True, take batches_per_update "
+                        f"batches between two weight updates."
+                    )
+                )
             self.pool.set_version(version)
             self._mark_batch()
             self.changed.notify_all()

@@ -85,6 +85,29 @@ def must_wait(
     return any(consumed + size - each > limits.capacity for each in started)
 
 
+def may_take_in_order(
+    ready: Sequence[int], unfinished: Iterable[int], size: int
+) -> bool:
+    """Returns whether the first complete groups are those of any timing.
+
+    They are, once no group before the last of them can still be complete.
+
+    Args:
+        ready: positions of the prompts of complete groups, in ascending order.
+        unfinished: positions of those that run or start again.
+        size: groups of the batch.
+
+    Examples:
+        >>> may_take_in_order([0, 2, 3], [4], 2)
+        True
+        >>> may_take_in_order([0, 2, 3], [1], 2)
+        False
+    """
+    if len(ready) < size:
+        return False
+    return not size or all(each > ready[size - 1] for each in unfinished)
+
+
 def choose_groups(
     limits: Limits,
     *,

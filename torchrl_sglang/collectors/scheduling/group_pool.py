@@ -14,6 +14,7 @@ from torchrl_sglang.collectors.scheduling.admission import (
     Limits,
     choose_groups,
     free_groups,
+    may_take_in_order,
     must_wait,
 )
 from torchrl_sglang.collectors.scheduling.pace import Pace
@@ -50,6 +51,8 @@ class GroupPool(Generic[T]):
         total: groups to consume; -1 for no end.
         on_close: called with the position of each prompt that is done.
         pace: measures groups and trainer.
+        in_order: batches are of the first groups in the order of prompts, whichever
+            are complete first.
 
     Attributes:
         total (int): groups to consume.
@@ -68,8 +71,10 @@ class GroupPool(Generic[T]):
         total: int = -1,
         on_close: Callable[[int], None] | None = None,
         pace: Pace | None = None,
+        in_order: bool = False,
     ) -> None:
         self.limits = limits
+        self.in_order = in_order
         self.pace = pace or Pace(limits)
         self.version = 0
         self.order = PromptOrder(on_close)
@@ -189,6 +194,12 @@ class GroupPool(Generic[T]):
             consumed=self.consumed,
             size=size,
             started=self._awaited(),
+        ):
+            return None
+        if self.in_order and not may_take_in_order(
+            [group.position for group in self._ready],
+            (*self._running, *self.order.to_repeat),
+            size,
         ):
             return None
         places = choose_groups(

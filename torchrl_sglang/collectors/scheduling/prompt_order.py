@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -37,6 +37,11 @@ class PromptOrder:
     def waiting(self) -> int:
         """Number of positions that are to be handed out again."""
         return len(self._waiting)
+
+    @property
+    def to_repeat(self) -> Sequence[int]:
+        """Positions that are to be handed out again, in no order."""
+        return tuple(self._waiting)
 
     def take(self) -> int:
         """Returns the position to start next, which is open from now on."""

@@ -1,0 +1,132 @@
+"""A run that trains the distribution that its tokens were drawn from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers.forked_starts import trainer_python
+
+from torchrl_sglang import GRPO
+from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+
+# TorchRL's own, about what is deprecated in torch.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PROGRAM = Path(__file__).with_name("train_program.py")
+PROMPTS = [{"query": f"Say {n}.", "number": n} for n in range(24)]
+SAMPLING = {
+    "max_new_tokens": 12,
+    "temperature": 0.7,
+    "top_k": 50,
+    "top_p": 0.9,
+    "min_p": 0.02,
+}
+
+
+def different(conversation, task):
+    return float(sum(conversation.turns[-1].token_ids) % 97)
+
+
+@pytest.fixture
+def make(restored_engine, tiny_model_path, tmp_path):
+    """Makes a run on the servers of the test session."""
+
+    def made(**arguments):
+        given = {
+            "prompts": PROMPTS,
+            "rewards": different,
+            "generate_kwargs": SAMPLING,
+            "group_size": 4,
+            "groups_per_batch": 2,
+            "steps": 3,
+            "lr": 2e-3,
+            "engine": restored_engine,
+            "output": tmp_path / "run",
+            "logprobs_mode": "behaviour",
+        }
+        return GRPO(tiny_model_path, **{**given, **arguments})
+
+    return made
+
+
+@pytest.fixture
+def metrics(monkeypatch):
+    """The metrics of each step."""
+    from torchrl_sglang.trainers.learner import Learner
+
+    found, train = [], Learner.train
+
+    def spy(self, *arguments):
+        found.append(train(self, *arguments))
+        return found[-1]
+
+    monkeypatch.setattr(Learner, "train", spy)
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"packing": False, "max_tokens_per_pass": 128, "kl_to_ref_coeff": 0.1},
+        {"correction": "decoupled_token_is", "minibatches": 2, "lr": 0.0},
+        {"kl_to_ref_coeff": 0.1, "gradient_checkpointing": True},
+    ],
+)
+def test_the_first_ratio_is_one(make, metrics, arguments):
+    make(**arguments, eval_prompts=PROMPTS[:2], eval_every=2).train()
+    assert len(metrics) == 3
+    for each in metrics:
+        assert abs(each["train/kl_approx"]) < 1e-5
+        assert abs(each["train/ESS"] - 1) < 1e-5
+        if "correction" in arguments:
+            assert each["rollout_corr/k3_kl"] < 1e-8
+    if "kl_to_ref_coeff" in arguments:
+        # The reference has the same supports, and is the policy at first.
+        assert abs(metrics[0]["train/kl_to_ref"]) < 1e-8
+        assert metrics[-1]["train/kl_to_ref"] > 1e-6
+
+
+def test_without_replay_it_is_not(make, metrics):
+    make(steps=1, loss={"replay_sampling": False}).train()
+    assert abs(metrics[0]["train/kl_approx"]) > 1e-2
+
+
+def test_ranks_of_torchrun(restored_engine, tiny_model_path, tmp_path):
+    """Supports reach each rank with its share of the batch."""
+    command = [trainer_python(), "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--master-port=0", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", str(PROGRAM), tiny_model_path]
+    options = {"generate_kwargs": SAMPLING, "logprobs_mode": "behaviour"}
+    command += [restored_engine.server_url, str(tmp_path / "run"), "2"]
+    done = subprocess.run(
+        [*command, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=tmp_path,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    logs = tmp_path / "run" / "logs"
+    (log,) = logs.rglob("scalars/train/kl_approx.csv")
+    values = [float(line.split(",")[-1]) for line in log.read_text().splitlines()]
+    assert len(values) == 2
+    assert max(map(abs, values)) < 1e-5
+
+
+def test_what_is_told(make, tmp_path):
+    """Before a prompt is generated."""
+    top_p = {"max_new_tokens": 12, "top_p": 0.9}
+    with pytest.raises(UnsupportedByServerError, match="top_p=0.9.*top_k of 1 to 4096"):
+        make(generate_kwargs=top_p).train()
+    with pytest.raises(ConfigurationError, match="'model', 'sampling' or 'behaviour'"):
+        make(logprobs_mode="exact")
+    with pytest.warns(RuntimeWarning, match="top_p=0.9.*logprobs_mode='behaviour'"):
+        make(generate_kwargs=top_p, logprobs_mode="model", steps=1).train()
+    biased = {**SAMPLING, "presence_penalty": 0.5}
+    with pytest.warns(RuntimeWarning, match="'presence_penalty'.* support alone"):
+        make(generate_kwargs=biased, steps=1, output=tmp_path / "other").train()

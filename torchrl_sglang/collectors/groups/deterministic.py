@@ -1,0 +1,49 @@
+"""What a collection needs so that two runs of it are the same. Pure."""
+
+from __future__ import annotations
+
+from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.sampling import temperature_of
+
+
+def check_deterministic(
+    policy: SGLangWrapper, *, max_staleness: int, of_agents: bool
+) -> None:
+    """Refuses what would make a batch depend on timing.
+
+    Args:
+        policy: whose servers and sampling parameters apply.
+        max_staleness: most weight updates between generating a token and taking it.
+        of_agents: whether agents talk to a gateway.
+
+    Raises:
+        ConfigurationError: if an argument does not go with ``deterministic=True``.
+        UnsupportedByServerError: if the servers draw tokens without seeds.
+    """
+    if max_staleness:
+        raise ConfigurationError(
+            f"deterministic=True needs max_staleness=0, got {max_staleness}: which "
+            f"tokens are of which weights depends on timing otherwise."
+        )
+    if of_agents:
+        raise ConfigurationError(
+            "deterministic=True does not go with agent: an agent sends requests when "
+            "it likes, so that they have no number of their own. Give step or tools "
+            "instead, or leave deterministic out."
+        )
+    params = policy.sampling_params.engine
+    if "sampling_seed" in params:
+        raise ConfigurationError(
+            f"deterministic=True gives each response a seed of its own, and the "
+            f"policy has seed={params['sampling_seed']!r} for all; leave that out, and "
+            f"give the run's seed to the collector."
+        )
+    capabilities = policy.model.capabilities
+    if not capabilities.uses_seeds and temperature_of(params, capabilities) != 0:
+        raise UnsupportedByServerError(
+            "deterministic=True gives each response a seed, which the servers would "
+            "ignore: they were started without deterministic mode. Start them with "
+            "AsyncSGLang.from_pretrained(..., deterministic=True), which needs GPUs; "
+            "on CPU SGLang has no such mode: sample with temperature=0 there."
+        )

@@ -1,0 +1,58 @@
+"""A seed of its own for every sample, from what the sample is and not from when. Pure.
+
+Python's ``hash`` differs between processes, and a generator's next number depends on
+who asked first. A hash of the sample's place in the run depends on neither.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import TypeAlias
+
+SeedOf: TypeAlias = Callable[[int, Sequence[int]], int]
+"""Returns the seed of a conversation's response, by its turn and its prompt."""
+
+
+def sample_seed(
+    run: int, position: int, sample: int, turn: int, prompt: Sequence[int]
+) -> int:
+    """Returns the seed of one response: a positive number of 63 bits.
+
+    Args:
+        run: seed of the run.
+        position: of the prompt in the run. It goes on counting from epoch to epoch, so
+            that the second visit of a prompt does not repeat the first.
+        sample: number of the conversation in its group.
+        turn: number of the response in its conversation.
+        prompt: token ids of the prompt.
+
+    Examples:
+        >>> sample_seed(0, 0, 0, 0, [5, 6]) == sample_seed(0, 0, 0, 0, [5, 6])
+        True
+        >>> len({sample_seed(0, visit, 0, 0, [5, 6]) for visit in range(100)})
+        100
+    """
+    place = struct.pack("<4Q", run % 2**64, position, sample, turn)
+    tokens = b"".join(struct.pack("<q", token) for token in prompt)
+    digest = blake2b(place + tokens, digest_size=8).digest()
+    # SGLang keeps seeds in tensors of signed 64-bit numbers.
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleSeeds:
+    """The seeds of a run's samples."""
+
+    run: int
+    """Seed of the run."""
+
+
+def seeds_at(seeds: SampleSeeds | None, position: int, sample: int) -> SeedOf | None:
+    """Returns the seeds of one conversation; ``None``: it has those of its policy."""
+    if seeds is None:
+        return None
+    return partial(sample_seed, seeds.run, position, sample)
