@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
 
 from torchrl_sglang.chat.call_forms import UNCHANGED, CallForm, find_form
 from torchrl_sglang.chat.choose import choose_template
@@ -80,6 +82,22 @@ class ChatTemplate(Encoder):
         super().__init__(tokenizer)
         self.source = choose_template(tokenizer, template=template)
         self._found_form: CallForm | None = None if adapts_calls else UNCHANGED
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names in the template's code: its variables are among them.
+
+        Raises:
+            ConfigurationError: if it is no template.
+        """
+        # Tags that only transformers knows are no obstacle to a lexer.
+        tokens = Environment(autoescape=False).lex(self.source)
+        try:
+            return frozenset(text for _, kind, text in tokens if kind == "name")
+        except TemplateSyntaxError as error:
+            raise ConfigurationError(
+                f"The chat template is not one of Jinja's: {error}."
+            ) from error
 
     def render(
         self,

@@ -33,6 +33,7 @@ GATEWAY_KEY_VARIABLE = "TORCHRL_SGLANG_GATEWAY_KEY"
 _OPTIONS = (
     *("host", "port", "tool_call_parser", "reasoning_parser", "request_timeout"),
     *("max_sessions", "max_turns", "max_tokens", "session_seconds", "path"),
+    *("tool_choice", "ignored_params"),
 )
 """Options that are arguments of the gateway, under the same names."""
 
@@ -79,6 +80,16 @@ def add_command(commands: Any) -> Parser:
     add("--tool-call-parser", metavar="NAME", help=text)
     text = "SGLang's name of the format of reasoning, like qwen3 (default: none)"
     add("--reasoning-parser", metavar="NAME", help=text)
+    text = "hold responses to a choice of tools by a grammar, or not (default: grammar)"
+    add("--tool-choice", choices=("grammar", "auto"), help=text)
+    text = "a field of requests without effect, instead of refusing it; repeat it"
+    add(
+        "--ignored-param",
+        metavar="NAME",
+        action="append",
+        dest="ignored_params",
+        help=text,
+    )
     text = "file with a Jinja template (default: the tokenizer's)"
     add("--chat-template", metavar="FILE", help=text)
     text = "SQLite file that keeps the sessions (default: in memory only)"

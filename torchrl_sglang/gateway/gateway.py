@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -23,10 +23,12 @@ from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
 from torchrl_sglang.gateway.policy import Policy, PolicyReply, Sampling
+from torchrl_sglang.gateway.reading import RequestReader, ToolChoiceMode
 from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.server import make_app
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.gateway.store import Store
+from torchrl_sglang.gateway.tool_grammar import GRAMMARS, with_choice
 from torchrl_sglang.requests.behaviour import with_columns
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
@@ -93,6 +95,15 @@ class Gateway:
         session_seconds: how long a session takes turns. Defaults to None, no limit.
         dialects: that clients may speak, see :class:`.Dialect`. Defaults to OpenAI's
             completions and Anthropic's messages.
+        tool_choice: how a request is answered that says which tools are called, or that
+            one is called at a time. ``"grammar"``: the response is held to it, on
+            servers with a grammar backend and for formats of calls that are known.
+            ``"auto"``: the model decides, and the field is ignored. Defaults to
+            ``"grammar"``.
+        ignored_params: names of fields that clients send and that have no effect here,
+            such as ``["seed"]``; otherwise a request with a field that is not supported
+            is refused. A field without effect is logged once, and the header
+            ``x-torchrl-sglang-ignored`` of each answer names it. Defaults to none.
         token_columns: further quantities that the servers report for each token: names
             that :class:`.TokenColumn` lists, or rows. They are recorded, and
             rows have them. Defaults to none.
@@ -148,6 +159,8 @@ class Gateway:
         max_tokens: int | None = None,
         session_seconds: float | None = None,
         dialects: Sequence[Dialect] = DIALECTS,
+        tool_choice: ToolChoiceMode = "grammar",
+        ignored_params: Sequence[str] = (),
         token_columns: Sequence[str | TokenColumn] = (),
         logprobs_mode: LogProbsMode = "model",
         path: str | Path | None = None,
@@ -181,6 +194,13 @@ class Gateway:
         )
         tokenizer = engine.get_tokenizer() if tokenizer is None else tokenizer
         self._template = ChatTemplate(tokenizer, chat_template)
+        self._parsers = tool_call_parser, reasoning_parser
+        self._reader = RequestReader(
+            ignored_params=ignored_params,
+            tool_choice=tool_choice,
+            variables=self._template.variables,
+            forces_grammar=not GRAMMARS.isdisjoint(self._forced),
+        )
         self._policy = Policy(
             engine,
             tokenizer,
@@ -412,6 +432,14 @@ class Gateway:
             timeout=check_seconds("timeout", timeout),
         )
 
+    def read(self, read: Callable[[Any], Request], body: Mapping[str, Any]) -> Request:
+        """Returns what a body asks for. For the HTTP routes.
+
+        Raises:
+            ConfigurationError: for what is wrong or unsupported.
+        """
+        return self._reader(read, body)
+
     async def respond(self, session: Session, request: Request) -> list[Turn]:
         """Generates and keeps the responses to a request. For the HTTP routes."""
         number = request.sampling.number
@@ -421,7 +449,7 @@ class Gateway:
         self._policy.check_fits(prompt)
         if self._store is not None and self._store.has_failed:
             await self.written()
-        sampling = self._sampling(session, request)
+        sampling = self._sampling(session, request, prompt)
         session.generating += number
         try:
             replies = await self._policy.respond(prompt, sampling, session=session.name)
@@ -479,9 +507,21 @@ class Gateway:
             if self._store is not None and gone:
                 self._store.delete_turns(session, gone)
 
-    def _sampling(self, session: Session, request: Request) -> Sampling:
+    def _sampling(self, session: Session, request: Request, prompt: Prompt) -> Sampling:
         """Returns how the responses to a request are drawn."""
-        params = {**self._default, **request.sampling.params, **self._forced}
+        params = {**self._default, **request.sampling.params}
+        if GRAMMARS.isdisjoint(self._forced):
+            call_parser, reasoning_parser = self._parsers
+            params = with_choice(
+                params,
+                request.setting.tools,
+                request.choice,
+                call_parser=call_parser,
+                reasoning_parser=reasoning_parser,
+                prompt=prompt.rendered,
+                has_grammar=self.engine.capabilities.has_grammar,
+            )
+        params |= self._forced
         if self._max_tokens is not None:
             left = self._max_tokens - session.num_tokens
             left //= request.sampling.number

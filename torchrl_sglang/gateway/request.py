@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from torchrl_sglang.chat.call_grammars import FREE, ToolChoice
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.gateway.policy import Sampling
@@ -24,6 +26,18 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hint:
+    """A wish that has effect if the chat template has a variable for it."""
+
+    name: str
+    """The client's field, such as ``"verbosity"``."""
+    variables: tuple[str, ...]
+    """Variables for it; the first one that the template has gets the value."""
+    value: Any
+    """Value of the variable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """A request of any dialect."""
 
@@ -33,6 +47,10 @@ class Request:
     """Instead of it: the prompt of a plain completion."""
     setting: PromptSettings = field(default_factory=PromptSettings)
     """Tools and variables of the template."""
+    hints: Sequence[Hint] = ()
+    """Wishes that a template may know."""
+    choice: ToolChoice = FREE
+    """Tools that the responses may call, and whether they have to."""
     sampling: Sampling
     """Sampling parameters of the responses."""
     model: str
@@ -45,6 +63,12 @@ class Request:
     """Tell the usage at the end of a stream."""
     echo: bool = False
     """Tell the prompt, too."""
+    reasoning: bool = True
+    """Tell the reasoning."""
+    edits: bool = False
+    """Tell which edits of the conversation were made: none."""
+    ignored: tuple[str, ...] = ()
+    """Fields without effect, which the answer's headers name."""
 
 
 def finish_reason(turn: Turn) -> str:

@@ -7,7 +7,7 @@ import hmac
 import secrets
 import select
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -44,6 +44,9 @@ MAX_REQUEST_BYTES = 64 << 20
 NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
 FINAL = frozenset({403, 410})
 """Statuses after which clients need not repeat a request."""
+
+IGNORED = "x-torchrl-sglang-ignored"
+"""Header with the fields of a request that had no effect."""
 
 DRAIN_SECONDS = 0.01
 """Interval between looks whether a slow client has taken its answer."""
@@ -86,6 +89,9 @@ class Recorder(Protocol):
     ) -> None:
         """Sets a reward."""
 
+    def read(self, read: Callable[[Any], Request], body: Mapping[str, Any]) -> Request:
+        """Returns what a body asks for, and what of it has no effect."""
+
     async def respond(self, session: Session, request: Request) -> list[Turn]:
         """Generates and keeps responses."""
 
@@ -117,6 +123,7 @@ def make_app(gateway: Recorder) -> web.Application:
             handler = routes.count if endpoint.write is None else routes.answer
             app.router.add_post(f"{prefix}{endpoint.path}", partial(handler, endpoint))
         app.router.add_get(f"{prefix}/v1/models", routes.models)
+        app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", routes.model)
     app.router.add_get("/health", routes.health)
     app.router.add_post("/sessions", routes.create)
     app.router.add_get("/sessions/{session}", routes.show)
@@ -152,18 +159,28 @@ class _Routes:
         self, endpoint: Endpoint, request: web.Request
     ) -> web.StreamResponse:
         session = self._session(request)
-        parsed = endpoint.read(await _json(request))
+        parsed = self._gateway.read(endpoint.read, await _json(request))
         number = self._gateway.count(session, parsed)
         assert endpoint.count is not None
-        return _json_response(endpoint.count(number))
+        return _json_response(endpoint.count(number), headers=_headers(parsed))
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        rows = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "sglang"}
-            for name in self._gateway.models
-        ]
-        return _json_response({"object": "list", "data": rows})
+        names = self._gateway.models
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        rows = [_about_model(name) for name in names]
+        return _json_response({"object": "list", "data": rows, **ends})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        name = request.match_info["model"]
+        if name not in self._gateway.models:
+            raise GatewayError(
+                f"There is no model {name!r}, but {', '.join(self._gateway.models)}; "
+                f"requests may name any, as there is one policy.",
+                status=NOT_FOUND,
+            )
+        return _json_response(_about_model(name))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         return _json_response({"status": "ok"})
@@ -285,7 +302,7 @@ class _Routes:
     ) -> web.StreamResponse:
         session = self._session(request)
         content = await request.read()
-        parsed = endpoint.read(await _json(request))
+        parsed = self._gateway.read(endpoint.read, await _json(request))
         assert endpoint.write is not None
         info = AnswerInfo(
             name=secrets.token_hex(12),
@@ -304,17 +321,28 @@ class _Routes:
                 keep=partial(self._gateway.keep, session),
                 withdraw=partial(self._gateway.withdraw, session),
             ) as answer:
+                headers = _headers(parsed)
                 if parsed.stream:
                     dialect = self._dialect(request)
-                    return await _stream(request, answer, write, dialect, seconds)
-                return await _send(request, answer, write)
+                    return await _stream(
+                        request, answer, write, dialect, seconds, headers
+                    )
+                return await _send(request, answer, write, headers)
         except ConnectionResetError:
             torchrl_logger.debug("A client has hung up.")
             return web.Response()
 
 
+def _headers(request: Request) -> dict[str, str]:
+    """Returns the headers that say which fields of a request had no effect."""
+    return {IGNORED: ", ".join(request.ignored)} if request.ignored else {}
+
+
 async def _send(
-    request: web.Request, answer: Awaitable[list[Turn]], write: Writer
+    request: web.Request,
+    answer: Awaitable[list[Turn]],
+    write: Writer,
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
     """Sends an answer, and returns when the connection has taken it.
 
@@ -322,7 +350,7 @@ async def _send(
         ConnectionResetError: if the client has hung up.
     """
     turns = await answer
-    response = _json_response(write.answer(turns, _usage(turns)))
+    response = _json_response(write.answer(turns, _usage(turns)), headers=headers)
     async with _delivery(request):
         await response.prepare(request)
         await response.write_eof()
@@ -364,6 +392,7 @@ async def _stream(
     write: Writer,
     dialect: Dialect,
     seconds: float,
+    headers: Mapping[str, str],
 ) -> web.StreamResponse:
     """Streams an answer, which comes when it is complete.
 
@@ -373,7 +402,7 @@ async def _stream(
         ConnectionResetError: if the client has hung up.
     """
     task = asyncio.ensure_future(answer)
-    response = web.StreamResponse(headers=_SSE)
+    response = web.StreamResponse(headers={**_SSE, **headers})
     try:
         # A request that is refused at once gets the status of its error.
         await asyncio.wait([task], timeout=seconds)
@@ -428,6 +457,13 @@ async def _json(request: web.Request) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigurationError("The request must be a JSON object.")
     return content
+
+
+def _about_model(name: str) -> dict[str, Any]:
+    """Returns what clients are told of a model, in OpenAI's words and Anthropic's."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "sglang"}
+    born = "1970-01-01T00:00:00Z"
+    return {**openai, "type": "model", "display_name": name, "created_at": born}
 
 
 def _json_response(content: Any, **options: Any) -> web.Response:

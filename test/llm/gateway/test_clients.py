@@ -149,6 +149,35 @@ def test_tools_and_reasoning(client, session):
     assert len(trajectory.turns) == 3
 
 
+def test_forced_tools(client, session):
+    """A call that a grammar forced is parsed, scored and joined as any other."""
+    number = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": number}}
+        for name in ("add", "sub")
+    ]
+    sub = {"type": "function", "function": {"name": "sub"}}
+    messages = list(HELLO)
+    for choice in ({"tool_choice": sub}, {"tool_choice": "required"}):
+        one = {"parallel_tool_calls": False, "max_tokens": 200}
+        said = chat(client, messages, tools=tools, **choice, **one).choices[0]
+        assert said.finish_reason == "tool_calls"
+        (call,) = said.message.tool_calls
+        assert json.loads(call.function.arguments)["a"] in (1, 2)
+        result = {"role": "tool", "content": "3", "tool_call_id": call.id}
+        messages += [said.message.to_dict(), result]
+    names = [turn.reply["tool_calls"][0]["function"]["name"] for turn in session.turns]
+    assert names[0] == "sub"
+    assert [turn.prompt.parent for turn in session.turns] == [None, 0]
+    # One call at a time: any text, and log-probs of a grammar's.
+    chat(client, messages, tools=tools, parallel_tool_calls=False)
+    assert session.turns[2].prompt.parent == 1
+
+
 def test_clients_that_change_what_they_send_back(client, session):
     """Reasoning is left out, ids are others, arguments are written in another way."""
     arguments = written(f"{THOUGHT}{CALL}", tools=TOOLS)

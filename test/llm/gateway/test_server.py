@@ -735,8 +735,14 @@ def test_thinking_is_signed_and_joins_when_it_comes_back(fake_engine):
 
 
 @pytest.mark.parametrize("tools", [[], TOOLS])
-def test_one_call_at_a_time_is_no_matter_without_tools(session, tools):
-    status = 400 if tools else 200
+@pytest.mark.parametrize("parser", [None, "qwen25"])
+def test_one_call_at_a_time_is_no_matter_without_calls(fake_engine, tools, parser):
+    """Calls that nothing parses are text; a grammar is needed for others only."""
+    with Gateway(fake_engine, tool_call_parser=parser) as gateway:
+        _one_at_a_time(gateway.session(), tools, 400 if tools and parser else 200)
+
+
+def _one_at_a_time(session, tools, status):
     answer = post(session, tools=tools, parallel_tool_calls=False)
     assert answer.status_code == status
     given = [{"name": "add", "input_schema": {"type": "object"}}] if tools else []

@@ -13,11 +13,18 @@ from typing import Any
 
 import msgspec
 
-from torchrl_sglang.chat.content import text_of
+from torchrl_sglang.chat.call_grammars import FREE, ToolChoice
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.dialects.anthropic_blocks import (
+    read_message,
+    read_system,
+    read_tools,
+    tool_wishes,
+)
 from torchrl_sglang.gateway.dialects.base import (
+    THINKING,
     AnswerInfo,
     Dialect,
     Endpoint,
@@ -25,7 +32,7 @@ from torchrl_sglang.gateway.dialects.base import (
     Writer,
 )
 from torchrl_sglang.gateway.policy import Sampling
-from torchrl_sglang.gateway.request import Request, Usage, finish_reason
+from torchrl_sglang.gateway.request import Hint, Request, Usage, finish_reason
 from torchrl_sglang.gateway.session import Turn
 from torchrl_sglang.support.checks import nearest
 
@@ -38,10 +45,22 @@ _SAMPLING = {
 }
 """Anthropic's name -> SGLang's."""
 
-_ABOUT = frozenset({"metadata", "service_tier", "inference_geo", "cache_control"})
+_ABOUT = frozenset(
+    {
+        *("metadata", "service_tier", "inference_geo", "cache_control", "speed"),
+        *("billing_policy", "diagnostics", "user_profile_id", "workspace_id"),
+    }
+)
 """Accounting with Anthropic, which changes no response."""
 
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+_THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+"""Type of thinking -> whether the model thinks."""
+
+_DISPLAYS = (None, "summarized", "omitted")
+
+_CHOICE = ("tool_choice",)
 
 
 def read_messages(body: Any) -> Request:
@@ -52,7 +71,13 @@ def read_messages(body: Any) -> Request:
     """
     if not isinstance(body, Mapping) or body.get("max_tokens") is None:
         raise ConfigurationError("max_tokens is required.")
-    return read_count(body)
+    request = read_count(body)
+    if request.messages[-1]["role"] == "assistant":
+        raise ConfigurationError(
+            "The last message is the assistant's, and beginnings of responses are not "
+            "supported; end with a message of the user."
+        )
+    return request
 
 
 def read_count(body: Any) -> Request:
@@ -62,139 +87,147 @@ def read_count(body: Any) -> Request:
         ConfigurationError: for what is wrong or not supported.
     """
     given = dict(body)
-    messages = _system(given.pop("system", None))
+    messages = read_system(given.pop("system", None))
     turns = given.pop("messages", None)
     if not isinstance(turns, list) or not turns:
         raise ConfigurationError("messages must be a list of at least one message.")
     for index, each in enumerate(turns):
-        messages += _from_anthropic(f"messages[{index}]", each)
-    if messages[-1]["role"] == "assistant":
-        raise ConfigurationError(
-            "The last message is the assistant's, and beginnings of responses are not "
-            "supported; end with a message of the user."
-        )
-    tools = _tools(given.pop("tools", None) or (), given.pop("tool_choice", None))
-    kwargs = _thinking(given.pop("thinking", None))
-    model, stream = str(given.pop("model", "")), bool(given.pop("stream", None))
+        messages += read_message(f"messages[{index}]", each)
+    offered, asked = given.pop("tools", None) or (), given.pop("tool_choice", None)
+    tools = read_tools(() if _kind(asked) == "none" else offered)
+    choice = _choice(asked, tools)
+    hints, shown = _thinking(given.pop("thinking", None))
+    format_, effort = _output(given.pop("output_config", None))
+    edits = given.pop("context_management", None)
+    ignored = tool_wishes(offered if tools else (), free=choice.is_free)
+    if not _keeps_all(edits):
+        ignored.append("context_management")
+    schema = _schema(format_ or given.pop("output_format", None))
+    return Request(
+        messages=messages,
+        setting=PromptSettings(tools=tools),
+        hints=[*hints, *effort],
+        choice=choice,
+        model=str(given.pop("model", "")),
+        stream=bool(given.pop("stream", None)),
+        sampling=Sampling(params={**_params(given), **schema}),
+        reasoning=shown,
+        edits=edits is not None,
+        ignored=tuple(ignored),
+    )
+
+
+def _kind(given: Any) -> Any:
+    """Returns the type that an option is of, which may stand for the option."""
+    return given.get("type") if isinstance(given, Mapping) else given
+
+
+def _params(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns sampling parameters under SGLang's names."""
     params = {}
     for name, value in given.items():
-        if value is None or name in _ABOUT:
+        if value is None or name in _ABOUT or (name == "mcp_servers" and value == []):
             continue
         if name not in _SAMPLING:
             near = nearest(name, _SAMPLING)
             raise ConfigurationError(
                 f"{name!r} is not supported by this endpoint."
                 + (f" Did you mean {near!r}?" if near else "")
+                + f" A gateway with ignored_params=[{name!r}] leaves it out."
             )
         params[_SAMPLING[name]] = value
-    return Request(
-        messages=messages,
-        setting=PromptSettings(tools=tools, template_kwargs=kwargs),
-        sampling=Sampling(params=params),
-        model=model,
-        stream=stream,
-    )
+    return params
 
 
-def _system(given: Any) -> list[Message]:
-    text = text_of(given, "system")
-    return [{"role": "system", "content": text}] if text else []
-
-
-def _from_anthropic(name: str, given: Any) -> list[Message]:
-    """Returns a message; results of tools are messages of their own."""
-    role = given.get("role") if isinstance(given, Mapping) else None
-    if role not in ("user", "assistant", "system"):
-        raise ConfigurationError(f"{name} must have the role user or assistant.")
-    content = given.get("content")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    if not isinstance(content, list) or not content:
-        raise ConfigurationError(f"{name}.content must be a text or a list of blocks.")
-    if role == "assistant":
-        return [_assistant(name, content)]
-    found: list[Message] = []
-    texts: list[Any] = []
-    for block in content:
-        if isinstance(block, Mapping) and block.get("type") == "tool_result":
-            found.append(
-                {
-                    "role": "tool",
-                    "content": _result(block, name),
-                    "tool_call_id": str(block.get("tool_use_id", "")),
-                }
-            )
-        else:
-            texts.append(block)
-    if texts or not found:
-        found.append({"role": role, "content": text_of(texts, name)})
-    return found
-
-
-def _result(block: Mapping[str, Any], name: str) -> str:
-    text = text_of(block.get("content"), name)
-    # Chat templates have no other place for it.
-    return f"Error: {text}" if block.get("is_error") else text
-
-
-def _assistant(name: str, blocks: Sequence[Any]) -> Message:
-    texts, reasoning, calls = [], [], []
-    for block in blocks:
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "tool_use":
-            if not isinstance(block.get("name"), str):
-                raise ConfigurationError(f"{name} has a tool_use without a name.")
-            own = {"name": block["name"], "arguments": block.get("input") or {}}
-            calls.append(
-                {"id": block.get("id", ""), "type": "function", "function": own}
-            )
-        elif kind == "thinking":
-            reasoning.append(str(block.get("thinking", "")))
-        elif kind != "redacted_thinking":
-            texts.append(block)
-    message: dict[str, Any] = {"role": "assistant", "content": text_of(texts, name)}
-    if any(reasoning):
-        message["reasoning_content"] = "".join(reasoning)
-    return message | ({"tool_calls": calls} if calls else {})
-
-
-def _tools(tools: Any, choice: Any) -> list[Mapping[str, Any]]:
-    """Returns the tools in OpenAI's form."""
-    choice = {"type": choice} if not isinstance(choice, Mapping) else choice
-    kind = choice.get("type")
-    if kind == "none":
-        return []
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise ConfigurationError(f"tools={tools!r:.200} must be a list.")
-    alone = tools and choice.get("disable_parallel_tool_use")
-    if kind not in (None, "auto") or alone:
+def _choice(given: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    """Returns which tools may be called, and whether one has to be."""
+    kind = _kind(given)
+    if kind not in (None, "auto", "any", "tool", "none"):
         raise ConfigurationError(
-            f"tool_choice={dict(choice)!r} is not supported: responses are sampled "
-            f"freely; give auto or none."
+            f"tool_choice={given!r} must be of type auto, any, tool or none."
         )
-    found: list[Mapping[str, Any]] = []
-    for tool in tools:
-        name = tool.get("name") if isinstance(tool, Mapping) else None
-        if not isinstance(name, str) or "input_schema" not in tool:
+    if kind in ("any", "tool") and not tools:
+        raise ConfigurationError(f"tool_choice={given!r} needs tools.")
+    alone = isinstance(given, Mapping) and given.get("disable_parallel_tool_use")
+    if kind == "tool":
+        name = given.get("name") if isinstance(given, Mapping) else None
+        offered = [tool["function"]["name"] for tool in tools]
+        if not isinstance(name, str) or name not in offered:
             raise ConfigurationError(
-                f"{tool!r:.200} is not a tool with a name and an input_schema; tools "
-                f"of Anthropic's own servers are not supported."
+                f"tool_choice names {name!r}, and tools has {', '.join(offered)}."
             )
-        function = {
-            "name": name,
-            "description": tool.get("description", ""),
-            "parameters": tool["input_schema"],
-        }
-        found.append({"type": "function", "function": function})
-    return found
+        return ToolChoice(required=True, names=(name,), parallel=False, fields=_CHOICE)
+    required, parallel = kind == "any", not (alone and tools)
+    if parallel and not required:
+        return FREE
+    return ToolChoice(required=required, parallel=parallel, fields=_CHOICE)
 
 
-def _thinking(given: Any) -> dict[str, Any]:
-    kind = given.get("type") if isinstance(given, Mapping) else given
+def _thinking(given: Any) -> tuple[list[Hint], bool]:
+    """Returns what templates may know of thinking, and whether it is told."""
+    kind = _kind(given)
     if kind is None:
+        return [], True
+    options = given if isinstance(given, Mapping) else {}
+    display = options.get("display")
+    if not isinstance(kind, str) or kind not in _THINKS or display not in _DISPLAYS:
+        raise ConfigurationError(
+            f"thinking={given!r} must be of type {', '.join(_THINKS)}, with a display "
+            f"of summarized or omitted if any."
+        )
+    hints = [Hint(name="thinking", variables=THINKING, value=_THINKS[kind])]
+    if (budget := options.get("budget_tokens")) is not None:
+        name, variables = "thinking.budget_tokens", ("thinking_budget",)
+        hints.append(Hint(name=name, variables=variables, value=budget))
+    return hints, display != "omitted"
+
+
+def _output(given: Any) -> tuple[Any, list[Hint]]:
+    """Returns the format of the response, and what templates may know of effort."""
+    if given is None:
+        return None, []
+    others = [*given] if isinstance(given, Mapping) else [given]
+    wrong = [name for name in others if name not in ("effort", "format", "task_budget")]
+    if wrong:
+        raise ConfigurationError(
+            f"output_config={given!r:.200} may have effort, format and task_budget."
+        )
+    found = []
+    if (effort := given.get("effort")) is not None:
+        name, variables = "output_config.effort", ("reasoning_effort",)
+        found.append(Hint(name=name, variables=variables, value=effort))
+    if (budget := given.get("task_budget")) is not None:
+        found.append(Hint(name="output_config.task_budget", variables=(), value=budget))
+    return given.get("format"), found
+
+
+def _schema(given: Any) -> dict[str, Any]:
+    """Returns the sampling parameter for a response's format."""
+    if given is None:
         return {}
-    # The variable that templates of several families know.
-    return {"enable_thinking": kind != "disabled"}
+    schema = given.get("schema") if isinstance(given, Mapping) else None
+    if _kind(given) != "json_schema" or not isinstance(schema, Mapping):
+        raise ConfigurationError(
+            f"The output format {given!r:.200} must be of type json_schema, with a "
+            f"schema."
+        )
+    return {"json_schema": json.dumps(schema)}
+
+
+def _keeps_all(given: Any) -> bool:
+    """Returns whether edits of a conversation are ones that change nothing."""
+    if given is None:
+        return True
+    edits = given.get("edits") if isinstance(given, Mapping) else given
+    if not isinstance(edits, list | None):
+        raise ConfigurationError(
+            f"context_management={given!r:.200} must have a list of edits."
+        )
+    return all(
+        _kind(edit) == "clear_thinking_20251015" and _kind(edit.get("keep")) == "all"
+        for edit in edits or ()
+        if isinstance(edit, Mapping)
+    )
 
 
 class MessageWriter(Writer):
@@ -212,15 +245,20 @@ class MessageWriter(Writer):
             "role": "assistant",
             "model": request.model,
         }
+        # No conversation is edited.
+        edits: dict[str, Any] = {"context_management": {"applied_edits": []}}
+        self._edits = edits if request.edits else {}
+        self._reasoning = request.reasoning
 
     def answer(self, turns: Sequence[Turn], usage: Usage) -> dict[str, Any]:
         """Returns the whole answer."""
         (turn,) = turns
         return {
             **self._head,
-            "content": list(_blocks(turn.reply)),
+            "content": list(_blocks(turn.reply, self._reasoning)),
             **_stop(turn),
             "usage": _usage(usage, usage.response),
+            **self._edits,
         }
 
     def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
@@ -234,25 +272,26 @@ class MessageWriter(Writer):
             "usage": _usage(usage, 0),
         }
         yield _event("message_start", message=start)
-        for index, block in enumerate(_blocks(turn.reply)):
+        for index, block in enumerate(_blocks(turn.reply, self._reasoning)):
             empty, deltas = _as_deltas(block)
             yield _event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
         counted = {"output_tokens": usage.response}
-        yield _event("message_delta", delta=_stop(turn), usage=counted)
+        yield _event("message_delta", delta=_stop(turn), usage=counted, **self._edits)
         yield _event("message_stop")
 
 
-def _blocks(said: Message) -> Iterator[dict[str, Any]]:
+def _blocks(said: Message, shown: bool) -> Iterator[dict[str, Any]]:
+    """Yields the blocks of a response; its reasoning may be left out of them."""
     if reasoning := said.get("reasoning_content"):
         signature = base64.b64encode(
             hashlib.blake2b(reasoning.encode(errors="replace")).digest()
         )
         yield {
             "type": "thinking",
-            "thinking": reasoning,
+            "thinking": reasoning if shown else "",
             # Clients drop or rewrite blocks without one. What comes back is compared
             # with what was recorded, so it proves nothing here.
             "signature": signature.decode(),
@@ -277,7 +316,8 @@ def _as_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
     if block["type"] == "thinking":
         signature = {"type": "signature_delta", "signature": block["signature"]}
         delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-        return {**block, "thinking": "", "signature": ""}, [delta, signature]
+        deltas = [delta, signature] if block["thinking"] else [signature]
+        return {**block, "thinking": "", "signature": ""}, deltas
     text = json.dumps(block["input"])
     delta = {"type": "input_json_delta", "partial_json": text}
     return {**block, "input": {}}, [delta]

@@ -10,6 +10,9 @@ from typing import Any
 from torchrl_sglang.gateway.request import Request, Usage
 from torchrl_sglang.gateway.session import Turn
 
+THINKING = ("enable_thinking", "thinking")
+"""Variables of chat templates for whether a model thinks."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerInfo:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from torchrl_sglang.chat.call_grammars import FREE, ToolChoice
 from torchrl_sglang.chat.messages import Message, from_openai
 from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects.base import (
+    THINKING,
     AnswerInfo,
     Dialect,
     Endpoint,
@@ -23,7 +26,7 @@ from torchrl_sglang.gateway.dialects.base import (
     Writer,
 )
 from torchrl_sglang.gateway.policy import Sampling
-from torchrl_sglang.gateway.request import Request, Usage, finish_reason
+from torchrl_sglang.gateway.request import Hint, Request, Usage, finish_reason
 from torchrl_sglang.gateway.session import Turn
 from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
 
@@ -46,7 +49,7 @@ _SAMPLING = {
 _ABOUT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     }
 )
 """Accounting with OpenAI, which changes no response."""
@@ -60,7 +63,25 @@ _REFUSED = {
     "web_search_options": "offer a tool of your own",
     "suffix": "leave it out",
     "best_of": "use n",
+    "moderation": "responses are not moderated",
+    "continue_final_message": "responses are whole messages",
+    "add_generation_prompt": "the chat template begins each response",
+    "add_special_tokens": "the chat template writes them",
+    "guided_json": "use response_format",
+    "guided_choice": "use response_format",
+    "include_stop_str_in_output": "texts end before a stop string",
+    "reasoning": "use reasoning_effort",
+    "return_token_ids": "the session's turns have them, and GET of its address",
+    "separate_reasoning": "the gateway's reasoning_parser does so for all requests",
 }
+"""OpenAI's names and those of other servers -> what to do instead."""
+
+_HINTS = {
+    "reasoning_effort": ("reasoning_effort",),
+    "verbosity": ("verbosity",),
+    "enable_thinking": THINKING,
+}
+"""Field -> variables of templates that have its meaning."""
 
 
 def read_chat(body: Any) -> Request:
@@ -72,22 +93,17 @@ def read_chat(body: Any) -> Request:
     given = _fields(body)
     messages = from_openai(given.pop("messages", None))
     tools = _tools(given.pop("tools", None))
-    choice = given.pop("tool_choice", None)
-    if choice == "none":
+    asked = given.pop("tool_choice", None)
+    if asked == "none":
         tools = []
-    elif choice not in (None, "auto"):
-        raise ConfigurationError(
-            f"tool_choice={choice!r} is not supported: responses are sampled freely; "
-            f"give 'auto' or 'none'."
-        )
-    if given.pop("parallel_tool_calls", None) is False and tools:
-        raise ConfigurationError(
-            "parallel_tool_calls=false is not supported: the model decides how many "
-            "tools it calls."
-        )
+    parallel = given.pop("parallel_tool_calls", None) is not False
+    choice = read_choice(asked, tools, parallel=parallel)
+    hints = [
+        Hint(name=name, variables=variables, value=given.pop(name))
+        for name, variables in _HINTS.items()
+        if given.get(name) is not None
+    ]
     kwargs = _object(given, "chat_template_kwargs")
-    if effort := given.pop("reasoning_effort", None):
-        kwargs = {"reasoning_effort": effort, **kwargs}
     top = given.pop("top_logprobs", None)
     logprobs = bool(given.pop("logprobs", None))
     if top and not logprobs:
@@ -96,6 +112,9 @@ def read_chat(body: Any) -> Request:
         given,
         messages=messages,
         setting=PromptSettings(tools=tools, template_kwargs=kwargs),
+        hints=hints,
+        choice=choice,
+        ignored=strict_fields(tools) if choice.is_free else (),
         logprobs=logprobs,
         top=top,
     )
@@ -159,7 +178,10 @@ def _request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
         own = _SAMPLING.get(name) or SAMPLING_ALIASES.get(name, name)
         if own not in SAMPLING_PARAMETERS:
             advice = hint(name, [*_SAMPLING, *SAMPLING_PARAMETERS])
-            raise ConfigurationError(f"{name!r} is not a parameter.{advice}")
+            raise ConfigurationError(
+                f"{name!r} is not a parameter.{advice} A gateway with "
+                f"ignored_params=[{name!r}] leaves it out."
+            )
         params[own] = value
     return Request(
         sampling=Sampling(params=params, number=number, top_logprobs=top),
@@ -187,6 +209,72 @@ def _response_format(given: Any) -> dict[str, Any]:
     )
 
 
+def read_choice(
+    given: Any, tools: Sequence[Mapping[str, Any]], *, parallel: bool
+) -> ToolChoice:
+    """Returns a choice among tools that OpenAI's dialects have.
+
+    Args:
+        given: ``tool_choice``.
+        tools: that the request offers, in the form of chat completions.
+        parallel: ``parallel_tool_calls``.
+
+    Raises:
+        ConfigurationError: if it is wrong, or names a tool that is not offered.
+    """
+    choice = _choice(given)
+    if choice.required and not tools:
+        raise ConfigurationError(f"tool_choice={given!r} needs tools.")
+    offered = [tool["function"]["name"] for tool in tools]
+    for name in choice.names or ():
+        if name not in offered:
+            raise ConfigurationError(
+                f"tool_choice names {name!r}, and tools has {', '.join(offered)}."
+            )
+    if parallel or not tools:
+        return choice
+    fields = (*choice.fields, "parallel_tool_calls")
+    return replace(choice, parallel=False, fields=fields)
+
+
+def _choice(given: Any) -> ToolChoice:
+    """Returns what ``tool_choice`` says, whatever the tools are."""
+    fields = ("tool_choice",)
+    if given in (None, "auto", "none"):
+        return FREE
+    if given == "required":
+        return ToolChoice(required=True, fields=fields)
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "function" and (name := _named(given)):
+        # A name stands for one call of it.
+        return ToolChoice(required=True, names=(name,), parallel=False, fields=fields)
+    if kind == "allowed_tools":
+        about = given.get("allowed_tools", given)
+        about = about if isinstance(about, Mapping) else {}
+        mode, allowed = about.get("mode"), about.get("tools")
+        names = [_named(each) for each in allowed] if isinstance(allowed, list) else []
+        known = tuple(name for name in names if name is not None)
+        if mode in ("auto", "required") and len(known) == len(names) > 0:
+            required = mode == "required"
+            return ToolChoice(required=required, names=known, fields=fields)
+    raise ConfigurationError(
+        f"tool_choice={given!r} must be 'none', 'auto', 'required', a function with a "
+        f"name, or allowed_tools with a mode of 'auto' or 'required' and functions."
+    )
+
+
+def _named(given: Any) -> str | None:
+    """Returns the name of a function; some dialects have it in an object of its own."""
+    own = given.get("function", given) if isinstance(given, Mapping) else None
+    name = own.get("name") if isinstance(own, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def strict_fields(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Returns the field by which tools want arguments after their schemas, if any."""
+    return ("tools.strict",) if any(t["function"].get("strict") for t in tools) else ()
+
+
 def _tools(tools: Any) -> list[Mapping[str, Any]]:
     tools = tools or []
     if not isinstance(tools, list):
@@ -196,8 +284,8 @@ def _tools(tools: Any) -> list[Mapping[str, Any]]:
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
             raise ConfigurationError(
-                f"{tool!r:.200} is not a tool; tools are objects of type function, "
-                f"with a name."
+                f"{tool!r:.200} is not a function with a name; tools of other types "
+                f"are not supported, as calls have arguments in JSON."
             )
     return tools
 

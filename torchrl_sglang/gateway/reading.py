@@ -1,0 +1,111 @@
+"""Requests as a gateway takes them: what they say, and what of it has no effect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.chat.call_grammars import FREE
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.request import Request
+
+ToolChoiceMode: TypeAlias = Literal["grammar", "auto"]
+"""``"grammar"``: a choice of tools holds; ``"auto"``: the model decides."""
+
+_NAME = re.compile(r"[!-~]+")
+
+_NEEDED = frozenset(
+    {
+        *("input", "instructions", "messages", "model", "prompt", "stream", "system"),
+        *("previous_response_id", "tools"),
+    }
+)
+"""Fields without which a request is another one."""
+
+
+class RequestReader:
+    """Reads requests of any dialect.
+
+    Args:
+        ignored_params: names of fields that have no effect.
+        tool_choice: whether choices of tools hold.
+        variables: of the chat template.
+        forces_grammar: whether all responses have a grammar already.
+
+    Raises:
+        ConfigurationError: if an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        ignored_params: Sequence[str],
+        tool_choice: ToolChoiceMode,
+        variables: frozenset[str],
+        forces_grammar: bool,
+    ) -> None:
+        self._ignored = _check_ignored(ignored_params)
+        if tool_choice not in ("grammar", "auto"):
+            raise ConfigurationError(
+                f"tool_choice={tool_choice!r} must be 'grammar' or 'auto'."
+            )
+        self._chooses = tool_choice == "grammar" and not forces_grammar
+        self._variables = variables
+        self._named: set[str] = set()
+
+    def __call__(
+        self, read: Callable[[Any], Request], body: Mapping[str, Any]
+    ) -> Request:
+        """Returns what a body asks for; fields without effect are logged once.
+
+        Raises:
+            ConfigurationError: for what is wrong or unsupported.
+        """
+        dropped = [name for name in body if name in self._ignored]
+        request = read({name: body[name] for name in body if name not in dropped})
+        ignored = [*dropped, *request.ignored]
+        if not self._chooses and not request.choice.is_free:
+            ignored += request.choice.fields
+            request = replace(request, choice=FREE)
+        variables: dict[str, Any] = {}
+        for hint in request.hints:
+            known = [each for each in hint.variables if each in self._variables]
+            if known:
+                variables[known[0]] = hint.value
+            else:
+                ignored.append(hint.name)
+        # What the client says of the template itself goes first.
+        variables |= request.setting.template_kwargs
+        self._log(ignored)
+        return replace(
+            request,
+            setting=replace(request.setting, template_kwargs=variables),
+            ignored=tuple(dict.fromkeys(ignored)),
+        )
+
+    def _log(self, names: Sequence[str]) -> None:
+        new = [name for name in names if name not in self._named]
+        self._named.update(new)
+        if new:
+            torchrl_logger.warning(
+                f"A client of the gateway sends {', '.join(new)}, which has no effect."
+            )
+
+
+def _check_ignored(names: Sequence[str]) -> frozenset[str]:
+    # They are in headers.
+    wrong = [n for n in names if not isinstance(n, str) or not _NAME.fullmatch(n)]
+    if isinstance(names, str) or wrong:
+        raise ConfigurationError(
+            f"ignored_params={names!r} must be names of fields, such as ['seed']."
+        )
+    if needed := sorted(_NEEDED & set(names)):
+        raise ConfigurationError(
+            f"ignored_params has {', '.join(needed)}, without which a request is "
+            f"another one."
+        )
+    return frozenset(names)

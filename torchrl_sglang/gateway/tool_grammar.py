@@ -1,0 +1,88 @@
+"""Sampling parameters under which responses keep to a choice of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl_sglang.chat.call_grammars import (
+    CALL_FORMATS,
+    REASONING_MARKS,
+    ToolChoice,
+    find_format,
+    find_marks,
+    response_grammar,
+)
+from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
+
+GRAMMARS = frozenset(
+    name for name, row in SAMPLING_PARAMETERS.items() if row.needs_grammar
+)
+"""Sampling parameters that are grammars, of which a request has one."""
+
+
+def with_choice(
+    params: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    *,
+    call_parser: str | None,
+    reasoning_parser: str | None,
+    prompt: str | None,
+    has_grammar: bool,
+) -> dict[str, Any]:
+    """Returns parameters under which responses keep to a choice of tools.
+
+    Args:
+        params: of the request, under SGLang's names.
+        tools: that it offers.
+        choice: of those that may be called.
+        call_parser: SGLang's name of the format of tool calls.
+        reasoning_parser: the same for reasoning.
+        prompt: as the template renders it.
+        has_grammar: whether the servers have a grammar backend.
+
+    Raises:
+        ConfigurationError: if it cannot be kept to here.
+        UnsupportedByServerError: if the servers have no grammar backend.
+    """
+    schema = params.get("json_schema")
+    if not tools or (call_parser is None and not choice.required):
+        # There are no calls.
+        return dict(params)
+    if choice.is_free and (
+        schema is None or not _is_known(call_parser, reasoning_parser)
+    ):
+        return dict(params)
+    said = ", ".join(choice.fields) or "response_format beside tools"
+    calls, marks = find_format(call_parser), find_marks(reasoning_parser)
+    if not has_grammar:
+        raise UnsupportedByServerError(
+            f"{said} needs a grammar backend, and the server was started without one; "
+            f"start it with grammar_backend='xgrammar', or make the gateway with "
+            f"tool_choice='auto', which leaves choices to the model."
+        )
+    own = {name for name in GRAMMARS - {"json_schema"} if params.get(name)}
+    if own:
+        raise ConfigurationError(
+            f"{said} is kept to by a grammar, and the request has one of its own, "
+            f"{', '.join(sorted(own))}; give one of the two."
+        )
+    grammar = response_grammar(
+        tools,
+        choice,
+        calls=calls,
+        marks=marks,
+        thinks=marks is not None and (prompt or "").rstrip().endswith(marks[0]),
+        schema=None if schema is None else json.loads(schema),
+    )
+    others = {name: params[name] for name in params if name != "json_schema"}
+    return {**others, "structural_tag": grammar}
+
+
+def _is_known(call_parser: str | None, reasoning_parser: str | None) -> bool:
+    """Returns whether a grammar can write calls behind reasoning."""
+    reasons = reasoning_parser is None or reasoning_parser in REASONING_MARKS
+    return call_parser in CALL_FORMATS and reasons
