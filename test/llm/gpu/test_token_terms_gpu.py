@@ -53,8 +53,8 @@ def test_the_kernels(width, dtype, entropy):
     if entropy:
         torch.testing.assert_close(found[1].double(), known[1], rtol=1e-5, atol=1e-4)
     error = (leaf.grad.double() - known[2]).abs().max()
-    # Gradients are between -8 and 8, over temperatures of at least 0.5.
-    assert error < 32 * torch.finfo(dtype).eps
+    # The kernels compute in float32, of logits of up to 25 over a temperature.
+    assert error < max(32 * torch.finfo(dtype).eps, 5e-5)
 
 
 def test_what_they_cannot():
