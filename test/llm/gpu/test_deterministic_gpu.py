@@ -92,6 +92,7 @@ def train(
     [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}],
     ids=["temperature-1", "top-p"],
 )
+@pytest.mark.usefixtures("deterministic_engine", "uncached_engine")
 @pytest.mark.parametrize("server", ["deterministic_engine", "uncached_engine"])
 def test_two_runs_are_equal_bit_for_bit(request, tmp_path, sampling, server):
     engine = request.getfixturevalue(server)
