@@ -52,6 +52,27 @@ def check_counts(**counts: tuple[Any, int]) -> None:
             check_count(name, count, least=least)
 
 
+MAPPING, FUNCTION = "a mapping of arguments", "a function"
+
+PARTS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lora", "weight_sync", "gateway"), (MAPPING,)),
+    **dict.fromkeys(("loss", "optimizer", "collector"), (MAPPING, FUNCTION)),
+    **dict.fromkeys(("agent", "env"), (FUNCTION,)),
+}
+"""Argument that says how a part is made -> what it may be."""
+
+
+def check_parts(**given: Any) -> None:
+    """Checks what parts are made of; ``None`` leaves a part to the run."""
+    for name, value in given.items():
+        kind = MAPPING if isinstance(value, Mapping) else FUNCTION
+        is_one = kind in PARTS[name] and (kind == MAPPING or callable(value))
+        if value is not None and not is_one:
+            raise ConfigurationError(
+                f"{name} must be {' or '.join(PARTS[name])}, got {value!r}."
+            )
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types that weights are trained in."""
 
@@ -119,6 +140,16 @@ def check_placement(
     model: Any, engine: Any, colocated: bool, max_staleness: int
 ) -> None:
     """Checks that servers can be started as they are to be."""
+    is_kind = isinstance(engine, (RLSGLangEngine, str, Mapping, Sequence))
+    if engine is not None and not is_kind:
+        raise ConfigurationError(
+            f"engine must be arguments of AsyncSGLang.from_pretrained, a URL, a list "
+            f"of these, or an engine, got {engine!r}."
+        )
+    if not isinstance(model, (str, os.PathLike, nn.Module)):
+        raise ConfigurationError(
+            f"model must be a folder, a hub name or a model, got {model!r}."
+        )
     runs = isinstance(engine, RLSGLangEngine) or connect_arguments(engine) is not None
     if isinstance(model, nn.Module) and not runs:
         raise ConfigurationError(
@@ -139,6 +170,10 @@ def check_prompts(name: str, prompts: Any, query_key: str) -> None:
         raise ConfigurationError(
             f"{name} must be a list or another iterable of tasks, got {prompts!r}; "
             f"read a file first, such as with datasets.load_dataset."
+        )
+    if not isinstance(prompts, Iterable) and not hasattr(prompts, "__getitem__"):
+        raise ConfigurationError(
+            f"{name} must be a list or another iterable of tasks, got {prompts!r}."
         )
     if not isinstance(prompts, Sequence):
         return

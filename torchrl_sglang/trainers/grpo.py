@@ -28,6 +28,7 @@ from torchrl_sglang.trainers.arguments import (
     check_dtype,
     check_folder,
     check_minibatches,
+    check_parts,
     check_placement,
     count_steps,
     read_sampling,
@@ -135,10 +136,10 @@ class GRPO(Run):
             10; None for none.
         seed (int): of weights of adapters, order of prompts and minibatches, and
             servers. Defaults to 0.
-        deterministic (bool): two runs on the same machine have the same tokens,
-            batches and weights, bit for bit; see the guide on runs that can be
-            repeated. It needs ``max_staleness=0`` and servers on GPUs. Defaults to
-            False.
+        deterministic (bool): seeds for every sample, batches in the order of prompts,
+            and deterministic kernels, so that a second run on the same machine is
+            the same; the guide on runs that can be repeated says how far that is shown.
+            It needs ``max_staleness=0`` and servers on GPUs. Defaults to False.
 
     Raises:
         ConfigurationError: if an argument is wrong; nothing has been started.
@@ -238,6 +239,16 @@ class GRPO(Run):
             seed=(seed, 0),
         )
         check_minibatches(minibatches, group_size * groups_per_batch)
+        check_parts(
+            lora=lora,
+            weight_sync=weight_sync,
+            gateway=gateway,
+            loss=loss,
+            optimizer=optimizer,
+            collector=collector,
+            agent=agent,
+            env=env,
+        )
         if resume != "auto":
             check_flag("resume", resume)
         check_placement(model, engine, colocated, max_staleness)

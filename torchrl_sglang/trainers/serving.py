@@ -67,6 +67,10 @@ class Serving:
             check_template(self.chat_template)
         if self.gateway is not None:
             check_keywords("gateway", self.gateway, Gateway)
+            if not self.has_agent:
+                raise ConfigurationError(
+                    "gateway is for agents; give an agent, too, or leave it out."
+                )
 
     def start(self, stack: ExitStack, ranks: TrainerRanks) -> Served:
         """Makes engine, policy and gateway on the first rank; a stack ends them."""

@@ -378,7 +378,7 @@ def test_overlong_responses_are_punished():
         ({"lora": {"rank": 4}}, "lora has no argument 'rank'"),
         ({"collector": {"groups": 1}}, "collector has no argument 'groups'"),
         ({"gateway": {"max_session": 1}}, "Did you mean 'max_sessions'"),
-        ({"optimizer": "adam"}, "optimizer='adam' make no AdamW"),
+        ({"optimizer": "adam"}, "optimizer must be a mapping of arguments or"),
         ({"agent": greet}, "rewards cannot be given with agent"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),

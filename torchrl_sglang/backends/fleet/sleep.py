@@ -27,6 +27,7 @@ from torchrl_sglang.backends.fleet.replica import format_tags
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerTimeoutError,
+    ServerUnavailableError,
     SGLangError,
     UnsupportedByServerError,
 )
@@ -40,6 +41,9 @@ DRAIN_TIMEOUT_SECONDS = 60.0
 
 MEMORY_TIMEOUT_SECONDS = 120.0
 """Timeout to release or resume memory; weights with a CPU backup are copied."""
+
+END_SECONDS = 5.0
+"""Time for a process to end after its server has hung up, in seconds."""
 
 
 def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
@@ -141,7 +145,7 @@ class SleepControl:
             fleet.change_weights(lambda weights: weights.mark_inconsistent(reason))
         if failures:
             asleep = sum(tags <= replica.released for replica in replicas)
-            raise self._failure(
+            raise await self._failure(
                 failures,
                 f"{asleep} of {len(replicas)} servers released {format_tags(tags)}, "
                 f"and the engine does not generate. Call sleep() again to complete it, "
@@ -163,7 +167,7 @@ class SleepControl:
         fleet.apply(WokeUp(tags=tags))
         if failures:
             awake = sum(not fleet.replicas[rank].released & tags for rank in ranks)
-            raise self._failure(
+            raise await self._failure(
                 failures,
                 f"{awake} of {len(ranks)} servers have {format_tags(tags)} again. "
                 f"Call wake_up() again.",
@@ -178,7 +182,7 @@ class SleepControl:
                 await control.resume()
             except SGLangError as error:
                 fleet.apply(FellAsleep(tags=before))
-                raise self._failure(
+                raise await self._failure(
                     [error],
                     "The memory is back, and generation does not go on. Call "
                     "wake_up() again.",
@@ -214,12 +218,26 @@ class SleepControl:
         outcomes = await fan_out(one, ranks)
         return [failure for failure in outcomes if failure is not None]
 
-    def _failure(
+    async def _failure(
         self, failures: Sequence[SGLangError], outcome: str, *, partly: bool
     ) -> SGLangError:
-        self._fleet.notice_deaths()
-        reasons = " ".join(map(str, failures))
-        return type(failures[0])(f"{reasons} {outcome}", partly=partly)
+        said = [*map(str, failures), outcome]
+        if any(isinstance(each, ServerUnavailableError) for each in failures):
+            said += await self._ends()
+        return type(failures[0])(" ".join(said), partly=partly)
+
+    async def _ends(self) -> list[str]:
+        """Returns why servers end; a process takes a moment for it."""
+        fleet = self._fleet
+        running = [each.rank for each in fleet.state.running if each.handle is not None]
+        deadline = time.monotonic() + END_SECONDS
+        while running and time.monotonic() < deadline:
+            fleet.notice_deaths()
+            replicas = [fleet.replicas[rank] for rank in running]
+            if ended := [each for each in replicas if not each.runs]:
+                return [each.reason for each in ended]
+            await asyncio.sleep(0.1)
+        return []
 
 
 def _pauses(paused: bool) -> Sequence[PauseMode]:

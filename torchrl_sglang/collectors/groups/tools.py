@@ -72,6 +72,11 @@ class Tools:
         functions: ToolFunctions,
         parser: Callable[[str], Any] = parse_tool_calls,
     ) -> None:
+        if callable(functions) or isinstance(functions, str):
+            raise ConfigurationError(
+                f"tools takes a list of functions, or a mapping of names to functions, "
+                f"got {functions!r}."
+            )
         if not isinstance(functions, Mapping):
             functions = {
                 getattr(each, "__name__", repr(each)): each for each in functions

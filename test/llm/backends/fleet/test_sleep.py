@@ -343,6 +343,18 @@ def test_a_server_that_dies_asleep(tiny_model_path, saver_python, hf_model, scor
         sender.shutdown()
 
 
+def test_a_server_that_ends_at_its_sleep_says_why(tiny_model_path, saver_python):
+    with start(tiny_model_path, saver_python, max_restarts=0) as engine:
+        run_sync(engine.control.pause("retract"))
+        release = engine.control.memory_occupation(
+            "release", {"kv_cache"}, url=engine.servers[0].url, timeout=60
+        )
+        run_sync(release)
+        with pytest.raises(ServerUnavailableError, match="The end of its log") as told:
+            engine.sleep("kv_cache")
+        assert "crashed with exit code 1" in str(told.value)
+
+
 @dataclasses.dataclass
 class Process:
     url: str = "http://a"
