@@ -39,13 +39,9 @@ def written(regex, **arguments):
 
 @contextmanager
 def gateway_of(engine, **arguments):
-    with Gateway(
-        engine,
-        chat_template=TOOL_TEMPLATE,
-        tool_call_parser="qwen25",
-        reasoning_parser="qwen3",
-        **arguments,
-    ) as gateway:
+    parsers = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
+    given = {"chat_template": TOOL_TEMPLATE, **parsers, **arguments}
+    with Gateway(engine, **given) as gateway:
         yield gateway
 
 
@@ -149,7 +145,7 @@ def test_tools_and_reasoning(client, session):
     assert len(trajectory.turns) == 3
 
 
-def test_forced_tools(client, session):
+def test_forced_tools(grammar_engine, score):
     """A call that a grammar forced is parsed, scored and joined as any other."""
     number = {
         "type": "object",
@@ -162,20 +158,25 @@ def test_forced_tools(client, session):
     ]
     sub = {"type": "function", "function": {"name": "sub"}}
     messages = list(HELLO)
-    for choice in ({"tool_choice": sub}, {"tool_choice": "required"}):
-        one = {"parallel_tool_calls": False, "max_tokens": 200}
-        said = chat(client, messages, tools=tools, **choice, **one).choices[0]
-        assert said.finish_reason == "tool_calls"
-        (call,) = said.message.tool_calls
-        assert json.loads(call.function.arguments)["a"] in (1, 2)
-        result = {"role": "tool", "content": "3", "tool_call_id": call.id}
-        messages += [said.message.to_dict(), result]
-    names = [turn.reply["tool_calls"][0]["function"]["name"] for turn in session.turns]
-    assert names[0] == "sub"
-    assert [turn.prompt.parent for turn in session.turns] == [None, 0]
-    # One call at a time: any text, and log-probs of a grammar's.
-    chat(client, messages, tools=tools, parallel_tool_calls=False)
-    assert session.turns[2].prompt.parent == 1
+    # Noise would begin to reason, and not end it.
+    with gateway_of(grammar_engine, reasoning_parser=None) as gateway:
+        session = gateway.session()
+        client = openai.OpenAI(base_url=session.base_url, api_key=session.key)
+        for choice in ({"tool_choice": sub}, {"tool_choice": "required"}):
+            one = {"parallel_tool_calls": False, "max_tokens": 400}
+            said = chat(client, messages, tools=tools, **choice, **one).choices[0]
+            assert said.finish_reason == "tool_calls"
+            (call,) = said.message.tool_calls
+            assert json.loads(call.function.arguments)["a"] in (1, 2)
+            result = {"role": "tool", "content": "3", "tool_call_id": call.id}
+            messages += [said.message.to_dict(), result]
+        # One call at a time: any text, and log-probs of a grammar's.
+        chat(client, messages, tools=tools, parallel_tool_calls=False)
+        client.close()
+    calls = [turn.reply["tool_calls"] for turn in session.turns[:2]]
+    assert calls[0][0]["function"]["name"] == "sub"
+    assert [turn.prompt.parent for turn in session.turns] == [None, 0, 1]
+    check_log_probs(session, score)
 
 
 def test_clients_that_change_what_they_send_back(client, session):

@@ -39,6 +39,12 @@ KNOWS = (
 BARE = "{% for each in messages %}{{ each.content }}{% endfor %}"
 """The fake server says what it is asked."""
 
+THINKS = BARE.replace(
+    "{{ each.content }}",
+    "{% if each.reasoning_content %}<think>{{ each.reasoning_content }}</think>"
+    "{% endif %}{{ each.content }}",
+)
+
 
 @pytest.fixture
 def fake(tiny_model_path):
@@ -514,12 +520,7 @@ def test_counts_need_no_answer(session):
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_that_is_left_out_joins(fake, stream):
     """Its signature stands for it, and what the model wrote goes on."""
-    template = BARE.replace(
-        "{{ each.content }}",
-        "{% if each.reasoning_content %}<think>{{ each.reasoning_content }}</think>"
-        "{% endif %}{{ each.content }}",
-    )
-    with gateway_of(fake, chat_template=template, reasoning_parser="qwen3") as gateway:
+    with gateway_of(fake, chat_template=THINKS, reasoning_parser="qwen3") as gateway:
         session = gateway.session()
         asked = [{"role": "user", "content": "<think>hm</think>42"}]
         thinking = {"type": "adaptive", "display": "omitted"}
@@ -565,6 +566,55 @@ def test_streamed_and_not_are_recorded_alike(fake, path):
             found.append((turn.token_ids, turn.completion.log_probs, reply))
     assert found[0] == found[1]
     assert found[0][2]["tool_calls"][0]["name"] == "weather"
+
+
+def test_a_conversation_of_claude_code(fake):
+    """All that it sends at once, twice; its body without the 100 kB of tools."""
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    body = {
+        "model": "claude-opus-4-7",
+        "system": [{"type": "text", "text": "<think>hm</think>", **mark}],
+        "tools": [{**each, "eager_input_streaming": True} for each in AS_ANTHROPIC],
+        "metadata": {"user_id": "user_1_account__session_2"},
+        "max_tokens": len("<think>hm</think>42"),
+        "thinking": {"type": "adaptive"},
+        "context_management": {
+            "edits": [{"type": "clear_thinking_20251015", "keep": "all"}]
+        },
+        "output_config": {"effort": "xhigh"},
+    }
+    betas = ["claude-code-20250219", "interleaved-thinking-2025-05-14"]
+    parts = [block("text", text="4"), block("text", text="2")]
+    messages = [{"role": "user", "content": parts}]
+    with gateway_of(fake, chat_template=THINKS, reasoning_parser="qwen3") as gateway:
+        session = gateway.session()
+        with anthropic.Anthropic(base_url=session.url, api_key=session.key) as client:
+            for _ in range(2):
+                with client.beta.messages.stream(
+                    messages=messages, betas=betas, **body
+                ) as events:
+                    answer = events.get_final_message()
+                    ignored = events.response.headers[IGNORED]
+                said = [each.to_dict() for each in answer.content]
+                messages += [{"role": "assistant", "content": said}, *HELLO]
+        assert ignored == "thinking, output_config.effort"
+        assert said[0]["type"] == "thinking"
+        assert session.turns[1].prompt.parent == 0
+
+
+def test_a_signature_proves_nothing(fake):
+    """Reasoning that is not the model's is an edit, whatever its signature says."""
+    with gateway_of(fake, chat_template=THINKS, reasoning_parser="qwen3") as gateway:
+        session = gateway.session()
+        asked = [{"role": "user", "content": "<think>hm</think>42"}]
+        given = {"messages": asked, "max_tokens": 19}
+        content = post(session, MESSAGES, **given).json()["content"]
+        edits = [{"thinking": "ah"}, {"signature": "bm8="}, {"signature": ""}]
+        for edit in edits:
+            said = [{**content[0], **edit}, *content[1:]]
+            more = [*asked, {"role": "assistant", "content": said}, *HELLO]
+            post(session, MESSAGES, messages=more)
+    assert [turn.prompt.parent for turn in session.turns] == [None, None, 0, 0]
 
 
 # Models.
