@@ -229,7 +229,7 @@ def start_job(folder: Path, environment: dict[str, str], words: list[str]) -> An
     with (folder / "log.txt").open("a") as log:
         return subprocess.Popen(
             ["bash", str(FOLDER / "grpo.sbatch"), *words],
-            env=environment,
+            env={"TRAIN": str(FOLDER.parent / "grpo" / "train.py"), **environment},
             cwd=folder,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -267,7 +267,6 @@ def test_a_job_that_is_preempted(tmp_path, tiny_model_path):
         "RANKS_PER_NODE": "1",
         "REPLICAS": "1",
         "SERVER_OPTIONS": "--device cpu",
-        "TRAIN": str(FOLDER.parent / "grpo" / "train.py"),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
@@ -306,6 +305,13 @@ def test_a_job_that_cannot_be(nodes, words, message, tmp_path):
     job = start_job(tmp_path, slurm_job(tmp_path, nodes), words)
     assert job.wait(60) == 2
     assert message in (tmp_path / "log.txt").read_text()
+
+
+def test_a_job_elsewhere_says_where_to_submit(tmp_path):
+    environment = {**slurm_job(tmp_path, 2), "TRAIN": "elsewhere/train.py"}
+    job = start_job(tmp_path, environment, ["run.yaml", "model=m"])
+    assert job.wait(60) == 2
+    assert "no elsewhere/train.py" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_job_whose_servers_do_not_start(tmp_path):
