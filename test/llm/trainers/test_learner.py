@@ -132,6 +132,14 @@ def test_a_reward_that_is_not_finite(make_learner, value, correct):
     assert not torch.equal(weights(learner), before)
 
 
+def test_a_step_that_is_skipped_without_rewards(make_learner):
+    """A loop of one's own has its advantages from elsewhere."""
+    learner = make_learner()
+    batch = lazy_stack([row.exclude("next") for row in make_batch([math.nan] * 4)])
+    with pytest.warns(RuntimeWarning, match="to train on 4 responses without rewards"):
+        assert learner.train(batch, 0)["train/skipped"] == 1.0
+
+
 def test_steps_that_are_skipped_in_a_row_end_the_run(make_learner):
     learner = make_learner(max_skipped_steps=2)
     before = weights(learner)
@@ -335,6 +343,7 @@ def test_ranks_with_a_sharded_model_have_the_update_of_one_process():
     path = os.pathsep.join(map(str, folders))
     printed = run_ranks(program, PYTHONPATH=path)
     found = json.loads(printed.splitlines()[-1])
+    assert found.pop("refused") == [True, True]
     assert found.keys() == {"one step", "two steps", "reference", "replayed"}
     assert max(found.values()) < 1e-5
 
