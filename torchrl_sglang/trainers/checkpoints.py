@@ -288,8 +288,8 @@ def _read_rest(path: Path) -> dict[str, Any]:
         )
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"{path} is damaged: {_say(error).rstrip('.')}. Remove it to go on with the one "
-            f"before, or give another output."
+            f"{path} is damaged: {_say(error).rstrip('.')}. Remove it to go on with "
+            f"the one before, or give another output."
         ) from error
     return state
 
