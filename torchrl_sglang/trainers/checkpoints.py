@@ -285,7 +285,7 @@ def _read_rest(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(
             path / REST, map_location="cpu", weights_only=False
         )
-    except Exception as error:  # noqa: BLE001 - Its reader raises anything.
+    except Exception as error:
         raise CheckpointError(
             f"{path} is damaged: {_say(error).rstrip('.')}. Remove it to go on with "
             f"the one before, or give another output."
