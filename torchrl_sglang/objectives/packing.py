@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -65,6 +69,9 @@ def why_padded(model: Any) -> str:
         f"computes attention by {attention!r}, which needs a mask": not told
         and attention not in ("sdpa", PACKED),
         "does not take another attention than its own": not (told or replaceable),
+        "does not tell its attention where sequences begin": not all(
+            _hands_on(layer) for layer in _layer_classes(base)
+        ),
     }
     found = (reason for reason, holds in reasons.items() if holds)
     return next((f"{type(base).__name__} {reason}" for reason in found), "")
@@ -204,6 +211,33 @@ def _base(model: Any) -> Any:
         model = model.module
     unwrap = getattr(model, "get_base_model", None)
     return model if unwrap is None else unwrap()
+
+
+def _layer_classes(base: Any) -> Iterator[type]:
+    """Yields the classes of a model's layers."""
+    names = getattr(base, "_no_split_modules", None) or ()
+    classes = {_own_class(module) for module in base.modules()}
+    yield from (each for each in classes if each.__name__ in names)
+
+
+@cache
+def _hands_on(layer: type) -> bool:
+    """Whether a layer calls its attention with all further arguments of its own.
+
+    Some layers of transformers drop them, and where sequences begin is one of these.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(layer.forward))  # type: ignore[attr-defined]
+    except (OSError, TypeError):
+        # Of code that was made while it runs.
+        return True
+    return all(
+        any(keyword.arg is None for keyword in call.keywords)
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func) in ("self.self_attn", "self.attention", "self.attn")
+    )
 
 
 def _arguments(base: Any) -> Any:

@@ -116,6 +116,7 @@ class Checkpoints:
             ConfigurationError: if there are results of an earlier run and this one is
                 to begin, if it is to go on and there is no checkpoint, or if the
                 checkpoint is of another run.
+            CheckpointError: if it cannot be read.
         """
         paths = self.paths()
         if not resume:
@@ -128,9 +129,7 @@ class Checkpoints:
                     f"resume='auto' to begin if there is none."
                 )
             return None
-        state: dict[str, Any] = torch.load(
-            paths[-1] / REST, map_location="cpu", weights_only=False
-        )
+        state = _read_rest(paths[-1])
         for name, now in self._identity.items():
             before = state["identity"].get(name)
             if before != now:
@@ -169,7 +168,8 @@ class Checkpoints:
         except (CheckpointException, RuntimeError, OSError) as error:
             raise CheckpointError(
                 f"{path} cannot be read into this run: {_say(error)} Give the model, "
-                f"adapter and optimizer that it was saved with, or another output."
+                f"adapter and optimizer that it was saved with, or another output; if "
+                f"it is damaged, remove it to go on with the one before."
             ) from error
 
     def save(
@@ -187,7 +187,8 @@ class Checkpoints:
             rest: what the first rank saves besides.
 
         Raises:
-            CheckpointError: if the checkpoint before could not be written.
+            CheckpointError: if the checkpoint before could not be written, or this one
+                cannot be begun.
             ConfigurationError: if a rank does not see the folder of the run.
         """
         self.wait()
@@ -223,9 +224,15 @@ class Checkpoints:
         """Makes the folder to write to; returns whether the checkpoint is there."""
         if path.exists():
             return True
-        for old in self._folder.glob("*.partial"):
-            _remove(old)
-        partial.mkdir()
+        try:
+            for old in self._folder.glob("*.partial"):
+                _remove(old)
+            partial.mkdir()
+        except OSError as error:
+            raise CheckpointError(
+                f"The checkpoint {path} cannot be written: {error}. Older ones are as "
+                f"they were; make room, or give another output."
+            ) from error
         return False
 
     def _complete(self, partial: Path, path: Path, rest: io.BytesIO) -> None:
@@ -272,6 +279,20 @@ class Checkpoints:
                 torchrl_logger.warning(f"{path} was not written: {problem}")
 
 
+def _read_rest(path: Path) -> dict[str, Any]:
+    """Returns what a checkpoint holds besides weights and optimizer."""
+    try:
+        state: dict[str, Any] = torch.load(
+            path / REST, map_location="cpu", weights_only=False
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged: {_say(error).rstrip('.')}. Remove it to go on with "
+            f"the one before, or give another output."
+        ) from error
+    return state
+
+
 def _problem(written: Future[None], timeout: float) -> str | None:
     """Returns why something was not written in time."""
     try:
@@ -284,7 +305,7 @@ def _problem(written: Future[None], timeout: float) -> str | None:
 def _say(error: BaseException) -> str:
     """Returns an error as a message has it, on one line."""
     if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
+        return " ".join(f"{type(error).__name__}: {error}".split())
     # Its text has the stacks of all ranks.
     said = {rank: _say(failure) for rank, (failure, _) in error.failures.items()}
     return "; ".join(f"rank {rank}: {text}" for rank, text in said.items())
@@ -368,8 +389,9 @@ def _keep_lines(path: Path, keep: Callable[[str], bool]) -> None:
         return
     partial = path.with_suffix(".partial")
     with (
-        path.open(encoding="utf-8") as lines,
-        partial.open("w", encoding="utf-8") as kept,
+        # A kill may have cut the last line within a character.
+        path.open(encoding="utf-8", errors="surrogateescape") as lines,
+        partial.open("w", encoding="utf-8", errors="surrogateescape") as kept,
     ):
         kept.writelines(line for line in lines if keep(line))
     partial.replace(path)

@@ -204,6 +204,11 @@ class Learner:
         metrics = {"train/unscored": 1 - len(known) / len(rows)}
         if not self._any_rank(bool(known)):
             return metrics
+        if not self.ranks.all_true(bool(known)):
+            raise ConfigurationError(
+                "A rank of the trainer has no response with a log-prob, and others "
+                "have; collect larger batches, or train on fewer ranks."
+            )
         if len(known) < len(rows):
             rows = LazyStackedTensorDict(*(rows[index] for index in known))
         self.loss.consumer_version = policy_version

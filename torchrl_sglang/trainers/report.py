@@ -305,6 +305,8 @@ def sample_of(batch: TensorDictBase, query_key: str) -> str:
 
 def describe_rows(rows: TensorDictBase) -> str:
     """Says which responses a step was to be made of, those with bad numbers first."""
+    if REWARD not in rows.keys(True):
+        return f"It was to train on {len(rows)} responses without rewards."
     rewards = rows[REWARD].flatten(1).sum(-1).tolist()
     queries = rows["query"] if "query" in rows.keys() else [""] * len(rewards)
     said = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,11 +83,7 @@ class Training:
     def make_learner(self, model: Any, tokenizer: Any, ranks: TrainerRanks) -> Learner:
         """Returns what takes the optimizer steps of a loaded model."""
         loss = self._make_loss(scorer(model, tokenizer), ranks.device())
-        reference: Any = None
-        if self.kl_to_ref_coeff:
-            reference = "adapter"
-            if self.lora is None:
-                reference = self.load(ranks, trained=False).requires_grad_(False)
+        reference = self._make_reference(model, ranks)
         optimizer = self.make_optimizer(
             [each for each in model.parameters() if each.requires_grad]
         )
@@ -106,6 +103,23 @@ class Training:
             autocast=ranks.device().type == "cuda" and ranks.size == 1,
             ranks=ranks,
         )
+
+    def _make_reference(self, model: Any, ranks: TrainerRanks) -> Any:
+        """Returns what the loss's divergence is to, before the model is trained."""
+        if not self.kl_to_ref_coeff:
+            return None
+        if self.lora is not None:
+            return "adapter"
+        if not isinstance(self.model, nn.Module):
+            return self.load(ranks, trained=False).requires_grad_(False)
+        if ranks.size > 1:
+            raise ConfigurationError(
+                f"kl_to_ref_coeff={self.kl_to_ref_coeff} needs the model before "
+                f"training, and model is a module that the ranks have shared out; give "
+                f"its folder or name, or lora=...."
+            )
+        # The module is the one that is trained.
+        return copy.deepcopy(model).requires_grad_(False)
 
     @property
     def _recomputes(self) -> bool:

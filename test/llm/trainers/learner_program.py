@@ -15,6 +15,7 @@ from tensordict import lazy_stack, set_list_to_stack
 from test_learner import make_batch
 
 from torchrl_sglang import CorrectedGRPOLoss, Learner
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from torchrl_sglang.trainers.models import load_model, scorer, shard
@@ -99,6 +100,12 @@ if __name__ == "__main__":
         start = torch.cat([each.detach().flatten() for each in start.parameters()])
         shared = update(rows[:3] if rank == 0 else rows[3:], ranks, **given)
         found[kind] = float((shared - alone).norm() / (alone - start).norm())
+    # Where a rank has no response to train on, all of them say so.
+    rows = make_batch(rewards, lengths, unscored=4).unbind(0)
+    try:
+        update(rows[:4] if rank == 0 else rows[4:], ranks)
+    except ConfigurationError as error:
+        refused = ranks.gather("no response with a log-prob" in str(error))
     if rank == 0:
-        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.write(json.dumps(found | {"refused": refused}) + "\n")
     dist.destroy_process_group()

@@ -15,7 +15,13 @@ from helpers.forked_starts import trainer_python
 from torch.distributed.checkpoint import FileSystemWriter
 
 from torchrl_sglang.errors import CheckpointError, ConfigurationError
-from torchrl_sglang.trainers.checkpoints import RESULTS, Checkpoints
+from torchrl_sglang.trainers.checkpoints import (
+    REST,
+    RESULTS,
+    ROLLOUTS,
+    Checkpoints,
+    forget_later_steps,
+)
 
 SAME = {"model": "a", "group_size": 8, "lora": None, "seed": 0}
 
@@ -105,6 +111,35 @@ def test_a_checkpoint_of_another_model(tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000001")
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         checkpoints.restore({"weight": torch.ones(3)})
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"PK")])
+def test_a_damaged_checkpoint(tmp_path, damage):
+    checkpoints = Checkpoints(tmp_path, identity=SAME)
+    for step in (1, 2):
+        checkpoints.save(step, {"weight": torch.ones(3)})
+    checkpoints.wait()
+    newest = checkpoints.paths()[-1]
+    damage(newest / REST)
+    with pytest.raises(CheckpointError, match="step_00000002 is damaged.*Remove it"):
+        checkpoints.load("auto")
+    shutil.rmtree(newest)
+    assert checkpoints.load("auto")["step"] == 1
+
+
+def test_a_folder_that_is_gone(tmp_path):
+    checkpoints = Checkpoints(tmp_path, identity=SAME)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match="step_00000001 cannot be written"):
+        checkpoints.save(1, {"weight": torch.ones(3)})
+
+
+def test_a_kill_within_a_character(tmp_path):
+    rollouts = tmp_path / ROLLOUTS
+    whole = '{"step": 1, "response": "你"}\n'.encode()
+    rollouts.write_bytes(whole + whole[:-5])
+    forget_later_steps(tmp_path, 1)
+    assert rollouts.read_bytes() == whole
 
 
 def test_a_kill_leaves_whole_checkpoints(tmp_path):

@@ -18,6 +18,7 @@ from torchrl.objectives.llm import GRPOLoss
 from transformers import get_scheduler
 
 from torchrl_sglang import (
+    GRPO,
     CorrectedGRPOLoss,
     GroupAdvantage,
     Learner,
@@ -27,6 +28,7 @@ from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.trainers.models import load_model, scorer
 from torchrl_sglang.trainers.passes import cut_by_tokens
+from torchrl_sglang.trainers.ranks import TrainerRanks
 
 # TorchRL's own, about what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -130,6 +132,14 @@ def test_a_reward_that_is_not_finite(make_learner, value, correct):
     metrics = learner.train(make_batch([0.0, 1.0] * 4), 0)
     assert weights(learner).isfinite().all()
     assert not torch.equal(weights(learner), before)
+
+
+def test_a_step_that_is_skipped_without_rewards(make_learner):
+    """A loop of one's own has its advantages from elsewhere."""
+    learner = make_learner()
+    batch = lazy_stack([row.exclude("next") for row in make_batch([math.nan] * 4)])
+    with pytest.warns(RuntimeWarning, match="to train on 4 responses without rewards"):
+        assert learner.train(batch, 0)["train/skipped"] == 1.0
 
 
 def test_steps_that_are_skipped_in_a_row_end_the_run(make_learner):
@@ -335,8 +345,28 @@ def test_ranks_with_a_sharded_model_have_the_update_of_one_process():
     path = os.pathsep.join(map(str, folders))
     printed = run_ranks(program, PYTHONPATH=path)
     found = json.loads(printed.splitlines()[-1])
+    assert found.pop("refused") == [True, True]
     assert found.keys() == {"one step", "two steps", "reference", "replayed"}
     assert max(found.values()) < 1e-5
+
+
+def test_the_reference_of_a_model_that_is_given(hf_model, tokenizer):
+    """It is not the model that is trained, nor is that one frozen."""
+    run = GRPO(
+        copy.deepcopy(hf_model),
+        prompts=["1+1="],
+        rewards=lambda conversation, task: 0.0,
+        engine="http://127.0.0.1:1",
+        kl_to_ref_coeff=0.1,
+        lr=1e-2,
+    )
+    training, alone = run._training, TrainerRanks()
+    learner = training.make_learner(training.load(alone), tokenizer, alone)
+    batch = make_batch([0.0, 1.0] * 4)
+    assert learner.train(batch, 0)["train/kl_to_ref"] == pytest.approx(0, abs=1e-6)
+    assert learner.train(batch, 0)["train/kl_to_ref"] > 1e-6
+    with pytest.raises(ConfigurationError, match="give its folder or name, or lora"):
+        training.make_learner(learner.model, tokenizer, TrainerRanks(size=2))
 
 
 def test_nothing_is_dropped(hf_model):
