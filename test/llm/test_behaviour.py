@@ -13,6 +13,7 @@ import requests
 import torch
 from helpers.fake_server import SAMPLING_LOG_PROB, FakeServer
 from helpers.log_probs import TOLERANCE, score
+from helpers.samplers import expected
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm.policies import Tokens
 
@@ -21,9 +22,6 @@ from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.objectives.support import warn_of_sampling
 
 LENGTH = 5
-
-EDGE = 1e-6
-"""Distance from a bound that float32 does not see."""
 
 
 def sampler(generator):
@@ -36,32 +34,6 @@ def sampler(generator):
         "top_p": generator.choice([1.0, 0.9, 0.6]),
         "min_p": generator.choice([0.0, 0.05, 0.2]),
     }
-
-
-@torch.no_grad()
-def expected(model, prompt, token_ids, params):
-    """Support, its edge, and log-prob of each token, in float64.
-
-    Of the edge it depends on float32's rounding whether a token is left.
-    """
-    rows = model(torch.tensor([[*prompt, *token_ids]])).logits[0, len(prompt) - 1 : -1]
-    found = []
-    for row, token in zip(rows.double(), token_ids, strict=True):
-        if params["temperature"] == 0:
-            found.append(({int(row.argmax())}, set(), 0.0))
-            continue
-        scaled = row / params["temperature"]
-        probs, order = scaled.softmax(-1).sort(descending=True)
-        keep = torch.arange(len(probs)) < params.get("top_k", len(probs))
-        # On CPU, top-p's share is one of all tokens.
-        share = probs.cumsum(0) - probs - params.get("top_p", 1.0)
-        margin = probs / probs[0] - params.get("min_p", 0.0)
-        edge = keep & ((share.abs() < EDGE) | (margin.abs() < EDGE))
-        keep &= (share <= 0) & (margin >= 0)
-        kept = order[keep]
-        log_prob = float(scaled[token] - scaled[kept].logsumexp(0))
-        found.append((set(kept.tolist()), set(order[edge].tolist()), log_prob))
-    return found
 
 
 def check(completion, model, prompt, params):
