@@ -175,29 +175,76 @@ def test_the_wrapper(engine, hf_model):
     assert counts == [0] * 3 + [len(kept) for kept, _, _ in wanted]
 
 
-def test_the_gateway(engine, hf_model):
+CHAT = ("chat/completions", {})
+STREAM = ("chat/completions", {"stream": True})
+CLAUDE = ("messages", {})
+
+
+@pytest.mark.parametrize(
+    "dialect", [CHAT, STREAM, CLAUDE], ids=["chat", "sse", "claude"]
+)
+def test_the_gateway(engine, hf_model, dialect):
     """A client sets top-p itself, and the gateway has the top_k for it."""
+    path, further = dialect
     bound = {"top_k": 4096}
     with Gateway(
         engine, logprobs_mode="behaviour", default_sampling_params=bound
     ) as gateway:
         session = gateway.session("a")
-        requests.post(
+
+        def say(messages):
+            requests.post(
+                f"{session.base_url}/{path}",
+                json={
+                    "model": "m",
+                    "messages": messages,
+                    "max_tokens": LENGTH,
+                    "temperature": 0.7,
+                    "top_p": 0.8,
+                    **further,
+                },
+                headers={"Authorization": f"Bearer {session.key}"},
+                timeout=60,
+            ).raise_for_status()
+
+        first = [{"role": "user", "content": "Hi"}]
+        say(first)
+        # Two other beginnings of the same conversation: branches of their own.
+        for text in ("Ho", "Hu"):
+            say(
+                [
+                    *first,
+                    {"role": "assistant", "content": "?"},
+                    {**first[0], "content": text},
+                ]
+            )
+        turns = gateway.session("a").turns
+        rows = gateway.to_tensordict()
+    assert len(turns) == len(rows) == 3
+    params = {"temperature": 0.7, "top_p": 0.8}
+    for turn, row in zip(turns, rows, strict=True):
+        ids = turn.completion.token_ids
+        prompt = row["tokens", "full"].tolist()[: -len(ids)]
+        assert check(turn.completion, hf_model, prompt, params) == len(ids)
+        counts = row["sampling_support", "full_counts"].tolist()
+        assert counts == [0] * len(prompt) + [
+            len(kept) for kept in turn.completion.columns["sampling_support"].tolist()
+        ]
+
+
+def test_a_client_without_a_bound(engine):
+    """Its top-p is refused, and it is told of the gateway's remedy."""
+    with Gateway(engine, logprobs_mode="behaviour") as gateway:
+        session = gateway.session("a")
+        answer = requests.post(
             f"{session.base_url}/chat/completions",
             json={
                 "model": "m",
                 "messages": [{"role": "user", "content": "Hi"}],
-                "max_tokens": LENGTH,
-                "temperature": 0.7,
                 "top_p": 0.8,
             },
             headers={"Authorization": f"Bearer {session.key}"},
             timeout=60,
-        ).raise_for_status()
-        (turn,) = gateway.session("a").turns
-        (row,) = gateway.to_tensordict()
-    ids = turn.completion.token_ids
-    prompt = row["tokens", "full"].tolist()[: -len(ids)]
-    params = {"temperature": 0.7, "top_p": 0.8}
-    assert check(turn.completion, hf_model, prompt, params) == len(ids)
-    assert row["sampling_support", "full_counts"].tolist()[-1] > 0
+        )
+    assert 400 <= answer.status_code < 500
+    assert "default_sampling_params" in answer.json()["error"]["message"]
