@@ -248,3 +248,44 @@ def test_a_client_without_a_bound(engine):
         )
     assert 400 <= answer.status_code < 500
     assert "default_sampling_params" in answer.json()["error"]["message"]
+
+
+def test_branches_of_a_gateway(engine, hf_model):
+    """Two continuations of a turn: both have its supports, and each its own."""
+    bound = {"top_k": 4096, "top_p": 0.8, "temperature": 0.7}
+    with Gateway(
+        engine, logprobs_mode="behaviour", default_sampling_params=bound
+    ) as gateway:
+        session = gateway.session("a")
+
+        def say(messages):
+            answer = requests.post(
+                f"{session.base_url}/chat/completions",
+                json={"model": "m", "messages": messages, "max_tokens": LENGTH},
+                headers={"Authorization": f"Bearer {session.key}"},
+                timeout=60,
+            )
+            answer.raise_for_status()
+            return [answer.json()["choices"][0]["message"]]
+
+        messages = [{"role": "user", "content": "Hi"}]
+        messages += say(messages)
+        for question in ("more", "less"):
+            say([*messages, {"role": "user", "content": question}])
+        turns = gateway.session("a").turns
+        rows = gateway.to_tensordict()
+    assert (len(turns), len(rows)) == (3, 2)
+    for row, last in zip(rows, turns[1:], strict=True):
+        tokens = row["tokens", "full"].tolist()
+        counts = row["sampling_support", "full_counts"].tolist()
+        flat = row["sampling_support", "full"].tolist()
+        placed = [place for place, count in enumerate(counts) if count]
+        parts = [turns[0].completion.token_ids, last.completion.token_ids]
+        assert [tokens[place] for place in placed] == [*parts[0], *parts[1]]
+        wanted = [
+            *turns[0].completion.columns["sampling_support"].tolist(),
+            *last.completion.columns["sampling_support"].tolist(),
+        ]
+        assert flat[: sum(counts)] == [each for one in wanted for each in one]
+        prompt = tokens[: placed[len(parts[0])]]
+        assert check(last.completion, hf_model, prompt, bound) == len(parts[1])
