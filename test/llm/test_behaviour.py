@@ -105,12 +105,15 @@ def test_a_loss_tells_of_it(monkeypatch):
     warn_of_sampling(batch)
 
 
-@pytest.mark.parametrize("name", ["bias", "penalty"])
+@pytest.mark.parametrize("name", ["bias", "penalty", "minimum", "stop"])
 def test_changed_logits(engine, hf_model, name):
     """What changes the logits is in the log-prob: of all tokens it can be drawn for."""
     changes = {
         "bias": {"logit_bias": {"9": 3.0}},
         "penalty": {"presence_penalty": 1.5},
+        # Their supports lack what they forbid.
+        "minimum": {"min_new_tokens": LENGTH},
+        "stop": {"stop": ["\n\n\n"]},
     }
     params = {"max_new_tokens": LENGTH, "temperature": 0.7, "top_k": 99, "top_p": 0.9}
     prompt = [5, 6, 7]

@@ -366,6 +366,31 @@ def test_structured_output(engine_with_grammar, kwargs, pattern):
         assert re.fullmatch(pattern, text)
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 99, "top_p": 0.9}])
+def test_behaviour_under_a_grammar(engine_with_grammar, tokenizer, hf_model, filters):
+    """The log-prob is that among what grammar and filters leave."""
+    prompt, temperature = [5, 6, 7], 0.7
+    params = {"max_new_tokens": LENGTH, "temperature": temperature, "regex": "[0-9]+"}
+    (answer,) = engine_with_grammar.generate(
+        input_ids=prompt,
+        sampling_params={**params, **filters},
+        return_logprobs=True,
+        logprobs_mode="behaviour",
+    )
+    ids = answer.token_ids
+    digits = [n for n in range(len(tokenizer)) if tokenizer.decode([n]).isdigit()]
+    supports = answer.columns["sampling_support"].tolist()
+    with torch.no_grad():
+        rows = hf_model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    for place, row in enumerate(rows.double() / temperature):
+        # It may end behind the first digit.
+        allowed = {*digits, *([tokenizer.eos_token_id] if place else [])}
+        own = supports[place] if filters else sorted(allowed)
+        assert set(own) <= allowed
+        wanted = float(row[ids[place]] - row[own].logsumexp(0))
+        assert abs(answer.log_probs[place] - wanted) < 1e-4
+
+
 def test_json(engine_with_grammar, tokenizer):
     schema = {
         "type": "object",
