@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -186,6 +188,40 @@ def test_updates_and_an_abort(moe_engine, moe):
 def rows_of(completion):
     both = completion.prompt_columns, completion.columns
     return torch.cat([torch.from_numpy(each["routed_experts"].values) for each in both])
+
+
+@pytest.mark.slow
+def test_a_killed_server_behind_a_router(moe_path, moe):
+    """What is generated again on the other one has its rows; the router drops none."""
+    with (
+        AsyncSGLang.from_pretrained(
+            str(moe_path),
+            device="cpu",
+            num_replicas=2,
+            enable_return_routed_experts=True,
+        ) as engine,
+        ThreadPoolExecutor() as pool,
+    ):
+        assert engine.server_url not in engine.control.urls
+        prompts = [[5 + number, 6, 7, 8] for number in range(16)]
+        running = pool.submit(
+            engine.generate,
+            input_ids=prompts,
+            sampling_params={**PARAMS, "max_new_tokens": 300},
+            token_columns=COLUMNS,
+            timeout=200,
+        )
+        while not all(
+            map(any, run_sync(engine.control.loads(urls=engine.control.urls)))
+        ):
+            assert not running.done()
+        os.kill(engine.servers[1].pid, signal.SIGKILL)
+        completions = running.result(200)
+        assert engine.stats().retries > 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = [*prompt, *completion.token_ids]
+        assert len(completion.token_ids) == 300
+        check(rows_of(completion), chosen(moe, tokens))
 
 
 def test_servers_without_it(engine, moe_engine):
