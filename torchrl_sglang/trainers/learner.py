@@ -216,6 +216,7 @@ class Learner:
             self._correct.consumer_version = policy_version
         if (replay := replay_of(self.model)) is not None:
             replay.reset()
+        self._check_columns(rows)
         self._add_log_probs(rows)
         sums: dict[str, list[float]] = defaultdict(list)
         for _ in range(self._epochs):
@@ -237,6 +238,22 @@ class Learner:
         if not hasattr(self.loss, "sampling_of"):
             warn_of_sampling(batch)
         return batch.select(*TRAINING_KEYS, strict=False)
+
+    def _check_columns(self, rows: TensorDictBase) -> None:
+        """Refuses what passes read of any rank's rows, before others wait in one."""
+        if self.ranks.size == 1:
+            return
+        failure = None
+        try:
+            for row in rows.unbind(0):
+                one = row.unsqueeze(0)
+                if hasattr(self.loss, "sampling_of"):
+                    self.loss.sampling_of(one)
+                with replaying(self.model, one):
+                    pass
+        except Exception as error:  # noqa: BLE001 - The other ranks are told.
+            failure = error
+        LossRanks(self.ranks.group, self.loss).agree(failure)
 
     def _any_rank(self, value: bool) -> bool:
         return not self.ranks.all_true(not value)

@@ -15,7 +15,7 @@ from tensordict import lazy_stack, set_list_to_stack
 from test_learner import make_batch
 
 from torchrl_sglang import CorrectedGRPOLoss, Learner
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from torchrl_sglang.trainers.models import load_model, scorer, shard
@@ -106,6 +106,14 @@ if __name__ == "__main__":
         update(rows[:4] if rank == 0 else rows[4:], ranks)
     except ConfigurationError as error:
         refused = ranks.gather("no response with a log-prob" in str(error))
+    # Where a rank cannot read what its tokens were drawn from, likewise.
+    rows = [with_supports(row) for row in make_batch(rewards, lengths).unbind(0)]
+    rows[6]["sampling_support", "full_counts"][-1] += 1
+    try:
+        update(rows[:4] if rank == 0 else rows[4:], ranks)
+    except SGLangError as error:
+        wrong = ranks.gather("sampling_support" in str(error))
     if rank == 0:
+        refused += wrong
         sys.stdout.write(json.dumps(found | {"refused": refused}) + "\n")
     dist.destroy_process_group()
