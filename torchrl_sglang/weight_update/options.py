@@ -16,6 +16,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_flag, check_seconds
 from torchrl_sglang.types import PauseMode
 from torchrl_sglang.weight_update.encodings.base import WeightEncoding
+from torchrl_sglang.weight_update.encodings.registry import AUTO as AUTO_ENCODING
 from torchrl_sglang.weight_update.encodings.registry import (
     ENCODINGS,
     IDENTITY,
@@ -56,7 +57,7 @@ class SchemeOptions(TransportOptions):
     pause_mode: PauseMode = "continue"
     flush_cache: bool = True
     verify: bool = False
-    encoding: WeightEncoding | str = IDENTITY
+    encoding: WeightEncoding | str | None = AUTO_ENCODING
     process_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +86,7 @@ class SchemeOptions(TransportOptions):
         self._set("flush_cache", check_flag("flush_cache", self.flush_cache))
         self._set("verify", check_flag("verify", self.verify))
         self._set("encoding", find_encoding(self.encoding))
-        if self.verify and self.encoding is not ENCODINGS[IDENTITY]:
+        if self.verify and self.encoding not in (None, ENCODINGS[IDENTITY]):
             raise ConfigurationError(
                 "verify=True compares the servers with what was read, and an encoding "
                 "sends something else; leave one of the two out."

@@ -51,6 +51,8 @@ class Plan:
     """Tensors that the servers take."""
     fused: Mapping[str, FusedParameter] | None
     """Those that are sent in parts."""
+    quantized: str | None
+    """What the weights are encoded for, by ``ServerCapabilities.quantized``."""
 
 
 Follow: TypeAlias = Callable[["Ranks", Source, Plan], None]
@@ -208,6 +210,8 @@ class Peers:
     """Tensors that the servers take."""
     fused: Mapping[str, FusedParameter] | None = None
     """Those that are sent in parts."""
+    quantized: str | None = None
+    """What the weights are encoded for, by ``ServerCapabilities.quantized``."""
 
     def serving(
         self, served: ModelMetadata, fused: Mapping[str, FusedParameter] | None
@@ -222,7 +226,13 @@ class Peers:
             WeightSyncStateError: if a rank has other tensors.
         """
         self.ranks.takes_part = True
-        self.ranks.share(Plan(plan=plan, served=self.served, fused=self.fused))
+        told = Plan(
+            plan=plan,
+            served=self.served,
+            fused=self.fused,
+            quantized=self.quantized,
+        )
+        self.ranks.share(told)
         problem = self.ranks.agree(None)
         if problem is not None:
             raise WeightSyncStateError(problem)

@@ -28,7 +28,7 @@ from torchrl_sglang.support.urls import (
 )
 from torchrl_sglang.types import ModelMetadata, PauseMode
 from torchrl_sglang.weight_update.encodings.base import WeightEncoding
-from torchrl_sglang.weight_update.encodings.registry import IDENTITY
+from torchrl_sglang.weight_update.encodings.registry import AUTO as AUTO_ENCODING
 from torchrl_sglang.weight_update.options import (
     RESTART_TIMEOUT_SECONDS,
     SchemeOptions,
@@ -111,8 +111,11 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             where a server tells them, must be equal, and its log-probs of a few prompts
             must be those of the model that was sent, if it can be called. Defaults to
             False.
-        encoding (str or WeightEncoding): what is sent of each tensor: ``"identity"``
-            (default), the tensor itself, or what an encoding of your own makes of it.
+        encoding (str or WeightEncoding): what is sent of each tensor: ``"identity"``,
+            the tensor itself; ``"fp8"``, FP8 values and scales of linear layers
+            (:class:`.BlockFP8`); or what an encoding of your own makes of it.
+            ``"auto"`` (default) is ``"fp8"`` for servers that were started with
+            ``rollout_dtype="fp8"``, and ``"identity"`` otherwise.
         process_group (ProcessGroup, optional): the ranks that make the weights
             together, where these do not tell, as DTensors do: those of an exporter with
             collectives of its own. All call the sender; the first one sends.
@@ -155,7 +158,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         restart_timeout: float = RESTART_TIMEOUT_SECONDS,
         wait_for: WaitFor = "any",
         verify: bool = False,
-        encoding: WeightEncoding | str = IDENTITY,
+        encoding: WeightEncoding | str = AUTO_ENCODING,
         process_group: dist.ProcessGroup | None = None,
         server_url: str | None = None,
         gpus_per_replica: int | None = None,

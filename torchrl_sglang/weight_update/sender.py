@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +32,12 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
-from torchrl_sglang.weight_update.encodings.base import check_servers, encode_weights
+from torchrl_sglang.weight_update.encodings.base import (
+    WeightEncoding,
+    check_servers,
+    encode_weights,
+)
+from torchrl_sglang.weight_update.encodings.registry import encoding_for
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.ranks import Peers, Plan, Ranks, find_ranks
 from torchrl_sglang.weight_update.sources.base import Source, module_tensors
@@ -330,7 +336,8 @@ class SGLangWeightSender:
         problem, weights = None, None
         try:
             weights = open_weights(source, told.served, told.fused)
-            weights = encode_weights(weights, self._options.encoding)  # type: ignore[arg-type]
+            encoding = encoding_for(self._encoding, told.quantized)
+            weights = encode_weights(weights, encoding)
         except Exception as error:  # noqa: BLE001 - The first rank raises it.
             problem = f"Rank {ranks.position} of the trainer: {error}"
         if ranks.agree(problem) is None and weights is not None:
@@ -413,10 +420,13 @@ class SGLangWeightSender:
         with engine.weight_update() as update:
             version = self._next_version()
             check = None
-            encoding: Any = self._options.encoding
+            encoding = encoding_for(self._encoding, engine.capabilities.quantized)
             if not adapter:
                 check_servers(encoding, engine.capabilities)
                 weights = encode_weights(weights, encoding)
+                if weights.peers is not None:
+                    peers = replace(weights.peers, quantized=encoding.quantized)
+                    weights = replace(weights, peers=peers)
             if verify:
                 weights, check = watch(engine, weights, given, version=version)
             return session.update_weights(
@@ -431,6 +441,13 @@ class SGLangWeightSender:
                 held=update,
                 quantized=encoding.quantized,
             )
+
+    @property
+    def _encoding(self) -> WeightEncoding | None:
+        """What is sent of each tensor; ``None``: what the servers are for."""
+        # The options hold what was found.
+        encoding: Any = self._options.encoding
+        return encoding  # type: ignore[no-any-return]
 
     def _get_transport(
         self, device: torch.device, peers: Peers | None = None, *, adapter: bool = False

@@ -237,8 +237,8 @@ class ModelFacts:
     """Size of its vocabulary."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
-    quant_method: str | None
-    """Quantisation of the checkpoint; ``None``: not quantised."""
+    quantization: Mapping[str, Any]
+    """``quantization_config`` of the checkpoint; empty: not quantised."""
     experts: ExpertShape | None = None
     """Sizes of a mixture of experts; ``None``: the model is none."""
 
@@ -270,12 +270,11 @@ def read_model(
     quantized = getattr(config, "quantization_config", None) or {}
     if not isinstance(quantized, Mapping):
         quantized = vars(quantized)
-    method = quantized.get("quant_method")
     return ModelFacts(
         path=served,
         vocab_size=vocab_size,
         eos_token_ids=find_eos_token_ids(config, model or served, revision),
-        quant_method=None if method is None else str(method),
+        quantization=quantized,
         experts=find_experts(config),
     )
 

@@ -171,7 +171,7 @@ def test_something_else_than_planned(hf_model, encode, words):
 
 @pytest.mark.parametrize("given", ["identical", None, Rounded, 3])
 def test_unknown_encodings(given):
-    with pytest.raises(ConfigurationError, match="nor one of 'identity'"):
+    with pytest.raises(ConfigurationError, match="nor one of 'auto', 'identity'"):
         SGLangWeightSyncScheme("http://127.0.0.1:1", encoding=given)
     assert find_encoding("identity") is ENCODINGS["identity"]
     with pytest.raises(ConfigurationError, match="verify=True compares"):

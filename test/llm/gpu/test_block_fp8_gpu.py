@@ -1,0 +1,139 @@
+"""Servers that hold FP8 and are filled by weight updates, on a GPU.
+
+The oracle is a server that has read the same weights from a checkpoint that
+transformers has quantised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.gpu import GPUS, LARGE_MODEL, NEEDS_GPU, new_model, start
+from helpers.log_probs import PROMPT, difference
+from safetensors.torch import save_file
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.backends.launch.block_fp8 import QUANTIZATION
+from torchrl_sglang.errors import WeightSyncStateError
+from torchrl_sglang.testing.tiny_model import save_tiny_model
+from torchrl_sglang.weight_update.encodings.block_fp8 import BlockFP8, decode
+from torchrl_sglang.weight_update.weights import TensorSpec
+
+pytestmark = NEEDS_GPU
+
+SEEDS = (3, 4)
+GAP = 0.15
+"""Greatest difference of log-probs from those of the weights that FP8 stands for:
+activations are quantised, too. Two models of these shapes differ by about 1."""
+
+
+def model_of(seed: int) -> torch.nn.Module:
+    return new_model(seed, shape=LARGE_MODEL)
+
+
+def is_linear(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 2 and name.endswith("_proj.weight")
+
+
+def write_quantized(model: torch.nn.Module, source: Path, folder: Path) -> Path:
+    """Writes what transformers makes of the linear layers, as a checkpoint."""
+    config = FineGrainedFP8Config(weight_block_size=(128, 128))
+    quantize = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        found = quantize({name: tensor}) if is_linear(name, tensor) else {name: tensor}
+        tensors |= {key: value.cpu().contiguous() for key, value in found.items()}
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    described = json.loads((source / "config.json").read_text())
+    described["quantization_config"] = dict(QUANTIZATION)
+    (folder / "config.json").write_text(json.dumps(described))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory) -> Iterator[dict[Any, AsyncSGLang]]:
+    """A server to fill, one of bfloat16, and one for each checkpoint in FP8."""
+    folder = tmp_path_factory.mktemp("fp8")
+    source = Path(save_tiny_model(folder / "source", **LARGE_MODEL))
+    gpu: dict[str, Any] = {"cuda_devices": [GPUS - 1]}
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        asked: dict[Any, tuple[Any, dict[str, Any]]] = {
+            "filled": (source, {"rollout_dtype": "fp8"}),
+            "bfloat16": (source, {}),
+        }
+        for seed in SEEDS:
+            path = write_quantized(model_of(seed), source, folder / str(seed))
+            asked[seed] = (path, {})
+        started = {
+            name: pool.submit(start, path, **gpu, **given)
+            for name, (path, given) in asked.items()
+        }
+        for future in started.values():
+            stack.callback(lambda future=future: future.result().shutdown())
+        yield {name: future.result() for name, future in started.items()}
+
+
+def answers(engine: AsyncSGLang) -> list[tuple[list[int], list[float]]]:
+    prompts = [[*PROMPT, number] for number in range(5, 9)]
+    found = []
+    # One at a time, so that all servers compute the same batches.
+    for prompt in prompts:
+        (each,) = engine.generate(
+            input_ids=prompt,
+            sampling_params={
+                "max_new_tokens": 24,
+                "temperature": 0.0,
+                "ignore_eos": True,
+            },
+            return_logprobs=True,
+        )
+        found.append((list(each.token_ids), list(each.log_probs)))
+    return found
+
+
+def test_a_filled_server_is_one_that_read_a_checkpoint(engines):
+    engine = engines["filled"]
+    with pytest.raises(WeightSyncStateError, match="rollout_dtype='fp8'"):
+        engine.generate(input_ids=PROMPT)
+    scheme = SGLangWeightSyncScheme(engine)
+    sender = scheme.create_sender()
+    # Again with the first ones: nothing of the others is left.
+    for seed in (*SEEDS, SEEDS[0]):
+        report = sender.update_weights(model_of(seed))
+        assert report.num_bytes < 0.6 * sum(
+            p.numel() * p.element_size() for p in model_of(seed).parameters()
+        )
+        assert answers(engine) == answers(engines[seed])
+    scheme.shutdown()
+
+
+def test_log_probs_are_those_of_the_weights_that_fp8_stands_for(engines):
+    scheme = SGLangWeightSyncScheme(engines["filled"])
+    model = model_of(SEEDS[0])
+    scheme.create_sender().update_weights(model)
+    scheme.shutdown()
+    encoding = BlockFP8()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_linear(name, parameter):
+                spec = TensorSpec(
+                    name=name, dtype=parameter.dtype, shape=parameter.shape
+                )
+                parameter.copy_(decode(*encoding.encode(spec, parameter)))
+    gap = difference(engines["filled"], model, length=16)
+    assert gap < GAP
+    assert difference(engines["filled"], model_of(7), length=16) > 2 * GAP

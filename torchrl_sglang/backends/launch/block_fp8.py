@@ -1,0 +1,152 @@
+"""Servers that hold linear layers as FP8 in blocks, filled by weight updates.
+
+SGLang takes the block configuration of a checkpoint from the model's configuration, in
+which ``--json-model-override-args`` puts it for a checkpoint in bfloat16. The servers
+begin with random weights (``--load-format dummy``), which need no FP8 checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchrl_sglang.backends.client.model_info import load_model_config
+from torchrl_sglang.errors import ConfigurationError
+
+BLOCK = 128
+"""Rows and columns of a block of SGLang's FP8 kernels."""
+
+QUANTIZATION: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""Of a model's configuration, as in the checkpoints of DeepSeek-V3."""
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Values of ``model_type`` whose linear layers are those that the encoding knows."""
+
+_SET = ("quantization", "load_format")
+"""Arguments of a server that ``rollout_dtype="fp8"`` sets."""
+
+
+UNFILLED = (
+    "They were started with rollout_dtype='fp8' and hold random weights; send them the "
+    "trainer's with SGLangWeightSyncScheme."
+)
+"""Why they do not generate before the first weight update."""
+
+
+def rollout_arguments(
+    rollout_dtype: str, model: str, given: Mapping[str, Any], device: str | None
+) -> dict[str, Any]:
+    """Returns the arguments of servers with this type of weights.
+
+    Args:
+        rollout_dtype: the type.
+        model: folder or hub name.
+        given: arguments of the servers, under SGLang's names.
+        device: that the servers run on.
+
+    Raises:
+        ConfigurationError: if the type, the model or an argument does not go with it.
+    """
+    if rollout_dtype != "fp8":
+        raise ConfigurationError(
+            f"rollout_dtype={rollout_dtype!r} is not 'fp8'; give that, or leave it out "
+            f"for the checkpoint's own type."
+        )
+    trusted = bool(given.get("trust_remote_code"))
+    config = load_model_config(model, trusted, given.get("revision"))
+    return block_fp8_arguments(config, given, device)
+
+
+def block_fp8_arguments(
+    config: Any, given: Mapping[str, Any], device: str | None
+) -> dict[str, Any]:
+    """Returns the arguments of servers with ``rollout_dtype="fp8"``.
+
+    Args:
+        config: the model's configuration, as transformers has it.
+        given: arguments of the servers, under SGLang's names.
+        device: that the servers run on.
+
+    Raises:
+        ConfigurationError: if the model or an argument does not go with it.
+    """
+    if device == "cpu":
+        raise ConfigurationError(
+            "rollout_dtype='fp8' is for servers on GPUs: SGLang has no FP8 kernels for "
+            "this CPU. Leave it out."
+        )
+    for name in _SET:
+        if given.get(name) is not None:
+            raise ConfigurationError(
+                f"{name}={given[name]!r} does not go with rollout_dtype='fp8', which "
+                f"sets it; leave one of the two out."
+            )
+    text = config.get_text_config()
+    if getattr(config, "quantization_config", None):
+        raise ConfigurationError(
+            "rollout_dtype='fp8' is for a checkpoint in bfloat16, and this one is "
+            "quantised already; leave rollout_dtype out."
+        )
+    if text.model_type not in FAMILIES:
+        raise ConfigurationError(
+            f"rollout_dtype='fp8' knows the layers of {', '.join(FAMILIES)}, and this "
+            f"model is a {text.model_type!r}; leave rollout_dtype out."
+        )
+    tp_size = int(given.get("tp_size") or 1)
+    if problem := _misfit(text, tp_size):
+        fitting = [n for n in range(1, tp_size) if not _misfit(text, n)]
+        remedy = f"give tp_size={fitting[-1]}" if fitting else "leave rollout_dtype out"
+        raise ConfigurationError(
+            f"rollout_dtype='fp8' with tp_size={tp_size}: {problem}, which is no "
+            f"multiple of a block's {BLOCK}; {remedy}."
+        )
+    overrides = json.loads(given.get("json_model_override_args") or "{}")
+    return {
+        "quantization": "fp8",
+        "load_format": "dummy",
+        "json_model_override_args": json.dumps(
+            {**overrides, "quantization_config": dict(QUANTIZATION)}
+        ),
+    }
+
+
+def _misfit(text: Any, tp_size: int) -> str | None:
+    """Returns the first size on a rank that is no multiple of a block.
+
+    The rule is that of SGLang's ``Fp8LinearMethod.validate_block_quant_shapes``.
+    """
+    for name, size, parts in _sizes(text, tp_size):
+        if size % parts or size // parts % BLOCK:
+            share = f" / {parts}" if parts > 1 else ""
+            return f"the {name} is {size}{share}"
+    return None
+
+
+def _sizes(text: Any, tp_size: int) -> Iterator[tuple[str, int, int]]:
+    """Yields name, size and number of parts of the sides that blocks must divide."""
+    heads = int(text.num_attention_heads)
+    width = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    yield "width of all query heads", heads * width, tp_size
+    # Heads are copied where there are fewer than ranks.
+    yield "width of all key heads", kv_heads * width, min(tp_size, kv_heads)
+    experts = getattr(text, "moe_intermediate_size", None)
+    yield "intermediate size", int(text.intermediate_size), tp_size
+    if experts:
+        yield "intermediate size of an expert", int(experts), tp_size
+    if shared := getattr(text, "shared_expert_intermediate_size", None):
+        yield "intermediate size of the shared expert", int(shared), tp_size
