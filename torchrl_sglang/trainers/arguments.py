@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
@@ -21,6 +22,7 @@ from torchrl_sglang.collectors.groups.conversations import check_step
 from torchrl_sglang.collectors.groups.reward_functions import read_functions
 from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.attention import PACKED
 from torchrl_sglang.policies.sampling import check_numbers, translate
 from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
 from torchrl_sglang.requests.request import GenerateRequest
@@ -71,6 +73,18 @@ def check_parts(**given: Any) -> None:
             raise ConfigurationError(
                 f"{name} must be {' or '.join(PARTS[name])}, got {value!r}."
             )
+
+
+def check_attention(name: Any) -> None:
+    """Checks the name of an attention of transformers; its packages are not."""
+    # A name with a slash is that of kernels on the hub.
+    registered = ALL_ATTENTION_FUNCTIONS.valid_keys()
+    known = ["eager", *(each for each in registered if each != PACKED)]
+    if name is None or name in known or (isinstance(name, str) and "/" in name):
+        return
+    raise ConfigurationError(
+        f"attn_implementation={name!r} is not one of transformers': {', '.join(known)}."
+    )
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -141,7 +155,8 @@ def check_placement(
 ) -> None:
     """Checks that servers can be started as they are to be."""
     is_kind = isinstance(engine, (RLSGLangEngine, str, Mapping, Sequence))
-    if engine is not None and not is_kind:
+    is_empty = isinstance(engine, Sequence) and not engine
+    if engine is not None and (is_empty or not is_kind):
         raise ConfigurationError(
             f"engine must be arguments of AsyncSGLang.from_pretrained, a URL, a list "
             f"of these, or an engine, got {engine!r}."
@@ -164,8 +179,39 @@ def check_placement(
         )
 
 
+def as_list(name: str, prompts: Any) -> list[Any]:
+    """Returns tasks that are read more than once, also those of an iterator.
+
+    Raises:
+        ConfigurationError: if they are no tasks.
+    """
+    _check_tasks(name, prompts)
+    if isinstance(prompts, Iterable):
+        return list(prompts)
+    return [prompts[place] for place in range(len(prompts))]
+
+
 def check_prompts(name: str, prompts: Any, query_key: str) -> None:
     """Checks the first prompt, where it can be seen."""
+    _check_tasks(name, prompts)
+    if not isinstance(prompts, Sequence):
+        return
+    if not prompts:
+        raise ConfigurationError(f"{name} is empty; give at least one task.")
+    first = prompts[0]
+    if not isinstance(first, Mapping):
+        return
+    if query_key not in first:
+        raise ConfigurationError(
+            f"The first task of {name} has no {query_key!r}; it has "
+            f"{', '.join(map(repr, first))}. Name the key of the prompt with "
+            f"query_key=...."
+        )
+    if ADVANTAGE in first:
+        raise taken_column(f"The first task of {name}")
+
+
+def _check_tasks(name: str, prompts: Any) -> None:
     if isinstance(prompts, (str, os.PathLike, Mapping)):
         raise ConfigurationError(
             f"{name} must be a list or another iterable of tasks, got {prompts!r}; "
@@ -175,17 +221,18 @@ def check_prompts(name: str, prompts: Any, query_key: str) -> None:
         raise ConfigurationError(
             f"{name} must be a list or another iterable of tasks, got {prompts!r}."
         )
-    if not isinstance(prompts, Sequence):
-        return
-    if not prompts:
-        raise ConfigurationError(f"{name} is empty; give at least one task.")
-    first = prompts[0]
-    if isinstance(first, Mapping) and query_key not in first:
-        raise ConfigurationError(
-            f"The first task of {name} has no {query_key!r}; it has "
-            f"{', '.join(map(repr, first))}. Name the key of the prompt with "
-            f"query_key=...."
-        )
+
+
+ADVANTAGE = "advantage"
+"""Column that a run adds to batches."""
+
+
+def taken_column(what: str) -> ConfigurationError:
+    """Returns the error for tasks with a column of the run's own."""
+    return ConfigurationError(
+        f"{what} has a column {ADVANTAGE!r}, which the run writes the advantages to; "
+        f"name it otherwise."
+    )
 
 
 def check_functions(functions: Mapping[str, Any], query_key: str) -> None:
@@ -244,9 +291,26 @@ def read_sampling(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return sampling
 
 
+OF_THE_RUN = frozenset(
+    {
+        *("policy", "prompts", "query_key", "group_size", "groups_per_batch"),
+        *("total_groups", "max_staleness", "on_stale", "keep_group", "seed"),
+        *("deterministic", "weight_sync_schemes", "agent", "gateway", "env"),
+        *("rewards", "group_rewards", "step", "tools", "max_turns", "system_prompt"),
+    }
+)
+"""Arguments of the collector that a run gives it."""
+
+
 def check_collector(collector: Any, prompts: Any, functions: Mapping[str, Any]) -> None:
     """Checks that there is one way to collect."""
     given = [name for name, value in functions.items() if value is not None]
+    named = collector if isinstance(collector, Mapping) else ()
+    for name in OF_THE_RUN.intersection(named):
+        raise ConfigurationError(
+            f"collector has {name!r}, which the run itself says; give it to GRPO "
+            f"(groups in all are steps times groups_per_batch)."
+        )
     if not callable(collector):
         if prompts is None:
             raise ConfigurationError("Give the prompts to train on as prompts=....")

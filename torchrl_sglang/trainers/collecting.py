@@ -12,6 +12,7 @@ from torchrl_sglang.collectors.scheduling.group_pool import OnStale
 from torchrl_sglang.objectives.advantages import TrajectoryReturn
 from torchrl_sglang.support.checks import check_choice, check_keywords
 from torchrl_sglang.trainers.arguments import (
+    as_list,
     check_collector,
     check_functions,
     check_prompts,
@@ -48,11 +49,14 @@ class Collecting:
         check_collector(self.collector, self.prompts, {**self.functions, **whole})
         if not callable(self.collector) and not any(whole.values()):
             check_prompts("prompts", self.prompts, self.query_key)
-            if self.eval_prompts is not None:
-                check_prompts("eval_prompts", self.eval_prompts, self.query_key)
-            given = {**self.functions, **(self.collector or {})}
-            check_functions(given, self.query_key)
+            check_functions(self.functions, self.query_key)
         check_choice("on_stale", self.on_stale, get_args(OnStale))
+        if self.eval_prompts is not None:
+            # Read at every evaluation.
+            tasks = as_list("eval_prompts", self.eval_prompts)
+            object.__setattr__(self, "eval_prompts", tasks)
+            if not callable(self.collector) and not any(whole.values()):
+                check_prompts("eval_prompts", self.eval_prompts, self.query_key)
         make_filter(self.keep_group, of_agents=self.agent is not None)
         if isinstance(self.collector, Mapping):
             check_keywords("collector", self.collector, AsyncLLMCollector)
@@ -85,7 +89,7 @@ class Collecting:
 
         An agent's sampling parameters are its own.
         """
-        policy, prompts = served.policy, list(self.eval_prompts)
+        policy, prompts = served.policy, self.eval_prompts
         assert policy is not None
         if self.agent is None:
             policy = policy.get_new_version(

@@ -24,6 +24,7 @@ from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
 from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.trainers.arguments import (
+    check_attention,
     check_counts,
     check_dtype,
     check_folder,
@@ -44,6 +45,7 @@ from torchrl_sglang.trainers.run import Run
 from torchrl_sglang.trainers.serving import Serving
 from torchrl_sglang.trainers.training import Training
 from torchrl_sglang.types import LogProbsMode
+from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 UNTOLD = ("self", "__class__", "model", "prompts", "eval_prompts")
 """Local names that a logger is not told of; those of arguments may be large."""
@@ -249,6 +251,9 @@ class GRPO(Run):
             agent=agent,
             env=env,
         )
+        check_attention(attn_implementation)
+        # Finds wrong options now.
+        SGLangWeightSyncScheme(None, None, **(weight_sync or {}))
         if resume != "auto":
             check_flag("resume", resume)
         check_placement(model, engine, colocated, max_staleness)

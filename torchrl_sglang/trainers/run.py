@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,10 +15,11 @@ from torchrl import logger as torchrl_logger
 
 from torchrl_sglang.collectors.shared_collector import SharedCollector
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.trainers.arguments import ADVANTAGE, taken_column
 from torchrl_sglang.trainers.checkpoints import (
     ROLLOUTS,
     Checkpoints,
@@ -28,6 +29,7 @@ from torchrl_sglang.trainers.checkpoints import (
 )
 from torchrl_sglang.trainers.collecting import Collecting
 from torchrl_sglang.trainers.deterministic import deterministic_algorithms
+from torchrl_sglang.trainers.folder_lock import only_run_in
 from torchrl_sglang.trainers.learner import Learner
 from torchrl_sglang.trainers.models import load_tokenizer, save_model
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
@@ -182,6 +184,7 @@ class Run:
             self._saved_state = self._checkpoints.load(self._records.resume)
             self.logger = self._records.open_logger(self._saved_state)
 
+        self.ranks.first(lambda: stack.enter_context(only_run_in(self.folder)))
         self.ranks.first(open_logger)
 
     def _make_collector(self) -> None:
@@ -235,6 +238,8 @@ class Run:
 
     def _prepare(self, batch: TensorDictBase) -> TensorDictBase:
         """Adds advantages to a whole batch, and describes it, on the first rank."""
+        if ADVANTAGE in batch.keys():
+            raise taken_column("A task")
         batch = self.advantage(batch)
         self._described = describe(
             batch,
@@ -265,7 +270,14 @@ class Run:
         adapts = self._training.lora is not None
         memory = "kv_cache" if adapts else ("weights", "kv_cache")
         self.ranks.first(lambda: self.engine and self.engine.sleep(memory))
-        yield
+        try:
+            yield
+        except BaseException:
+            # The servers may be the user's. Other ranks do not come here.
+            if self.engine is not None:
+                with suppress(SGLangError):
+                    self.engine.wake_up()
+            raise
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.ranks.barrier()

@@ -476,6 +476,18 @@ def test_the_command_line(tiny_model_path, capsys):
     assert "Nothing fits." in capsys.readouterr().out
 
 
+def test_a_configuration_file(tiny_model_path, tmp_path, capsys):
+    """The command has the folder; a wrong value is told."""
+    words = ["plan", "--gpus", "1", "--gpu-memory", "24", "--sequence", "128"]
+    file = Path(tiny_model_path, "config.json")
+    assert main([*words, "--model", str(file)]) == 0
+    assert f" model={tiny_model_path} " in capsys.readouterr().out
+    wrong = {**json.loads(file.read_text()), "hidden_size": "wide"}
+    (tmp_path / "config.json").write_text(json.dumps(wrong))
+    assert main([*words, "--model", str(tmp_path)]) == 2
+    assert "'hidden_size' expected int" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -24,6 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_sglang import GRPO, CorrectedGRPOLoss, has_variance
 from torchrl_sglang.errors import CollectionError, ConfigurationError
 from torchrl_sglang.trainers.methods import METHODS, overlong_penalty
+from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.trainers.run import Run
 from torchrl_sglang.trainers.serving import Serving
 
 # TorchRL's own, about what is deprecated in torch.
@@ -37,6 +41,16 @@ HELD_OUT = [{"query": f"Say {number}."} for number in range(30, 36)]
 
 def few_tokens(conversation, task):
     return -len(conversation.turns[-1].token_ids) / 10
+
+
+class TakenColumn:
+    """Tasks whose first one is not seen before the run."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        return {"query": "a", "advantage": 1.0}
 
 
 def vowels(conversation, task):
@@ -374,7 +388,15 @@ def test_overlong_responses_are_punished():
         ({"packing": "yes"}, "packing must be 'auto', True or False, got 'yes'"),
         ({"packing": True, "loss": lambda actor: None}, "give it there"),
         ({"dtype": "float16"}, "dtype='float16' is no type that weights"),
-        ({"attn_implementation": "flush"}, "with attn_implementation='flush': "),
+        ({"attn_implementation": "flush"}, "attn_implementation='flush' is not one"),
+        ({"tools": 3}, "tools takes a list of functions"),
+        ({"engine": []}, "or an engine, got []"),
+        ({"engine": {"num_replica": 2}}, "num_replica"),
+        ({"weight_sync": {"pause_mod": "abort"}}, "did you mean 'pause_mode'"),
+        ({"weight_sync": {"transport": "post"}}, "transport='post' is not one of"),
+        ({"collector": {"group_size": 3}}, "'group_size', which the run itself says"),
+        ({"prompts": [{"query": "a", "advantage": 1}]}, "a column 'advantage'"),
+        ({"prompts": TakenColumn()}, "A task has a column 'advantage'"),
         ({"lora": {"rank": 4}}, "lora has no argument 'rank'"),
         ({"collector": {"groups": 1}}, "collector has no argument 'groups'"),
         ({"gateway": {"max_session": 1}}, "Did you mean 'max_sessions'"),
@@ -387,6 +409,43 @@ def test_what_is_refused(make, arguments, message):
     with pytest.raises((ConfigurationError, CollectionError)) as caught:
         make(**arguments).train()
     assert message in str(caught.value)
+
+
+def test_held_out_prompts_of_an_iterator(make):
+    run = make(eval_prompts=iter(HELD_OUT), eval_every=1, steps=2, logger=None)
+    run.train()
+    assert run.metrics["eval/reward"] is not None
+
+
+def test_two_runs_in_one_folder(make, tmp_path):
+    first, second = make(steps=1), make(steps=1, resume="auto")
+    with (
+        first,
+        pytest.raises(ConfigurationError, match=f"process {os.getpid()} on .* output"),
+    ):
+        second.train()
+    second.train()
+
+
+def test_servers_are_woken_up_where_training_fails():
+    calls = []
+
+    class Engine:
+        def sleep(self, tags):
+            calls.append("sleep")
+
+        def wake_up(self, tags=None):
+            calls.append("wake up")
+
+    run = SimpleNamespace(
+        colocated=True,
+        engine=Engine(),
+        ranks=TrainerRanks(),
+        _training=SimpleNamespace(lora=None),
+    )
+    with pytest.raises(KeyError), Run.memory_for_training(run):
+        raise KeyError
+    assert calls == ["sleep", "wake up"]
 
 
 def test_a_model_needs_its_engine(hf_model, restored_engine, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,9 @@ def read_shape(model: Any, *, trust_remote_code: bool = False) -> Shape:
     config, name = model, getattr(model, "name_or_path", "") or "MODEL"
     if not isinstance(model, PretrainedConfig):
         config, name = _load(str(model), trust_remote_code), str(model)
+        if os.path.isfile(name):
+            # A run takes the folder.
+            name = os.path.dirname(name) or "."
     modules = _instantiate(config, name, trust_remote_code)
     return _shape_of(name, _text_config(config), modules)
 
@@ -81,9 +85,11 @@ def _load(model: str, trust_remote_code: bool) -> Any:
 
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
+        # A value of a wrong type is told by errors of many kinds.
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigurationError(
-            f"The configuration of {model!r} cannot be read: {error} Give a folder "
+            f"The configuration of {model!r} cannot be read: {reason}. Give a folder "
             f"with a config.json, that file, or a name on the hub."
         ) from error
 

@@ -1,0 +1,54 @@
+"""One run at a time writes to a folder."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.errors import ConfigurationError
+
+LOCK = ".lock"
+"""File that a run holds. The system lets go of it when the process ends, however."""
+
+OWNER = ".lock_owner"
+"""Who holds it, for another one's error."""
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Holds a folder, which exists, for one run.
+
+    Raises:
+        ConfigurationError: if another run, of this process or another one, holds it.
+    """
+    lock = FileLock(folder / LOCK, timeout=0)
+    owner = folder / OWNER
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = "another process"
+        with suppress(OSError):
+            holder = f"process {owner.read_text()}"
+        raise ConfigurationError(
+            f"Another run writes to {folder}, that of {holder}; wait for its end, or "
+            f"give another output."
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        torchrl_logger.warning(
+            f"{folder} cannot be locked ({error}): two runs with this output would "
+            f"write over each other's files."
+        )
+        yield
+        return
+    try:
+        with suppress(OSError):
+            owner.write_text(f"{os.getpid()} on {platform.node()}")
+        yield
+    finally:
+        lock.release()
