@@ -48,16 +48,18 @@ from torchrl_sglang.backends.fleet.sleep import (
     check_can_sleep,
     check_tags,
 )
-from torchrl_sglang.backends.fleet.weights_state import WeightUpdate
+from torchrl_sglang.backends.fleet.weights_state import ServedWeights, WeightUpdate
 from torchrl_sglang.backends.generation.batch import Generation
 from torchrl_sglang.backends.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from torchrl_sglang.backends.generation.openai import post_openai
+from torchrl_sglang.backends.launch.block_fp8 import UNFILLED, rollout_arguments
 from torchrl_sglang.backends.launch.launcher import Launcher, Placement, launch
 from torchrl_sglang.backends.launch.make import make_launcher
 from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.process import START_TIMEOUT_SECONDS
 from torchrl_sglang.backends.launch.router import router_arguments
+from torchrl_sglang.backends.launch.vllm_arguments import translate_vllm_names
 from torchrl_sglang.backends.lora.payload import prepare_adapter
 from torchrl_sglang.backends.torchrl_calls import (
     TorchRLCalls,
@@ -244,6 +246,7 @@ class AsyncSGLang(TorchRLCalls):
         max_restarts: int = MAX_RESTARTS,
         progress_timeout: float = PROGRESS_SECONDS,
         deterministic: bool = False,
+        rollout_dtype: str | None = None,
         **server_args: Any,
     ) -> Self:
         """Starts servers for ``model`` and a router in front of several; owns them.
@@ -295,7 +298,15 @@ class AsyncSGLang(TorchRLCalls):
                 prompt, its ``sampling_seed`` and the weights, and not on what else is
                 generated beside it. On GPUs only. The attention backend must be
                 ``"triton"``, ``"fa3"``, ``"fa4"`` or ``"flashinfer"``. A request
-                without a seed gets a random one. Defaults to False.
+                without a seed gets a random one. The prefix cache is off, unless
+                ``disable_radix_cache=False`` is given: what decoding has left there
+                differs in its last bits from a prefill. Defaults to False.
+            rollout_dtype: ``"fp8"`` has the servers hold linear layers as FP8 in blocks
+                of 128 x 128, from a checkpoint in bfloat16. They begin with random
+                weights, and generate from the first weight update on, which quantises
+                (:class:`.BlockFP8`). For models of Llama, Mistral, Mixtral, Qwen2 and
+                Qwen3 and their mixtures of experts, on GPUs. Defaults to None, the
+                checkpoint's own type.
             **server_args: arguments of SGLang's server, under its own names or vLLM's.
 
         Raises:
@@ -328,6 +339,10 @@ class AsyncSGLang(TorchRLCalls):
             api_key=api_key,
             router_args=router_args or {},
         )
+        if rollout_dtype is not None:
+            server_args |= rollout_arguments(
+                rollout_dtype, str(model), translate_vllm_names(server_args), device
+            )
         spec = {"model": model, "api_key": api_key, "device": device, "python": python}
         servers = make_launcher(
             launcher,
@@ -337,7 +352,12 @@ class AsyncSGLang(TorchRLCalls):
             start_timeout=start_timeout,
             parallel=parallel_start,
         )
-        return cls._launched(servers, settings, router=router)
+        engine = cls._launched(servers, settings, router=router)
+        if rollout_dtype is not None:
+            engine._fleet.change_weights(
+                partial(ServedWeights.mark_inconsistent, reason=UNFILLED)
+            )
+        return engine
 
     @classmethod
     def _launched(

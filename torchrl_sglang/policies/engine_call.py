@@ -169,7 +169,8 @@ def _in_stages(
             )
     stages = [known[id(request.sampling_params)] for request in requests]
     first = [
-        replace(request, sampling_params=stage.first)
+        # Nobody knows yet where their stop strings cut them.
+        replace(request, sampling_params=stage.first, on_tokens=None)
         for request, stage in zip(requests, stages, strict=True)
     ]
     outcomes = yield _EngineCall(first, return_exceptions)
@@ -177,7 +178,7 @@ def _in_stages(
     for index, (outcome, stage) in enumerate(zip(outcomes, stages, strict=True)):
         if stage.rest is None or not isinstance(outcome, Completion):
             continue
-        whole = replace(requests[index], sampling_params=stage.rest)
+        whole = replace(requests[index], sampling_params=stage.rest, on_tokens=None)
         request = resume_request(whole, outcome, capabilities)
         if outcome.finish_reason == "length" and request is not None:
             rest[index] = request

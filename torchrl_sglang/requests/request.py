@@ -41,6 +41,12 @@ GENERATE_TIMEOUT_SECONDS = 1800.0
 STREAM_INTERVAL = 128
 """Tokens between two events of a stream: what is lost with a server is less."""
 
+LIVE_INTERVAL = 4
+"""The same where somebody is told of the tokens as they come."""
+
+MOST_EVENTS = 512
+"""Most events of such a stream."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateRequest:
@@ -85,6 +91,12 @@ class GenerateRequest:
     asked for; those before it are known."""
     scored_from: int | None = None
     """Set by the engine: score the tokens of ``input_ids`` behind this position."""
+    on_tokens: Callable[[list[int]], None] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """Called with all tokens of the response so far, every few tokens, in the thread of
+    the engine's event loop; never where a server cannot tell. A response that has to
+    begin anew may have other tokens the second time."""
 
     def __post_init__(self) -> None:
         check_mapping("sampling_params", self.sampling_params)
@@ -365,9 +377,14 @@ def to_payload(
         "rid": rid,
     }
     payload |= column_fields(request.token_columns, request.columns_from, payload)
-    if stream and payload["sampling_params"]["max_new_tokens"] > STREAM_INTERVAL:
+    limit = payload["sampling_params"]["max_new_tokens"]
+    interval = STREAM_INTERVAL
+    if request.on_tokens is not None:
+        # An event has all tokens so far: of longer responses there are no more events.
+        interval = max(LIVE_INTERVAL, limit // MOST_EVENTS)
+    if stream and limit > interval:
         payload["stream"] = True
-        payload["sampling_params"]["stream_interval"] = STREAM_INTERVAL
+        payload["sampling_params"]["stream_interval"] = interval
     return payload if adapter is None else {**payload, "lora_path": adapter}
 
 

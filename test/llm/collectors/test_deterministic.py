@@ -14,6 +14,7 @@ from helpers.fake_server import FakeServer
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_sglang import AsyncSGLang, Gateway, SGLangWrapper
+from torchrl_sglang.collectors.groups.deterministic import check_deterministic
 from torchrl_sglang.collectors.scheduling.admission import Limits, may_take_in_order
 from torchrl_sglang.collectors.scheduling.group_pool import GroupPool
 from torchrl_sglang.errors import (
@@ -274,3 +275,15 @@ def test_a_batch_waits_for_groups_before_it():
     assert may_take_in_order([0, 2], [3], 2)
     assert not may_take_in_order([0, 2], [1], 2)
     assert not may_take_in_order([0], [], 2)
+
+
+def test_servers_with_a_prefix_cache_are_warned_of(tiny_model_path):
+    given = {"server_args": {"disable_radix_cache": False}}
+    with (
+        FakeServer(
+            tiny_model_path, enable_deterministic_inference=True, **given
+        ) as server,
+        AsyncSGLang.connect(server.url) as engine,
+        pytest.warns(UserWarning, match="disable_radix_cache=True"),
+    ):
+        check_deterministic(SGLangWrapper(engine), max_staleness=0, of_agents=False)

@@ -34,11 +34,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "quantized_engine": {"cuda_devices": [0], "quantization": "fp8"},
     "deterministic_engine": {"cuda_devices": [0], "deterministic": True},
-    "uncached_engine": {
-        "cuda_devices": [0],
-        "deterministic": True,
-        "disable_radix_cache": True,
-    },
     "sleeping_engine": {
         "cuda_devices": [GPUS - 1],
         "enable_memory_saver": True,
@@ -135,12 +130,6 @@ def quantized_engine(gpu_servers: dict[str, AsyncSGLang]) -> AsyncSGLang:
 def deterministic_engine(gpu_servers: dict[str, AsyncSGLang]) -> AsyncSGLang:
     """A server in deterministic mode."""
     return gpu_servers["deterministic_engine"]
-
-
-@pytest.fixture
-def uncached_engine(gpu_servers: dict[str, AsyncSGLang]) -> AsyncSGLang:
-    """A server in deterministic mode that computes each prefix again."""
-    return gpu_servers["uncached_engine"]
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ pytestmark = NEEDS_GPU
 
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"enum": [1, 2]}},
+    # SGLang 0.5.15 takes a value without a type for a string in some formats.
+    "properties": {"a": {"type": "integer", "enum": [1, 2]}},
     "required": ["a"],
 }
 TOOLS = [
@@ -36,6 +37,8 @@ PARSERS = ("qwen25", "hermes", "qwen3_coder", "llama3", "mistral")
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_forced_tools(gpu_engine, gpu_model_path, parser):
+    if not gpu_engine.capabilities.has_grammar:
+        pytest.skip("the server was started without a grammar backend")
     check_forced_tools(gpu_engine, gpu_model_path, parser, TOLERANCE)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.client.model_info import ModelReader
+from torchrl_sglang.backends.client.quantization import find_quantization
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -117,7 +118,14 @@ def check_weight_route(
             f"The servers hold quantised weights ({capabilities.quantized!r}): SGLang "
             f"has transformed them when it loaded them, and would take others without "
             f"a scale, or break. Nothing was sent. Serve the model without "
-            f"quantization, or train a LoRA adapter, which is loaded beside them."
+            f"quantization or with rollout_dtype='fp8', or train a LoRA adapter, which "
+            f"is loaded beside them."
+        )
+    if quantized is not None and route == "disk":
+        raise UnsupportedByServerError(
+            "SGLang transforms quantised weights once more when it loads them from "
+            "files into a server that runs. Nothing was sent. Use "
+            "transport='broadcast' or 'cuda_ipc'."
         )
     draft = capabilities.draft
     if draft is None:
@@ -206,7 +214,7 @@ async def find_out(
             lora_fields=fields_of(described, _LORA_TENSORS),
             tensor_fields=fields_of(described, _TENSOR_UPDATE),
             begin_fields=fields_of(described, _BEGIN_UPDATE),
-            quant_method=facts.quant_method,
+            quantization=facts.quantization,
             experts=facts.experts,
         )
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -283,7 +291,7 @@ def interpret(
     lora_fields: Set[str] = frozenset(),
     tensor_fields: Set[str] = frozenset(),
     begin_fields: Set[str] = frozenset(),
-    quant_method: str | None = None,
+    quantization: Mapping[str, Any] | None = None,
     experts: ExpertShape | None = None,
 ) -> ServerCapabilities:
     """Derives the capabilities from the answers of a server. Pure."""
@@ -339,7 +347,7 @@ def interpret(
         draft=_draft(server_info),
         selects_draft="selector" in begin_fields,
         spares_draft="disable_draft_model" in tensor_fields,
-        quantized=args.quantization or quant_method,
+        quantized=find_quantization(quantization, args),
         # Stored prefixes have had keys since servers have told that they are ready.
         stores_stale_prefixes=args.hicache_storage_backend is not None
         and "/ready" not in routes,

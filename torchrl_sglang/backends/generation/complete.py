@@ -104,7 +104,7 @@ class RequestRun:
 
     async def _go_on(self) -> Outcome | None:
         """Sends the rest of the request; returns the outcome unless more remains."""
-        response = await self._send(self._rest)
+        response = await self._send(self._watched(self._rest))
         if self._so_far is not None and response.adapter != self._adapter:
             # Requests that select none have another one since.
             self._start_over()
@@ -126,6 +126,14 @@ class RequestRun:
             if whole is None or not self._request.score_response:
                 return whole
             return await self._score(response, whole)
+
+    def _watched(self, rest: GenerateRequest) -> GenerateRequest:
+        """Returns the rest of a request, whose tokens are told with those before it."""
+        tell, before = self._request.on_tokens, self._so_far
+        if tell is None or before is None:
+            return rest
+        known = before.token_ids
+        return replace(rest, on_tokens=lambda ids: tell([*known, *ids]))
 
     def _whole(self, part: Completion) -> Completion:
         """Returns the response up to the end of a part of it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from torchrl_sglang.backends.generation.reply import (
     aborted_early,
     cut_short,
     decode_reply,
+    decode_tokens,
     parse_completion,
 )
 from torchrl_sglang.errors import (
@@ -40,7 +41,6 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.requests.request import GenerateRequest, to_payload
 from torchrl_sglang.requests.sampling import dropped_by_router
-from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 
 MAX_ATTEMPTS = 5
@@ -57,6 +57,9 @@ server."""
 
 Outcome = Completion | SGLangError
 """Result of a request."""
+
+TOLD_SECONDS = 0.05
+"""Least time between two calls of ``GenerateRequest.on_tokens``, in seconds."""
 
 T = TypeVar("T")
 
@@ -137,7 +140,7 @@ class Dispatcher:
                 ask = (path, payload, ticket, deadline)
                 try:
                     if "stream" in payload:
-                        reply, lost = await self._stream(*ask, request.token_columns)
+                        reply, lost = await self._stream(*ask, request)
                     else:
                         reply = decode_reply(
                             await self.post(*ask, session), request.token_columns
@@ -170,7 +173,8 @@ class Dispatcher:
             deadline,
             session_id=request.session_id,
             direct=dropped_by_router(request.sampling_params)
-            or any(column.dropped_by_router for column in request.token_columns),
+            or any(column.dropped_by_router for column in request.token_columns)
+            or request.on_tokens is not None,
             prefer=None if like is None else like.url,
         )
 
@@ -235,14 +239,22 @@ class Dispatcher:
         payload: dict[str, Any],
         ticket: InFlightRequest,
         deadline: float,
-        columns: Sequence[TokenColumn],
+        request: GenerateRequest,
     ) -> tuple[Reply, bool]:
         """Posts a request; returns its reply, and whether the server ended before."""
         latest: HttpResponse | None = None
+        columns, told = request.token_columns, 0.0
 
         def keep(event: HttpResponse) -> None:
-            nonlocal latest
+            nonlocal latest, told
             latest = event
+            if request.on_tokens is None:
+                return
+            # An event has everything so far, and takes its time to read.
+            if (now := time.monotonic()) - told >= TOLD_SECONDS:
+                told = now
+                if (ids := decode_tokens(event)) is not None:
+                    request.on_tokens(ids)
 
         try:
             await self.http.stream(url, payload, keep, timeout=seconds_left(deadline))

@@ -109,7 +109,14 @@ class _Fields(msgspec.Struct, gc=False):
     meta_info: dict[str, msgspec.Raw]
 
 
+class _Tokens(msgspec.Struct, gc=False):
+    """The tokens of a reply."""
+
+    output_ids: list[int]
+
+
 _DECODER = msgspec.json.Decoder(Reply)
+_TOKENS_DECODER = msgspec.json.Decoder(_Tokens)
 _FIELDS_DECODER = msgspec.json.Decoder(_Fields)
 
 
@@ -139,6 +146,14 @@ def decode_reply(answer: HttpResponse, columns: Sequence[TokenColumn] = ()) -> R
         raise ServerUnavailableError(
             f"{answer.url} sent a malformed reply ({problem}): {content!r:.300}"
         ) from problem
+
+
+def decode_tokens(event: HttpResponse) -> list[int] | None:
+    """Returns the tokens in an event of a stream; ``None`` of one that has none."""
+    try:
+        return _TOKENS_DECODER.decode(event.body).output_ids
+    except NOT_JSON:
+        return None
 
 
 def aborted_early(error: RequestRefusedError) -> Reply:

@@ -90,12 +90,17 @@ def make_server_command(
             f"device={device!r} is not one that a server can be started on; give "
             f"'cuda' or 'cpu'."
         )
-    if device == "cpu" and to_python(arguments.get("enable_deterministic_inference")):
+    deterministic = bool(to_python(arguments.get("enable_deterministic_inference")))
+    if device == "cpu" and deterministic:
         raise ConfigurationError(
             "deterministic=True (enable_deterministic_inference) is for servers on "
             "GPUs: SGLang's kernels for CPUs have no such mode, and ignore seeds. "
             "Start the servers with device='cuda', or leave it out."
         )
+    if deterministic:
+        # What a step of decoding leaves in the cache is not, to the bit, what a prefill
+        # computes, and how much of a prefix is found there depends on timing.
+        arguments.setdefault("disable_radix_cache", True)
     _check_local_model(model)
     _check_nodes(arguments)
     secrets = _take_secrets(arguments)

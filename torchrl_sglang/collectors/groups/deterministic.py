@@ -1,6 +1,8 @@
-"""What a collection needs so that two runs of it are the same. Pure."""
+"""What a collection needs so that two runs of it are the same."""
 
 from __future__ import annotations
+
+import warnings
 
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -16,6 +18,8 @@ def check_deterministic(
         policy: whose servers and sampling parameters apply.
         max_staleness: most weight updates between generating a token and taking it.
         of_agents: whether agents talk to a gateway.
+
+    Warns of servers with a prefix cache, which repeats single turns only.
 
     Raises:
         ConfigurationError: if an argument does not go with ``deterministic=True``.
@@ -46,4 +50,13 @@ def check_deterministic(
             "ignore: they were started without deterministic mode. Start them with "
             "AsyncSGLang.from_pretrained(..., deterministic=True), which needs GPUs; "
             "on CPU SGLang has no such mode: sample with temperature=0 there."
+        )
+    if capabilities.uses_seeds and not capabilities.args.disable_radix_cache:
+        warnings.warn(
+            "deterministic=True, and the servers have a prefix cache: a later turn "
+            "that goes on from what decoding has left there differs in its last bits, "
+            "and so in some runs in its tokens. Start them with "
+            "disable_radix_cache=True.",
+            UserWarning,
+            stacklevel=3,
         )
