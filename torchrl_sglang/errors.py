@@ -210,3 +210,7 @@ class GatewayError(SGLangError, RuntimeError):
 
     status: int = 403
     """The HTTP status."""
+    code: str | None = None
+    """A word by which programs know it, such as ``"previous_response_not_found"``."""
+    param: str | None = None
+    """Field of the request that is wrong, if one is."""

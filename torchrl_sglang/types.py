@@ -230,6 +230,9 @@ class Adapter:
     """Whether the servers always keep the adapter ready for batches."""
 
 
+BLOCK_FP8 = "fp8 in blocks of 128 x 128"
+"""``ServerCapabilities.quantized`` of servers that take FP8 weights with scales."""
+
 WeightRoute: TypeAlias = Literal["distributed", "tensor", "disk"]
 """Route by which servers load weights: a process group, a request, or a folder."""
 
@@ -253,12 +256,16 @@ class ServerArgs:
     """``"dummy"``: it was started with random weights."""
     quantization: str | None = None
     """Quantisation of the weights that the server loads."""
+    json_model_override_args: str | None = None
+    """JSON of what replaces parts of the model's configuration."""
     enable_symm_mem: bool = False
     """Whether the communicators use symmetric memory."""
     enable_memory_saver: bool = False
     """Whether the memory can be released."""
     weight_cache_mode: str | None = None
     """Other than ``"off"``: servers share weights through a daemon."""
+    disable_radix_cache: bool = False
+    """Whether it computes every prefix again."""
     enable_hierarchical_cache: bool = False
     """Whether the prefix cache has levels outside the GPU."""
     hicache_storage_backend: str | None = None

@@ -117,6 +117,8 @@ class FakeServer:
         routes (dict): path to a function from a request's content to the answer.
         model_path (str): what it says that it serves.
         weight_version (str): whose weights it says that it generates with.
+        earlier_version (tuple, optional): the version that wrote the first tokens of
+            each response, and how many.
         cached_tokens (int): how many tokens of a prompt it says were cached.
         tokens_until_abort (int): how many tokens of a response an abort leaves,
             and a stream begins with.
@@ -162,6 +164,7 @@ class FakeServer:
         self._api_key = api_key
         self._faults: dict[str, tuple[Fault, Callable[[Any], bool]]] = {}
         self.weight_version = "default"
+        self.earlier_version: tuple[str, int] | None = None
         self.cached_tokens = 0
         self.tokens_until_abort = 1
         self.adapters: list[str] = []
@@ -525,6 +528,7 @@ class FakeServer:
                 "enable_memory_saver": self._enable_memory_saver,
                 "startup_time": {"tokenizer_e2e": float(self._starts)},
                 "enable_deterministic_inference": self._deterministic,
+                "disable_radix_cache": self._deterministic,
                 **self._server_args,
             }
         )
@@ -699,8 +703,13 @@ class FakeServer:
             "weight_version": self.weight_version,
         }
         if self._version_spans:
-            span = {"version": self.weight_version, "start": 0, "end": count}
-            meta["weight_versions"] = [span]
+            earlier, own = self.earlier_version or ("", 0)
+            spans = ((earlier, 0, own), (self.weight_version, own, count))
+            meta["weight_versions"] = [
+                {"version": version, "start": start, "end": end}
+                for version, start, end in spans
+                if end > start
+            ]
         if item["return_logprob"]:
             sampled = self._sampled_log_prob(item["sampling_params"])
             start = item["logprob_start_len"]

@@ -62,15 +62,21 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConfigurationError(f"{name} must be a function call with a name.")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            # A model may have written it, so it is kept as it is.
-            arguments = str(arguments)
+    arguments = read_arguments(function.get("arguments"))
     own = {"name": function["name"], "arguments": arguments}
     return {"id": call.get("id", ""), "type": "function", "function": own}
+
+
+def read_arguments(given: Any) -> Any:
+    """Returns arguments of a call, which clients send as the text of an object."""
+    given = given or {}
+    if isinstance(given, str):
+        try:
+            return json.loads(given)
+        except (ValueError, RecursionError):
+            # A model may have written it, so it is kept as it is.
+            return given
+    return given
 
 
 def without_stop(text: str, stop: Any) -> str:
@@ -119,6 +125,19 @@ def _plain_numbers(value: Any) -> Any:
 
 def _digest(before: bytes, value: Any) -> bytes:
     return hashlib.blake2b(before + _TO_JSON(value).encode(), digest_size=16).digest()
+
+
+def common(known: Sequence[Message], said: Sequence[Message]) -> int:
+    """Returns how many leading messages have the same key in two conversations."""
+    mine: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for number, (own, given) in enumerate(zip(known, said, strict=False)):
+        if _compared(own, mine) != _compared(given, others):
+            return number
+        for calls, message in ((mine, own), (others, given)):
+            for position, call in enumerate(message.get("tool_calls", ())):
+                calls[str(call.get("id"))] = f"{number}.{position}"
+    return min(len(known), len(said))
 
 
 def changes(known: Sequence[Message], said: Sequence[Message]) -> int | None:

@@ -154,6 +154,8 @@ class ChatTemplate(Encoder):
         response: ChatResponse,
         after: Sequence[Message],
         setting: PromptSettings,
+        *,
+        literal: bool = False,
     ) -> Extension | None:
         """Returns the text and tokens that a model reads between two responses.
 
@@ -163,6 +165,8 @@ class ChatTemplate(Encoder):
             response: of the model.
             after: messages since.
             setting: of all of them.
+            literal: only if the template renders the response's very text, white space
+                apart. Its message may then be anybody's.
 
         Returns:
             ``None`` if the template renders the earlier conversation in another way
@@ -179,7 +183,7 @@ class ChatTemplate(Encoder):
 
         try:
             now = body(response.message)
-            rest = self._rest(now, response, body)
+            rest = self._rest(now, response, body, literal=literal)
         except ConfigurationError:
             return None
         if rest is None:
@@ -221,7 +225,12 @@ class ChatTemplate(Encoder):
         return [*known, *self.encode_behind(rest, end)]
 
     def _rest(
-        self, now: str, response: ChatResponse, body: Callable[..., str]
+        self,
+        now: str,
+        response: ChatResponse,
+        body: Callable[..., str],
+        *,
+        literal: bool,
     ) -> str | None:
         """Returns the text that the template writes behind a response and its end."""
         # A token that a request chose as an end is none to the template.
@@ -233,6 +242,8 @@ class ChatTemplate(Encoder):
         if rest is not None:
             closed = partial(body, response.message, (), prompt=False)
             return self._behind_end(rest.lstrip(), end, closed)
+        if literal:
+            return None
         calls = response.message.get("tool_calls", ())
         if any("function" not in call for call in calls):
             # Calls in TorchRL's form are left as they are.

@@ -33,7 +33,7 @@ GATEWAY_KEY_VARIABLE = "TORCHRL_SGLANG_GATEWAY_KEY"
 _OPTIONS = (
     *("host", "port", "tool_call_parser", "reasoning_parser", "request_timeout"),
     *("max_sessions", "max_turns", "max_tokens", "session_seconds", "path"),
-    *("tool_choice", "ignored_params"),
+    *("tool_choice", "ignored_params", "trained"),
 )
 """Options that are arguments of the gateway, under the same names."""
 
@@ -90,6 +90,8 @@ def add_command(commands: Any) -> Parser:
         dest="ignored_params",
         help=text,
     )
+    text = "regular expression for the models whose turns are trained (default: all)"
+    add("--trained", metavar="PATTERN", help=text)
     text = "file with a Jinja template (default: the tokenizer's)"
     add("--chat-template", metavar="FILE", help=text)
     text = "SQLite file that keeps the sessions (default: in memory only)"

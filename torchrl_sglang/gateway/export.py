@@ -9,6 +9,7 @@ counts sessions.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_sglang.gateway.session import Session, Trajectory
+from torchrl_sglang.gateway.session import Session, Trajectory, Turn
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.requests.token_values import (
     LOG_PROB,
@@ -30,7 +31,10 @@ from torchrl_sglang.types import TokenLayout, TokenValues
 NO_VERSION = -1
 
 CONTAINERS = frozenset(
-    {"generation_info", "group", "history", "log_probs", "masks", "session", "tokens"}
+    {
+        *("generation_info", "group", "history", "log_probs", "masks", "request"),
+        *("session", "tokens", "turn_returns", "turn_rewards"),
+    }
 )
 """Columns of a row, beside those of every row of a collector."""
 
@@ -84,9 +88,11 @@ def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDi
     containers = outputs.assemble(
         [sample], (), pad_output=False, padding_value=0, device=None, layouts=layouts
     )
-    known = versions[versions != NO_VERSION]
+    known = versions[mask & (versions != NO_VERSION)]
     root: dict[str, Any] = {
         **containers,
+        **_turn_rewards(trajectory, length),
+        "request": outputs.unchecked(_request(final)),
         "session": outputs.non_tensor(session.name),
         "group": outputs.non_tensor(session.group or session.name),
         "policy_version": known.min() if known.numel() else torch.tensor(NO_VERSION),
@@ -95,6 +101,34 @@ def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDi
     reward = 0.0 if trajectory.reward is None else trajectory.reward
     following = {"reward": torch.full((1, 1), reward), **_ends(value=last)}
     return outputs.unchecked({**root, "next": outputs.unchecked(following)})
+
+
+def _turn_rewards(trajectory: Trajectory, length: int) -> dict[str, torch.Tensor]:
+    """Returns rewards and returns of the tokens behind the first prompt."""
+    rewards = torch.zeros(trajectory.turns[-1].num_tokens)
+    returns = torch.zeros_like(rewards)
+    of_turns = zip(trajectory.rewards, trajectory.returns, strict=True)
+    for (_, _, start, end), (own, all_) in zip(
+        trajectory.spans(), of_turns, strict=True
+    ):
+        returns[start:end] = all_
+        if end > start:
+            rewards[end - 1] = own
+    return {
+        "turn_rewards": rewards[length:].clone(),
+        "turn_returns": returns[length:].clone(),
+    }
+
+
+def _request(turn: Turn) -> dict[str, Any]:
+    """Returns what is known of the request for a turn, as texts."""
+    about = {
+        "model": turn.model,
+        "user": turn.user or "",
+        "metadata": json.dumps(turn.metadata),
+        "request_id": turn.request_id or "",
+    }
+    return {name: outputs.non_tensor(value) for name, value in about.items()}
 
 
 def _layouts(trajectory: Trajectory) -> list[TokenLayout]:
@@ -135,7 +169,13 @@ def _parts(full: torch.Tensor, length: int) -> dict[str, torch.Tensor]:
 def _history(trajectory: Trajectory) -> dict[str, Any]:
     """Returns the conversation; responses are as the model wrote them."""
     last = trajectory.turns[-1]
-    written = {len(turn.prompt.messages): turn.text for turn, *_ in trajectory.spans()}
+    written = {len(turn.prompt.messages): turn.text for turn in trajectory.turns}
+    for turn in trajectory.turns:
+        # Behind a response, a client may have put more.
+        said = (turn.prompt.said or {}).get("content", "")
+        index = len(turn.prompt.messages) - len(turn.prompt.new_messages) - 1
+        if said and said.startswith(written[index].strip()):
+            written[index] = said
     messages: list[TensorDictBase] = [
         outputs.to_message(
             {"role": message["role"], "content": written.get(i, message["content"])}

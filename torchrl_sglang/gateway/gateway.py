@@ -19,14 +19,17 @@ from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agents import Agent, run_agents
+from torchrl_sglang.gateway.branches import BranchReason
+from torchrl_sglang.gateway.credit import check_discount, trained_rule
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
 from torchrl_sglang.gateway.policy import Policy, PolicyReply, Sampling
+from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.reading import RequestReader, ToolChoiceMode
 from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.server import make_app
-from torchrl_sglang.gateway.session import Prompt, Session, Turn
+from torchrl_sglang.gateway.session import Prompt, Session, Turn, as_reward
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS, with_choice
 from torchrl_sglang.requests.behaviour import with_columns
@@ -63,8 +66,8 @@ class Gateway:
     earlier turns in another way now, or the client has edited them, the turn begins a
     branch.
 
-    Responses to streams come when they are complete, because tool calls and reasoning
-    are found in whole responses.
+    Streams bring reasoning and content as they are generated, and tool calls when a
+    response is complete. What is recorded is the same as without a stream.
 
     Args:
         engine: generates.
@@ -111,6 +114,13 @@ class Gateway:
             Clients set top-p themselves: ``"behaviour"`` records what their tokens were
             drawn from, and ``default_sampling_params={"top_k": 4096}`` is the ``top_k``
             that it needs then. Defaults to ``"model"``.
+        trained: which turns are trained: a function of a :class:`.Turn` that returns a
+            bool, or a regular expression that the whole name of its request's ``model``
+            has to match, such as ``"(?!.*haiku).*"`` for all but titles. Other turns
+            are recorded and read as others are; in rows they are masked, and a path to
+            nothing that is trained is no row. Defaults to None: all turns.
+        discount: in [0, 1], of a reward for each turn before the one that it stands at;
+            see :meth:`to_tensordict`. Defaults to 1.
         path: an SQLite file that sessions are kept in, and read back from, which one
             gateway has at a time. A client's turn is in it before the client is
             answered. While it cannot be written, clients are answered 503, and nothing
@@ -163,6 +173,8 @@ class Gateway:
         ignored_params: Sequence[str] = (),
         token_columns: Sequence[str | TokenColumn] = (),
         logprobs_mode: LogProbsMode = "model",
+        trained: str | Callable[[Turn], bool] | None = None,
+        discount: float = 1.0,
         path: str | Path | None = None,
     ) -> None:
         self.dialects: Sequence[Dialect] = _check_dialects(dialects)
@@ -218,10 +230,15 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self._dropped: OrderedDict[str, None] = OrderedDict()
+        self._turns = self._tokens = 0
+        self._branches: Counter[BranchReason] = Counter()
+        self._is_trained = trained_rule(trained)
+        self._discount = check_discount(discount)
         self._store = None if path is None else Store(path)
         self._file_closed = False
         self._runner = _Runner(self, host, self._port)
         for session in self._store.load() if self._store else ():
+            session.is_trained, session.discount = self._is_trained, self._discount
             self._sessions[session.name] = self._by_key[session.key] = session
 
     @property
@@ -302,6 +319,7 @@ class Gateway:
                     status=429,
                 )
             session = Session(name, key=f"sk-{secrets.token_urlsafe(32)}", group=group)
+            session.is_trained, session.discount = self._is_trained, self._discount
             if self._runner.port:
                 session.url = f"{self.url}/sessions/{name}"
             self._sessions[name] = self._by_key[session.key] = session
@@ -316,6 +334,27 @@ class Gateway:
         """All sessions, in the order in which they began."""
         with self._lock:
             return list(self._sessions.values())
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what was recorded since this gateway was made, dropped sessions too.
+
+        Returns:
+            dict: ``sessions`` that there are now, ``generating`` (responses under way),
+            ``turns`` and their generated ``tokens``, and ``branches``: requests that
+            began a branch, by :data:`.BranchReason`. Those other than ``"start"``,
+            ``"conversation"``, ``"again"`` and ``"fork"`` went on from an earlier turn,
+            as far as the client knows: their prompts are read once more.
+            ``session.turns[3].branch.text`` says what was different.
+        """
+        generating = sum(session.generating for session in self.sessions)
+        with self._lock:
+            return {
+                "sessions": len(self._sessions),
+                "generating": generating,
+                "turns": self._turns,
+                "tokens": self._tokens,
+                "branches": dict(self._branches),
+            }
 
     def find(self, *, name: str | None = None, key: str | None = None) -> Session:
         """Returns the session of this name or key.
@@ -358,43 +397,87 @@ class Gateway:
                 self._store.delete(session)
 
     def set_reward(
-        self, session: Session, reward: float, *, turn: int | None = None
+        self,
+        session: Session,
+        reward: float,
+        *,
+        turn: int | str | None = None,
+        agent: str | None = None,
+        branch: int | str | None = None,
     ) -> None:
-        """Sets the reward of a session, or of one of its turns.
+        """Sets the reward of a session, or of an agent, a branch or a turn of it.
+
+        All of them add up, see :meth:`to_tensordict`; a later reward of the same thing
+        replaces the earlier one.
+
+        Args:
+            session: of this gateway.
+            reward: a finite number.
+            turn: of one turn: its number, or its ``request_id``.
+            agent: of one agent: the ``model`` that its requests name.
+            branch: of all that goes on from a turn, and that turn: its number, or its
+                ``request_id``.
 
         Raises:
-            ConfigurationError: if the reward is not finite, or there is no such turn.
+            ConfigurationError: if the reward is not finite, or there is no such part of
+                the session.
             GatewayError: if the file cannot be written, or was closed.
         """
         self._check_file()
-        session.set_reward(reward, turn=turn)
+        target = session.set_reward(reward, turn=turn, agent=agent, branch=branch)
         if self._store is not None:
-            self._store.save_reward(session, turn)
+            self._store.save_reward(session, target, as_reward(reward))
 
     def to_tensordict(
         self, sessions: Iterable[Session] | None = None
     ) -> TensorDictBase:
-        """Returns trajectories as a lazy stack in TorchRL's layout.
+        r"""Returns trajectories as a lazy stack in TorchRL's layout.
 
         A row is a path through a session: ``tokens``, ``masks``, ``log_probs``,
         ``history`` and ``generation_info`` as :class:`.SGLangWrapper` writes them,
         where the response is everything behind the first prompt. ``("masks",
         "all_assistant_mask")`` covers what the policy wrote; tokens that two paths
         share are covered in the first one only, and all others have the log-prob NaN,
-        which losses leave out. ``("next", "reward")`` of shape ``(1, 1)`` is the sum of
-        the session's and the turns' rewards, 0 where none was set. ``("next", "done")``
-        is True in the last row of a session. ``session`` and ``group`` are names, and
-        ``policy_version`` is the oldest weight version, -1 where it is unknown.
+        which losses leave out. ``("next", "done")`` is True in the last row of a
+        session. ``session`` and ``group`` are names, and
+        ``policy_version`` is the oldest weight version of what is trained in the row,
+        -1 where it is unknown.
+        ``request`` has ``model``, ``user``, ``metadata`` (JSON) and ``request_id`` of
+        the row's last turn, each a text, empty where the request had none.
+
+        A path ends with a turn that is trained, see ``trained``; others before it are
+        in the row, masked. A session of which nothing is trained has no row.
+
+        Rewards stand at turns: a turn's own; those of the session and of its branches
+        at the last turn of each row that they are of; an agent's at that agent's last
+        turn in a row. What stands at one turn adds up to :math:`r_k`, and with
+        ``discount`` :math:`d` the return of turn :math:`t` is
+
+        .. math:: G_t = \sum_{k \ge t} d^{k-t} r_k
+
+        over the turns :math:`k` of the row. ``turn_rewards`` has :math:`r_k` at the
+        last token of each turn's response, ``turn_returns`` has :math:`G_t` at each
+        token of it; both are 0 elsewhere, and as long as the row's response. ``("next",
+        "reward")`` of shape ``(1, 1)`` is :math:`G_0`: the sum of all where
+        ``discount`` is 1, and 0 where none was set. The reward of a turn that is in no
+        row counts at the turn that it goes on from.
 
         Args:
             sessions: defaults to all.
 
         Raises:
-            ConfigurationError: if none of them has a turn.
+            ConfigurationError: if none of them has a turn that is trained.
         """
-        rows = to_rows(self.sessions if sessions is None else sessions)
+        chosen = self.sessions if sessions is None else list(sessions)
+        rows = to_rows(chosen)
         if not rows:
-            raise ConfigurationError("No turn was recorded in these sessions.")
+            models = {turn.model for each in chosen for turn in each.turns}
+            raise ConfigurationError(
+                f"No turn of these sessions is trained by the gateway's rule; their "
+                f"requests name the models {', '.join(map(repr, sorted(models)))}."
+                if models
+                else "No turn was recorded in these sessions."
+            )
         return LazyStackedTensorDict(*rows, stack_dim=0)
 
     async def run_agents(
@@ -440,7 +523,9 @@ class Gateway:
         """
         return self._reader(read, body)
 
-    async def respond(self, session: Session, request: Request) -> list[Turn]:
+    async def respond(
+        self, session: Session, request: Request, progress: Progress | None = None
+    ) -> list[Turn]:
         """Generates and keeps the responses to a request. For the HTTP routes."""
         number = request.sampling.number
         _check_takes_turns(session)
@@ -452,12 +537,27 @@ class Gateway:
         sampling = self._sampling(session, request, prompt)
         session.generating += number
         try:
-            replies = await self._policy.respond(prompt, sampling, session=session.name)
-            turns = [_to_turn(session.next_number(), prompt, each) for each in replies]
+            replies = await self._policy.respond(
+                prompt, sampling, session=session.name, progress=progress
+            )
+            turns = [
+                _to_turn(session.next_number(), prompt, each, request)
+                for each in replies
+            ]
             await self.keep(session, turns)
         finally:
             session.generating -= number
+        self._count(turns)
         return turns
+
+    def _count(self, turns: Sequence[Turn]) -> None:
+        """Counts the turns of one request."""
+        branch = turns[0].branch
+        with self._lock:
+            self._turns += len(turns)
+            self._tokens += sum(len(turn.completion.token_ids) for turn in turns)
+            if branch is not None:
+                self._branches[branch.reason] += 1
 
     async def keep(self, session: Session, turns: Sequence[Turn]) -> None:
         """Adds turns to their session, and to the file before. For the HTTP routes.
@@ -531,6 +631,17 @@ class Gateway:
             )
         return replace(request.sampling, params=params)
 
+    async def unname(self, session: Session, turn: Turn) -> None:
+        """Forgets the name of a turn's answer, also in the file. For the HTTP routes.
+
+        Raises:
+            GatewayError: if the file cannot be written.
+        """
+        with self._lock:
+            session.unname(turn)
+        if self._store is not None:
+            await self._store.save_turns(session, [turn])
+
     async def written(self) -> None:
         """Returns when everything so far is in the file. For the HTTP routes.
 
@@ -592,7 +703,7 @@ def _check_takes_turns(session: Session) -> None:
         )
 
 
-def _to_turn(number: int, prompt: Prompt, reply: PolicyReply) -> Turn:
+def _to_turn(number: int, prompt: Prompt, reply: PolicyReply, request: Request) -> Turn:
     return Turn(
         number=number,
         prompt=prompt,
@@ -600,6 +711,12 @@ def _to_turn(number: int, prompt: Prompt, reply: PolicyReply) -> Turn:
         text=reply.text,
         reply=reply.message,
         ended=reply.ended,
+        model=request.model,
+        user=request.user,
+        metadata=request.metadata,
+        request_id=request.request_id,
+        name=request.name,
+        about=request.about if request.name else {},
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
@@ -14,6 +15,8 @@ from torchrl_sglang.chat.messages import Message, without_stop
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.chat.tool_calls import read_calls
 from torchrl_sglang.errors import ConfigurationError, ServerError, SGLangError
+from torchrl_sglang.gateway.drafts import Draft, DraftReader
+from torchrl_sglang.gateway.progress import Follower, Progress
 from torchrl_sglang.gateway.session import Prompt
 from torchrl_sglang.policies.engine_call import (
     SampleRequest,
@@ -101,19 +104,30 @@ class Policy:
         """Raises :class:`ConfigurationError` if there is no room for a response."""
         longest = longest_prompt(self._engine.capabilities)
         if prompt.num_tokens > longest:
-            # Clients search for OpenAI's words.
+            # Clients search for OpenAI's words, and some for its code in the text.
             raise PromptTooLongError(
                 f"This model's maximum context length is {longest} tokens. However, "
                 f"your messages resulted in {prompt.num_tokens} tokens. Please reduce "
-                f"the length of the messages.",
+                f"the length of the messages. (context_length_exceeded)",
                 tokens=prompt.num_tokens,
                 longest=longest,
             )
 
     async def respond(
-        self, prompt: Prompt, sampling: Sampling, *, session: str
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        session: str,
+        progress: Progress | None = None,
     ) -> list[PolicyReply]:
         """Returns responses to a conversation; those of a session go to one server.
+
+        Args:
+            prompt: the conversation.
+            sampling: of the responses.
+            session: name of the session.
+            progress: is told of the responses while they are generated.
 
         Raises:
             SGLangError: if there is none.
@@ -130,15 +144,25 @@ class Policy:
         requests = [
             replace(request, sampling_params=params) for params in _by_sample(sampling)
         ]
-        outcomes = await ask_async(
-            self._engine, requests, tokenizer=self._tokenizer, timeout=self._timeout
-        )
-        ends = turn_end_tokens(
-            sampling.params,
-            eos_token_ids=self._engine.capabilities.eos_token_ids,
-            tokenizer=self._tokenizer,
-            special_ids=self._special,
-        )
+        followed: list[asyncio.Task[None]] = []
+        if progress is not None:
+            progress.begin(prompt.num_tokens)
+            followers = [
+                self._follow(prompt, sampling, partial(progress.tell, number))
+                for number in range(len(requests))
+            ]
+            requests = [
+                replace(each, on_tokens=follower.on_tokens)
+                for each, follower in zip(requests, followers, strict=True)
+            ]
+            followed = [asyncio.ensure_future(each.run()) for each in followers]
+        try:
+            outcomes = await ask_async(
+                self._engine, requests, tokenizer=self._tokenizer, timeout=self._timeout
+            )
+        finally:
+            await _end(followed)
+        ends = self._ends(sampling)
         completions = []
         for outcome in outcomes:
             if isinstance(outcome, SGLangError):
@@ -147,6 +171,43 @@ class Policy:
         return await asyncio.gather(
             *(self._read(each, prompt, ends) for each in completions)
         )
+
+    def _ends(self, sampling: Sampling) -> set[int]:
+        """Returns the tokens that end a turn."""
+        return turn_end_tokens(
+            sampling.params,
+            eos_token_ids=self._engine.capabilities.eos_token_ids,
+            tokenizer=self._tokenizer,
+            special_ids=self._special,
+        )
+
+    def _follow(
+        self, prompt: Prompt, sampling: Sampling, tell: Callable[[Draft], None]
+    ) -> Follower:
+        """Returns what reads a response while it is generated."""
+        is_chat = prompt.new_text is None
+        parses = is_chat and self._reasoning_parser is not None
+        may_call = is_chat and bool(prompt.setting.tools)
+
+        def begin() -> tuple[DraftReader, set[int]]:
+            stops = sampling.params.get("stop") or ()
+            reader = DraftReader(
+                self._separate if parses else None,
+                reasoning_parser=self._reasoning_parser,
+                call_parser=self._tool_call_parser if may_call else None,
+                stops=[stops] if isinstance(stops, str) else stops,
+            )
+            return reader, self._ends(sampling)
+
+        return Follower(begin, self._template.decode, tell)
+
+    async def _separate(self, text: str) -> tuple[str, str]:
+        """Returns reasoning and content, as SGLang's parser finds them."""
+        parts = await self._ask(
+            "/separate_reasoning", text=text, reasoning_parser=self._reasoning_parser
+        )
+        content = parts.get("text") if parts else text
+        return parts.get("reasoning_text") or "", content or ""
 
     async def _read(
         self, completion: Completion, prompt: Prompt, ends: set[int]
@@ -171,15 +232,11 @@ class Policy:
         """
         found: dict[str, Any] = {"content": text}
         if self._reasoning_parser is not None and text:
-            parts = await self._ask(
-                "/separate_reasoning",
-                text=text,
-                reasoning_parser=self._reasoning_parser,
-            )
-            if parts.get("reasoning_text"):
-                found["reasoning_content"] = parts["reasoning_text"]
+            reasoning, content = await self._separate(text)
+            if reasoning:
+                found["reasoning_content"] = reasoning
                 # Templates put empty lines between them.
-                found["content"] = (parts.get("text") or "").lstrip("\n")
+                found["content"] = content.lstrip("\n")
         if self._tool_call_parser is not None and tools and found["content"]:
             parts = await self._ask(
                 "/parse_function_call",
@@ -204,6 +261,15 @@ class Policy:
                 f"{path} failed on a response, which stays text: {error}"
             )
             return {}
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Ends what follows responses; an error of it concerns no response."""
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, Exception):
+            torchrl_logger.warning(f"A response could not be streamed: {outcome!r}")
 
 
 def _by_sample(sampling: Sampling) -> Iterator[Mapping[str, Any]]:

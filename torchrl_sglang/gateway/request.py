@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,12 @@ class Request:
     """Sampling parameters of the responses."""
     model: str
     """The model's name, as the client says it."""
+    user: str | None = None
+    """For whom the client asks, as the client says it."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the client says of the request beside it."""
+    request_id: str | None = None
+    """Name of the request, which the answer's headers have."""
     stream: bool = False
     """Answer with server-sent events."""
     logprobs: bool = False
@@ -67,8 +73,24 @@ class Request:
     """Tell the reasoning."""
     edits: bool = False
     """Tell which edits of the conversation were made: none."""
+    keep: bool = False
+    """Keep the answer, so that clients may ask for it and go on from it."""
+    name: str = ""
+    """Name of the answer in its session, if it is kept."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the answer says of the request, as JSON."""
     ignored: tuple[str, ...] = ()
     """Fields without effect, which the answer's headers name."""
+
+
+def usage_of(turns: Sequence[Turn]) -> Usage:
+    """Returns the tokens of an answer."""
+    first = turns[0]
+    return Usage(
+        prompt=first.prompt.num_tokens,
+        cached=first.completion.cached_tokens,
+        response=sum(len(turn.completion.token_ids) for turn in turns),
+    )
 
 
 def finish_reason(turn: Turn) -> str:

@@ -26,6 +26,10 @@ class Answer:
     """An answer that is computed, or has been."""
 
     task: asyncio.Task[Any]
+    request_id: str = ""
+    """Name of the first request for it."""
+    info: Any = None
+    """Facts about it that all requests for it are told."""
     waiting: int = 0
     """Requests that wait for the answer, or receive it."""
     delivered: bool = False
@@ -102,6 +106,8 @@ class Answers:
         *,
         keep: Callable[[Any], Awaitable[None]],
         withdraw: Callable[[Any], None],
+        request_id: str = "",
+        info: Any = None,
     ) -> AsyncIterator[Answer]:
         """Gives an answer to a request. The block delivers it, or raises.
 
@@ -113,6 +119,8 @@ class Answers:
             compute: makes an answer, and keeps it.
             keep: keeps one that was withdrawn.
             withdraw: of an answer that nobody has received.
+            request_id: names the request, and the answer if it is the first one for it.
+            info: facts about the answer, which are those of the first request for it.
         """
         named = headers.get("Idempotency-Key", "")
         entry = self._entry(named.encode(errors="replace") + b"\0" + content)
@@ -122,7 +130,8 @@ class Answers:
             if answer is not None:
                 entry.answers.remove(answer)
                 compute = _kept_again(answer.task.result(), keep)
-            answer = Answer(asyncio.ensure_future(_call(compute)))
+                request_id, info = answer.request_id, answer.info
+            answer = Answer(asyncio.ensure_future(_call(compute)), request_id, info)
             entry.answers.append(answer)
         answer.waiting += 1
         try:

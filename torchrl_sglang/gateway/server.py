@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import secrets
 import select
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -28,14 +37,18 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.gateway.dialects.base import (
     AnswerInfo,
+    Asked,
     Dialect,
     Endpoint,
     Failure,
+    Lookup,
     Writer,
 )
 from torchrl_sglang.gateway.dialects.registry import find_dialect
+from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.policy import PromptTooLongError
-from torchrl_sglang.gateway.request import Request, Usage
+from torchrl_sglang.gateway.progress import Progress
+from torchrl_sglang.gateway.request import Request, usage_of
 from torchrl_sglang.gateway.retries import Answers
 from torchrl_sglang.gateway.session import Session, Turn
 from torchrl_sglang.support.urls import is_loopback
@@ -47,6 +60,20 @@ FINAL = frozenset({403, 410})
 
 IGNORED = "x-torchrl-sglang-ignored"
 """Header with the fields of a request that had no effect."""
+
+REWARDED = ("turn", "agent", "branch")
+"""Parts of a session that a reward may be of."""
+
+REQUEST_IDS = ("x-request-id", "x-client-request-id")
+"""Headers in which clients name a request."""
+
+_REQUEST_ID = re.compile(r"[!-~]{1,512}")
+
+ANSWERED_IDS = ("x-request-id", "request-id")
+"""Headers in which clients of OpenAI and Anthropic look for a request's name."""
+
+FIRST_SECONDS = 0.8
+"""Time until a stream's first bytes, in seconds."""
 
 DRAIN_SECONDS = 0.01
 """Interval between looks whether a slow client has taken its answer."""
@@ -85,14 +112,22 @@ class Recorder(Protocol):
         """Forgets a session."""
 
     def set_reward(
-        self, session: Session, reward: float, *, turn: int | None = None
+        self,
+        session: Session,
+        reward: float,
+        *,
+        turn: int | str | None = None,
+        agent: str | None = None,
+        branch: int | str | None = None,
     ) -> None:
         """Sets a reward."""
 
     def read(self, read: Callable[[Any], Request], body: Mapping[str, Any]) -> Request:
         """Returns what a body asks for, and what of it has no effect."""
 
-    async def respond(self, session: Session, request: Request) -> list[Turn]:
+    async def respond(
+        self, session: Session, request: Request, progress: Progress | None = None
+    ) -> list[Turn]:
         """Generates and keeps responses."""
 
     async def keep(self, session: Session, turns: Sequence[Turn]) -> None:
@@ -103,6 +138,9 @@ class Recorder(Protocol):
 
     async def written(self) -> None:
         """Returns when everything so far is kept."""
+
+    async def unname(self, session: Session, turn: Turn) -> None:
+        """Forgets the name of a turn's answer."""
 
     def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt."""
@@ -115,6 +153,7 @@ def make_app(gateway: Recorder) -> web.Application:
     """Returns the routes of a gateway."""
     routes = _Routes(gateway)
     endpoints = [each for dialect in gateway.dialects for each in dialect.endpoints]
+    lookups = [each for dialect in gateway.dialects for each in dialect.lookups]
     app = web.Application(
         client_max_size=MAX_REQUEST_BYTES, middlewares=[routes.as_errors]
     )
@@ -122,6 +161,9 @@ def make_app(gateway: Recorder) -> web.Application:
         for endpoint in endpoints:
             handler = routes.count if endpoint.write is None else routes.answer
             app.router.add_post(f"{prefix}{endpoint.path}", partial(handler, endpoint))
+        for lookup in lookups:
+            add = app.router.add_delete if lookup.forgets else app.router.add_get
+            add(f"{prefix}{lookup.path}", partial(routes.look_up, lookup))
         app.router.add_get(f"{prefix}/v1/models", routes.models)
         app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", routes.model)
     app.router.add_get("/health", routes.health)
@@ -159,10 +201,34 @@ class _Routes:
         self, endpoint: Endpoint, request: web.Request
     ) -> web.StreamResponse:
         session = self._session(request)
-        parsed = self._gateway.read(endpoint.read, await _json(request))
+        parsed = await self._read(endpoint, request, session)
         number = self._gateway.count(session, parsed)
         assert endpoint.count is not None
         return _json_response(endpoint.count(number), headers=_headers(parsed))
+
+    async def _read(
+        self, endpoint: Endpoint, request: web.Request, session: Session
+    ) -> Request:
+        read = endpoint.read
+        if endpoint.recalls:
+            read = partial(read, recall=session.answered)
+        return self._gateway.read(read, await _json(request))
+
+    async def look_up(self, lookup: Lookup, request: web.Request) -> web.StreamResponse:
+        """Answers with an earlier answer of a session."""
+        session, given = self._session(request), request.match_info["id"]
+        turn = lookup.find(given, session.answered)
+        content = lookup.tell(
+            Asked(
+                id=given,
+                turn=turn,
+                query=request.query,
+                token_text=self._gateway.token_text,
+            )
+        )
+        if lookup.forgets:
+            await self._gateway.unname(session, turn)
+        return _json_response(content)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -207,7 +273,10 @@ class _Routes:
                         "token_ids": each.token_ids,
                         "turns": [turn.number for turn in each.turns],
                         "trained": list(each.trained),
+                        "branches": [turn.branch for turn in each.turns],
                         "reward": each.reward,
+                        "rewards": list(each.rewards),
+                        "returns": each.returns,
                         "messages": each.messages,
                     }
                     for each in session.trajectories()
@@ -222,12 +291,18 @@ class _Routes:
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
         session, given = self._own(request), await _json(request)
-        value, turn = given.get("reward"), given.get("turn")
+        value = given.pop("reward", None)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ConfigurationError(f"reward={value!r} must be a number.")
-        if turn is not None and type(turn) is not int:
-            raise ConfigurationError(f"turn={turn!r} must be the number of a turn.")
-        self._gateway.set_reward(session, float(value), turn=turn)
+        turn, agent, branch = (given.pop(name, None) for name in REWARDED)
+        if given:
+            raise ConfigurationError(
+                f"{', '.join(given)}: a reward is of the session, or of a "
+                f"{', '.join(REWARDED)}."
+            )
+        self._gateway.set_reward(
+            session, float(value), turn=turn, agent=agent, branch=branch
+        )
         await self._gateway.written()
         return _json_response({})
 
@@ -302,31 +377,43 @@ class _Routes:
     ) -> web.StreamResponse:
         session = self._session(request)
         content = await request.read()
-        parsed = self._gateway.read(endpoint.read, await _json(request))
+        parsed = await self._read(endpoint, request, session)
         assert endpoint.write is not None
         info = AnswerInfo(
             name=secrets.token_hex(12),
             created=int(time.time()),
             token_text=self._gateway.token_text,
         )
-        write = endpoint.write(parsed, info)
+        parsed = replace(parsed, request_id=_request_id(request, info))
+        if parsed.keep:
+            about = {**parsed.about, "created_at": info.created}
+            parsed = replace(parsed, name=info.name, about=about)
 
         answers = self._answers.setdefault(session, Answers())
-        seconds = self._gateway.keep_alive_seconds
+        progress = Progress() if parsed.stream else None
         try:
             async with answers.to(
                 request.headers,
                 request.path.encode() + content,
-                partial(self._gateway.respond, session, parsed),
+                partial(self._gateway.respond, session, parsed, progress),
                 keep=partial(self._gateway.keep, session),
                 withdraw=partial(self._gateway.withdraw, session),
+                request_id=str(parsed.request_id),
+                info=info,
             ) as answer:
-                headers = _headers(parsed)
-                if parsed.stream:
-                    dialect = self._dialect(request)
-                    return await _stream(
-                        request, answer, write, dialect, seconds, headers
+                write = endpoint.write(parsed, answer.info)
+                # A repeated request is known by the first one's.
+                headers = _headers(replace(parsed, request_id=answer.request_id))
+                if progress is not None:
+                    stream = _Stream(
+                        request,
+                        answer,
+                        write,
+                        progress,
+                        dialect=self._dialect(request),
+                        seconds=self._gateway.keep_alive_seconds,
                     )
+                    return await stream.send(headers)
                 return await _send(request, answer, write, headers)
         except ConnectionResetError:
             torchrl_logger.debug("A client has hung up.")
@@ -334,8 +421,17 @@ class _Routes:
 
 
 def _headers(request: Request) -> dict[str, str]:
-    """Returns the headers that say which fields of a request had no effect."""
-    return {IGNORED: ", ".join(request.ignored)} if request.ignored else {}
+    """Returns the headers with a request's name, and its fields without effect."""
+    headers = {IGNORED: ", ".join(request.ignored)} if request.ignored else {}
+    if request.request_id is not None:
+        headers |= dict.fromkeys(ANSWERED_IDS, request.request_id)
+    return headers
+
+
+def _request_id(request: web.Request, info: AnswerInfo) -> str:
+    """Returns the name of a request: the client's own, or a new one."""
+    given = (request.headers.get(name, "") for name in REQUEST_IDS)
+    return next(filter(_REQUEST_ID.fullmatch, given), f"req_{info.name}")
 
 
 async def _send(
@@ -350,7 +446,8 @@ async def _send(
         ConnectionResetError: if the client has hung up.
     """
     turns = await answer
-    response = _json_response(write.answer(turns, _usage(turns)), headers=headers)
+    content = write.answer(turns, usage_of(turns))
+    response = _json_response(content, headers=headers)
     async with _delivery(request):
         await response.prepare(request)
         await response.write_eof()
@@ -386,67 +483,100 @@ def _check_open(transport: asyncio.Transport | None, events: int) -> None:
     raise ConnectionResetError("The client has hung up.")
 
 
-async def _stream(
-    request: web.Request,
-    answer: Awaitable[list[Turn]],
-    write: Writer,
-    dialect: Dialect,
-    seconds: float,
-    headers: Mapping[str, str],
-) -> web.StreamResponse:
-    """Streams an answer, which comes when it is complete.
+class _Stream:
+    """Streams an answer: what is certain of it as it comes, and in the end the rest.
 
-    Tool calls and reasoning are found in whole responses only.
-
-    Raises:
-        ConnectionResetError: if the client has hung up.
+    Args:
+        request: of a client.
+        answer: to it.
+        write: writes it.
+        progress: is told of what is certain.
+        dialect: spells an error.
+        seconds: most time without a sign of life.
     """
-    task = asyncio.ensure_future(answer)
-    response = web.StreamResponse(headers={**_SSE, **headers})
-    try:
-        # A request that is refused at once gets the status of its error.
-        await asyncio.wait([task], timeout=seconds)
-        if task.done():
-            task.result()
-        async with _delivery(request):
-            await response.prepare(request)
-            async for content in _events(request, task, write, dialect, seconds):
-                await response.write(content)
-        with suppress(ConnectionError):
-            # Clients hang up when they have read the last event, before this.
-            await response.write_eof()
-    finally:
-        task.cancel()
-    return response
 
+    def __init__(
+        self,
+        request: web.Request,
+        answer: Awaitable[list[Turn]],
+        write: Writer,
+        progress: Progress,
+        *,
+        dialect: Dialect,
+        seconds: float,
+    ) -> None:
+        self._request, self._write, self._progress = request, write, progress
+        self._dialect, self._seconds = dialect, seconds
+        self._task = asyncio.ensure_future(answer)
+        self._has_begun = False
+        self._told: dict[int, Draft] = {}
 
-async def _events(
-    request: web.Request,
-    task: asyncio.Task[list[Turn]],
-    write: Writer,
-    dialect: Dialect,
-    seconds: float,
-) -> AsyncIterator[bytes]:
-    """Yields the content of a stream: signs of life, then the answer or an error."""
-    while not task.done():
-        yield b": waiting\n\n"
-        await asyncio.wait([task], timeout=seconds)
-    try:
-        turns = task.result()
-        content = b"".join(write.events(turns, _usage(turns)))
-    except Exception as error:  # noqa: BLE001 - The status has been sent already.
-        failure = msgspec.json.encode(dialect.error(_failure(request, error)))
-        content = b"event: error\ndata: " + failure + b"\n\n"
-    yield content
+    async def send(self, headers: Mapping[str, str]) -> web.StreamResponse:
+        """Sends the answer, and returns when the connection has taken it.
 
+        Raises:
+            ConnectionResetError: if the client has hung up, or was told of an error.
+        """
+        request = self._request
+        response = web.StreamResponse(headers={**_SSE, **headers})
+        try:
+            # A request that is refused at once gets the status of its error.
+            await self._wait(min(self._seconds, FIRST_SECONDS))
+            if self._task.done():
+                self._task.result()
+            async with _delivery(request):
+                await response.prepare(request)
+                async for content in self._contents():
+                    await response.write(content)
+            with suppress(ConnectionError):
+                # Clients hang up when they have read the last event, before this.
+                await response.write_eof()
+        finally:
+            self._task.cancel()
+        return response
 
-def _usage(turns: list[Turn]) -> Usage:
-    first = turns[0]
-    return Usage(
-        prompt=first.prompt.num_tokens,
-        cached=first.completion.cached_tokens,
-        response=sum(len(turn.completion.token_ids) for turn in turns),
-    )
+    async def _wait(self, seconds: float) -> None:
+        """Waits for the answer, or for more of it."""
+        changed = asyncio.ensure_future(self._progress.changed())
+        try:
+            await asyncio.wait(
+                [self._task, changed],
+                timeout=seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            changed.cancel()
+
+    async def _contents(self) -> AsyncIterator[bytes]:
+        """Yields signs of life and what is certain, then the rest or an error."""
+        failure = None
+        try:
+            while not self._task.done():
+                yield b"".join(self._new()) or self._write.waiting()
+                await self._wait(self._seconds)
+            turns = self._task.result()
+            yield b"".join(self._write.events(turns, usage_of(turns)))
+        except GeneratorExit:
+            raise
+        except Exception as error:  # noqa: BLE001 - The status has been sent already.
+            failure = _failure(self._request, error)
+        if failure is not None:
+            yield self._write.failed(failure, self._dialect.error(failure))
+            if self._task.done() and self._task.exception() is None:
+                raise ConnectionResetError("The answer is not what was told of it.")
+
+    def _new(self) -> Iterator[bytes]:
+        """Yields the events of what has become certain."""
+        progress = self._progress
+        if progress.prompt_tokens is None:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self._write.begin(progress.prompt_tokens)
+        for number, draft in progress.drafts.items():
+            if self._told.get(number) != draft:
+                self._told[number] = draft
+                yield from self._write.grow(number, draft)
 
 
 async def _json(request: web.Request) -> dict[str, Any]:
@@ -552,9 +682,16 @@ def _failure(request: web.Request, error: Exception) -> Failure:
         torchrl_logger.error("The gateway failed.", exc_info=error)
         status, message = 500, f"{type(error).__name__}: {error}"
     kind, code = _KINDS.get(status, ("api_error", None))
-    too_long = None
+    too_long, param = None, None
+    if isinstance(error, GatewayError):
+        code, param = error.code or code, error.param
     if isinstance(error, PromptTooLongError):
         code, too_long = "context_length_exceeded", (error.tokens, error.longest)
     return Failure(
-        status=status, message=message, kind=kind, code=code, too_long=too_long
+        status=status,
+        message=message,
+        kind=kind,
+        code=code,
+        param=param,
+        too_long=too_long,
     )

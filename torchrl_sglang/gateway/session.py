@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,23 @@ from torchrl_sglang.chat.messages import (
 from torchrl_sglang.chat.rendered import ChatResponse
 from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.branches import (
+    START,
+    Branch,
+    Known,
+    again,
+    forked,
+    nearest,
+    other_text,
+)
+from torchrl_sglang.gateway.credit import TrainedRule, discounted, every_turn
 from torchrl_sglang.types import Completion
+
+EDITED_TURNS = 4
+"""Latest turns with a prompt that an edited response is compared with."""
+
+COMPARED_TURNS = 8
+"""Latest turns that a conversation is compared with, to say why it is a branch."""
 
 RENDERED_TURNS = 8
 """Latest turns whose conversations are kept as texts."""
@@ -47,6 +63,11 @@ class Prompt:
     which begins with that turn's response."""
     origin: Turn | None = field(default=None, repr=False)
     """The turn whose tokens it begins with."""
+    said: Message | None = None
+    """Instead of that turn's reply: what the client says that the model said, where the
+    template renders it as the model's own tokens, and more behind them."""
+    branch: Branch | None = None
+    """Why it does not go on from the end of an earlier turn; ``None`` where it does."""
     rendered: str | None = field(default=None, repr=False, compare=False)
     """The conversation as the template renders it; ``None``: render it anew."""
     num_tokens: int = field(init=False)
@@ -72,8 +93,10 @@ class Prompt:
             text = "".join([*before, self.new_text])
             return [{"role": "user", "content": text}]
         found: list[Message] = []
-        for turn in self._path():
-            found += [*turn.prompt.new_messages, turn.reply]
+        path = self._path()
+        prompts = [*(turn.prompt for turn in path[1:]), self]
+        for turn, following in zip(path, prompts, strict=bool(path)):
+            found += [*turn.prompt.new_messages, following.said or turn.reply]
         return [*found, *self.new_messages]
 
     @property
@@ -112,10 +135,45 @@ class Turn:
     """The response as a message, tool calls and reasoning apart."""
     ended: bool
     """Whether the last token ends a turn."""
+    model: str = ""
+    """The model's name in the request; it selects nothing, and tells agents apart."""
+    user: str | None = None
+    """For whom the client asked: ``user`` or ``safety_identifier`` of OpenAI's clients,
+    ``metadata.user_id`` of Anthropic's."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """``metadata`` of the request."""
+    request_id: str | None = None
+    """Name of the request: its header ``x-request-id`` or ``x-client-request-id``, or
+    one that the gateway gave it. The answer has it in the headers ``x-request-id`` and
+    ``request-id``."""
     reward: float | None = None
     """Reward of this turn alone; ``None``: none was set."""
     created: float = field(default_factory=time.time)
     """Seconds since the epoch."""
+    name: str = ""
+    """Name of the answer, by which clients may ask for it and go on from it, if any."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What that answer says of its request, as JSON."""
+
+    def __post_init__(self) -> None:
+        origin = self.prompt.origin
+        if origin is not None and self.about:
+            # Requests repeat their tools, which are large.
+            known = origin.about
+            self.about = {
+                key: known[key] if key in known and known[key] == value else value
+                for key, value in self.about.items()
+            }
+
+    @property
+    def branch(self) -> Branch | None:
+        """Why it begins a branch; ``None`` where it goes on from the end of a path."""
+        return self.prompt.branch
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Tools that the model was offered, in OpenAI's form."""
+        return self.prompt.setting.tools
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +186,15 @@ class Turn:
         return [*self.prompt.token_ids, *self.completion.token_ids]
 
 
+class RewardTarget(NamedTuple):
+    """What a reward is of."""
+
+    kind: str
+    """``"session"``, ``"agent"``, ``"branch"`` or ``"turn"``."""
+    name: str
+    """Name of the agent, or number of the turn; empty for the session."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """A path through a session, from a first prompt to a last response."""
@@ -137,9 +204,25 @@ class Trajectory:
     turns: Sequence[Turn]
     """Turns, each of which begins with the tokens of the one before."""
     trained: Sequence[bool]
-    """True for each turn of no earlier trajectory: only these are to be trained on."""
-    reward: float | None
-    """Rewards of these turns and of the session; ``None``: none was set."""
+    """True for each turn that the gateway's rule selects, and that is of no earlier
+    trajectory: only these are to be trained on."""
+    rewards: Sequence[float]
+    """Reward that stands at each turn: its own; at the last one, those of the session
+    and of branches on the path, too; at the last one of an agent, that agent's."""
+    discount: float = 1.0
+    """Factor of a reward for each turn before it."""
+    has_reward: bool = True
+    """Whether a reward was set; otherwise all are 0."""
+
+    @property
+    def returns(self) -> list[float]:
+        """Return of each turn, see :func:`.discounted`."""
+        return discounted(self.rewards, self.discount)
+
+    @property
+    def reward(self) -> float | None:
+        """Return of the first turn; ``None``: no reward was set."""
+        return self.returns[0] if self.has_reward else None
 
     @property
     def token_ids(self) -> list[int]:
@@ -168,9 +251,14 @@ class Session:
 
     Attributes:
         reward (float | None): of the session as a whole.
+        agent_rewards (dict): rewards of agents, by the ``model`` that they name.
+        branch_rewards (dict): rewards of branches, by the number of their first turn.
+        discount (float): of a reward, for each turn before it.
         url (str): base URL for Anthropic's clients; empty while no gateway listens.
         turns (list[Turn]): what clients have seen, in the order of their numbers.
         generating (int): turns that are generated now.
+        is_trained (callable): says of a turn whether it is trained; the gateway's
+            ``trained``.
         is_dropped (bool): whether the gateway has forgotten it; it takes no more turns.
     """
 
@@ -180,14 +268,21 @@ class Session:
         self.url = ""
         self.group = group
         self.reward: float | None = None
+        self.agent_rewards: dict[str, float] = {}
+        self.branch_rewards: dict[int, float] = {}
+        self.discount = 1.0
         self.created = time.time()
         self.turns: list[Turn] = []
         # Turns that are being kept, and the turns that they go on from.
         self.pinned: list[Turn] = []
         self.generating = 0
         self.is_dropped = False
+        self.is_trained: TrainedRule = every_turn
         self._next = 0
+        # By the key of a turn's prompt, and by that of the prompt and the response.
+        self._begun: dict[bytes, list[Turn]] = {}
         self._ends: dict[bytes, list[Turn]] = {}
+        self._answers: dict[str, Turn] = {}
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, turns={len(self.turns)}, reward={self.reward})"
@@ -217,21 +312,25 @@ class Session:
 
         It begins with the tokens of the latest turn that the conversation goes on from;
         where there is none, or the template renders that turn in another way now, the
-        whole conversation is tokenized.
+        whole conversation is tokenized. A response that the client has edited is gone
+        on from if the template renders what it says as the response's own tokens, and
+        more behind them.
 
         Raises:
             ConfigurationError: if the template does not take the conversation.
         """
-        for turn, count in self._earlier(messages, setting):
-            joined = _join(turn, messages, count, setting, template)
+        for turn, count, said in self._earlier(messages, setting):
+            joined = _join(turn, messages, count, setting, template, said)
             if joined is not None:
-                return joined
+                branch = self._forked(turn, messages, count, setting)
+                return joined if branch is None else replace(joined, branch=branch)
         rendered = template.render(messages, setting)
         return Prompt(
             setting=setting,
             new_messages=list(messages),
             new_token_ids=template.encode(rendered),
             rendered=rendered,
+            branch=self._apart(messages, setting),
         )
 
     def text_prompt(self, text: str, template: ChatTemplate) -> Prompt:
@@ -249,7 +348,19 @@ class Session:
             else template.encode_behind(rest),
             new_text=text[start:],
             origin=origin,
+            branch=self._text_branch(origin, text[start:]),
         )
+
+    def _text_branch(self, origin: Turn | None, text: str) -> Branch | None:
+        """Returns why a plain completion is a branch; None if it is not."""
+        texts = [turn for turn in self.turns if turn.prompt.new_text is not None]
+        others = [turn for turn in texts if turn.prompt.origin is origin]
+        for turn in others:
+            if turn.prompt.new_text == text:
+                return again(turn.number)
+        if origin is not None:
+            return forked(others[-1].number) if others else None
+        return other_text(texts[-1].number) if texts else START
 
     def _longest(
         self, text: str, template: ChatTemplate
@@ -272,34 +383,101 @@ class Session:
 
     def _earlier(
         self, messages: Sequence[Message], setting: PromptSettings
-    ) -> Iterator[tuple[Turn, int]]:
+    ) -> Iterator[tuple[Turn, int, Message | None]]:
         """Yields turns that a conversation begins with, and their messages; last first.
 
-        Ties are broken by fewest client edits, then by recency.
+        And the response as the client says it, if it has edited that. Ties are broken
+        by fewest client edits, then by what the client names, then by recency.
         """
-        keys = list(conversation_keys(messages, setting.key()))
-        for count, key in reversed(keys):
+        keys = [key for _, key in conversation_keys(messages, setting.key())]
+        for count in range(len(keys), 0, -1):
             found = []
-            for turn in reversed(self._ends.get(key, ())):
+            for turn in reversed(self._ends.get(keys[count - 1], ())):
                 known = [*turn.prompt.messages, turn.reply]
                 changed = changes(known, messages[:count])
                 if changed is not None:
                     found.append((changed, turn))
-            for _, turn in sorted(found, key=lambda each: each[0]):
-                yield turn, count
+            said = messages[count - 1]
+            # A dialect in which clients name a turn hands in that turn's own message.
+            for _, turn in sorted(
+                found, key=lambda each: (each[0], each[1].reply is not said)
+            ):
+                yield turn, count, None
+            if count > 1 and said["role"] == "assistant":
+                for turn in self._begun.get(keys[count - 2], ())[
+                    : -EDITED_TURNS - 1 : -1
+                ]:
+                    known = turn.prompt.messages
+                    if changes(known, messages[: count - 1]) is not None:
+                        yield turn, count, said
+
+    def _forked(
+        self,
+        turn: Turn,
+        messages: Sequence[Message],
+        count: int,
+        setting: PromptSettings,
+    ) -> Branch | None:
+        """Returns why a conversation is a branch; None if it is the first from a turn.
+
+        ``count`` of its messages are those of the turn.
+        """
+        others = [each for each in self.turns if each.prompt.origin is turn]
+        return self._why(others, messages, setting, count) if others else None
+
+    def _apart(self, messages: Sequence[Message], setting: PromptSettings) -> Branch:
+        """Returns why a conversation goes on from no turn."""
+        chats = [turn for turn in self.turns if turn.prompt.new_text is None]
+        return self._why(chats, messages, setting) if chats else START
+
+    def _why(
+        self,
+        turns: Sequence[Turn],
+        messages: Sequence[Message],
+        setting: PromptSettings,
+        count: int = 0,
+    ) -> Branch:
+        """Returns why a conversation goes on from none of these turns."""
+        own = setting.key()
+        likely = turns[: -COMPARED_TURNS - 1 : -1]
+        for number, key in reversed(list(conversation_keys(messages, own))):
+            if number <= count:
+                break
+            if found := [*self._ends.get(key, ()), *self._begun.get(key, ())]:
+                likely = [found[-1], *likely]
+                break
+        known = [
+            Known(
+                number=turn.number,
+                messages=[*turn.prompt.messages, turn.reply],
+                same_settings=turn.prompt.setting.key() == own,
+                shared=count,
+            )
+            for turn in likely
+        ]
+        return nearest(known, messages)
 
     def next_number(self) -> int:
         """Returns a number that no turn has had."""
         self._next += 1
         return self._next - 1
 
-    def turn(self, number: int) -> Turn:
-        """Returns the turn with a number.
+    def turn(self, number: int | str) -> Turn:
+        """Returns the turn with a number, or whose request has a name.
 
         Raises:
-            ConfigurationError: if there is none.
+            ConfigurationError: if there is none, or more than one.
         """
-        if type(number) is int:
+        if isinstance(number, str):
+            found = [each for each in self.turns if each.request_id == number]
+            if len(found) == 1:
+                return found[0]
+            if found:
+                raise ConfigurationError(
+                    f"The request {number!r} has {len(found)} turns; give one of their "
+                    f"numbers, {', '.join(str(turn.number) for turn in found)}."
+                )
+        elif type(number) is int:
             index = bisect_left(self.turns, number, key=_number)
             for turn in self.turns[index : index + 1]:
                 if turn.number == number:
@@ -308,6 +486,15 @@ class Session:
             f"turn={number!r} of session {self.name!r}, which has {len(self.turns)} "
             f"turns" + (f" up to {self.turns[-1].number}." if self.turns else ".")
         )
+
+    def answered(self, name: str) -> Turn | None:
+        """Returns the turn whose answer has a name, if there is one."""
+        return self._answers.get(name)
+
+    def unname(self, turn: Turn) -> None:
+        """Forgets the name of a turn's answer; the turn stays."""
+        self._answers.pop(turn.name, None)
+        turn.name = ""
 
     def __contains__(self, turn: Turn) -> bool:
         index = bisect_left(self.turns, turn.number, key=_number)
@@ -322,7 +509,10 @@ class Session:
             old = self.turns[-RENDERED_TURNS - 1]
             old.prompt = replace(old.prompt, rendered=None)
         if turn.prompt.new_text is None:
-            self._ends.setdefault(_end(turn), []).append(turn)
+            for ends, key in zip((self._begun, self._ends), _keys(turn), strict=True):
+                ends.setdefault(key, []).append(turn)
+        if turn.name:
+            self._answers[turn.name] = turn
 
     def remove(self, turn: Turn) -> bool:
         """Forgets a turn that nothing goes on from, and returns whether it did."""
@@ -330,69 +520,152 @@ class Session:
         if goes_on or turn not in self:
             return False
         self.turns.remove(turn)
+        self._answers.pop(turn.name, None)
         if turn.prompt.new_text is None:
-            self._ends[_end(turn)].remove(turn)
+            for ends, key in zip((self._begun, self._ends), _keys(turn), strict=True):
+                ends[key].remove(turn)
         return True
 
-    def set_reward(self, reward: float, *, turn: int | None = None) -> None:
-        """Sets the reward of the session, or of one turn.
+    def set_reward(
+        self,
+        reward: float,
+        *,
+        turn: int | str | None = None,
+        agent: str | None = None,
+        branch: int | str | None = None,
+    ) -> RewardTarget:
+        """Sets the reward of the session, or of a part of it; see the gateway's.
 
         Raises:
-            ConfigurationError: if the reward is not finite, or there is no such turn.
+            ConfigurationError: if the reward is not finite, or there is no such part.
         """
         value = as_reward(reward)
-        if turn is None:
-            self.reward = value
-        else:
-            self.turn(turn).reward = value
+        parts = {"turn": turn, "agent": agent, "branch": branch}
+        given = [name for name, part in parts.items() if part is not None]
+        if len(given) > 1:
+            raise ConfigurationError(
+                f"A reward is of one thing, got {' and '.join(given)}; set each apart."
+            )
+        if turn is not None:
+            found = self.turn(turn)
+            found.reward = value
+            return RewardTarget("turn", str(found.number))
+        if branch is not None:
+            number = self.turn(branch).number
+            self.branch_rewards[number] = value
+            return RewardTarget("branch", str(number))
+        if agent is not None:
+            self._check_agent(agent)
+            self.agent_rewards[agent] = value
+            return RewardTarget("agent", agent)
+        self.reward = value
+        return RewardTarget("session", "")
+
+    def _check_agent(self, agent: Any) -> None:
+        models = sorted({turn.model for turn in self.turns})
+        if agent not in models:
+            raise ConfigurationError(
+                f"agent={agent!r} of session {self.name!r}: an agent is known by the "
+                f"model that its requests name, and these name "
+                f"{', '.join(map(repr, models)) or 'none yet'}."
+            )
 
     def snapshot(self) -> Session:
         """Returns a copy that later turns and rewards of this session do not change."""
         copied = copy(self)
         copied.turns = [replace(turn) for turn in self.turns]
+        copied.agent_rewards = dict(self.agent_rewards)
+        copied.branch_rewards = dict(self.branch_rewards)
         return copied
 
     def trajectories(self) -> list[Trajectory]:
-        """Returns all paths to responses that no other turn goes on from.
+        """Returns all paths to trained responses that no other one goes on from.
 
-        Each generated token is trained in one of them: in the first that has it.
+        Each trained token is trained in one of them: in the first that has it.
         """
         # Others may add turns meanwhile.
         turns = {turn.number: turn for turn in list(self.turns)}
-        inner = {turn.prompt.parent for turn in turns.values()}
+        chosen = {number for number, turn in turns.items() if self.is_trained(turn)}
+        inner = _before(turns, chosen)
+        own = _own_rewards(turns, chosen | inner)
         seen: set[int] = set()
         found = []
         for leaf in turns.values():
-            if leaf.number in inner:
+            if leaf.number in inner or leaf.number not in chosen:
                 continue
             path = [leaf]
             while (parent := path[-1].prompt.parent) is not None:
                 path.append(turns[parent])
             path.reverse()
-            trained = [turn.number not in seen for turn in path]
+            fresh = chosen - seen
+            trained = [turn.number in fresh for turn in path]
             seen.update(turn.number for turn in path)
-            rewards = [self.reward, *(turn.reward for turn in path)]
-            known = [reward for reward in rewards if reward is not None]
+            placed = self._placed(path, own)
             found.append(
                 Trajectory(
                     session=self.name,
                     turns=path,
                     trained=trained,
-                    reward=sum(known) if known else None,
+                    rewards=[sum(each) for each in placed],
+                    discount=self.discount,
+                    has_reward=any(placed),
                 )
             )
         return found
+
+    def _placed(
+        self, path: Sequence[Turn], own: Mapping[int, Sequence[float]]
+    ) -> list[list[float]]:
+        """Returns the rewards that stand at each turn of a path."""
+        placed = [list(own.get(turn.number, ())) for turn in path]
+        if self.reward is not None:
+            placed[-1].append(self.reward)
+        for turn in path:
+            if turn.number in self.branch_rewards:
+                placed[-1].append(self.branch_rewards[turn.number])
+        last = {turn.model: index for index, turn in enumerate(path)}
+        for agent, reward in self.agent_rewards.items():
+            if agent in last:
+                placed[last[agent]].append(reward)
+        return placed
+
+
+def _before(turns: Mapping[int, Turn], chosen: Set[int]) -> set[int]:
+    """Returns the numbers of the turns that chosen ones go on from."""
+    found: set[int] = set()
+    # A turn has a greater number than those before it.
+    for number in sorted(turns, reverse=True):
+        parent = turns[number].prompt.parent
+        if parent is not None and (number in chosen or number in found):
+            found.add(parent)
+    return found
+
+
+def _own_rewards(turns: Mapping[int, Turn], kept: Set[int]) -> dict[int, list[float]]:
+    """Returns the rewards of turns alone, by number.
+
+    That of a turn of no path is its parent's: what follows a turn is to its credit.
+    """
+    found: dict[int, list[float]] = {}
+    for number in sorted(turns, reverse=True):
+        turn = turns[number]
+        if turn.reward is not None:
+            found.setdefault(number, []).append(turn.reward)
+        parent = turn.prompt.parent
+        if number in found and number not in kept and parent is not None:
+            found.setdefault(parent, []).extend(found.pop(number))
+    return found
 
 
 def _number(turn: Turn) -> int:
     return turn.number
 
 
-def _end(turn: Turn) -> bytes:
-    """Returns the key of the conversation that a turn ends."""
+def _keys(turn: Turn) -> tuple[bytes, bytes]:
+    """Returns the keys of the conversations that a turn answers, and ends."""
     said = [*turn.prompt.messages, turn.reply]
-    *_, (_, key) = conversation_keys(said, turn.prompt.setting.key())
-    return key
+    *_, (_, begun), (_, ended) = conversation_keys(said, turn.prompt.setting.key())
+    return begun, ended
 
 
 MOST_REWARD = torch.finfo(torch.float32).max
@@ -420,19 +693,36 @@ def _join(
     count: int,
     setting: PromptSettings,
     template: ChatTemplate,
+    said: Message | None = None,
 ) -> Prompt | None:
-    """Returns a prompt that goes on from a turn, if the template allows it."""
+    """Returns a prompt that goes on from a turn, if the template allows it.
+
+    ``said`` is the turn's response as a client has edited it.
+    """
     before, done = turn.prompt.messages, turn.completion
-    after = rename_calls(messages[count:], messages[:count], [*before, turn.reply])
+    reply = turn.reply if said is None else said
+    after = rename_calls(messages[count:], messages[:count], [*before, reply])
     rendered = turn.prompt.rendered
     if rendered is None:
         rendered = template.render(before, setting)
-    response = ChatResponse(
-        message=turn.reply,
-        text=without_stop(turn.text, done.matched_stop),
-        end=template.decode(done.token_ids[-1:]) if turn.ended else None,
+    end = template.decode(done.token_ids[-1:]) if turn.ended else None
+    if said is None:
+        text = without_stop(turn.text, done.matched_stop)
+    else:
+        # Its tokens have a stop string, and an end that is none to the template.
+        ends = end in template.special
+        text = turn.text if ends else template.decode(done.token_ids)
+        if not text.strip():
+            # Anything begins with it.
+            return None
+    extension = template.extend(
+        rendered,
+        before,
+        ChatResponse(message=reply, text=text, end=end),
+        after,
+        setting,
+        literal=said is not None,
     )
-    extension = template.extend(rendered, before, response, after, setting)
     if extension is None:
         return None
     return Prompt(
@@ -440,5 +730,6 @@ def _join(
         new_messages=after,
         new_token_ids=extension.token_ids,
         origin=turn,
+        said=said,
         rendered=extension.rendered,
     )

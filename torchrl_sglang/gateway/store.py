@@ -21,10 +21,11 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
-from torchrl_sglang.gateway.session import Prompt, Session, Turn
+from torchrl_sglang.gateway.branches import Branch
+from torchrl_sglang.gateway.session import Prompt, RewardTarget, Session, Turn
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues, VersionSpan
 
-FORMAT = 2
+FORMAT = 3
 """Version of the tables below; a change of them is another one."""
 
 APPLICATION = 0x54524C47
@@ -41,6 +42,13 @@ create table turns (
     primary key (session, number)
 );
 """
+_REWARDS = """
+create table rewards (
+    session text, kind text, name text, reward real,
+    primary key (session, kind, name)
+);
+"""
+"""Rewards of agents and branches; files of format 2 have none."""
 
 _TOKENS, _VALUES = "q", "d"
 """Types of arrays: integers and floats of 64 bits."""
@@ -48,6 +56,9 @@ _TOKENS, _VALUES = "q", "d"
 _BLOBS = ("token_ids", "log_probs")
 _Change: TypeAlias = Sequence[tuple[str, tuple[Any, ...]]]
 """Statements that are executed together, with their values."""
+
+_REQUEST = ("model", "user", "metadata", "request_id")
+"""What a turn keeps of its request, beside the prompt."""
 
 _COLUMNS = ("columns", "prompt_columns")
 _COMPLETION = [
@@ -98,12 +109,15 @@ class Store:
             ]
             tables = self._file.execute("select count(*) from sqlite_master")
             if found == [0, 0] and not tables.fetchone()[0]:
-                for statement in filter(str.strip, _TABLES.split(";")):
+                for statement in filter(str.strip, (_TABLES + _REWARDS).split(";")):
                     self._file.execute(statement)
                 self._file.execute(f"pragma application_id = {APPLICATION}")
                 self._file.execute(f"pragma user_version = {FORMAT}")
             elif found[0] != APPLICATION:
                 raise sqlite3.DatabaseError("it is a database of something else")
+            elif found[1] == FORMAT - 1:
+                self._file.execute(_REWARDS)
+                self._file.execute(f"pragma user_version = {FORMAT}")
             elif found[1] != FORMAT:
                 raise sqlite3.DatabaseError(
                     f"its format is version {found[1]}, and this version of the "
@@ -164,21 +178,31 @@ class Store:
         statement = "insert or replace into sessions values (?, ?, ?, ?, ?)"
         self._change((statement, (session.key, *about)))
 
-    def save_reward(self, session: Session, turn: int | None) -> None:
-        """Writes the reward of a session or of one of its turns, soon."""
-        if turn is None:
+    def save_reward(
+        self, session: Session, target: RewardTarget, reward: float
+    ) -> None:
+        """Writes the reward of a session or of a part of it, soon."""
+        key = session.key
+        if target.kind == "session":
             statement = "update sessions set reward = ? where key = ?"
-            self._change((statement, (session.reward, session.key)))
-        else:
+            self._change((statement, (reward, key)))
+        elif target.kind == "turn":
             statement = "update turns set reward = ? where session = ? and number = ?"
-            reward = session.turn(turn).reward
-            self._change((statement, (reward, session.key, turn)))
+            self._change((statement, (reward, key, int(target.name))))
+        else:
+            # Not of a session that is deleted: nothing would delete it.
+            statement = (
+                "insert or replace into rewards select ?, ?, ?, ? "
+                "where exists (select 1 from sessions where key = ?)"
+            )
+            self._change((statement, (key, *target, reward, key)))
 
     def delete(self, session: Session) -> None:
         """Removes a session, soon."""
         key = (session.key,)
         self._change(
             ("delete from turns where session = ?", key),
+            ("delete from rewards where session = ?", key),
             ("delete from sessions where key = ?", key),
         )
 
@@ -280,6 +304,12 @@ class Store:
             rows = self._file.execute("select * from turns order by session, number")
             for key, number, *row in rows:
                 sessions[key].add(_from_row(sessions[key], number, row))
+            rows = self._file.execute("select * from rewards order by rowid")
+            for key, kind, name, reward in rows:
+                if kind == "agent":
+                    sessions[key].agent_rewards[name] = reward
+                else:
+                    sessions[key].branch_rewards[int(name)] = reward
             return list(sessions.values())
 
 
@@ -292,6 +322,8 @@ def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
         "setting": None if shared else _as_dict(prompt.setting),
         "prompt_text": prompt.new_text,
         "parent": prompt.parent,
+        "said": prompt.said,
+        "branch": None if prompt.branch is None else _as_dict(prompt.branch),
         "completion": {name: getattr(done, name) for name in _COMPLETION},
         **{
             kind: [_from_values(each) for each in getattr(done, kind).values()]
@@ -302,6 +334,8 @@ def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
         "reply": turn.reply,
         "ended": turn.ended,
         "created": turn.created,
+        **{name: getattr(turn, name) for name in _REQUEST},
+        **_answer(turn),
     }
     return (
         session.key,
@@ -312,6 +346,22 @@ def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
         array(_TOKENS, done.token_ids).tobytes(),
         None if done.log_probs is None else array(_VALUES, done.log_probs).tobytes(),
     )
+
+
+def _answer(turn: Turn) -> dict[str, Any]:
+    """Returns the name of an answer, and what its parent's does not say of it."""
+    if not turn.about:
+        return {}
+    known = {} if turn.prompt.origin is None else turn.prompt.origin.about
+    shared = [key for key, value in turn.about.items() if known.get(key) is value]
+    own = {key: value for key, value in turn.about.items() if key not in shared}
+    return {"name": turn.name, "about": own, "about_shared": shared}
+
+
+def _about(known: Mapping[str, Any], origin: Turn | None) -> dict[str, Any]:
+    before = {} if origin is None else origin.about
+    shared = {key: before[key] for key in known.get("about_shared", ())}
+    return {**shared, **known.get("about", {})}
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
@@ -336,6 +386,8 @@ def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
             new_token_ids=_from_blob(_TOKENS, prompt_ids),
             new_text=known["prompt_text"],
             origin=origin,
+            said=known.get("said"),
+            branch=Branch(**known["branch"]) if known.get("branch") else None,
         ),
         completion=Completion(
             token_ids=_from_blob(_TOKENS, token_ids),
@@ -349,6 +401,10 @@ def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
         ended=known["ended"],
         reward=reward,
         created=known["created"],
+        # Files of earlier versions of the package have none of these.
+        **{name: known[name] for name in _REQUEST if name in known},
+        name=known.get("name", ""),
+        about=_about(known, origin),
     )
 
 

@@ -135,6 +135,116 @@ def test_stale_tokens_are_masked(collect, fake):
     assert row["policy_version"].equal(torch.tensor(0))
 
 
+class Through(Agent):
+    """Three turns through two weight updates, the first one within the second turn."""
+
+    def __init__(self, update, fake, models=("policy",) * 3):
+        super().__init__()
+        self.update, self.fake, self.models = update, fake, models
+
+    async def __call__(self, task, *, base_url, api_key):
+        self.runs += 1
+        messages = [{"role": "user", "content": task["query"]}]
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as client:
+            for number, model in enumerate(self.models):
+                if self.runs == 1 and number:
+                    before = self.fake.weight_version
+                    self.update(self.collector)
+                    self.fake.earlier_version = (before, 2) if number == 1 else None
+                body = {"messages": messages, "max_tokens": 5, "model": model}
+                url = f"{base_url}/chat/completions"
+                async with client.post(url, json=body) as answer:
+                    said = (await answer.json())["choices"][0]["message"]
+                messages += [said, {"role": "user", "content": "Go on."}]
+        return float(task["answer"])
+
+
+@pytest.fixture
+def through(collect, update, fake):
+    def make(models=("policy",) * 3, **options):
+        agent = Through(update, fake, models)
+        agent.collector = collect(
+            agent,
+            group_size=1,
+            **{"groups_per_batch": 1, "total_groups": 1, "max_staleness": 1, **options},
+        )
+        return agent
+
+    return make
+
+
+def test_a_session_is_bounded_token_by_token(through):
+    """Versions are those of the tokens, also of a turn that two of them wrote."""
+    agent = through(on_stale="mask")
+    (batch,) = agent.collector
+    (row,) = batch
+    mask = row["masks"].all_assistant_mask[-len(row["token_policy_version"]) :]
+    versions = [0] * 5 + [0] * 2 + [1] * 3 + [2] * 5
+    written = row["token_policy_version"] >= 0
+    assert row["token_policy_version"][written].tolist() == versions
+    assert mask[written].tolist() == [version > 0 for version in versions]
+    assert row["log_probs"].response.isfinite().equal(mask)
+    assert row["policy_version"].item() == 0
+    assert agent.collector.stats()["age"] == {2: 7, 1: 3, 0: 5}
+
+
+@pytest.mark.parametrize(("on_stale", "runs"), [("drop", 2), ("retry", 2)])
+def test_a_session_with_older_tokens_is_not_taken(through, on_stale, runs):
+    agent = through(on_stale=on_stale)
+    (batch,) = agent.collector
+    assert agent.runs == runs
+    assert batch["answer"] == [{"drop": "1", "retry": "0"}[on_stale]]
+    assert batch["policy_version"].tolist() == [2]
+    assert agent.collector.stats()["groups_stale"] == 1
+    assert agent.collector.stats()["age"] == {0: 15}
+
+
+def test_what_is_not_trained_has_no_age(engine, through):
+    """Of a first turn that the rule leaves out, older tokens do no harm."""
+    with Gateway(engine, trained="policy") as gateway:
+        agent = through(("title", "title", "policy"), gateway=gateway)
+        (batch,) = agent.collector
+        (row,) = batch
+        assert (agent.runs, row["policy_version"].item()) == (1, 2)
+        assert row["masks"].all_assistant_mask.sum() == 5
+        assert row["request"]["model"] == "policy"
+        agent.collector.shutdown()
+        assert agent.collector.stats()["age"] == {0: 5}
+
+
+def test_agents_of_which_nothing_is_trained_fail(collect, engine):
+    with Gateway(engine, trained="policy") as gateway:
+        collector = collect(Agent(), gateway=gateway, max_retries=0)
+        with pytest.raises(CollectionError, match="rule trained=.* the models ''"):
+            list(collector)
+        collector.shutdown()
+
+
+def test_rewards_that_an_agent_sets_itself(collect, engine):
+    """Of its turns and of itself, with a discount, over HTTP."""
+
+    class Rewarded(Agent):
+        async def __call__(self, task, *, base_url, api_key):
+            await super().__call__(task, base_url=base_url, api_key=api_key)
+            headers = {"Authorization": f"Bearer {api_key}"}
+            url = f"{base_url.removesuffix('/v1')}/reward"
+            async with aiohttp.ClientSession(headers=headers) as client:
+                for part in ({"turn": 0}, {"branch": 1}, {}):
+                    answer = await client.post(url, json={"reward": 1.0, **part})
+                    answer.raise_for_status()
+
+    with Gateway(engine, discount=0.5) as gateway:
+        (batch,) = collect(Rewarded(), gateway=gateway)
+        for row in batch:
+            assert row["next", "reward"].item() == 2.0
+            written = row["masks"].all_assistant_mask[-len(row["turn_returns"]) :]
+            assert row["turn_returns"][written].tolist() == [2.0] * 10
+            assert row["turn_rewards"][written].tolist() == [0] * 4 + [1] + [0] * 4 + [
+                2
+            ]
+
+
 async def fail(task, **given):
     raise ValueError("out of order")
 

@@ -98,6 +98,21 @@ class TestOpenAI(_UsesEngine, DialectContract):
         return "".join(delta.get("content") or "" for delta in deltas)
 
 
+class TestResponses(TestOpenAI):
+    path = "/v1/responses"
+
+    def body(self, text, *, stream):
+        return {"model": "m", "input": text, "max_output_tokens": 4, "stream": stream}
+
+    def said(self, answer):
+        return answer["output"][0]["content"][0]["text"]
+
+    def joined(self, events):
+        lines = [line for line in events.split("\n") if line.startswith("data: ")]
+        found = [json.loads(line.removeprefix("data: ")) for line in lines]
+        return "".join(each.get("delta", "") for each in found)
+
+
 class TestAnthropic(TestOpenAI):
     path = "/v1/messages"
 

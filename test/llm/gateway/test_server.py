@@ -230,7 +230,7 @@ def test_unknown_paths(gateway, session):
     unknown = requests.get(f"{gateway.url}/nothing", timeout=30)
     assert unknown.status_code == 404
     assert "POST /v1/chat/completions" in unknown.json()["error"]["message"]
-    for odd in ("/v1/responses", "/%ff%00", "/a\\b", "/sessions/%2e%2e%2f"):
+    for odd in ("/v1/embeddings", "/%ff%00", "/a\\b", "/sessions/%2e%2e%2f"):
         assert requests.post(session.url + odd, timeout=30).status_code == 404
     assert requests.get(f"{session.url}/v1/messages", timeout=30).status_code == 405
     health = requests.get(f"{gateway.url}/health", timeout=30)
@@ -327,6 +327,7 @@ def test_a_client_that_hangs_up_between_signs_of_life(fake, fake_engine):
                 timeout=30,
             ) as answer:
                 lines = filter(None, answer.iter_lines())
+                assert b'"role":"assistant"' in next(lines)
                 assert [next(lines) for _ in range(2)] == [b": waiting"] * 2
             fake.wait_for("/abort_request", 1)
             fake.recover()
@@ -380,14 +381,14 @@ def test_what_no_client_saw_is_not_kept(
 ):
     """A client that hangs up when its answer is complete, but not sent."""
     path = tmp_path / "sessions" if kept else None
-    complete, goes_on, usage = threading.Event(), threading.Event(), server._usage
+    complete, goes_on, usage = threading.Event(), threading.Event(), server.usage_of
 
     def slow_usage(turns):
         complete.set()
         assert goes_on.wait(30)
         return usage(turns)
 
-    monkeypatch.setattr(server, "_usage", slow_usage)
+    monkeypatch.setattr(server, "usage_of", slow_usage)
     with Gateway(fake_engine, path=path) as gateway:
         session = gateway.session("a")
         with hanging_up(session, stream=stream):

@@ -21,7 +21,7 @@ from helpers.forked_starts import trainer_python
 from torchrl_sglang import AsyncSGLang, Gateway
 from torchrl_sglang.chat.template import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
-from torchrl_sglang.gateway.session import Prompt, Session, Turn
+from torchrl_sglang.gateway.session import Prompt, RewardTarget, Session, Turn
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.requests.token_values import concatenate, unknown_values
 from torchrl_sglang.types import Completion, TokenLayout, VersionSpan
@@ -76,6 +76,10 @@ def make_turn(number=0, origin=None, **changes):
         reply={"role": "assistant", "content": "t"},
         ended=True,
         reward=0.25,
+        model="m",
+        user="\udc00",
+        metadata={"run": [1]},
+        request_id="r",
     )
 
 
@@ -363,7 +367,7 @@ def test_changes_are_written_in_their_order_once_they_can_be(tmp_path, caplog):
 
     store._execute = broken
     first.reward = 1.0
-    store.save_reward(first, None)
+    store.save_reward(first, RewardTarget("session", ""), 1.0)
     store.save_session(second)
     for _ in range(2):
         with pytest.raises(GatewayError, match="disk I/O error"):

@@ -134,9 +134,14 @@ class AgentGroups:
                 "use the base_url and the api_key that it is called with."
             )
         # The agent's client may still have requests in flight: hence a snapshot.
-        return AgentRun(
-            session=session.snapshot(), task=columns, policy_version=policy_version
-        )
+        ended = session.snapshot()
+        if not any(map(ended.is_trained, ended.turns)):
+            models = sorted({repr(turn.model) for turn in ended.turns})
+            raise CollectionError(
+                f"An agent ended without a turn that the gateway's rule trained=... "
+                f"selects; its requests name the models {', '.join(models)}."
+            )
+        return AgentRun(session=ended, task=columns, policy_version=policy_version)
 
     def oldest(self, group: AgentGroup) -> int:
         """Returns the policy version of a group's oldest token."""
@@ -154,7 +159,7 @@ class AgentGroups:
         rows: list[TensorDictBase] = []
         for run in group:
             oldest = self._versions.oldest(
-                (turn.completion, run.policy_version) for turn in run.session.turns
+                (turn.completion, run.policy_version) for _, turn in _turns([run])
             )
             trajectories = run.session.trajectories()
             for row, path in zip(to_rows([run.session]), trajectories, strict=True):
@@ -178,6 +183,7 @@ class AgentGroups:
 
 
 def _turns(group: AgentGroup) -> Iterator[tuple[AgentRun, Turn]]:
+    """Yields the turns that are trained."""
     for run in group:
-        for turn in run.session.turns:
+        for turn in filter(run.session.is_trained, run.session.turns):
             yield run, turn

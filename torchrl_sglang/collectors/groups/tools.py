@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, get_type_hints
 
 from torchrl.envs.llm.transforms.tools import ToolCall
@@ -72,7 +72,8 @@ class Tools:
         functions: ToolFunctions,
         parser: Callable[[str], Any] = parse_tool_calls,
     ) -> None:
-        if callable(functions) or isinstance(functions, str):
+        given: Any = functions
+        if isinstance(given, str) or not isinstance(given, Iterable):
             raise ConfigurationError(
                 f"tools takes a list of functions, or a mapping of names to functions, "
                 f"got {functions!r}."

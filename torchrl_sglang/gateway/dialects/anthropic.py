@@ -30,7 +30,9 @@ from torchrl_sglang.gateway.dialects.base import (
     Endpoint,
     Failure,
     Writer,
+    more,
 )
+from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.request import Hint, Request, Usage, finish_reason
 from torchrl_sglang.gateway.session import Turn
@@ -47,7 +49,7 @@ _SAMPLING = {
 
 _ABOUT = frozenset(
     {
-        *("metadata", "service_tier", "inference_geo", "cache_control", "speed"),
+        *("service_tier", "inference_geo", "cache_control", "speed"),
         *("billing_policy", "diagnostics", "user_profile_id", "workspace_id"),
     }
 )
@@ -99,6 +101,7 @@ def read_count(body: Any) -> Request:
     hints, shown = _thinking(given.pop("thinking", None))
     format_, effort = _output(given.pop("output_config", None))
     edits = given.pop("context_management", None)
+    metadata = _metadata(given.pop("metadata", None))
     ignored = tool_wishes(offered if tools else (), free=choice.is_free)
     if not _keeps_all(edits):
         ignored.append("context_management")
@@ -109,12 +112,21 @@ def read_count(body: Any) -> Request:
         hints=[*hints, *effort],
         choice=choice,
         model=str(given.pop("model", "")),
+        user=None if metadata.get("user_id") is None else str(metadata["user_id"]),
+        metadata=metadata,
         stream=bool(given.pop("stream", None)),
         sampling=Sampling(params={**_params(given), **schema}),
         reasoning=shown,
         edits=edits is not None,
         ignored=tuple(ignored),
     )
+
+
+def _metadata(given: Any) -> dict[str, Any]:
+    """Returns what a client says of a request beside it."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigurationError(f"metadata={given!r:.200} must be an object.")
+    return dict(given or {})
 
 
 def _kind(given: Any) -> Any:
@@ -249,6 +261,8 @@ class MessageWriter(Writer):
         edits: dict[str, Any] = {"context_management": {"applied_edits": []}}
         self._edits = edits if request.edits else {}
         self._reasoning = request.reasoning
+        self._blocks = _BlockEvents()
+        self._has_begun = False
 
     def answer(self, turns: Sequence[Turn], usage: Usage) -> dict[str, Any]:
         """Returns the whole answer."""
@@ -261,9 +275,14 @@ class MessageWriter(Writer):
             **self._edits,
         }
 
-    def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
-        """Yields the answer as server-sent events."""
-        (turn,) = turns
+    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
+        """Yields the start of the message; what was cached is told at its end."""
+        yield from self._start(Usage(prompt=prompt_tokens, cached=0, response=0))
+
+    def _start(self, usage: Usage) -> Iterator[bytes]:
+        if self._has_begun:
+            return
+        self._has_begun = True
         unset = {"stop_reason": None, "stop_sequence": None}
         start: dict[str, Any] = {
             **self._head,
@@ -272,15 +291,89 @@ class MessageWriter(Writer):
             "usage": _usage(usage, 0),
         }
         yield _event("message_start", message=start)
-        for index, block in enumerate(_blocks(turn.reply, self._reasoning)):
-            empty, deltas = _as_deltas(block)
-            yield _event("content_block_start", index=index, content_block=empty)
-            for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        counted = {"output_tokens": usage.response}
+
+    def grow(self, number: int, draft: Draft) -> Iterator[bytes]:
+        """Yields what is new in the response."""
+        if draft.reasoning or draft.content:
+            said = draft.message
+            if not draft.content:
+                del said["content"]
+            yield from self._blocks.grow(list(_blocks(said, self._reasoning)))
+
+    def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
+        """Yields the answer as server-sent events, or what is left of it."""
+        (turn,) = turns
+        blocks = list(_blocks(turn.reply, self._reasoning))
+        rest = [*self._blocks.grow(blocks), *self._blocks.close(blocks)]
+        yield from self._start(usage)
+        yield from rest
+        counted = _usage(usage, usage.response)
         yield _event("message_delta", delta=_stop(turn), usage=counted, **self._edits)
         yield _event("message_stop")
+
+
+class _BlockEvents:
+    """Events of the blocks of a message, of which the last one grows."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._told = ""
+
+    def grow(self, blocks: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        """Yields what blocks have more than before; all but the last are complete.
+
+        Raises:
+            GatewayError: if they begin otherwise.
+        """
+        for index in range(max(self._index, 0), len(blocks)):
+            block = blocks[index]
+            if index > self._index:
+                if self._index >= 0:
+                    yield from self._close(blocks[self._index])
+                self._index, self._told = index, ""
+                empty = {**block, **_EMPTY[block["type"]]}
+                yield _event("content_block_start", index=index, content_block=empty)
+            kind, name, text = _text_of(block)
+            new, self._told = more(text, self._told), text
+            # A block of text has one even if there is none.
+            if new or (block["type"] == "text" and not text):
+                yield self._delta({"type": kind, name: new})
+
+    def close(self, blocks: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        """Yields the end of the last block."""
+        if blocks:
+            yield from self._close(blocks[-1])
+
+    def _close(self, block: Mapping[str, Any]) -> Iterator[bytes]:
+        _, _, text = _text_of(block)
+        if new := more(text, self._told):
+            kind, name, _ = _text_of(block)
+            yield self._delta({"type": kind, name: new})
+            self._told = text
+        if block["type"] == "thinking":
+            signature = {"type": "signature_delta", "signature": block["signature"]}
+            yield self._delta(signature)
+        yield _event("content_block_stop", index=self._index)
+
+    def _delta(self, delta: Mapping[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+_EMPTY: Mapping[str, Mapping[str, Any]] = {
+    "text": {"text": ""},
+    "thinking": {"thinking": "", "signature": ""},
+    "tool_use": {"input": {}},
+}
+"""Type of a block -> its fields before its content."""
+
+
+def _text_of(block: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Returns the type of a block's deltas, their field, and the whole text."""
+    if block["type"] == "text":
+        return "text_delta", "text", block["text"]
+    if block["type"] == "thinking":
+        return "thinking_delta", "thinking", block["thinking"]
+    return "input_json_delta", "partial_json", json.dumps(block["input"])
 
 
 def _blocks(said: Message, shown: bool) -> Iterator[dict[str, Any]]:
@@ -296,9 +389,9 @@ def _blocks(said: Message, shown: bool) -> Iterator[dict[str, Any]]:
             # with what was recorded, so it proves nothing here.
             "signature": signature.decode(),
         }
-    calls = said.get("tool_calls", ())
-    if said["content"] or not calls:
-        yield {"type": "text", "text": said["content"]}
+    calls, content = said.get("tool_calls", ()), said.get("content")
+    if content or (content is not None and not calls):
+        yield {"type": "text", "text": content}
     for call in calls:
         function = call["function"]
         yield {
@@ -307,20 +400,6 @@ def _blocks(said: Message, shown: bool) -> Iterator[dict[str, Any]]:
             "name": function["name"],
             "input": function["arguments"],
         }
-
-
-def _as_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns a block before its content, and the content."""
-    if block["type"] == "text":
-        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-    if block["type"] == "thinking":
-        signature = {"type": "signature_delta", "signature": block["signature"]}
-        delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-        deltas = [delta, signature] if block["thinking"] else [signature]
-        return {**block, "thinking": "", "signature": ""}, deltas
-    text = json.dumps(block["input"])
-    delta = {"type": "input_json_delta", "partial_json": text}
-    return {**block, "input": {}}, [delta]
 
 
 def _stop(turn: Turn) -> dict[str, Any]:

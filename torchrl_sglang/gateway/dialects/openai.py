@@ -24,7 +24,9 @@ from torchrl_sglang.gateway.dialects.base import (
     Endpoint,
     Failure,
     Writer,
+    more,
 )
+from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.request import Hint, Request, Usage, finish_reason
 from torchrl_sglang.gateway.session import Turn
@@ -48,8 +50,8 @@ _SAMPLING = {
 
 _ABOUT = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+        "prompt_cache_options",
     }
 )
 """Accounting with OpenAI, which changes no response."""
@@ -155,7 +157,8 @@ def _object(given: dict[str, Any], name: str) -> dict[str, Any]:
 def _request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
     model = given.pop("model", "") or ""
     stream = bool(given.pop("stream", None))
-    options = _object(given, "stream_options")
+    options, metadata = _object(given, "stream_options"), _object(given, "metadata")
+    users = [given.pop(name, None) for name in ("user", "safety_identifier")]
     number, top = given.pop("n", None), top or 0
     number = 1 if number is None else number
     if type(number) is not int or not 1 <= number <= MOST_SAMPLES:
@@ -186,6 +189,8 @@ def _request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
     return Request(
         sampling=Sampling(params=params, number=number, top_logprobs=top),
         model=str(model),
+        user=next((str(user) for user in users if user), None),
+        metadata=metadata,
         stream=stream,
         usage=bool(options.get("include_usage")),
         **fields,
@@ -304,6 +309,10 @@ def tool_calls_of(message: Message) -> list[dict[str, Any]]:
     ]
 
 
+KIND = "text_completion"
+"""Kind of an answer that is no message."""
+
+
 class CompletionWriter(Writer):
     """Writes the answers to one request.
 
@@ -318,12 +327,12 @@ class CompletionWriter(Writer):
         self._is_chat = request.text is None
         self._about = {"created": info.created, "model": request.model}
         self._id = info.name
+        self._told: dict[int, Draft] = {}
 
     def answer(self, turns: Sequence[Turn], usage: Usage) -> dict[str, Any]:
         """Returns the whole answer."""
-        kind = "chat.completion" if self._is_chat else "text_completion"
         return {
-            **self._head(kind),
+            **self._head("chat.completion" if self._is_chat else KIND),
             "choices": [
                 {"index": index, **self._choice(turn)}
                 for index, turn in enumerate(turns)
@@ -331,18 +340,62 @@ class CompletionWriter(Writer):
             "usage": _usage(usage),
         }
 
+    def begin(self, prompt_tokens: int) -> Iterator[bytes]:
+        """Yields the role of each response."""
+        if not self._is_chat:
+            return
+        for index in range(self._request.sampling.number):
+            yield from self._grow(index, Draft())
+
+    def grow(self, number: int, draft: Draft) -> Iterator[bytes]:
+        """Yields what is new in a response."""
+        # Log-probs are those of whole responses.
+        if not self._request.logprobs:
+            yield from self._grow(number, draft)
+
+    def _grow(self, index: int, draft: Draft) -> Iterator[bytes]:
+        for delta in self._new(index, draft):
+            if delta.get("text") == "":
+                continue
+            open_ = {"index": index, "finish_reason": None, "logprobs": None}
+            yield _event({**self._chunk, "choices": [{**delta, **open_}]})
+
+    def _new(self, index: int, draft: Draft) -> Iterator[dict[str, Any]]:
+        """Yields deltas of what a response has more than it was told with."""
+        told = self._told.get(index)
+        self._told[index] = draft
+        if not self._is_chat:
+            before = "" if told else self._echoed
+            yield {"text": before + more(draft.content, told.content if told else "")}
+            return
+        if told is None:
+            yield {"delta": {"role": "assistant", "content": ""}}
+            told = Draft()
+        if reasoning := more(draft.reasoning, told.reasoning):
+            yield {"delta": {"reasoning_content": reasoning}}
+        if content := more(draft.content, told.content):
+            yield {"delta": {"content": content}}
+
     def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
-        """Yields the answer as server-sent events."""
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        head = self._head(kind)
-        if self._request.usage:
-            head["usage"] = None
+        """Yields the answer as server-sent events, or what is left of it."""
+        head = self._chunk
         for index, turn in enumerate(turns):
-            for choice in self._deltas(turn):
+            for choice in self._deltas(index, turn):
                 yield _event({**head, "choices": [{"index": index, **choice}]})
         if self._request.usage:
             yield _event({**head, "choices": [], "usage": _usage(usage)})
         yield b"data: [DONE]\n\n"
+
+    @property
+    def _echoed(self) -> str:
+        """The prompt, if the client wants it in the answer."""
+        return (self._request.text or "") if self._request.echo else ""
+
+    @property
+    def _chunk(self) -> dict[str, Any]:
+        """An event before its content."""
+        head = self._head("chat.completion.chunk" if self._is_chat else KIND)
+        return {**head, "usage": None} if self._request.usage else head
 
     def _head(self, kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self._is_chat else "cmpl"
@@ -350,7 +403,8 @@ class CompletionWriter(Writer):
 
     def _choice(self, turn: Turn) -> dict[str, Any]:
         if not self._is_chat:
-            return {"text": self._text(turn), **self._end(turn)}
+            text = self._echoed + turn.reply["content"]
+            return {"text": text, **self._end(turn)}
         said = turn.reply
         message: dict[str, Any] = {"role": "assistant", "content": said["content"]}
         if calls := tool_calls_of(said):
@@ -359,29 +413,27 @@ class CompletionWriter(Writer):
             message["reasoning_content"] = reasoning
         return {"message": {**message, "refusal": None}, **self._end(turn)}
 
-    def _deltas(self, turn: Turn) -> Iterator[dict[str, Any]]:
-        end = self._end(turn)
+    def _deltas(self, index: int, turn: Turn) -> Iterator[dict[str, Any]]:
+        end, said = self._end(turn), turn.reply
+        draft = Draft(
+            reasoning=said.get("reasoning_content") or "", content=said["content"]
+        )
         if not self._is_chat:
-            yield {"text": self._text(turn), **end}
+            for new in self._new(index, draft):
+                yield {**new, **end}
             return
         logprobs = end.pop("logprobs")
-        said, open_ = turn.reply, {"finish_reason": None, "logprobs": None}
-        yield {"delta": {"role": "assistant", "content": ""}, **open_}
-        if reasoning := said.get("reasoning_content"):
-            yield {"delta": {"reasoning_content": reasoning}, **open_}
-        if said["content"]:
-            delta = {"content": said["content"]}
-            yield {"delta": delta, **open_, "logprobs": logprobs}
-            logprobs = None
+        open_: dict[str, Any] = {"finish_reason": None, "logprobs": None}
+        for new in self._new(index, draft):
+            if new["delta"].get("content"):
+                yield {**new, **open_, "logprobs": logprobs}
+                logprobs = None
+            else:
+                yield {**new, **open_}
         for position, call in enumerate(tool_calls_of(said)):
             delta_call = {"tool_calls": [{"index": position, **call}]}
             yield {"delta": delta_call, **open_}
         yield {"delta": {}, **end, "logprobs": logprobs}
-
-    def _text(self, turn: Turn) -> str:
-        before = (self._request.text or "") if self._request.echo else ""
-        said: str = turn.reply["content"]
-        return before + said
 
     def _end(self, turn: Turn) -> dict[str, Any]:
         reason = finish_reason(turn)
@@ -463,7 +515,7 @@ class Completions(Dialect):
             "error": {
                 "message": failure.message,
                 "type": failure.kind,
-                "param": None,
+                "param": failure.param,
                 "code": failure.code,
             }
         }

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torchrl_sglang.gateway.dialects.anthropic import Messages
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.openai import Completions
+from torchrl_sglang.gateway.dialects.responses.dialect import Responses
 
-DIALECTS: tuple[Dialect, ...] = (Completions(), Messages())
+DIALECTS: tuple[Dialect, ...] = (Completions(), Responses(), Messages())
 """The first one answers what belongs to none."""
 
 

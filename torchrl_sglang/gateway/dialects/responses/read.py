@@ -1,0 +1,284 @@
+"""Bodies of requests to ``/v1/responses``. Pure, but for what a session recalls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_sglang.chat.call_grammars import ToolChoice
+from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.template import PromptSettings
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.dialects.base import THINKING, Recall
+from torchrl_sglang.gateway.dialects.openai import (
+    MOST_TOP_LOGPROBS,
+    read_choice,
+    strict_fields,
+)
+from torchrl_sglang.gateway.dialects.responses.items import earlier_messages, read_items
+from torchrl_sglang.gateway.dialects.responses.tools import (
+    OfferedTools,
+    model_name,
+    read_tools,
+)
+from torchrl_sglang.gateway.policy import Sampling
+from torchrl_sglang.gateway.request import Hint, Request
+from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
+
+LOGPROBS = "message.output_text.logprobs"
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "max_output_tokens": "max_new_tokens",
+    "seed": "sampling_seed",
+}
+"""OpenAI's name -> SGLang's."""
+
+_ABOUT = frozenset(
+    {
+        *("service_tier", "access_programs", "background_options"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        # Those of tools that OpenAI's servers run, and of images.
+        *("max_tool_calls", "image"),
+        # Padding against those who read along.
+        "stream_options",
+    }
+)
+"""Accounting with OpenAI, and what its servers alone have; it changes no response."""
+
+_REFUSED = {
+    "background": "ask for the response and wait for it, or stream it",
+    "conversation": "give previous_response_id, or send all items",
+    "prompt": "send its text as instructions or input",
+    "moderation": "responses are not moderated",
+}
+"""OpenAI's names -> what to do instead."""
+
+_HINTS = {
+    "reasoning.effort": ("reasoning_effort",),
+    "text.verbosity": ("verbosity",),
+    "enable_thinking": THINKING,
+}
+"""Field -> variables of templates that have its meaning."""
+
+_WISHES: dict[str, tuple[Any, ...]] = {
+    # A conversation that is too long is refused, and never cut.
+    "truncation": (None, "disabled"),
+    "context_management": (None, []),
+    "reasoning.context": (None, "auto"),
+    "reasoning.mode": (None, "standard"),
+}
+"""Field without effect -> values that ask for none."""
+
+_INSIDE = {
+    "reasoning": ("effort", "summary", "generate_summary", "context", "mode"),
+    "text": ("format", "verbosity"),
+}
+"""Field -> fields that it may have."""
+
+_INCLUDED = frozenset(
+    {
+        *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url"),
+        *("file_search_call.results", "web_search_call.results"),
+        *("web_search_call.action.sources", "code_interpreter_call.outputs"),
+        "computer_call_output.output.image_url",
+    }
+)
+"""Reasoning has its encrypted content always. Those of OpenAI's own tools include
+nothing: there are no calls of them."""
+
+ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model"),
+    *("parallel_tool_calls", "previous_response_id", "prompt_cache_key", "reasoning"),
+    *("safety_identifier", "store", "temperature", "text", "tool_choice"),
+    *("top_logprobs", "top_p", "truncation", "user", "include"),
+)
+"""Fields of a request that its response repeats."""
+
+
+def read_response(body: Any, recall: Recall = lambda name: None) -> Request:
+    """Returns a request to ``/v1/responses``.
+
+    Args:
+        body: of the request.
+        recall: finds the turns of earlier answers.
+
+    Raises:
+        ConfigurationError: for what is wrong or not supported.
+        GatewayError: if it names a response that is not known.
+    """
+    if not isinstance(body, Mapping):
+        raise ConfigurationError("The request must be a JSON object.")
+    given = {key: value for key, value in body.items() if value is not None}
+    about = {key: given[key] for key in ECHOED if key in given}
+    messages = _messages(given, recall)
+    tools = read_tools(given.pop("tools", None))
+    declared, choice = _chosen(given, tools)
+    strict = strict_fields(declared) if choice.is_free else ()
+    given = _flat(given)
+    hints = [
+        Hint(name=name, variables=variables, value=given.pop(name))
+        for name, variables in _HINTS.items()
+        if given.get(name) is not None
+    ]
+    kwargs = _object(given.pop("chat_template_kwargs", {}), "chat_template_kwargs")
+    wishes = [
+        name
+        for name, nothing in _WISHES.items()
+        if given.pop(name, None) not in nothing
+    ]
+    return _request(
+        given,
+        messages=messages,
+        setting=PromptSettings(tools=declared, template_kwargs=kwargs),
+        hints=hints,
+        choice=choice,
+        about={**about, "tools": list(tools.offered)},
+        ignored=(*tools.ignored, *strict, *wishes),
+    )
+
+
+def _request(given: dict[str, Any], **fields: Any) -> Request:
+    """Returns a request, of whose fields some have been read."""
+    included, top = _included(given.pop("include", [])), given.pop("top_logprobs", 0)
+    if type(top) is not int or not 0 <= top <= MOST_TOP_LOGPROBS:
+        raise ConfigurationError(
+            f"top_logprobs={top!r} must be an integer in [0, {MOST_TOP_LOGPROBS}]."
+        )
+    # Codex says in metadata of its own which agent asks.
+    metadata = [
+        _object(given.pop(name, {}), name) for name in ("client_metadata", "metadata")
+    ]
+    users = [given.pop(name, None) for name in ("user", "safety_identifier")]
+    return Request(
+        model=str(given.pop("model", "")),
+        user=next((str(user) for user in users if user), None),
+        metadata={**metadata[0], **metadata[1]},
+        stream=bool(given.pop("stream", False)),
+        keep=bool(given.pop("store", True)),
+        logprobs=LOGPROBS in included or top > 0,
+        sampling=Sampling(params=_params(given), top_logprobs=top),
+        **fields,
+    )
+
+
+def _messages(given: dict[str, Any], recall: Recall) -> list[Message]:
+    instructions = given.pop("instructions", None)
+    before: list[Message] = []
+    if instructions:
+        if not isinstance(instructions, str):
+            raise ConfigurationError(
+                f"instructions={instructions!r:.50} must be a text; send messages as "
+                f"input."
+            )
+        before.append({"role": "system", "content": instructions})
+    previous = given.pop("previous_response_id", None)
+    if previous is not None:
+        before += earlier_messages(previous, recall)
+    said = given.pop("input", None)
+    if said is None and previous is not None:
+        said = []
+    messages = [*before, *read_items(said, recall)]
+    if not messages:
+        raise ConfigurationError("input must have at least one item.")
+    return messages
+
+
+def _chosen(
+    given: dict[str, Any], tools: OfferedTools
+) -> tuple[list[Mapping[str, Any]], ToolChoice]:
+    """Returns the tools that the model is told, and which of them it may call."""
+    asked = _as_function(given.pop("tool_choice", None))
+    parallel = given.pop("parallel_tool_calls", True) is not False
+    declared = [] if asked == "none" else tools.declared
+    return declared, read_choice(asked, declared, parallel=parallel)
+
+
+def _as_function(given: Any) -> Any:
+    """Returns a choice of tools as one of functions, which is what the model knows."""
+    if not isinstance(given, Mapping):
+        return given
+    kind, name, allowed = given.get("type"), given.get("name"), given.get("tools")
+    if kind == "allowed_tools" and isinstance(allowed, list):
+        return {**given, "tools": [_as_function(each) for each in allowed]}
+    if kind not in ("function", "custom") or not isinstance(name, str):
+        return given
+    space = given.get("namespace")
+    known = model_name(name, space if isinstance(space, str) else None)
+    return {"type": "function", "name": known}
+
+
+def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields of which none has fields of its own.
+
+    Raises:
+        ConfigurationError: if one has a field that it may not have.
+    """
+    found = dict(given)
+    for name, known in _INSIDE.items():
+        for key, value in _object(found.pop(name, {}), name).items():
+            if key not in known:
+                raise ConfigurationError(
+                    f"{name} has {key!r:.50}; it may have {', '.join(known)}."
+                )
+            found[f"{name}.{key}"] = value
+    return found
+
+
+def _object(given: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"{name}={given!r:.50} must be an object.")
+    return given
+
+
+def _included(given: Any) -> list[Any]:
+    if not isinstance(given, list):
+        raise ConfigurationError(f"include={given!r:.50} must be a list.")
+    for each in given:
+        if not isinstance(each, str) or each not in _INCLUDED:
+            raise ConfigurationError(
+                f"include has {each!r:.50}; it may have {', '.join(sorted(_INCLUDED))}."
+            )
+    return given
+
+
+def _params(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns sampling parameters under SGLang's names."""
+    params = _format(given.pop("text.format", None))
+    for name in ("reasoning.summary", "reasoning.generate_summary"):
+        # The writer gives it.
+        given.pop(name, None)
+    for name, value in given.items():
+        if name in _ABOUT or value is None:
+            continue
+        if name in _REFUSED:
+            if value:
+                raise ConfigurationError(f"{name} is not supported; {_REFUSED[name]}.")
+            continue
+        own = _SAMPLING.get(name) or SAMPLING_ALIASES.get(name, name)
+        if own not in SAMPLING_PARAMETERS:
+            advice = hint(name, [*_SAMPLING, *SAMPLING_PARAMETERS])
+            raise ConfigurationError(
+                f"{name!r} is not a parameter.{advice} A gateway with "
+                f"ignored_params=[{name!r}] leaves it out."
+            )
+        params[own] = value
+    return params
+
+
+def _format(given: Any) -> dict[str, Any]:
+    """Returns the grammar that a response has to follow."""
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if kind in (None, "text"):
+        return {}
+    if kind == "json_object":
+        return {"json_schema": '{"type": "object"}'}
+    schema = given.get("schema") if isinstance(given, Mapping) else None
+    if kind == "json_schema" and isinstance(schema, Mapping):
+        return {"json_schema": json.dumps(schema)}
+    raise ConfigurationError(
+        f"text.format={given!r:.200} must be of type text, json_object or json_schema "
+        f"(with a schema)."
+    )

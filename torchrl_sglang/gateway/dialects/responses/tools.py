@@ -1,0 +1,173 @@
+"""Tools of a request to ``/v1/responses``. Pure.
+
+A model sees functions only, in the form of chat completions: a custom tool is one with
+a text, and a function of a namespace has that in its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_sglang.errors import ConfigurationError
+
+INPUT = "input"
+"""Argument of a custom tool."""
+
+_LEFT_OUT = ("web_search", "tool_search")
+"""Tools of OpenAI's models that Codex declares unasked; no policy is offered them."""
+
+_TOLD = ("name", "description", "parameters", "strict")
+"""Fields of a function that the model reads, in this order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """A tool as the client and the model name it."""
+
+    name: str
+    """The client's name."""
+    namespace: str | None = None
+    """The client's namespace, if the tool is in one."""
+    is_custom: bool = False
+    """Whether it takes a text instead of arguments."""
+    declared: Mapping[str, Any]
+    """Function that the model reads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfferedTools:
+    """Tools of a request."""
+
+    offered: Sequence[Mapping[str, Any]]
+    """Tools that the model may call, as the client declares them."""
+    ignored: Sequence[str]
+    """Fields without effect."""
+
+    @property
+    def declared(self) -> list[Mapping[str, Any]]:
+        """Tools in the form of chat completions.
+
+        Raises:
+            ConfigurationError: if two of them have one name.
+        """
+        by_name = find_tools(self.offered)
+        return [
+            {"type": "function", "function": tool.declared} for tool in by_name.values()
+        ]
+
+
+def read_tools(given: Any) -> OfferedTools:
+    """Returns the tools of a request.
+
+    Raises:
+        ConfigurationError: for what is no tool, or a tool of OpenAI's own servers.
+    """
+    given = given or []
+    if not isinstance(given, list):
+        raise ConfigurationError(f"tools={given!r:.200} must be a list.")
+    offered, ignored = [], []
+    for index, tool in enumerate(given):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if kind in _LEFT_OUT:
+            ignored.append(f"tools.{kind}")
+            continue
+        for _ in _tools(tool, f"tools[{index}]"):
+            pass
+        form = tool.get("format")
+        if kind == "custom" and form and form.get("type") == "grammar":
+            ignored.append("tools.format")
+        offered.append(tool)
+    return OfferedTools(offered=offered, ignored=list(dict.fromkeys(ignored)))
+
+
+def find_tools(offered: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
+    """Returns tools by the names under which the model knows them.
+
+    Raises:
+        ConfigurationError: if two of them have one name.
+    """
+    found: dict[str, Tool] = {}
+    for index, given in enumerate(offered):
+        for tool in _tools(given, f"tools[{index}]"):
+            name = model_name(tool.name, tool.namespace)
+            if name in found:
+                raise ConfigurationError(
+                    f"tools[{index}] is the second one with the name {name!r}; give "
+                    f"each another name."
+                )
+            found[name] = tool
+    return found
+
+
+def model_name(name: str, namespace: str | None) -> str:
+    """Returns the name under which the model knows a tool."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _tools(given: Any, where: str, namespace: str | None = None) -> Iterator[Tool]:
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    name: Any = given.get("name") if isinstance(given, Mapping) else None
+    if kind in ("function", "custom", "namespace") and not _is_text(name):
+        raise ConfigurationError(
+            f"{where} is of type {kind} and has the name {name!r:.50}; give it a name."
+        )
+    if kind == "function":
+        yield Tool(name=name, namespace=namespace, declared=_function(given, namespace))
+    elif kind == "custom":
+        declared = _custom(given, namespace, where)
+        yield Tool(name=name, namespace=namespace, is_custom=True, declared=declared)
+    elif kind == "namespace" and namespace is None:
+        inner = given.get("tools")
+        if not isinstance(inner, list):
+            raise ConfigurationError(f"{where}.tools must be a list.")
+        for index, tool in enumerate(inner):
+            yield from _tools(tool, f"{where}.tools[{index}]", name)
+    else:
+        raise ConfigurationError(
+            f"{where} has the type {kind!r:.50}; tools are of type function, custom or "
+            f"namespace. OpenAI's servers, which run the others, are not here: offer a "
+            f"function of your own instead."
+        )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _function(given: Mapping[str, Any], namespace: str | None) -> dict[str, Any]:
+    told = {key: given[key] for key in _TOLD if given.get(key) is not None}
+    return {**told, "name": model_name(given["name"], namespace)}
+
+
+def _custom(
+    given: Mapping[str, Any], namespace: str | None, where: str
+) -> dict[str, Any]:
+    """Returns a function with a text."""
+    form = given.get("format") or {"type": "text"}
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    description = str(given.get("description") or "")
+    if kind == "grammar":
+        syntax, grammar = form.get("syntax"), form.get("definition")
+        if syntax not in ("lark", "regex") or not _is_text(grammar):
+            raise ConfigurationError(
+                f"{where}.format of type grammar must have a definition, and a syntax "
+                f"that is lark or regex, got {syntax!r:.50}."
+            )
+        words = "regular expression" if syntax == "regex" else "Lark grammar"
+        description += f"\n\nThe {INPUT} has to match this {words}:\n{grammar}"
+    elif kind != "text":
+        raise ConfigurationError(
+            f"{where}.format={form!r:.100} must be of type text or grammar."
+        )
+    return {
+        "name": model_name(given["name"], namespace),
+        "description": description.strip(),
+        "parameters": {
+            "type": "object",
+            "properties": {INPUT: {"type": "string"}},
+            "required": [INPUT],
+            "additionalProperties": False,
+        },
+    }

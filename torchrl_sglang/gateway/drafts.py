@@ -1,0 +1,206 @@
+"""What may be told of a response before it is complete. Pure, but for a parser.
+
+Nothing that is told is ever taken back: texts that could begin a tool call, a stop
+string or the end of reasoning are held until they cannot. The parsers of SGLang's
+servers find reasoning, where it begins and where it ends, as they do in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_sglang.chat.call_grammars import REASONING_MARKS
+
+CALL_MARKS: Mapping[str, tuple[str, ...]] = {
+    "qwen": ("<tool_call>",),
+    "qwen25": ("<tool_call>",),
+    "hermes": ("<tool_call>",),
+    "qwen3_coder": ("<tool_call>", "<function="),
+    "glm45": ("<tool_call>",),
+    "glm47": ("<tool_call>",),
+    "mimo": ("<tool_call>",),
+    # Also an object of JSON alone is one.
+    "llama3": ("<|python_tag|>", "{"),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseekv3": ("<\uff5ctool",),
+    "deepseekv31": ("<\uff5ctool",),
+}
+"""SGLang's name of a parser of tool calls -> texts at which calls begin."""
+
+UNREADABLE = "\ufffd"
+"""What an incomplete character is decoded to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """What is certain of a response's message."""
+
+    reasoning: str = ""
+    """Beginning of the reasoning."""
+    content: str = ""
+    """Beginning of the content; empty while there may be more reasoning."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """It as an assistant's message."""
+        said: dict[str, Any] = {"role": "assistant", "content": self.content}
+        return said | ({"reasoning_content": self.reasoning} if self.reasoning else {})
+
+
+class Detokenizer:
+    """Decodes tokens that are more each time, and only those that are new.
+
+    A token can change how the one before it is written, so that some are decoded
+    twice. Text in which a character is incomplete waits for the next tokens.
+
+    Args:
+        decode: returns the text of tokens.
+
+    Examples:
+        >>> from torchrl_sglang.gateway.drafts import Detokenizer
+        >>> letters = Detokenizer(lambda ids: "".join(map(chr, ids)))
+        >>> letters([72, 105]), letters([72, 105, 33])
+        ('Hi', 'Hi!')
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._text, self._from, self._to = "", 0, 0
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of all tokens, as far as it is certain."""
+        known = self._decode(token_ids[self._from : self._to])
+        longer = self._decode(token_ids[self._from :])
+        if longer.startswith(known) and not longer.endswith(UNREADABLE):
+            self._text += longer[len(known) :]
+            self._from, self._to = self._to, len(token_ids)
+        return self._text
+
+
+Separate = Callable[[str], Awaitable[tuple[str, str]]]
+"""Returns reasoning and content of a text, as the servers' parser finds them."""
+
+
+class DraftReader:
+    """Finds what is certain in a text that grows.
+
+    Args:
+        separate: finds reasoning; ``None``: there is none.
+        reasoning_parser: name of that parser.
+        call_parser: name of the parser of tool calls; ``None``: there are none.
+        stops: texts that end the response, and that it is told without.
+    """
+
+    def __init__(
+        self,
+        separate: Separate | None,
+        *,
+        reasoning_parser: str | None = None,
+        call_parser: str | None = None,
+        stops: Iterable[str] = (),
+    ) -> None:
+        self._separate = separate
+        self._marks = REASONING_MARKS.get(reasoning_parser or "")
+        self._known = separate is None or self._marks is not None
+        self._has_calls = call_parser is not None
+        self._call_marks = CALL_MARKS.get(call_parser or "")
+        self._stops = tuple(stops)
+        # Where reasoning and content begin in the text, once that is known.
+        self._reasoning_from: int | None = None
+        self._reasoning: str | None = None
+        self._content_from = 0 if separate is None else None
+
+    async def read(self, text: str) -> Draft:
+        """Returns what is certain of a text that is longer than the one before."""
+        text = without_ends(text, self._stops)
+        if not self._known:
+            return Draft()
+        if self._content_from is None:
+            await self._find(text)
+        if self._content_from is not None:
+            content = self._content(text[self._content_from :])
+            return Draft(reasoning=self._reasoning or "", content=content)
+        if self._reasoning_from is None:
+            return Draft()
+        return Draft(reasoning=self._open_reasoning(text))
+
+    def _open_reasoning(self, text: str) -> str:
+        """Returns reasoning that has not ended."""
+        assert self._marks is not None
+        assert self._reasoning_from is not None
+        shown = _before(text[self._reasoning_from :], self._marks[1:])
+        shown = without_ends(shown, self._marks[1:])
+        # The parser may take off what is at its end.
+        return shown.rstrip()
+
+    async def _find(self, text: str) -> None:
+        """Finds where reasoning or content begins, if the text tells by now."""
+        assert self._separate is not None
+        assert self._marks is not None
+        begin, end = self._marks
+        held = without_ends(text, self._marks)
+        if not held.strip():
+            return
+        if self._reasoning_from is None:
+            reasoning, content = await self._separate(held)
+            if not reasoning and begin in held:
+                # Empty reasoning is found in the end, one way or another.
+                self._known = False
+                return
+            if not reasoning:
+                # No reasoning, as long as none begins in the middle.
+                self._content_from = text.find(content) if content else None
+                return
+            behind = held.find(begin)
+            behind = 0 if behind < 0 else behind + len(begin)
+            self._reasoning_from = held.find(reasoning.rstrip(), behind)
+            if self._reasoning_from < 0:
+                self._known = False
+                return
+        place = text.find(end, self._reasoning_from)
+        if place >= 0 and text[place + len(end) :].strip():
+            reasoning, content = await self._separate(text)
+            if not text.endswith(content) or not content:
+                self._known = False
+                return
+            self._reasoning = reasoning
+            self._content_from = len(text) - len(content.lstrip("\n"))
+
+    def _content(self, text: str) -> str:
+        """Returns the content before what may be a call."""
+        if self._separate is not None:
+            assert self._marks is not None
+            # Reasoning that begins later would be no content.
+            text = without_ends(_before(text, self._marks[:1]), self._marks[:1])
+        if not self._has_calls:
+            return text
+        if self._call_marks is None or text[:1].isspace():
+            return ""
+        text = without_ends(_before(text, self._call_marks), self._call_marks)
+        # Before a call, it is taken off.
+        return text.rstrip()
+
+
+def _before(text: str, marks: Iterable[str]) -> str:
+    """Returns a text up to the first mark in it."""
+    found = [place for mark in marks if (place := text.find(mark)) >= 0]
+    return text[: min(found)] if found else text
+
+
+def without_ends(text: str, marks: Iterable[str]) -> str:
+    """Returns a text without what may be the beginning of a mark, or one, at its end.
+
+    Examples:
+        >>> from torchrl_sglang.gateway.drafts import without_ends
+        >>> without_ends("Now </th", ["</think>"])
+        'Now '
+    """
+    held = 0
+    for mark in marks:
+        for size in range(min(len(mark), len(text)), held, -1):
+            if text.endswith(mark[:size]):
+                held = size
+                break
+    return text[: len(text) - held]

@@ -1,0 +1,81 @@
+"""Tells those who stream a response what is certain of it so far."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from torchrl_sglang.gateway.drafts import Detokenizer, Draft, DraftReader
+
+
+class Progress:
+    """What is certain of the responses to one request. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens: int | None = None
+        """Tokens of the prompt; ``None`` until they are known."""
+        self.drafts: dict[int, Draft] = {}
+        """Beginning of each response, by its number."""
+        self._changed = asyncio.Event()
+
+    def begin(self, prompt_tokens: int) -> None:
+        """The request is a good one, and is generated from now on."""
+        # No sign of life yet: a server that is down is told by the answer's status.
+        self.prompt_tokens = prompt_tokens
+
+    def tell(self, number: int, draft: Draft) -> None:
+        """More of a response is certain."""
+        if self.drafts.get(number) != draft:
+            self.drafts[number] = draft
+            self._changed.set()
+
+    async def changed(self) -> None:
+        """Returns when there is something new since the last call."""
+        await self._changed.wait()
+        self._changed.clear()
+
+
+class Follower:
+    """Reads a response while it is generated, as often as there is time.
+
+    Args:
+        begin: returns what finds what is certain, and the tokens that end a turn,
+            which are no part of the text; called when there are tokens.
+        decode: returns the text of tokens.
+        tell: is told of each draft.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], tuple[DraftReader, set[int]]],
+        decode: Callable[[Sequence[int]], str],
+        tell: Callable[[Draft], None],
+    ) -> None:
+        self._begin, self._tell = begin, tell
+        self._to_text = Detokenizer(decode)
+        self._latest: list[int] = []
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def on_tokens(self, token_ids: list[int]) -> None:
+        """Takes all tokens so far, in any thread."""
+        with suppress(RuntimeError):
+            # The loop may be closed.
+            self._loop.call_soon_threadsafe(self._put, token_ids)
+
+    def _put(self, token_ids: list[int]) -> None:
+        self._latest = token_ids
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Reads until it is cancelled."""
+        await self._changed.wait()
+        reader, ends = self._begin()
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            ids = self._latest
+            if ids and ids[-1] in ends:
+                ids = ids[:-1]
+            self._tell(await reader.read(self._to_text(ids)))
