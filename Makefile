@@ -77,7 +77,7 @@ endif
 
 .PHONY: help
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: install
 install:  ## Set up what the demo needs: the trainer in .venv, SGLang in .venv/sglang-cpu
@@ -113,6 +113,11 @@ test-slow: install $(TEST) $(TASKS) $(OLD_ENGINE)
 test-all: install $(TEST) $(TASKS) $(OLD_ENGINE)  ## Run the further cases of its long matrices, too
 	@$(PYTEST) $(PYTEST_ARGS)
 
+.PHONY: test-agents
+test-agents: install $(TEST)  ## Run unmodified agent frameworks, each from its pins in .agents
+	@$(BIN)/python test/agents/set_up.py
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup test/agents $(PYTEST_ARGS)
+
 .PHONY: lint
 lint: $(LINT)  ## Check style, formatting, types and spelling
 	@$(BIN)/ruff check --quiet .
@@ -142,7 +147,7 @@ bench: install $(TEST)  ## Run the quick benchmarks on CPU
 
 .PHONY: clean
 clean:  ## Remove the environments and everything that was built
-	@rm -rf $(VENV) build dist runs docs/build docs/source/tutorials \
+	@rm -rf $(VENV) .agents build dist runs docs/build docs/source/tutorials \
 		docs/source/reference/generated \
 		.benchmarks .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
