@@ -162,6 +162,13 @@ PLANS: dict[str, list[list[str]]] = {
         ["sums/full/colocated/0", "family/full/colocated/0"],
         ["haystack/full/sync/0", "sums/full/torchrl/0"],
     ],
+    # Servers that sleep, beside others.
+    "beside": [
+        ["sums/full/sync/1", "family/full/sync/0"],
+        ["haystack/full/sync/0", "sums/full/torchrl/0"],
+        ["sums/full/colocated/0", "family/full/colocated/0"],
+        ["sums/full/colocated/1"],
+    ],
     "nucleus": [
         [f"sums/full/nucleus-{mode}/{seed}" for seed in range(3)]
         for mode in ("model", "replayed")

@@ -62,6 +62,9 @@ def why_padded(model: Any) -> str:
     reasons = {
         "has other inputs than text": config.get_text_config(decoder=True)
         is not config,
+        "has attention to later tokens": any(
+            getattr(module, "is_causal", None) is False for module in base.modules()
+        ),
         "takes no position_ids": "position_ids" not in _arguments(base),
         f"has layers ({', '.join(others) or 'with a state'}) that go on from one "
         f"sequence into the next": others or getattr(base, "_is_stateful", False),

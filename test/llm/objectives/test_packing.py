@@ -78,6 +78,7 @@ PADDING = {
         "GptOss",
         {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 2},
     ),
+    "attention to later tokens": ("Bert", {}),
     "another attention than its own": ("Falcon", {}),
     "not tell its attention where sequences begin": ("StableLm", {}),
 }
