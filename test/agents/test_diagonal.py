@@ -20,7 +20,7 @@ REQUIREMENTS = ROOT / "test/agents/requirements"
 GUIDE = ROOT / "docs/source/guides/agent_frameworks.rst"
 PACKAGES = {
     "Claude Code": ["@anthropic-ai/claude-code"],
-    "Codex CLI": ["@openai/codex"],
+    "Codex": ["@openai/codex"],
     "AI SDK": ["ai"],
     "LangGraph, LangChain": ["langgraph", "langchain"],
     "AutoGen": ["autogen-agentchat"],

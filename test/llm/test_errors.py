@@ -15,7 +15,7 @@ CARRIED = {
     "RequestRefusedError": {"status": 400, "index": 3},
     "ServerUnavailableError": {"transient": True, "status": 500},
     "WeightTransferError": {"server_lost": True, "untouched": True},
-    "GatewayError": {"status": 429},
+    "GatewayError": {"status": 429, "code": "a word", "param": "input"},
     "GenerationAbortedError": {"index": 3, "requested": True, "partial": "tokens"},
 }
 """Attributes that an error has beside its message."""

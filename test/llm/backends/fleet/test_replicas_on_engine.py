@@ -124,7 +124,10 @@ def test_a_server_killed_in_the_middle(engine, session_engine):
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(generate, engine, batch, params)
         while not all(running(engine)):
-            assert not call.done()
+            # A busy machine may look too late, when all has been answered.
+            if call.done():
+                before = engine.stats()
+                call = pool.submit(generate, engine, batch, params)
         os.kill(engine.servers[0].pid, signal.SIGKILL)
         answers = call.result(60)
     assert tokens(answers) == tokens(generate(session_engine, batch, params))
