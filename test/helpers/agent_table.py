@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from helpers.agent_clients import (
+    CLIENT_TIMEOUT,
     CONTEXT,
     HELLO,
     OSLO,
@@ -389,7 +390,19 @@ PROGRAMS = {
             "limit": "ClaudeCodeError",
             "timeout": "ClaudeCodeError",
         },
-        instead=coding("Bash", "command", description="Look"),
+        instead={
+            **coding("Bash", "command", description="Look"),
+            # It waits five minutes for more of a stream, so that the gateway's time-out
+            # is first, and then asks again without a stream.
+            "timeout": replace(
+                SCENARIOS["timeout"],
+                script=[*SCENARIOS["timeout"].script, Reply(hangs=True)],
+                gateway={"request_timeout": CLIENT_TIMEOUT},
+            ),
+            "retry": replace(
+                SCENARIOS["retry"], gateway={"request_timeout": CLIENT_TIMEOUT}
+            ),
+        },
     ),
     "codex": Program(
         file="codex.py",

@@ -20,6 +20,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SECONDS = 50
+"""Beside the time-out of a request."""
 
 
 class ClaudeCodeError(Exception):
@@ -65,7 +66,7 @@ def tell(job: Job, content: str, options: list[str]) -> Any:
         },
         stdout=subprocess.PIPE,
         text=True,
-        timeout=SECONDS,
+        timeout=SECONDS + job.timeout,
         check=False,
     )
     if not done.stdout.startswith(("{", "[")):
