@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchrl.modules.llm import TransformersWrapper
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_keywords
@@ -274,7 +276,8 @@ def save_model(
     if ranks is not None and not ranks.is_first:
         return folder
     partial = folder.with_name(f"{folder.name}.partial")
-    model.save_pretrained(partial, state_dict=state)
+    with _without_progress_bars():
+        model.save_pretrained(partial, state_dict=state)
     policy.tokenizer.save_pretrained(partial)
     if policy.chat_template or policy.chat_template_name:
         # A copy: the policy's own stays as it is.
@@ -283,6 +286,18 @@ def save_model(
         tokenizer.save_pretrained(partial)
     _replace(partial, folder)
     return folder
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Leaves out transformers' bars, of which a run would have one a checkpoint."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _replace(new: Path, old: Path) -> None:
