@@ -57,7 +57,7 @@ class SchemeOptions(TransportOptions):
     pause_mode: PauseMode = "continue"
     flush_cache: bool = True
     verify: bool = False
-    encoding: WeightEncoding | str | None = AUTO_ENCODING
+    encoding: WeightEncoding | str = AUTO_ENCODING
     process_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
@@ -85,8 +85,9 @@ class SchemeOptions(TransportOptions):
         self._set("control_timeout", seconds)
         self._set("flush_cache", check_flag("flush_cache", self.flush_cache))
         self._set("verify", check_flag("verify", self.verify))
-        self._set("encoding", find_encoding(self.encoding))
-        if self.verify and self.encoding not in (None, ENCODINGS[IDENTITY]):
+        # A copy is made of what is kept here, so that "auto" stays what it is.
+        self._set("encoding", find_encoding(self.encoding) or AUTO_ENCODING)
+        if self.verify and self.encoding not in (AUTO_ENCODING, ENCODINGS[IDENTITY]):
             raise ConfigurationError(
                 "verify=True compares the servers with what was read, and an encoding "
                 "sends something else; leave one of the two out."

@@ -37,7 +37,10 @@ from torchrl_sglang.weight_update.encodings.base import (
     check_servers,
     encode_weights,
 )
-from torchrl_sglang.weight_update.encodings.registry import encoding_for
+from torchrl_sglang.weight_update.encodings.registry import (
+    encoding_for,
+    find_encoding,
+)
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.ranks import Peers, Plan, Ranks, find_ranks
 from torchrl_sglang.weight_update.sources.base import Source, module_tensors
@@ -445,9 +448,7 @@ class SGLangWeightSender:
     @property
     def _encoding(self) -> WeightEncoding | None:
         """What is sent of each tensor; ``None``: what the servers are for."""
-        # The options hold what was found.
-        encoding: Any = self._options.encoding
-        return encoding  # type: ignore[no-any-return]
+        return find_encoding(self._options.encoding)
 
     def _get_transport(
         self, device: torch.device, peers: Peers | None = None, *, adapter: bool = False

@@ -270,11 +270,15 @@ def test_the_same_weights_again_change_no_token(any_engine, models):
     with sender_of(engine) as sender:
         sender.update_weights(model)
         expected = engine.generate(input_ids=prompts, sampling_params=params)
-        flying = InFlight(
-            engine, lambda: engine.generate(input_ids=prompts, sampling_params=params)
-        )
-        update_while(flying, engine, sender, itertools.repeat(model), versions)
-        answers = flying.wait()
+        for _ in range(TRIES):
+            flying = InFlight(
+                engine,
+                lambda: engine.generate(input_ids=prompts, sampling_params=params),
+            )
+            update_while(flying, engine, sender, itertools.repeat(model), versions)
+            answers = flying.wait()
+            if versions:
+                break
     assert versions
     assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
 

@@ -36,15 +36,14 @@ def encoding_for(given: WeightEncoding | None, quantized: str | None) -> WeightE
 def find_encoding(given: Any) -> WeightEncoding | None:
     """Returns the encoding that is given by name, or as an object.
 
-    ``None`` for ``"auto"``, or for what this function returned of it: the servers
-    decide (:func:`encoding_for`).
+    ``None`` for ``"auto"``: the servers decide (:func:`encoding_for`).
 
     Raises:
         ConfigurationError: if there is none of this name.
     """
     if isinstance(given, WeightEncoding):
         return given
-    if given is None or given == AUTO:
+    if given == AUTO:
         return None
     if isinstance(given, str) and given in ENCODINGS:
         return ENCODINGS[given]
