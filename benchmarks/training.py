@@ -9,6 +9,10 @@ again in the backward pass, as ``GRPO`` has it.
     python benchmarks/training.py 0.5b
     python benchmarks/training.py 3b --responses 16
     python benchmarks/training.py tiny --device cpu --responses 16 --longest 256
+    torchrun --nproc-per-node 2 benchmarks/training.py 3b
+
+Under torchrun the model is sharded with FSDP2, each rank has as many responses, and
+seconds are those of the slowest rank; the bare passes are the sharded model's, too.
 
 FLOP are those of the model alone: two for each parameter of a matrix and token, and of
 the causal attention, times three for both passes, without what is computed again.
@@ -16,6 +20,7 @@ the causal attention, times three for both passes, without what is computed agai
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,9 +38,10 @@ from torchrl_sglang.cli.bench.measure import Load, long_tailed
 from torchrl_sglang.objectives.attention import no_mask
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
-from torchrl_sglang.trainers.models import scorer
+from torchrl_sglang.trainers.models import scorer, shard
 from torchrl_sglang.trainers.optimizers import optimizer_of
 from torchrl_sglang.trainers.passes import cut_by_tokens
+from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
 from trained_model import make_trained_model
 
 PEAK = 989e12
@@ -56,6 +62,8 @@ class Work:
     limit: int
     """Most tokens of a pass."""
     device: str
+    ranks: TrainerRanks
+    """Those that share the model, each with rows of its own."""
 
 
 def make_batch(work: Work) -> TensorDictBase:
@@ -94,6 +102,8 @@ def make_bare(work: Work, *, prompts_once: bool = False) -> Callable[[], None]:
     ]
     rows = [row[skip:] for row, skip in zip(work.rows, skipped, strict=True)]
     parts = cut_by_tokens([len(each) for each in rows], work.limit, packed=True)
+    # A sharded model's passes take all ranks: the last one is repeated.
+    parts += [parts[-1]] * (max(work.ranks.gather(len(parts))) - len(parts))
 
     def tensors(part: list[int]) -> dict[str, Any]:
         lengths = torch.tensor([len(rows[index]) for index in part])
@@ -150,6 +160,7 @@ def make_steps(work: Work, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             correct=None if preset is None else OffPolicyCorrection(preset),
             max_tokens_per_pass=work.limit,
             autocast=work.device == "cuda",
+            ranks=work.ranks,
         )
         if name == "with a pass before":
             # As it is where a batch takes several steps.
@@ -184,25 +195,29 @@ def model_flop(work: Work) -> float:
 
 
 def measure(
-    steps: dict[str, Callable[[], Any]], device: str, repeats: int
+    steps: dict[str, Callable[[], Any]], work: Work, repeats: int
 ) -> dict[str, tuple[float, int]]:
-    """Returns median seconds and most bytes of each, in turn; a first round is not
-    counted.
+    """Returns median seconds and most bytes of each, in turn, of the slowest and of the
+    fullest rank; a first round is not counted.
     """
+    device, ranks = work.device, work.ranks
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     peaks = dict.fromkeys(steps, 0)
     for number in range(repeats + 1):
         for name, step in steps.items():
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
+            ranks.barrier()
             start = time.perf_counter()
             step()
             if device == "cuda":
                 torch.cuda.synchronize()
                 peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated())
+            spent = time.perf_counter() - start
             if number:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: (statistics.median(seconds[name]), peaks[name]) for name in steps}
+                seconds[name].append(max(ranks.gather(spent)))
+    fullest = {name: max(ranks.gather(peak)) for name, peak in peaks.items()}
+    return {name: (statistics.median(seconds[name]), fullest[name]) for name in steps}
 
 
 def print_memory(work: Work, optimizer: torch.optim.Optimizer) -> None:
@@ -220,6 +235,27 @@ def print_memory(work: Work, optimizer: torch.optim.Optimizer) -> None:
         ("optimizer", state),
     ):
         print_row(name, size / 1e9, "GB")
+
+
+def print_table(work: Work, found: dict[str, tuple[float, int]]) -> None:
+    """Prints the speeds of all ranks together, and MFU of a GPU of theirs."""
+    ranks, rows = work.ranks, work.rows
+    tokens = sum(ranks.gather(sum(map(len, rows))))
+    longest = max(ranks.gather(max(map(len, rows))))
+    flop = sum(ranks.gather(model_flop(work)))
+    if not ranks.is_first:
+        return
+    responses = len(rows) * ranks.size
+    again = work.prompt * (responses - responses / work.group_size)
+    print_row("responses", responses, f"on {ranks.size} ranks")
+    print_row("tokens", tokens, f"longest {longest}")
+    print_row("prompts seen again", again / tokens, "of the tokens")
+    print_row("", "s", "tokens/s", "of bare", "TFLOP/s", "MFU", "peak GB")
+    bare = found["bare"][0]
+    for name, (seconds, peak) in found.items():
+        speed, share = f"{tokens / seconds:.0f}", flop / seconds / ranks.size
+        mfu = share / PEAK if work.device == "cuda" else "-"
+        print_row(name, seconds, speed, bare / seconds, share / 1e12, mfu, peak / 1e9)
 
 
 def print_profile(steps: dict[str, Callable[[], Any]], device: str) -> None:
@@ -251,34 +287,34 @@ def main() -> None:
     )
     torch.manual_seed(0)
     device = arguments.device
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # Before the ranks meet, since transformers saves on the first one alone.
     model = make_trained_model(arguments.model, device)
-    load = Load(prompts=arguments.responses, new_tokens=arguments.longest)
+    ranks = find_trainer_ranks()
+    if ranks.size > 1:
+        shard(model, ranks, ranks.device() if device == "cuda" else torch.device("cpu"))
+    load = Load(prompts=arguments.responses * ranks.size, new_tokens=arguments.longest)
     prompt = arguments.prompt_tokens
+    lengths = long_tailed(load)[ranks.rank :: ranks.size]
     work = Work(
         model=model,
-        rows=[torch.randint(3, 90, (prompt + each,)) for each in long_tailed(load)],
+        rows=[torch.randint(3, 90, (prompt + each,)) for each in lengths],
         prompt=prompt,
         group_size=arguments.group_size,
         limit=arguments.max_tokens_per_pass,
         device=device,
+        ranks=ranks,
     )
     optimizer = optimizer_of(None, 1e-9)(model.parameters())
     steps = make_steps(work, optimizer)
-    tokens, flop = sum(map(len, work.rows)), model_flop(work)
-    again = prompt * (len(work.rows) - len(work.rows) / arguments.group_size)
-    print_row("responses", len(work.rows))
-    print_row("tokens", tokens, f"longest {max(map(len, work.rows))}")
-    print_row("prompts seen again", again / tokens, "of the tokens")
-    found = measure(steps, device, arguments.repeats)
-    print_memory(work, optimizer)
-    print_row("", "s", "tokens/s", "of bare", "TFLOP/s", "MFU", "peak GB")
-    bare = found["bare"][0]
-    for name, (seconds, peak) in found.items():
-        speed, share = f"{tokens / seconds:.0f}", flop / seconds
-        mfu = share / PEAK if device == "cuda" else "-"
-        print_row(name, seconds, speed, bare / seconds, share / 1e12, mfu, peak / 1e9)
-    if arguments.profile:
+    found = measure(steps, work, arguments.repeats)
+    if ranks.is_first:
+        print_memory(work, optimizer)
+    print_table(work, found)
+    if arguments.profile and ranks.size == 1:
         print_profile(steps, device)
+    ranks.end()
 
 
 if __name__ == "__main__":

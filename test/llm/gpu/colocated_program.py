@@ -23,6 +23,7 @@ from helpers.gpu import GPUS, difference, new_model, start
 from tensordict import set_list_to_stack
 
 from torchrl_sglang import GRPO, AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.cli.bench.models import server_arguments
 from torchrl_sglang.trainers.models import shard
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.weight_update.transports import handle_ranks
@@ -107,7 +108,12 @@ def train(path: str, folder: str) -> dict[str, Any]:
         groups_per_batch=4,
         lr=1e-4,
         colocated=True,
-        engine={"max_total_tokens": 65_536, "enforce_eager": True},
+        engine={
+            "max_total_tokens": 65_536,
+            "enforce_eager": True,
+            "router_policy": None,
+            **server_arguments(),
+        },
         output=folder,
     )
     return {"folder": str(run.train()), "metrics": run.metrics}

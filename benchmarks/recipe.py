@@ -1,0 +1,165 @@
+r"""A GRPO run of random weights: seconds of each phase, and memory.
+
+Colocated, each rank has a GPU with a server on it; apart, the ranks have the first GPUs
+and a server the next one. Responses end at random, so that their lengths are
+long-tailed. What training could be at best is measured by `training.py`, which runs
+under torchrun, too.
+
+    torchrun --nproc-per-node 2 benchmarks/recipe.py 0.5b --arrangement colocated
+    python benchmarks/recipe.py 3b --arrangement apart
+    torchrun --nproc-per-node 2 benchmarks/recipe.py tiny --device cpu \
+        --arrangement apart --groups 2 --new-tokens 64 --steps 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import set_list_to_stack
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from script import print_row, read_options
+from torchrl_sglang import GRPO
+from torchrl_sglang.cli.bench.measure import save_model, server_arguments
+from torchrl_sglang.trainers.ranks import find_trainer_ranks
+
+PHASES = ("collect", "train", "update")
+FIRST_STOP = 200
+"""Tokens from here on end a response; the tokenizer knows none of them."""
+
+
+def make_model(name: str) -> str:
+    """Saves a model with random weights; returns its folder."""
+    path, needed = save_model(name, tempfile.mkdtemp(prefix="torchrl_sglang_recipe_"))
+    if needed:
+        # A configuration alone.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with torch.device(device):
+            config = AutoConfig.from_pretrained(path)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(path)
+        del model
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return path
+
+
+def length(conversation: Any, task: Any) -> float:
+    """Rewards short responses, so that groups have variance."""
+    return -len(conversation.turns[-1].token_ids) / 1000
+
+
+def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
+    """Returns the run, whose servers are where the arrangement has them."""
+    vocabulary = AutoConfig.from_pretrained(path).vocab_size
+    stops = max(vocabulary // options.mean_tokens, 1)
+    # Without SGLang's router, which has a process of its own.
+    engine: dict[str, Any] = {
+        "max_model_len": options.new_tokens + 512,
+        "router_policy": None,
+    }
+    if options.device == "cpu":
+        first = min(FIRST_STOP, vocabulary - stops)
+        engine |= {"device": "cpu", "dtype": "float32"}
+    else:
+        first = FIRST_STOP
+        engine |= {"gpu_memory_utilization": options.server_memory}
+        engine |= server_arguments()
+    prompts = [{"query": f"Count from {number:06} on."} for number in range(4096)]
+    return GRPO(
+        path,
+        prompts=prompts,
+        rewards=length,
+        generate_kwargs={
+            "max_new_tokens": options.new_tokens,
+            "stop_token_ids": [*range(first, first + stops)],
+        },
+        group_size=options.group_size,
+        groups_per_batch=options.groups,
+        steps=options.steps,
+        max_tokens_per_pass=options.max_tokens_per_pass,
+        colocated=options.arrangement == "colocated",
+        engine=engine,
+        output=folder,
+        logger=None,
+        show_samples=None,
+    )
+
+
+def take_steps(run: GRPO) -> list[dict[str, float]]:
+    """Takes the run's steps; returns their metrics."""
+    found = []
+    for batch in run.batches():
+        run.step += 1
+        with run.memory_for_training():
+            metrics = run.learner.train(batch, run.collector.policy_version)
+        run.clock.done("train")
+        run.update_weights()
+        run.clock.done("update")
+        run.report(metrics)
+        found.append(dict(run.metrics))
+    return found
+
+
+def print_steps(steps: list[dict[str, float]], warmup: int) -> None:
+    """Prints the medians of phases, of the steps after the first ones."""
+    print_row("steps that count", len(steps[warmup:]), f"after {warmup}")
+    for name in ("batch/tokens", "batch/response_tokens", "batch/truncated"):
+        values = [step[name] for step in steps[warmup:] if name in step]
+        if values:
+            print_row(name, statistics.median(values))
+    print_row("", "median s", "least", "most")
+    for name in PHASES:
+        found = [step[f"time/{name}"] for step in steps[warmup:]]
+        print_row(name, statistics.median(found), min(found), max(found))
+
+
+def main() -> None:
+    """Prints the phases of a step, and memory."""
+    options = read_options(
+        __doc__,
+        model="0.5b",
+        device="cuda|cpu",
+        arrangement="colocated|apart",
+        groups=32,
+        group_size=8,
+        new_tokens=2048,
+        mean_tokens=512,
+        max_tokens_per_pass=16_384,
+        server_memory=0.5,
+        steps=6,
+        warmup=2,
+    )
+    set_list_to_stack(True).set()
+    torch.set_float32_matmul_precision("high")
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    ranks = find_trainer_ranks()
+    path = ranks.first(lambda: make_model(options.model))
+    folder = Path(path) / "run"
+    try:
+        with make_run(path, options, str(folder)) as run:
+            run.begin()
+            steps = take_steps(run)
+            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+            peaks = ranks.gather(peak)
+        if ranks.is_first:
+            print(f"{options.model}, {options.arrangement}, {ranks.size} ranks")
+            print_steps(steps, options.warmup)
+            print_row("peak of a rank", max(peaks) / 1e9, "GB")
+    finally:
+        ranks.barrier()
+        if ranks.is_first:
+            shutil.rmtree(path, ignore_errors=True)
+        ranks.end()
+
+
+if __name__ == "__main__":
+    main()
