@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -240,7 +240,7 @@ WeightLoader: TypeAlias = Literal["sglang", "traced"]
 """How servers load new weights: by the model's own loader, or by copies that were once
 traced in it."""
 
-TRACED_LOADER = "torchrl_sglang_loader.load"
+TRACED_LOADER: Final = "torchrl_sglang_loader.load"
 """Name of the traced loader among the functions that a server can load weights with."""
 
 

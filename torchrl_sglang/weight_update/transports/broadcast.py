@@ -57,6 +57,9 @@ SMALL_BELOW = {"nccl": 8 << 20, "gloo": 0}
 with NCCL, the time of 15 MB on a link of 370 GB/s; a copy in host memory costs about as
 much as gloo."""
 
+CHECK_SECONDS = 1.0
+"""Interval between questions to servers while a broadcast does not end."""
+
 REFUSAL_SECONDS = 1.0
 """Grace period for other servers to refuse, too, when one has."""
 
@@ -328,6 +331,7 @@ class BroadcastTransport(WeightTransport):
         timeout = self._options.send_timeout
         while len(self._in_flight) > keep:
             deadline = time.monotonic() + timeout
+            next_check = time.monotonic() + CHECK_SECONDS
             for work in self._in_flight[0][0]:
                 # NCCL's wait() only makes the current stream wait.
                 while not work.is_completed():
@@ -335,6 +339,10 @@ class BroadcastTransport(WeightTransport):
                         raise TimeoutError(
                             f"A broadcast did not end within {timeout:g} s."
                         )
+                    if self._loader is not None and time.monotonic() > next_check:
+                        # A traced loader that fails answers as if it had not.
+                        run_sync(self._loader.check())
+                        next_check = time.monotonic() + CHECK_SECONDS
                     time.sleep(SETTLE_SECONDS)
                 work.wait()  # Raises if the broadcast has failed.
             self._in_flight.popleft()

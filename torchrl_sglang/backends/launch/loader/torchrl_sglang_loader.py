@@ -47,7 +47,7 @@ Spec = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of a tensor that ``load_weights`` takes."""
 
 
-class Untraceable(Exception):
+class UntraceableError(Exception):
     """``load_weights`` does something else than copying."""
 
 
@@ -96,11 +96,11 @@ class Step:
 Plan = list[Step]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the copies from probes, tensors without memory, and makes none."""
 
     def __init__(self, places: dict[int, Place]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._places = places
         self._probes: dict[int, str] = {}
         self._kept: list[torch.Tensor] = []
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         nested = [x for each in inputs if isinstance(each, (list, tuple)) for x in each]
         reads = any(isinstance(each, torch.Tensor) for each in (*inputs, *nested))
         if reads and not _is_view(func):
-            raise Untraceable(f"it calls {func} while it loads {self._current}")
+            raise UntraceableError(f"it calls {func} while it loads {self._current}")
         return func(*args, **kwargs)
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
             place = self._places.get(tensor.untyped_storage().data_ptr())
             if place is not None:
                 return place
-        raise Untraceable(
+        raise UntraceableError(
             f"it writes to a tensor that is no parameter while it loads {self._current}"
         )
 
@@ -159,7 +159,9 @@ class Recorder(TorchDispatchMode):
             return target
         place, name = self._place_of(target), self._name_of(source)
         if name is None:
-            raise Untraceable(f"it copies what it made while it loads {self._current}")
+            raise UntraceableError(
+                f"it copies what it made while it loads {self._current}"
+            )
         # As copy_ does with a source of another shape.
         source = source.expand(target.shape)
         self._add(
@@ -169,7 +171,7 @@ class Recorder(TorchDispatchMode):
                 target=target,
                 size=tuple(source.shape),
                 stride=source.stride(),
-                offset=source.storage_offset(),
+                offset=int(source.storage_offset()),
             ),
         )
         return target
@@ -184,7 +186,7 @@ class Recorder(TorchDispatchMode):
         target = step.target
         key = (target.data_ptr(), target.shape, target.stride())
         if key in self._written:
-            raise Untraceable(f"it writes twice to what it loads {name} into")
+            raise UntraceableError(f"it writes twice to what it loads {name} into")
         self._written.add(key)
         if step.fill is None and target.is_contiguous():
             # One run of memory is copied fastest.
@@ -203,7 +205,7 @@ def _is_view(func: Any) -> bool:
 
 
 def find_places(model: torch.nn.Module) -> dict[int, Place]:
-    """Returns the parameters and buffers of a model by the addresses of their memory."""
+    """Returns a model's parameters and buffers, by the addresses of their memory."""
     places: dict[int, Place] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -219,7 +221,7 @@ def find_places(model: torch.nn.Module) -> dict[int, Place]:
 def trace(model: Any, specs: Sequence[Spec]) -> dict[str, Plan]:
     """Returns, by name, the copies that ``load_weights`` makes of each tensor.
 
-    It changes no parameter. Raises :class:`Untraceable`, or what ``load_weights``
+    It changes no parameter. Raises :class:`UntraceableError`, or what ``load_weights``
     raises.
     """
     places = find_places(model)
@@ -231,7 +233,7 @@ def trace(model: Any, specs: Sequence[Spec]) -> dict[str, Plan]:
         if not place.is_valid():
             place.tensor.data = data
             place.table[place.name] = place.tensor
-            raise Untraceable(f"it replaces the parameter {place.name}")
+            raise UntraceableError(f"it replaces the parameter {place.name}")
     return recorder.plans
 
 
@@ -338,7 +340,7 @@ def _prepare(model: Any, state: State, specs: Sequence[Spec]) -> bool:
         except Exception as error:  # noqa: BLE001 - Loaders raise anything.
             state.untraced = f"{type(error).__name__}: {error}"[:1000]
             logger.warning(
-                "load_weights of %s cannot be traced, and loads every update itself: %s",
+                "load_weights of %s cannot be traced, so it loads every update: %s",
                 type(model).__name__,
                 state.untraced,
             )
