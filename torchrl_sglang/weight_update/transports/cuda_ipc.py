@@ -164,7 +164,7 @@ class CudaIpcTransport(WeightTransport):
 
     def close(self) -> None:
         """Releases memory that a server that failed might still have read."""
-        if self._epoch == self._engine.control.membership_epoch:
+        if self.connected and self._loader.shares_memory:
             closing = submit(self._loader.forget(CLOSE_SECONDS))
             concurrent.futures.wait([closing], CLOSE_SECONDS)
         self._loader.release()

@@ -73,6 +73,11 @@ class TracedLoader:
         self._addresses: dict[str, int] = {}
         self._sources: list[torch.Tensor] = []
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether servers keep memory open."""
+        return bool(self._addresses)
+
     def begin(self) -> None:
         """Begins an update."""
         self._update, self._requests = 1 + secrets.randbits(NUMBER_BITS), 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -214,9 +217,29 @@ def test_questions_are_answered_beside_those_for_parameters():
     )
     assert (update, requests, failed, traced, kept) == (7, 2, 1, 1, 0)
     assert "".join(chr(int(letter)) for letter in text) == "no space"
-    state.kept = {5: []}
-    model.get_weights_by_name(f"{loader.QUESTION}/forget/5", 1)
-    assert not state.kept
+    state.kept = loader.Kept(number=5, pid=1, pairs=[])
+    for number, kept in ((4, True), (5, False)):
+        model.get_weights_by_name(f"{loader.QUESTION}/forget/{number}", 1)
+        assert (state.kept is not None) == kept
+
+
+def test_memory_is_not_kept_where_the_end_of_its_process_cannot_be_told():
+    """Of a process in another container, the number is that of another one here."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as sender:
+        began = loader.process_start(sender.pid)
+        model, state = Model(), loader.State()
+        loader._STATES[model] = state
+        for known in (None, "1"):
+            assert not loader._watch(sender.pid, known)
+        assert loader._watch(sender.pid, began)
+        state.kept = loader.Kept(number=1, pid=sender.pid, pairs=[])
+        (waiting,) = (t for t in threading.enumerate() if "-sender" in t.name)
+        sender.kill()
+        sender.wait(60)
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert state.kept is None
+    assert not loader._watch(sender.pid, began)
 
 
 def test_the_name_is_the_one_that_servers_are_given():

@@ -237,6 +237,18 @@ def trace(model: Any, specs: Sequence[Spec]) -> dict[str, Plan]:
     return recorder.plans
 
 
+@dataclass(slots=True)
+class Kept:
+    """Memory of a sender that stays open."""
+
+    number: int
+    """Number that the sender has given it."""
+    pid: int
+    """The sender's process."""
+    pairs: list[tuple[torch.Tensor, Step]]
+    """Its tensors, and the steps that read them."""
+
+
 @dataclass(slots=True, eq=False)
 class State:
     """What is known of one model."""
@@ -253,17 +265,17 @@ class State:
     """Requests of it that were done."""
     error: str = ""
     """Why one of them failed."""
-    kept: dict[int, list[tuple[torch.Tensor, Step]]] = field(default_factory=dict)
-    """The sender's memory by its number, and the steps that read it."""
+    kept: Kept | None = None
+    """Memory that the sender has shared."""
 
     def answer(self, question: str) -> list[float]:
         """Returns numbers: of the update, of its requests, whether it has failed,
         whether the model is traced, whether memory is kept; then a text, as numbers.
         """
-        if question.startswith("forget/"):
-            self.kept.pop(int(question.removeprefix("forget/")), None)
+        if self.kept is not None and question == f"forget/{self.kept.number}":
+            self.kept = None
         text = self.error or self.untraced
-        flags = (bool(self.error), not self.untraced, bool(self.kept))
+        flags = (bool(self.error), not self.untraced, self.kept is not None)
         return [
             *map(float, (self.update, self.requests, *flags)),
             *(float(ord(letter)) for letter in text),
@@ -332,7 +344,7 @@ def _prepare(model: Any, state: State, specs: Sequence[Spec]) -> bool:
     if not all(place.is_valid() for place in state.places.values()):
         plans.clear()
         state.places.clear()
-        state.kept.clear()
+        state.kept = None
     missing = [spec for spec in specs if spec not in plans]
     if missing:
         try:
@@ -417,24 +429,28 @@ def _open(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
     specs = _specs(order)
     tensors = [_rebuild(*each) for each in order["handles"]]
     if order["apart"]:
-        tensors = [tensor.to(content.device) for tensor in tensors]
+        _prepare(model, state, specs)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            _apply(model, state, [spec], [tensor.to(content.device)])
+        return
     _apply(model, state, specs, tensors)
-    if not order["apart"] and not state.untraced and _watch(state, order):
-        state.kept = {
-            order["memory"]: [
-                (tensor, step)
-                for spec, tensor in zip(specs, tensors, strict=True)
-                for step in state.plans[spec]
-            ]
-        }
+    state.kept = None
+    if not state.untraced and _watch(order["pid"], order["began"]):
+        pairs = [
+            (tensor, step)
+            for spec, tensor in zip(specs, tensors, strict=True)
+            for step in state.plans[spec]
+        ]
+        state.kept = Kept(number=order["memory"], pid=order["pid"], pairs=pairs)
 
 
 def _again(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
     """Loads from memory that is open already."""
-    pairs = state.kept.get(order["memory"], [])
-    if not pairs or not all(place.is_valid() for place in state.places.values()):
+    kept = state.kept
+    valid = all(place.is_valid() for place in state.places.values())
+    if kept is None or kept.number != order["memory"] or not valid:
         raise LookupError("the sender's memory is not open here any more")
-    run(pairs)
+    run(kept.pairs)
 
 
 def _rebuild(
@@ -485,25 +501,33 @@ def process_start(pid: int) -> str | None:
         return None
 
 
-def _watch(state: State, order: Any) -> bool:
-    """Closes the sender's memory when its process ends; returns whether it can be told.
+_WATCHED: set[int] = set()
+"""Senders whose end is waited for."""
+
+
+def _watch(pid: int, began: str | None) -> bool:
+    """Closes a sender's memory when its process ends; returns whether it can be told.
 
     Memory that is open here is not freed when the sender ends.
     """
-    pid, memory = order["pid"], order["memory"]
+    if began is None or process_start(pid) != began:
+        # Of another container, whose numbers are its own.
+        return False
+    if pid in _WATCHED:
+        return True
     try:
         descriptor = os.pidfd_open(pid)
     except (OSError, AttributeError):
         return False
-    if process_start(pid) != order["began"]:
-        # Of another container, whose numbers are its own.
-        os.close(descriptor)
-        return False
+    _WATCHED.add(pid)
 
     def wait() -> None:
         select.select([descriptor], [], [])
         os.close(descriptor)
-        state.kept.pop(memory, None)
+        _WATCHED.discard(pid)
+        for state in list(_STATES.values()):
+            if state.kept is not None and state.kept.pid == pid:
+                state.kept = None
 
     threading.Thread(target=wait, name="torchrl_sglang-sender", daemon=True).start()
     return True
@@ -531,7 +555,7 @@ def _receive(model: Any, state: State, order: Any, content: torch.Tensor) -> Non
         for (_, dtype, shape), into in zip(specs, direct, strict=True)
     ]
     together = order["together"]
-    with _grouped(group, device) if together else nullcontext([]) as works:
+    with _OneOperation(group, device) if together else nullcontext([]) as works:
         started = [
             dist.broadcast(each, src=0, group=group, async_op=True) for each in received
         ]
@@ -555,7 +579,7 @@ def _whole(spec: Spec, plan: Plan) -> torch.Tensor | None:
     return step.target if whole and str(step.target.dtype)[6:] == spec[1] else None
 
 
-class _grouped:  # noqa: N801 - A context manager.
+class _OneOperation:
     """Starts all broadcasts of a block as one operation of NCCL."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
