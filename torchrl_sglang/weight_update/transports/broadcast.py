@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import WeightTransferError
 from torchrl_sglang.support.checks import check_port, check_seconds, some_of
 from torchrl_sglang.support.event_loop import run_sync, submit
-from torchrl_sglang.types import TRACED_LOADER, WeightRoute
+from torchrl_sglang.types import WeightRoute
 from torchrl_sglang.weight_update.transports import process_group
 from torchrl_sglang.weight_update.transports.base import (
     TransportOptions,
@@ -36,7 +35,6 @@ from torchrl_sglang.weight_update.transports.process_group import (
 )
 from torchrl_sglang.weight_update.transports.traced import (
     TracedLoader,
-    entries,
     uses_traced_loader,
 )
 from torchrl_sglang.weight_update.weights import (
@@ -251,7 +249,7 @@ class BroadcastTransport(WeightTransport):
             request = submit(self._receive(bucket, version))
             # Even starting can block: NCCL's first call waits for every rank.
             starting = process_group.in_thread(
-                _start_broadcasts,
+                process_group.start_broadcasts,
                 parts,
                 self._group,
                 ready,
@@ -303,16 +301,8 @@ class BroadcastTransport(WeightTransport):
     def _order(self, bucket: Bucket) -> tuple[WeightRoute, dict[str, Any]]:
         """Returns how a bucket is received: the route, and its fields."""
         if self._loader is not None:
-            value = self._loader.order(
-                "receive",
-                bucket.specs,
-                group=self._group_name,
-                flat=bucket.small,
-                num_bytes=bucket.num_bytes,
-                together=self._is_grouped(bucket),
-            )
-            ranks = self._engine.capabilities.tp_size
-            return "tensor", {**entries(value, ranks), "load_format": TRACED_LOADER}
+            grouped = self._is_grouped(bucket)
+            return "tensor", self._loader.receive(bucket, self._group_name, grouped)
         return "distributed", {
             "names": [spec.name for spec in bucket.specs],
             "dtypes": [str(s.dtype).removeprefix("torch.") for s in bucket.specs],
@@ -394,30 +384,6 @@ class BroadcastTransport(WeightTransport):
         group, self._group = self._group, None
         concurrent.futures.wait([self._leave()], GIVE_UP_SECONDS)
         process_group.destroy(group)
-
-
-def _start_broadcasts(
-    parts: list[torch.Tensor],
-    group: Any,
-    ready: Any,
-    works: list[Any],
-    together: bool,
-) -> None:
-    """Starts broadcasts, adding each to ``works`` as soon as it has begun."""
-    device = parts[0].device
-    if ready is not None:
-        # A thread has its own current stream.
-        torch.cuda.current_stream(device).wait_event(ready)
-    if together:
-        # One launch for all: 142 broadcasts of a 7B model lose 2 ms between each other.
-        group._start_coalescing(device)
-        for part in parts:
-            dist.broadcast(part, src=0, group=group, async_op=True)
-        works.append(group._end_coalescing(device))
-        return
-    works.extend(
-        dist.broadcast(part, src=0, group=group, async_op=True) for part in parts
-    )
 
 
 def _destroy_late(joining: concurrent.futures.Future[Any]) -> None:

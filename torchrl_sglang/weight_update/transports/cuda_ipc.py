@@ -228,7 +228,8 @@ class CudaIpcTransport(WeightTransport):
         ready = [s for s in weights.specs if is_ready(s, found[s.name], device)]
         if ready:
             yield self._loader.memory(ready, found, apart=self._apart)
-        others = [spec for spec in weights.specs if spec not in ready]
+        names = {spec.name for spec in ready}
+        others = [spec for spec in weights.specs if spec.name not in names]
         for bucket in plan_buckets(others, half):
             yield self._loader.flat(bucket.specs, flatten(bucket, found, device))
 

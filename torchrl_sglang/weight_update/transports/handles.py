@@ -147,11 +147,11 @@ def memory_of(tensor: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
     alias = _alias(tensor)
     _, arguments = reductions.reduce_tensor(alias)  # type: ignore[no-untyped-call]
     _, shape, stride, offset, _, dtype, _, handle, size, start, *rest = arguments
-    _, counter, counter_offset, *_ = rest
+    _, counter, counter_offset, event, _ = rest
     facts = [
         gpu_uuid(tensor.device),
         str(dtype).removeprefix("torch."),
         *(list(shape), list(stride), offset, bytes(handle).hex(), size, start),
-        *(bytes(counter).hex(), counter_offset),
+        *(bytes(counter).hex(), counter_offset, bytes(event).hex()),
     ]
     return facts, alias

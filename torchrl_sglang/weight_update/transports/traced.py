@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
 from torchrl_sglang.types import TRACED_LOADER
 from torchrl_sglang.weight_update.transports.handles import Content, memory_of, pack
-from torchrl_sglang.weight_update.weights import NamedTensors, TensorSpec
+from torchrl_sglang.weight_update.weights import Bucket, NamedTensors, TensorSpec
 
 QUESTION = TRACED_LOADER.partition(".")[0]
 """Name that ``/get_weights_by_name`` answers with the state of the loader."""
@@ -102,6 +102,26 @@ class TracedLoader:
         }
         empty = torch.empty(0, dtype=torch.uint8)
         return [(json.dumps(order), empty if content is None else content)]
+
+    def receive(self, bucket: Bucket, group: str, together: bool) -> dict[str, Any]:
+        """Returns the fields of a request to receive a bucket from a process group.
+
+        Args:
+            bucket: what is broadcast, as one run of bytes where it is ``small``.
+            group: name of the group.
+            together: whether the broadcasts start as one operation.
+        """
+        value = self.order(
+            "receive",
+            bucket.specs,
+            group=group,
+            flat=bucket.small,
+            num_bytes=bucket.num_bytes,
+            together=together,
+        )
+        # It says the same to all ranks of a server.
+        texts = [pack(value)[0]] * self._engine.capabilities.tp_size
+        return {"serialized_named_tensors": texts, "load_format": TRACED_LOADER}
 
     def flat(self, specs: tuple[TensorSpec, ...], flat: torch.Tensor) -> Content:
         """Makes the content of tensors in one flat run of bytes."""
@@ -199,8 +219,3 @@ def process_start() -> str | None:
         return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None
-
-
-def entries(value: Value, ranks: int) -> Mapping[str, list[str]]:
-    """Returns the field of a request that says the same to all ranks of a server."""
-    return {"serialized_named_tensors": [pack(value)[0]] * ranks}

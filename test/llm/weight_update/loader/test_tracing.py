@@ -249,3 +249,24 @@ def test_the_name_is_the_one_that_servers_are_given():
         function,
     )
     assert module == loader.QUESTION
+
+
+def test_open_memory_is_read_again():
+    """The memory of a GPU stands in here for a trainer's tensors in this process."""
+    tensors = weights()
+    specs = specs_of(tensors)
+    model, state = Model(), loader.State()
+    loader._apply(model, state, specs, list(tensors.values()))
+    pairs = [(tensors[spec[0]], step) for spec in specs for step in state.plans[spec]]
+    state.kept = loader.Kept(number=3, pid=1, pairs=pairs)
+    for tensor in tensors.values():
+        tensor.mul_(-0.5)
+    loader._again(model, state, {"memory": 3}, torch.empty(0))
+    expected = Model()
+    expected.load_weights(tensors.items())
+    assert same(values(model), values(expected))
+    with pytest.raises(LookupError, match="not open here any more"):
+        loader._again(model, state, {"memory": 4}, torch.empty(0))
+    model.row.weight = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
+    with pytest.raises(LookupError, match="not open here any more"):
+        loader._again(model, state, {"memory": 3}, torch.empty(0))

@@ -427,6 +427,8 @@ def _bucket(model: Any, state: State, order: Any, content: torch.Tensor) -> None
 def _open(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
     """Opens memory of the sender, loads from it, and keeps it open if it may."""
     specs = _specs(order)
+    # Another memory may have its handles by now.
+    state.kept = None
     tensors = [_rebuild(*each) for each in order["handles"]]
     if order["apart"]:
         _prepare(model, state, specs)
@@ -434,7 +436,6 @@ def _open(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
             _apply(model, state, [spec], [tensor.to(content.device)])
         return
     _apply(model, state, specs, tensors)
-    state.kept = None
     if not state.untraced and _watch(order["pid"], order["began"]):
         pairs = [
             (tensor, step)
@@ -464,13 +465,14 @@ def _rebuild(
     offset_bytes: int,
     counter: str,
     counter_offset: int,
+    event: str,
 ) -> torch.Tensor:
     """Opens a tensor in the sender's memory."""
     count = torch.cuda.device_count()
     found = (
         index
         for index in range(count)
-        if f"GPU-{torch.cuda.get_device_properties(index).uuid}" == device
+        if str(torch.cuda.get_device_properties(index).uuid) == device
     )
     rebuilt: torch.Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
         torch.Tensor,
@@ -486,7 +488,7 @@ def _rebuild(
         False,
         bytes.fromhex(counter),
         counter_offset,
-        b"",
+        bytes.fromhex(event),
         False,
     )
     return rebuilt
