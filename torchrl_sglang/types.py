@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -236,6 +236,13 @@ BLOCK_FP8 = "fp8 in blocks of 128 x 128"
 WeightRoute: TypeAlias = Literal["distributed", "tensor", "disk"]
 """Route by which servers load weights: a process group, a request, or a folder."""
 
+WeightLoader: TypeAlias = Literal["sglang", "traced"]
+"""How servers load new weights: by the model's own loader, or by copies that were once
+traced in it."""
+
+TRACED_LOADER: Final = "torchrl_sglang_loader.load"
+"""Name of the traced loader among the functions that a server can load weights with."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerArgs:
@@ -375,6 +382,8 @@ class ServerCapabilities:
     """A weight update says whether it is for the served model, its draft or both."""
     spares_draft: bool = False
     """Tensors of a weight update can be kept from a draft model."""
+    has_traced_loader: bool = False
+    """The server was started with ``weight_loader="traced"``."""
     quantized: str | None = None
     """Difference of the weights from an unquantised checkpoint; ``None``: none."""
     stores_stale_prefixes: bool = False

@@ -54,6 +54,7 @@ from torchrl_sglang.backends.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from torchrl_sglang.backends.generation.openai import post_openai
 from torchrl_sglang.backends.launch.block_fp8 import UNFILLED, rollout_arguments
 from torchrl_sglang.backends.launch.launcher import Launcher, Placement, launch
+from torchrl_sglang.backends.launch.loader import loader_arguments
 from torchrl_sglang.backends.launch.make import make_launcher
 from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.ports import find_free_port
@@ -95,6 +96,7 @@ from torchrl_sglang.types import (
     ModelMetadata,
     ServerCapabilities,
     ServerPlacement,
+    WeightLoader,
 )
 
 MAX_IN_FLIGHT = 2048
@@ -247,6 +249,7 @@ class AsyncSGLang(TorchRLCalls):
         progress_timeout: float = PROGRESS_SECONDS,
         deterministic: bool = False,
         rollout_dtype: str | None = None,
+        weight_loader: WeightLoader = "sglang",
         **server_args: Any,
     ) -> Self:
         """Starts servers for ``model`` and a router in front of several; owns them.
@@ -307,6 +310,13 @@ class AsyncSGLang(TorchRLCalls):
                 (:class:`.BlockFP8`). For models of Llama, Mistral, Mixtral, Qwen2 and
                 Qwen3 and their mixtures of experts, on GPUs. Defaults to None, the
                 checkpoint's own type.
+            weight_loader: how servers load weight updates. ``"traced"`` has the first
+                update trace which part of which tensor the model's own loader copies to
+                which part of which parameter; later ones make these copies and nothing
+                else, and receive broadcasts in the parameters themselves. Each rank
+                takes its part. A model that cannot be traced is loaded by its own
+                loader, and a warning says why. Defaults to ``"sglang"``, the model's
+                own loader at every update.
             **server_args: arguments of SGLang's server, under its own names or vLLM's.
 
         Raises:
@@ -344,6 +354,8 @@ class AsyncSGLang(TorchRLCalls):
                 rollout_dtype, str(model), translate_vllm_names(server_args), device
             )
         spec = {"model": model, "api_key": api_key, "device": device, "python": python}
+        if loader_arguments(weight_loader, {}):
+            spec["weight_loader"] = weight_loader
         servers = make_launcher(
             launcher,
             num_replicas,

@@ -81,6 +81,11 @@ class SchemeOptions(TransportOptions):
             **self._shared,
         )
         self._set("transport_options", given)
+        if self.weight_loader == "traced" and self.transport in ("disk", "lora"):
+            raise ConfigurationError(
+                f"weight_loader='traced' is for transport='broadcast' and 'cuda_ipc', "
+                f"and transport={self.transport!r} does not use it; leave it out."
+            )
         seconds = check_seconds("control_timeout", self.control_timeout)
         self._set("control_timeout", seconds)
         self._set("flush_cache", check_flag("flush_cache", self.flush_cache))
@@ -97,7 +102,11 @@ class SchemeOptions(TransportOptions):
 
     @property
     def _shared(self) -> dict[str, Any]:
-        return {"bucket_bytes": self.bucket_bytes, "send_timeout": self.send_timeout}
+        return {
+            "bucket_bytes": self.bucket_bytes,
+            "send_timeout": self.send_timeout,
+            "weight_loader": self.weight_loader,
+        }
 
     def make_transport(
         self,

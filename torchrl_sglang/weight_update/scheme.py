@@ -119,6 +119,11 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         process_group (ProcessGroup, optional): the ranks that make the weights
             together, where these do not tell, as DTensors do: those of an exporter with
             collectives of its own. All call the sender; the first one sends.
+        weight_loader (str): how servers load what ``"broadcast"`` and ``"cuda_ipc"``
+            send: ``"traced"``, by copies that were traced once, for servers that were
+            started with ``weight_loader="traced"``; ``"sglang"``, by the model's own
+            loader. ``"auto"`` (default) is ``"traced"`` for such servers, unless they
+            have a draft model.
         flush_cache_on_update (bool, optional): ``flush_cache``, under the name of
             TorchRL's scheme for SGLang.
         server_url (str, optional): URL of the engine, likewise.
@@ -160,6 +165,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         verify: bool = False,
         encoding: WeightEncoding | str = AUTO_ENCODING,
         process_group: dist.ProcessGroup | None = None,
+        weight_loader: Literal["auto", "sglang", "traced"] = "auto",
         server_url: str | None = None,
         gpus_per_replica: int | None = None,
         num_replicas: int | None = None,
@@ -203,6 +209,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             verify=verify,
             encoding=encoding,
             process_group=process_group,
+            weight_loader=weight_loader,
         )
         self._expected = {
             "num_gpus": num_gpus,

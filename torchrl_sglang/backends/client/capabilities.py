@@ -22,6 +22,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
 )
 from torchrl_sglang.types import (
+    TRACED_LOADER,
     ExpertShape,
     ServerArgs,
     ServerCapabilities,
@@ -347,6 +348,7 @@ def interpret(
         draft=_draft(server_info),
         selects_draft="selector" in begin_fields,
         spares_draft="disable_draft_model" in tensor_fields,
+        has_traced_loader=TRACED_LOADER in _names(server_info, "custom_weight_loader"),
         quantized=find_quantization(quantization, args),
         # Stored prefixes have had keys since servers have told that they are ready.
         stores_stale_prefixes=args.hicache_storage_backend is not None
@@ -372,6 +374,11 @@ def _draft(server_info: Mapping[str, Any]) -> Literal["separate", "same"] | None
         return None
     path = server_info.get("speculative_draft_model_path")
     return "same" if path in (None, "", server_info.get("model_path")) else "separate"
+
+
+def _names(server_info: Mapping[str, Any], name: str) -> list[Any]:
+    value = server_info.get(name)
+    return [value] if isinstance(value, str) else list(value or ())
 
 
 def _mapping(value: object) -> dict[str, Any]:

@@ -30,7 +30,9 @@ CONTROL_TIMEOUT_SECONDS = 60.0
 
 QUERY_TIMEOUT_SECONDS = 10.0
 
-LoadFormat = Literal["flattened_bucket", "safetensors"] | None
+LoadFormat = (
+    Literal["flattened_bucket", "safetensors", "torchrl_sglang_loader.load"] | None
+)
 """Format in which servers read weights; an unknown one ends a server."""
 
 Errors = dict[str, SGLangError | None]
@@ -211,11 +213,12 @@ class ControlPlane:
         answers = await self._get("/v1/models", timeout, urls)
         return [adapters_in(answer) for answer in answers]
 
-    async def get_weights_by_name(self, name: str, rows: int) -> list[Any]:
+    async def get_weights_by_name(
+        self, name: str, rows: int, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+    ) -> list[Any]:
         """Returns a parameter's first rows on each first rank; for Llama's family."""
         payload = {"name": name, "truncate_size": rows}
-        path = "/get_weights_by_name"
-        return await self._all(path, payload, CONTROL_TIMEOUT_SECONDS)
+        return await self._all("/get_weights_by_name", payload, timeout)
 
     async def prompt_log_probs(
         self,
@@ -410,7 +413,8 @@ class ControlPlane:
         """Has servers load weights from a process group, a folder or the request.
 
         ``fields`` are those of SGLang's route. ``load_format`` is
-        ``"flattened_bucket"`` where all tensors come as one, and of a folder by default
+        ``"flattened_bucket"`` where all tensors come as one, the name of a loader that
+        the servers were started with, and of a folder by default
         the one of the server's start, which reads no files where it is ``"dummy"``.
         ``weight_version``, given with the last part, is reported from then on.
         """

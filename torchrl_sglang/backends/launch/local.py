@@ -39,6 +39,7 @@ from torchrl_sglang.backends.launch.vllm_arguments import translate_vllm_names
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_count, check_seconds
 from torchrl_sglang.support.urls import LOOPBACK
+from torchrl_sglang.types import WeightLoader
 
 CORES_PER_START = 2
 """Processes of a starting server that are busy with imports."""
@@ -79,6 +80,7 @@ def make_sglang_server(
     environment: Mapping[str, str] | None = None,
     sglang_version: str | None = None,
     cuda_devices: Sequence[Any] | None = None,
+    weight_loader: WeightLoader = "sglang",
     **server_args: Any,
 ) -> ServerProcess:
     """Starts one SGLang server and waits until it is ready.
@@ -105,6 +107,9 @@ def make_sglang_server(
         sglang_version: on CPU, which of the installed versions to run.
         cuda_devices: the only GPUs that the server sees, such as ``[2, 3]``. By
             default it sees what this process sees, and takes the first ones.
+        weight_loader: ``"traced"`` lets weight updates be loaded by copies that are
+            traced in the model's own loader once; see
+            :meth:`.AsyncSGLang.from_pretrained`. Defaults to ``"sglang"``.
         **server_args: arguments of SGLang's server under its own names, such as
             ``tp_size`` and ``mem_fraction_static``, or under vLLM's. Unknown names are
             refused.
@@ -130,6 +135,7 @@ def make_sglang_server(
         "environment": environment,
         "sglang_version": sglang_version,
         "cuda_devices": cuda_devices,
+        "weight_loader": weight_loader,
         **server_args,
     }
     launcher = LocalLauncher([spec], start_timeout=start_timeout)

@@ -33,6 +33,7 @@ from torchrl_sglang.backends.launch.gpus import (
     devices_per_server,
     visible_devices,
 )
+from torchrl_sglang.backends.launch.loader import loader_arguments, with_loader
 from torchrl_sglang.backends.launch.ports import PortLease, lease_port, ports_to_hold
 from torchrl_sglang.backends.launch.process import Command
 from torchrl_sglang.backends.launch.vllm_arguments import (
@@ -43,6 +44,7 @@ from torchrl_sglang.backends.launch.vllm_arguments import (
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import nearest, to_python
 from torchrl_sglang.support.urls import is_loopback, url_of
+from torchrl_sglang.types import WeightLoader
 
 SERVER_ENVIRONMENT = {
     # Otherwise /health generates a token, which takes a second and fails while
@@ -77,6 +79,7 @@ def make_server_command(
     environment: Mapping[str, str] | None = None,
     sglang_version: str | None = None,
     cuda_devices: Sequence[Any] | None = None,
+    weight_loader: WeightLoader = "sglang",
     **server_args: Any,
 ) -> Command:
     """Checks a server's arguments and leases its ports; see make_sglang_server()."""
@@ -84,6 +87,7 @@ def make_server_command(
         why = INERT[name]
         torchrl_logger.info(f"{name}={server_args[name]!r} changes nothing: {why}")
     arguments = translate_vllm_names({"model": model, **server_args})
+    arguments |= loader_arguments(weight_loader, arguments)
     device = default_device() if device is None else device
     if device not in ("cuda", "cpu"):
         raise ConfigurationError(
@@ -129,6 +133,8 @@ def make_server_command(
         # Otherwise gloo listens on the address that the machine's name resolves to.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     variables |= SERVER_ENVIRONMENT | own | dict(environment or {})
+    if weight_loader == "traced":
+        variables = with_loader(variables)
     flags = find_flags(program[0], variables)
     check_names({**arguments, **secrets}, flags)
     with ExitStack() as undo:

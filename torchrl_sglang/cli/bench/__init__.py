@@ -104,6 +104,9 @@ def add_command(commands: Any) -> Parser:
     text = "how the measurement of weights sends them (default: %(default)s)"
     choices = ("broadcast", "cuda_ipc")
     add("--transport", choices=choices, default="broadcast", help=text)
+    text = "how servers that are started load weights (default: sglang)"
+    choices = ("sglang", "traced")
+    add("--weight-loader", choices=choices, help=text)
     text = "with --url, let that server's weights be replaced by random ones"
     add("--replace-weights", action="store_true", help=text)
     add_start_options(parser)
@@ -120,6 +123,11 @@ def run(arguments: argparse.Namespace) -> int:
     urls = [*(arguments.url or ()), *filter(None, [arguments.router_url])]
     if urls:
         check_nothing_starts(arguments)
+        if arguments.weight_loader is not None:
+            raise ConfigurationError(
+                "--weight-loader is for a server that is started here, and --url names "
+                "one that runs; leave one of them out."
+            )
         if not arguments.replace_weights:
             sends = {"weights", "collectors"} if arguments.update_every else {"weights"}
             actions = _spare_weights(actions, urls, sends)
@@ -190,6 +198,8 @@ def _open_engine(
         return
     assert model is not None  # The plan names one.
     options = {"device": default_device(), **start_arguments(arguments)}
+    if arguments.weight_loader is not None:
+        options["weight_loader"] = arguments.weight_loader
     alone = options["num_replicas"] == 1 and "cuda_devices" not in options
     updates = "collectors" in actions and arguments.update_every is not None
     if options["device"] == "cuda" and alone and ("weights" in actions or updates):
@@ -290,16 +300,24 @@ def to_lines(report: dict[str, Any]) -> Iterator[str]:
     if found := report["collectors"]:
         yield from _arrived(found, load["new_tokens"])
     if found := report["weights"]:
-        size, extra = found["num_bytes"] / 1e9, found["extra_bytes"]
-        memory = f", {extra / 1e9:.2f} GB of further memory" if extra else ""
-        yield (
-            f"\nweights: {size:.3f} GB in {_count(found['num_tensors'], 'tensor')} and "
-            f"{_count(found['num_buckets'], 'bucket')} by {found['transport']}{memory}"
-        )
-        for key in ("limit", "send", "update"):
-            seconds, share = found[key], found["limit"] / found[key]
-            rate = f"{size / seconds:8.2f} GB/s {share:6.3f} of the limit"
-            yield f"  {key:10} {seconds:10.4f} s {rate}"
+        yield from _sent(found)
+
+
+def _sent(found: dict[str, Any]) -> Iterator[str]:
+    """Yields the lines of weight updates."""
+    size, extra = found["num_bytes"] / 1e9, found["extra_bytes"]
+    memory = f", {extra / 1e9:.2f} GB of further memory" if extra else ""
+    yield (
+        f"\nweights: {size:.3f} GB in {_count(found['num_tensors'], 'tensor')} and "
+        f"{_count(found['num_buckets'], 'bucket')} by {found['transport']}{memory}"
+    )
+    for key in ("limit", "send", "update"):
+        seconds, share = found[key], found["limit"] / found[key]
+        rate = f"{size / seconds:8.2f} GB/s {share:6.3f} of the limit"
+        yield f"  {key:10} {seconds:10.4f} s {rate}"
+    for key, seconds in (found["own_loader"] or {}).items():
+        rate = f"{size / seconds:8.2f} GB/s, by the model's own loader"
+        yield f"  {key:10} {seconds:10.4f} s {rate}"
 
 
 def _arrived(found: dict[str, Any], longest: int) -> Iterator[str]:

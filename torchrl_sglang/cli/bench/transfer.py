@@ -29,6 +29,7 @@ from torchrl_sglang.weight_update.transports.process_group import (
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
+    from torchrl_sglang.types import SyncReport
 
 SAMPLE_SECONDS = 0.001
 """Interval between samples of free memory."""
@@ -62,11 +63,13 @@ def measure_weights(
     ``limit`` is for as many bytes over the link and nothing else, ``send`` from the
     first bucket to the last answer, ``update`` with pause, flush and resume;
     ``extra_bytes`` is the most memory that the first update took on a GPU, of trainer
-    and server together.
+    and server together. Servers with a traced loader use it; the model's own loader is
+    measured in the same run (``own_loader``).
     """
     on_cpu = engine.capabilities.args.device == "cpu"
     gpus = 0 if on_cpu else torch.cuda.device_count()
-    target = 0 if transport == "cuda_ipc" else 1
+    first_gpu = engine.capabilities.server_args.get("base_gpu_id")
+    target = int(first_gpu or 0) if transport == "cuda_ipc" else 1
     if not on_cpu and gpus <= target:
         raise ConfigurationError(
             f"Weights travel from one GPU to another, and this process sees {gpus}; "
@@ -74,28 +77,24 @@ def measure_weights(
         )
     device = "cpu" if on_cpu else "cuda:0"
     weights = random_weights(engine, device)
-    scheme = SGLangWeightSyncScheme(
-        engine,
-        device=torch.device(device),
-        bucket_bytes=bucket_bytes,
-        transport=transport,
-    )
-    try:
-        sender = scheme.create_sender()
-        # The servers keep the memory that the first update takes.
-        with _watch_memory(gpus) as taken:
-            sender.update_weights(weights)
-        reports = [sender.update_weights(weights) for _ in range(repeats)]
-    finally:
-        scheme.shutdown()
+    options = {
+        "device": torch.device(device),
+        "bucket_bytes": bucket_bytes,
+        "transport": transport,
+    }
+    reports, taken = _updates(engine, weights, repeats, gpus, **options)
+    own = None
+    if engine.capabilities.has_traced_loader:
+        own, _ = _updates(
+            engine, weights, repeats, gpus, weight_loader="sglang", **options
+        )
     weights.clear()
     first = reports[0]
     if on_cpu:
         limit = limit_of_gloo(first.num_bytes, repeats)
     else:
         limit = limit_of_gpus(first.num_bytes, repeats, target=target)
-    send = statistics.median(report.phase_seconds["send"] for report in reports)
-    update = statistics.median(report.seconds for report in reports)
+    send, update = _medians(reports)
     return {
         "transport": first.transport,
         "num_bytes": first.num_bytes,
@@ -107,7 +106,33 @@ def measure_weights(
         "extra_bytes": max(taken, default=None),
         "ratio": limit / update,
         "gb_per_second": first.num_bytes / send / 1e9,
+        "own_loader": own and dict(zip(("send", "update"), _medians(own), strict=True)),
     }
+
+
+def _updates(
+    engine: AsyncSGLang,
+    weights: dict[str, torch.Tensor],
+    repeats: int,
+    gpus: int,
+    **options: Any,
+) -> tuple[list[SyncReport], list[int]]:
+    """Updates the weights repeatedly; returns reports, and the first one's memory."""
+    scheme = SGLangWeightSyncScheme(engine, **options)
+    try:
+        sender = scheme.create_sender()
+        # The servers keep the memory that the first update takes.
+        with _watch_memory(gpus) as taken:
+            sender.update_weights(weights)
+        return [sender.update_weights(weights) for _ in range(repeats)], taken
+    finally:
+        scheme.shutdown()
+
+
+def _medians(reports: list[SyncReport]) -> tuple[float, float]:
+    """Returns the median seconds of sending, and of whole updates."""
+    send = statistics.median(report.phase_seconds["send"] for report in reports)
+    return send, statistics.median(report.seconds for report in reports)
 
 
 def random_weights(engine: AsyncSGLang, device: str) -> dict[str, torch.Tensor]:

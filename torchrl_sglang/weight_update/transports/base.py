@@ -6,18 +6,19 @@ import abc
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import (
+    ConfigurationError,
     RequestRefusedError,
     UnsupportedByServerError,
     WeightTransferError,
 )
 from torchrl_sglang.support.checks import check_count, check_seconds
-from torchrl_sglang.types import WeightRoute
+from torchrl_sglang.types import WeightLoader, WeightRoute
 from torchrl_sglang.weight_update.weights import Weights
 
 BUCKET_BYTES = 2 << 30
@@ -37,10 +38,17 @@ class TransportOptions:
     """Size of a transfer, in bytes."""
     send_timeout: float = SEND_TIMEOUT_SECONDS
     """Timeout of one transfer, in seconds."""
+    weight_loader: str = "auto"
+    """``"sglang"``, ``"traced"``, or ``"auto"``: the one that the servers have."""
 
     def __post_init__(self) -> None:
         self._set("bucket_bytes", check_count("bucket_bytes", self.bucket_bytes))
         self._set("send_timeout", check_seconds("send_timeout", self.send_timeout))
+        if self.weight_loader not in ("auto", *get_args(WeightLoader)):
+            raise ConfigurationError(
+                f"weight_loader={self.weight_loader!r} is not one of 'auto', "
+                f"{', '.join(map(repr, get_args(WeightLoader)))}."
+            )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

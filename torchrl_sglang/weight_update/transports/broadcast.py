@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import WeightTransferError
 from torchrl_sglang.support.checks import check_port, check_seconds, some_of
-from torchrl_sglang.support.event_loop import submit
+from torchrl_sglang.support.event_loop import run_sync, submit
+from torchrl_sglang.types import WeightRoute
 from torchrl_sglang.weight_update.transports import process_group
 from torchrl_sglang.weight_update.transports.base import (
     TransportOptions,
@@ -32,6 +32,10 @@ from torchrl_sglang.weight_update.transports.base import (
 from torchrl_sglang.weight_update.transports.process_group import (
     POLL_SECONDS,
     open_store,
+)
+from torchrl_sglang.weight_update.transports.traced import (
+    TracedLoader,
+    uses_traced_loader,
 )
 from torchrl_sglang.weight_update.weights import (
     Bucket,
@@ -50,6 +54,9 @@ SMALL_BELOW = {"nccl": 8 << 20, "gloo": 0}
 """Smaller tensors are put together, in bytes. Its own broadcast costs a tensor 40 µs
 with NCCL, the time of 15 MB on a link of 370 GB/s; a copy in host memory costs about as
 much as gloo."""
+
+CHECK_SECONDS = 1.0
+"""Interval between questions to servers while a broadcast does not end."""
 
 REFUSAL_SECONDS = 1.0
 """Grace period for other servers to refuse, too, when one has."""
@@ -98,6 +105,7 @@ class BroadcastTransport(WeightTransport):
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         # Broadcasts that may not have ended, and the tensors that they read, by bucket.
         self._in_flight: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
+        self._loader: TracedLoader | None = None
         self._group: Any = None
         self._group_name = ""
         self._epoch = -1
@@ -116,6 +124,8 @@ class BroadcastTransport(WeightTransport):
         if self._group is not None:
             self._give_up()
         self._refuse_stages()
+        traced = uses_traced_loader(self._engine, self._options.weight_loader)
+        self._loader = TracedLoader(self._engine) if traced else None
         if self._backend == "nccl":
             process_group.share_nccl_settings(
                 self._engine.capabilities.args, refuse=True
@@ -188,6 +198,8 @@ class BroadcastTransport(WeightTransport):
         """
         self._in_flight.clear()
         count, sent = 0, 0
+        if self._loader is not None:
+            self._loader.begin()
         try:
             size, small_below = self._options.bucket_bytes, SMALL_BELOW[self._backend]
             for bucket, tensors in read_buckets(weights, size, small_below):
@@ -201,6 +213,9 @@ class BroadcastTransport(WeightTransport):
                 if not (weights.stable and parts <= own):
                     self._settle(keep=1 if weights.stable else 0)
                 del tensors
+            if self._loader is not None:
+                # While the link is busy with the last bucket.
+                run_sync(self._loader.check())
             self._settle(keep=0)
         except BaseException as error:
             if self._group is None:
@@ -234,7 +249,12 @@ class BroadcastTransport(WeightTransport):
             request = submit(self._receive(bucket, version))
             # Even starting can block: NCCL's first call waits for every rank.
             starting = process_group.in_thread(
-                _start_broadcasts, parts, self._group, ready, works
+                process_group.start_broadcasts,
+                parts,
+                self._group,
+                ready,
+                works,
+                self._is_grouped(bucket),
             )
             while not request.done():
                 concurrent.futures.wait([request], POLL_SECONDS)
@@ -259,15 +279,12 @@ class BroadcastTransport(WeightTransport):
 
     async def _receive(self, bucket: Bucket, version: str | None) -> None:
         """Makes every server receive a bucket."""
+        route, fields = self._order(bucket)
 
         async def receive(_: int, url: str) -> None:
             await self._engine.control.update_weights_from(
-                "distributed",
-                names=[spec.name for spec in bucket.specs],
-                dtypes=[str(s.dtype).removeprefix("torch.") for s in bucket.specs],
-                shapes=[list(spec.shape) for spec in bucket.specs],
-                group_name=self._group_name,
-                load_format="flattened_bucket" if bucket.small else None,
+                route,
+                **fields,
                 weight_version=version,
                 timeout=self._options.send_timeout,
                 urls=[url],
@@ -281,11 +298,30 @@ class BroadcastTransport(WeightTransport):
             grace_seconds=REFUSAL_SECONDS,
         )
 
+    def _order(self, bucket: Bucket) -> tuple[WeightRoute, dict[str, Any]]:
+        """Returns how a bucket is received: the route, and its fields."""
+        if self._loader is not None:
+            grouped = self._is_grouped(bucket)
+            return "tensor", self._loader.receive(bucket, self._group_name, grouped)
+        return "distributed", {
+            "names": [spec.name for spec in bucket.specs],
+            "dtypes": [str(s.dtype).removeprefix("torch.") for s in bucket.specs],
+            "shapes": [list(spec.shape) for spec in bucket.specs],
+            "group_name": self._group_name,
+            "load_format": "flattened_bucket" if bucket.small else None,
+        }
+
+    def _is_grouped(self, bucket: Bucket) -> bool:
+        """Returns whether both sides start the broadcasts as one operation."""
+        traced = self._loader is not None
+        return traced and self._backend == "nccl" and not bucket.small
+
     def _settle(self, *, keep: int) -> None:
         """Waits until at most ``keep`` buckets are in flight."""
         timeout = self._options.send_timeout
         while len(self._in_flight) > keep:
             deadline = time.monotonic() + timeout
+            next_check = time.monotonic() + CHECK_SECONDS
             for work in self._in_flight[0][0]:
                 # NCCL's wait() only makes the current stream wait.
                 while not work.is_completed():
@@ -293,6 +329,10 @@ class BroadcastTransport(WeightTransport):
                         raise TimeoutError(
                             f"A broadcast did not end within {timeout:g} s."
                         )
+                    if self._loader is not None and time.monotonic() > next_check:
+                        # A traced loader that fails answers as if it had not.
+                        run_sync(self._loader.check())
+                        next_check = time.monotonic() + CHECK_SECONDS
                     time.sleep(SETTLE_SECONDS)
                 work.wait()  # Raises if the broadcast has failed.
             self._in_flight.popleft()
@@ -344,18 +384,6 @@ class BroadcastTransport(WeightTransport):
         group, self._group = self._group, None
         concurrent.futures.wait([self._leave()], GIVE_UP_SECONDS)
         process_group.destroy(group)
-
-
-def _start_broadcasts(
-    parts: list[torch.Tensor], group: Any, ready: Any, works: list[Any]
-) -> None:
-    """Starts broadcasts, adding each to ``works`` as soon as it has begun."""
-    if ready is not None:
-        # A thread has its own current stream.
-        torch.cuda.current_stream(parts[0].device).wait_event(ready)
-    works.extend(
-        dist.broadcast(part, src=0, group=group, async_op=True) for part in parts
-    )
 
 
 def _destroy_late(joining: concurrent.futures.Future[Any]) -> None:

@@ -11,6 +11,7 @@ server that cannot open one.
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,7 +21,8 @@ import torch
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
-from torchrl_sglang.support.event_loop import submit
+from torchrl_sglang.support.event_loop import run_sync, submit
+from torchrl_sglang.types import TRACED_LOADER
 from torchrl_sglang.weight_update.transports.base import WeightTransport, send_to_each
 from torchrl_sglang.weight_update.transports.handle_ranks import (
     HandlePlan,
@@ -37,6 +39,10 @@ from torchrl_sglang.weight_update.transports.handles import (
     pack,
 )
 from torchrl_sglang.weight_update.transports.placement import find_facts, reach_of
+from torchrl_sglang.weight_update.transports.traced import (
+    TracedLoader,
+    uses_traced_loader,
+)
 from torchrl_sglang.weight_update.weights import (
     NamedTensors,
     TensorSpec,
@@ -54,6 +60,9 @@ GRACE_SECONDS = 10.0
 
 TOGETHER_BELOW_BYTES = 192 << 20
 """Larger tensors take longer to copy than to open, so they are never put together."""
+
+CLOSE_SECONDS = 5.0
+"""Timeout for servers to close memory that they keep open."""
 
 _NOTHING_LOADED = ("must run between",)
 """Refusals of a server that has not touched its weights."""
@@ -80,6 +89,8 @@ class CudaIpcTransport(WeightTransport):
         self._apart = False
         self._owners: tuple[int, ...] | None = None
         self._held: deque[Content] = deque()
+        self._traced = False
+        self._loader = TracedLoader(engine)
 
     @property
     def connected(self) -> bool:
@@ -89,6 +100,9 @@ class CudaIpcTransport(WeightTransport):
     def connect(self) -> None:
         """Checks that all servers reach the weights; see :class:`.WeightTransport`."""
         self._refuse_stages()
+        self._traced = uses_traced_loader(self._engine, self._options.weight_loader)
+        # A server that was restarted has nothing open.
+        self._loader.release()
         self._in_place, self._owners = False, None
         if self._device.type == "cuda":
             ranks = self.trainer_gpus
@@ -123,6 +137,7 @@ class CudaIpcTransport(WeightTransport):
         self._held.clear()
         in_flight: deque[Future[None]] = deque()
         count, seen = 0, 0
+        self._loader.begin()
         try:
             for content in self._contents(weights):
                 seen += content.num_tensors
@@ -137,6 +152,8 @@ class CudaIpcTransport(WeightTransport):
             while in_flight:
                 in_flight.popleft().result()
                 self._held.popleft()
+            if self._traced and not self._by_ranks(weights):
+                run_sync(self._loader.check())
         except BaseException as error:
             failure = self._give_up(error, in_flight, count)
             if not isinstance(error, Exception):
@@ -147,8 +164,16 @@ class CudaIpcTransport(WeightTransport):
 
     def close(self) -> None:
         """Releases memory that a server that failed might still have read."""
+        if self.connected and self._loader.shares_memory:
+            closing = submit(self._loader.forget(CLOSE_SECONDS))
+            concurrent.futures.wait([closing], CLOSE_SECONDS)
+        self._loader.release()
         self._epoch = -1
         self._held.clear()
+
+    def _by_ranks(self, weights: Weights) -> bool:
+        """Returns whether ranks of the trainer hold the weights together."""
+        return self._owners is not None and weights.peers is not None
 
     def _contents(self, weights: Weights) -> Iterator[Content]:
         """Yields the content of each request, with at most a bucket in new memory.
@@ -164,6 +189,9 @@ class CudaIpcTransport(WeightTransport):
                 owners=self._owners,
             )
             yield from lead(weights, weights.peers, plan, self._device)
+            return
+        if self._traced:
+            yield from self._traced_contents(weights)
             return
         if not (self._in_place and weights.stable):
             half = max(self._bucket_bytes // 2, 1)
@@ -184,6 +212,26 @@ class CudaIpcTransport(WeightTransport):
             yield flat_content(bucket, flatten(bucket, found, self._device))
         if apart:
             yield named(apart, found)
+
+    def _traced_contents(self, weights: Weights) -> Iterator[Content]:
+        """Yields the content of each request to the traced loader."""
+        device, half = self._device, max(self._bucket_bytes // 2, 1)
+        if not (device.type == "cuda" and weights.stable):
+            for bucket, tensors in read_buckets(weights, half):
+                flat = flatten(bucket, tensors, device)
+                yield self._loader.flat(bucket.specs, flat)
+                del flat
+            return
+        found: NamedTensors = {}
+        for _, some in read_buckets(weights, self._bucket_bytes):
+            found.update(some)
+        ready = [s for s in weights.specs if is_ready(s, found[s.name], device)]
+        if ready:
+            yield self._loader.memory(ready, found, apart=self._apart)
+        names = {spec.name for spec in ready}
+        others = [spec for spec in weights.specs if spec.name not in names]
+        for bucket in plan_buckets(others, half):
+            yield self._loader.flat(bucket.specs, flatten(bucket, found, device))
 
     def _request(self, content: Content, version: str | None) -> Future[None]:
         if self._device.type == "cuda":
@@ -219,6 +267,7 @@ class CudaIpcTransport(WeightTransport):
             for each in outcomes
         )
         self._epoch = -1
+        self._loader.release()
         if self._device.type == "cuda":
             # Frees memory that no receiver counts any more.
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
@@ -229,7 +278,7 @@ class CudaIpcTransport(WeightTransport):
         self, entries: Sequence[str], load_format: LoadFormat, version: str | None
     ) -> None:
         await self._post_once(entries, load_format, version)
-        if self._engine.capabilities.tp_size > 1:
+        if self._engine.capabilities.tp_size > 1 and load_format != TRACED_LOADER:
             # The first rank answers for all, and another may still be copying. It takes
             # no further request before it is done, so an empty one is a fence.
             fence = [pack([])[0]] * self._engine.get_world_size()

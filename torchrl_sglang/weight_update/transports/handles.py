@@ -24,7 +24,7 @@ from torchrl_sglang.weight_update.weights import (
     flatten,
 )
 
-LoadFormat: TypeAlias = Literal["flattened_bucket"] | None
+LoadFormat: TypeAlias = Literal["flattened_bucket", "torchrl_sglang_loader.load"] | None
 
 _DEVICE, _WAIT = 6, -1
 """Positions in the arguments of ``rebuild_cuda_tensor`` of the GPU's index, and of
@@ -114,14 +114,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor) or obj.device.type != "cuda":
             return NotImplemented
-        # An alias that does not own the memory: sharing adds a count of receivers to
-        # the storage for as long as it lives, for a parameter one with every update.
-        storage = obj.untyped_storage()
-        same = torch._C._construct_storage_from_data_pointer(
-            storage.data_ptr(), storage.device, storage.nbytes()
-        )
-        alias = torch.empty(0, dtype=obj.dtype, device=obj.device)
-        alias.set_(same, obj.storage_offset(), obj.size(), obj.stride())
+        alias = _alias(obj)
         self.kept.append(alias)
         rebuild, arguments = reductions.reduce_tensor(alias)  # type: ignore[no-untyped-call]
         changed = list(arguments)
@@ -130,3 +123,35 @@ class _Pickler(pickle.Pickler):
         # Opening an event takes longer than a small tensor, and this process waits.
         changed[_WAIT] = False
         return rebuild, tuple(changed)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an alias that does not own the memory.
+
+    Sharing adds a count of receivers to a storage for as long as it lives, for a
+    parameter one with every update.
+    """
+    storage = tensor.untyped_storage()
+    same = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), storage.device, storage.nbytes()
+    )
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    alias.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return alias
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
+    """Returns what a server opens a tensor's memory with, for JSON, and what must live
+    until it has.
+    """
+    alias = _alias(tensor)
+    _, arguments = reductions.reduce_tensor(alias)  # type: ignore[no-untyped-call]
+    _, shape, stride, offset, _, dtype, _, handle, size, start, *rest = arguments
+    _, counter, counter_offset, event, _ = rest
+    facts = [
+        gpu_uuid(tensor.device),
+        str(dtype).removeprefix("torch."),
+        *(list(shape), list(stride), offset, bytes(handle).hex(), size, start),
+        *(bytes(counter).hex(), counter_offset, bytes(event).hex()),
+    ]
+    return facts, alias

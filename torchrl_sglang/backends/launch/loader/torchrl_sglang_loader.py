@@ -1,0 +1,613 @@
+"""Loads weights into a model that SGLang serves, by copies that are known beforehand.
+
+A module for ``--custom-weight-loader torchrl_sglang_loader.load``. It runs in the
+schedulers of a server, whose Python does not have ``torchrl_sglang``, so the file
+stands alone; its folder is on the server's ``PYTHONPATH``.
+
+The model's own ``load_weights`` runs once on tensors without memory, while a dispatch
+mode records which part of which tensor it copies to which part of which parameter, and
+keeps it from copying. Each rank so knows its own parts. Later updates make these copies
+and nothing else. What cannot be recorded, such as a loader that computes, is loaded by
+``load_weights`` as ever.
+
+A request holds one entry: a JSON text in the place of a name, and a tensor of bytes. An
+exception here would end the server, so errors are kept, and answered to the question
+``/get_weights_by_name`` with a name that begins with :data:`QUESTION`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import reductions
+from torch.utils._python_dispatch import TorchDispatchMode
+
+logger = logging.getLogger(__name__)
+
+QUESTION = "torchrl_sglang_loader"
+"""Beginning of the names that are questions to this module, not parameters."""
+
+SMALL_BYTES = 1 << 20
+"""Smaller tensors are copied by one kernel for many."""
+
+aten = torch.ops.aten
+
+Spec = tuple[str, str, tuple[int, ...]]
+"""Name, type and shape of a tensor that ``load_weights`` takes."""
+
+
+class UntraceableError(Exception):
+    """``load_weights`` does something else than copying."""
+
+
+@dataclass(slots=True)
+class Place:
+    """A parameter or buffer of the model, as it was when it was traced."""
+
+    table: dict[str, Any]
+    """The module's parameters or buffers."""
+    name: str
+    """Name in the table."""
+    tensor: torch.Tensor
+    """The parameter."""
+    address: int
+    """Address of its first value."""
+
+    def is_valid(self) -> bool:
+        """Returns whether the module still has it, at the same address."""
+        same = self.table.get(self.name) is self.tensor
+        return same and self.tensor.data_ptr() == self.address
+
+
+@dataclass(slots=True)
+class Step:
+    """One copy into a parameter, or a value that fills a part of it."""
+
+    place: Place
+    """The parameter."""
+    target: torch.Tensor
+    """View of the part that is written."""
+    size: tuple[int, ...] = ()
+    """Shape of the part of the sent tensor that is read."""
+    stride: tuple[int, ...] = ()
+    """Its strides."""
+    offset: int = 0
+    """Position of its first value."""
+    fill: float | None = None
+    """The value, where nothing is read."""
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the part that is read of a contiguous tensor."""
+        offset = tensor.storage_offset() + self.offset
+        return torch.as_strided(tensor, self.size, self.stride, offset)
+
+
+Plan = list[Step]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the copies from probes, tensors without memory, and makes none."""
+
+    def __init__(self, places: dict[int, Place]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places = places
+        self._probes: dict[int, str] = {}
+        self._kept: list[torch.Tensor] = []
+        self._current = ""
+        self._written: set[tuple[Any, ...]] = set()
+        self.plans: dict[str, Plan] = {}
+
+    def probe(self, spec: Spec) -> torch.Tensor:
+        """Returns the probe that stands for a tensor."""
+        name, dtype, shape = spec
+        probe = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        self._kept.append(probe)
+        self._probes[probe.untyped_storage()._cdata] = name
+        self._current = name
+        self.plans[name] = []
+        return probe
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.copy_.default:
+            return self._copy(args[0], args[1])
+        if func is aten.zero_.default:
+            return self._fill(args[0], 0.0)
+        if func is aten.fill_.Scalar:
+            return self._fill(args[0], float(args[1]))
+        if func in (aten.clone.default, aten._to_copy.default):
+            # It has the probe's values: elsewhere, or in another order in memory.
+            same = kwargs.get("dtype") in (None, args[0].dtype)
+            if same and self._name_of(args[0]) is not None:
+                return args[0]
+        inputs = [*args, *kwargs.values()]
+        nested = [x for each in inputs if isinstance(each, (list, tuple)) for x in each]
+        reads = any(isinstance(each, torch.Tensor) for each in (*inputs, *nested))
+        if reads and not _is_view(func):
+            raise UntraceableError(f"it calls {func} while it loads {self._current}")
+        return func(*args, **kwargs)
+
+    def _name_of(self, tensor: torch.Tensor) -> str | None:
+        if tensor.device.type != "meta":
+            return None
+        return self._probes.get(tensor.untyped_storage()._cdata)
+
+    def _place_of(self, tensor: torch.Tensor) -> Place:
+        if tensor.device.type != "meta":
+            place = self._places.get(tensor.untyped_storage().data_ptr())
+            if place is not None:
+                return place
+        raise UntraceableError(
+            f"it writes to a tensor that is no parameter while it loads {self._current}"
+        )
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        if target.numel() == 0:
+            return target
+        place, name = self._place_of(target), self._name_of(source)
+        if name is None:
+            raise UntraceableError(
+                f"it copies what it made while it loads {self._current}"
+            )
+        # As copy_ does with a source of another shape.
+        source = source.expand(target.shape)
+        self._add(
+            name,
+            Step(
+                place=place,
+                target=target,
+                size=tuple(source.shape),
+                stride=source.stride(),
+                offset=int(source.storage_offset()),
+            ),
+        )
+        return target
+
+    def _fill(self, target: torch.Tensor, value: float) -> torch.Tensor:
+        if target.numel():
+            step = Step(place=self._place_of(target), target=target, fill=value)
+            self._add(self._current, step)
+        return target
+
+    def _add(self, name: str, step: Step) -> None:
+        target = step.target
+        key = (target.data_ptr(), target.shape, target.stride())
+        if key in self._written:
+            raise UntraceableError(f"it writes twice to what it loads {name} into")
+        self._written.add(key)
+        if step.fill is None and target.is_contiguous():
+            # One run of memory is copied fastest.
+            packed = torch.empty(step.size, device="meta").stride()
+            if step.stride == packed:
+                step.target = target.view(-1)
+                step.size, step.stride = (target.numel(),), (1,)
+        self.plans[name].append(step)
+
+
+def _is_view(func: Any) -> bool:
+    """Returns whether an operator only returns views."""
+    returns = func._schema.returns
+    aliases = [each.alias_info for each in returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def find_places(model: torch.nn.Module) -> dict[int, Place]:
+    """Returns a model's parameters and buffers, by the addresses of their memory."""
+    places: dict[int, Place] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or tensor.device.type == "meta":
+                    continue
+                key = tensor.untyped_storage().data_ptr()
+                if key and key not in places:
+                    places[key] = Place(table, name, tensor, tensor.data_ptr())
+    return places
+
+
+def trace(model: Any, specs: Sequence[Spec]) -> dict[str, Plan]:
+    """Returns, by name, the copies that ``load_weights`` makes of each tensor.
+
+    It changes no parameter. Raises :class:`UntraceableError`, or what ``load_weights``
+    raises.
+    """
+    places = find_places(model)
+    recorder = Recorder(places)
+    held = [(place, place.tensor.data) for place in places.values()]
+    with torch.no_grad(), recorder:
+        model.load_weights((spec[0], recorder.probe(spec)) for spec in specs)
+    for place, data in held:
+        if not place.is_valid():
+            place.tensor.data = data
+            place.table[place.name] = place.tensor
+            raise UntraceableError(f"it replaces the parameter {place.name}")
+    return recorder.plans
+
+
+@dataclass(slots=True)
+class Kept:
+    """Memory of a sender that stays open."""
+
+    number: int
+    """Number that the sender has given it."""
+    pid: int
+    """The sender's process."""
+    pairs: list[tuple[torch.Tensor, Step]]
+    """Its tensors, and the steps that read them."""
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """What is known of one model."""
+
+    plans: dict[Spec, Plan] = field(default_factory=dict)
+    """Copies of the tensors that were traced."""
+    places: dict[int, Place] = field(default_factory=dict)
+    """The parameters that they write to, by the identity of each."""
+    untraced: str = ""
+    """Why ``load_weights`` cannot be traced; empty while it can."""
+    update: int = 0
+    """Number of the latest update."""
+    requests: int = 0
+    """Requests of it that were done."""
+    error: str = ""
+    """Why one of them failed."""
+    kept: Kept | None = None
+    """Memory that the sender has shared."""
+
+    def answer(self, question: str) -> list[float]:
+        """Returns numbers: of the update, of its requests, whether it has failed,
+        whether the model is traced, whether memory is kept; then a text, as numbers.
+        """
+        if self.kept is not None and question == f"forget/{self.kept.number}":
+            self.kept = None
+        text = self.error or self.untraced
+        flags = (bool(self.error), not self.untraced, self.kept is not None)
+        return [
+            *map(float, (self.update, self.requests, *flags)),
+            *(float(ord(letter)) for letter in text),
+        ]
+
+
+_STATES: weakref.WeakKeyDictionary[Any, State] = weakref.WeakKeyDictionary()
+
+
+def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Does what one request says; SGLang calls it in each rank."""
+    state = _STATES.get(model)
+    if state is None:
+        state = _STATES[model] = State()
+        _take_questions(model, state)
+    (text, content), *_ = named_tensors
+    order = json.loads(text)
+    if order["update"] != state.update:
+        state.update, state.requests, state.error = order["update"], 0, ""
+    if not state.error:
+        try:
+            with torch.no_grad():
+                ACTIONS[order["do"]](model, state, order, content)
+            if content.device.type == "cuda" and order["do"] != "receive":
+                # The sender may write to its memory again.
+                torch.cuda.current_stream(content.device).synchronize()
+        except Exception as error:
+            logger.exception("A weight update failed.")
+            state.error = f"{type(error).__name__}: {error}"[:1000]
+    if not _all_ranks(not state.error):
+        state.error = state.error or "another rank of the server failed; see its log"
+    state.requests += 1
+
+
+def _all_ranks(fine: bool) -> bool:
+    """Returns whether all ranks of the server are, when all have come here."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return fine
+    worst = torch.tensor([not fine], dtype=torch.int32)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group.cpu_group)
+    return not worst.item()
+
+
+def _take_questions(model: Any, state: State) -> None:
+    """Has the model answer questions to this module beside those for parameters."""
+    own: Callable[..., Any] | None = getattr(model, "get_weights_by_name", None)
+
+    def get_weights_by_name(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith(QUESTION):
+            return state.answer(name.removeprefix(QUESTION).strip("/"))
+        if own is None:
+            raise AttributeError("This model does not tell its parameters by name.")
+        return own(name, *args, **kwargs)
+
+    model.get_weights_by_name = get_weights_by_name
+
+
+def _prepare(model: Any, state: State, specs: Sequence[Spec]) -> bool:
+    """Traces tensors that are not known yet; returns whether all have a plan."""
+    if state.untraced:
+        return False
+    plans = state.plans
+    if not all(place.is_valid() for place in state.places.values()):
+        plans.clear()
+        state.places.clear()
+        state.kept = None
+    missing = [spec for spec in specs if spec not in plans]
+    if missing:
+        try:
+            found = trace(model, missing)
+        except Exception as error:  # noqa: BLE001 - Loaders raise anything.
+            state.untraced = f"{type(error).__name__}: {error}"[:1000]
+            logger.warning(
+                "load_weights of %s cannot be traced, so it loads every update: %s",
+                type(model).__name__,
+                state.untraced,
+            )
+            plans.clear()
+            return False
+        plans.update((spec, found[spec[0]]) for spec in missing)
+        places = (step.place for plan in found.values() for step in plan)
+        state.places.update((id(place.tensor), place) for place in places)
+    return True
+
+
+def _apply(
+    model: Any, state: State, specs: Sequence[Spec], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Loads tensors, by their plans if there are any."""
+    if _prepare(model, state, specs):
+        run(
+            (tensor, step)
+            for spec, tensor in zip(specs, tensors, strict=True)
+            for step in state.plans[spec]
+        )
+    else:
+        names = (name for name, _, _ in specs)
+        model.load_weights(list(zip(names, tensors, strict=True)))
+
+
+def run(pairs: Iterator[tuple[torch.Tensor, Step]] | list[Any]) -> None:
+    """Makes copies; small ones together."""
+    targets: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for tensor, step in pairs:
+        target = step.target
+        if step.fill is not None:
+            target.fill_(step.fill)
+            continue
+        source = step.source(tensor)
+        flat = target.dim() == 1 and step.stride == (1,)
+        small = target.numel() * target.itemsize < SMALL_BYTES
+        if flat and small and source.device == target.device:
+            group = targets.setdefault((target.dtype, source.dtype), ([], []))
+            group[0].append(target)
+            group[1].append(source)
+        else:
+            target.copy_(source, non_blocking=True)
+    for some, others in targets.values():
+        torch._foreach_copy_(some, others)
+
+
+def _specs(order: Any) -> list[Spec]:
+    return [(name, dtype, tuple(shape)) for name, dtype, shape in order["tensors"]]
+
+
+def _views(flat: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
+    """Returns the tensors that lie one after the other in a run of bytes."""
+    views, start = [], 0
+    for _, name, shape in specs:
+        dtype = getattr(torch, name)
+        count = 1
+        for size in shape:
+            count *= size
+        end = start + count * dtype.itemsize
+        views.append(flat[start:end].view(dtype).view(shape))
+        start = end
+    return views
+
+
+def _bucket(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
+    """Loads tensors whose bytes came with the request."""
+    specs = _specs(order)
+    _apply(model, state, specs, _views(content, specs))
+
+
+def _open(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
+    """Opens memory of the sender, loads from it, and keeps it open if it may."""
+    specs = _specs(order)
+    # Another memory may have its handles by now.
+    state.kept = None
+    tensors = [_rebuild(*each) for each in order["handles"]]
+    if order["apart"]:
+        _prepare(model, state, specs)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            _apply(model, state, [spec], [tensor.to(content.device)])
+        return
+    _apply(model, state, specs, tensors)
+    if not state.untraced and _watch(order["pid"], order["began"]):
+        pairs = [
+            (tensor, step)
+            for spec, tensor in zip(specs, tensors, strict=True)
+            for step in state.plans[spec]
+        ]
+        state.kept = Kept(number=order["memory"], pid=order["pid"], pairs=pairs)
+
+
+def _again(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
+    """Loads from memory that is open already."""
+    kept = state.kept
+    valid = all(place.is_valid() for place in state.places.values())
+    if kept is None or kept.number != order["memory"] or not valid:
+        raise LookupError("the sender's memory is not open here any more")
+    run(kept.pairs)
+
+
+def _rebuild(
+    device: str,
+    dtype: str,
+    shape: list[int],
+    stride: list[int],
+    offset: int,
+    handle: str,
+    num_bytes: int,
+    offset_bytes: int,
+    counter: str,
+    counter_offset: int,
+    event: str,
+) -> torch.Tensor:
+    """Opens a tensor in the sender's memory."""
+    count = torch.cuda.device_count()
+    found = (
+        index
+        for index in range(count)
+        if str(torch.cuda.get_device_properties(index).uuid) == device
+    )
+    rebuilt: torch.Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+        torch.Tensor,
+        tuple(shape),
+        tuple(stride),
+        offset,
+        torch.UntypedStorage,
+        getattr(torch, dtype),
+        next(found),
+        bytes.fromhex(handle),
+        num_bytes,
+        offset_bytes,
+        False,
+        bytes.fromhex(counter),
+        counter_offset,
+        bytes.fromhex(event),
+        False,
+    )
+    return rebuilt
+
+
+def process_start(pid: int) -> str | None:
+    """Returns when a process of this machine began, as the kernel counts."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+_WATCHED: set[int] = set()
+"""Senders whose end is waited for."""
+
+
+def _watch(pid: int, began: str | None) -> bool:
+    """Closes a sender's memory when its process ends; returns whether it can be told.
+
+    Memory that is open here is not freed when the sender ends.
+    """
+    if began is None or process_start(pid) != began:
+        # Of another container, whose numbers are its own.
+        return False
+    if pid in _WATCHED:
+        return True
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return False
+    _WATCHED.add(pid)
+
+    def wait() -> None:
+        select.select([descriptor], [], [])
+        os.close(descriptor)
+        _WATCHED.discard(pid)
+        for state in list(_STATES.values()):
+            if state.kept is not None and state.kept.pid == pid:
+                state.kept = None
+
+    threading.Thread(target=wait, name="torchrl_sglang-sender", daemon=True).start()
+    return True
+
+
+def _receive(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
+    """Receives tensors by broadcasts, into parameters where these take them whole."""
+    group = _find_group(order["group"])
+    specs = _specs(order)
+    traced = _prepare(model, state, specs)
+    device = content.device
+    if order["flat"]:
+        num_bytes = order["num_bytes"]
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        dist.broadcast(flat, src=0, group=group)
+        _apply(model, state, specs, _views(flat, specs))
+        return
+    direct: list[torch.Tensor | None] = [
+        _whole(spec, state.plans[spec]) if traced else None for spec in specs
+    ]
+    received = [
+        torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if into is None
+        else into
+        for (_, dtype, shape), into in zip(specs, direct, strict=True)
+    ]
+    together = order["together"]
+    with _OneOperation(group, device) if together else nullcontext([]) as works:
+        started = [
+            dist.broadcast(each, src=0, group=group, async_op=True) for each in received
+        ]
+    for work in works if together else started:
+        work.wait()
+    left = [index for index, into in enumerate(direct) if into is None]
+    if left:
+        some = [specs[index] for index in left]
+        _apply(model, state, some, [received[index] for index in left])
+
+
+def _whole(spec: Spec, plan: Plan) -> torch.Tensor | None:
+    """Returns where in a parameter all of a tensor goes, as it is, if it does."""
+    if len(plan) != 1 or plan[0].fill is not None:
+        return None
+    step = plan[0]
+    count = 1
+    for size in spec[2]:
+        count *= size
+    whole = step.size == (count,) and step.stride == (1,) and step.offset == 0
+    return step.target if whole and str(step.target.dtype)[6:] == spec[1] else None
+
+
+class _OneOperation:
+    """Starts all broadcasts of a block as one operation of NCCL."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._works: list[Any] = []
+
+    def __enter__(self) -> list[Any]:
+        self._group._start_coalescing(self._device)
+        return self._works
+
+    def __exit__(self, *error: object) -> None:
+        self._works.append(self._group._end_coalescing(self._device))
+
+
+def _find_group(name: str) -> Any:
+    """Returns the process group that the server has joined under a name."""
+    for group, known in dist.distributed_c10d._world.pg_names.items():
+        if known == name:
+            return group
+    raise LookupError(f"the server has not joined the process group {name}")
+
+
+ACTIONS: dict[str, Callable[[Any, State, Any, torch.Tensor], None]] = {
+    "bucket": _bucket,
+    "open": _open,
+    "again": _again,
+    "receive": _receive,
+}
+"""What a request can ask for."""

@@ -1,0 +1,221 @@
+"""Orders to the traced loader of servers, and what it answers.
+
+``backends/launch/loader/torchrl_sglang_loader.py`` carries them out in the servers. An
+order is JSON in the place of a tensor's name. An error in a loader would end its
+server, so it is kept there, and asked for after the last order of an update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
+from torchrl_sglang.types import TRACED_LOADER
+from torchrl_sglang.weight_update.transports.handles import Content, memory_of, pack
+from torchrl_sglang.weight_update.weights import Bucket, NamedTensors, TensorSpec
+
+QUESTION = TRACED_LOADER.partition(".")[0]
+"""Name that ``/get_weights_by_name`` answers with the state of the loader."""
+
+_FACTS = 5
+"""Numbers of an answer before its text."""
+
+NUMBER_BITS = 48
+"""Bits of a random number that a server's answer has exactly, as a float."""
+
+Value = list[tuple[str, torch.Tensor]]
+"""The content of a request."""
+
+
+def uses_traced_loader(engine: RLSGLangEngine, wanted: str) -> bool:
+    """Returns whether servers load by traced copies.
+
+    Args:
+        engine: of the servers.
+        wanted: the scheme's ``weight_loader``.
+
+    Raises:
+        UnsupportedByServerError: if that is wanted and not possible.
+    """
+    capabilities = engine.capabilities
+    problem = None
+    if not capabilities.has_traced_loader:
+        problem = "The servers were not started with weight_loader='traced'."
+    elif capabilities.draft is not None:
+        problem = "The servers have a draft model, which takes weights as well."
+    if problem and wanted == "traced":
+        raise UnsupportedByServerError(
+            f"weight_loader='traced' is not possible. {problem} Nothing was sent; "
+            f"leave it out of the scheme, or start the servers with it and without a "
+            f"draft model."
+        )
+    return problem is None and wanted != "sglang"
+
+
+class TracedLoader:
+    """Gives orders to the traced loaders of an engine's servers."""
+
+    def __init__(self, engine: RLSGLangEngine) -> None:
+        self._engine = engine
+        self._update = 0
+        self._requests = 0
+        self._memory = 0
+        # What the servers have open, and what keeps it from being used for others.
+        self._addresses: dict[str, int] = {}
+        self._sources: list[torch.Tensor] = []
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether servers keep memory open."""
+        return bool(self._addresses)
+
+    def begin(self) -> None:
+        """Begins an update."""
+        self._update, self._requests = 1 + secrets.randbits(NUMBER_BITS), 0
+
+    def order(
+        self,
+        action: str,
+        specs: Iterable[TensorSpec] = (),
+        content: torch.Tensor | None = None,
+        **fields: Any,
+    ) -> Value:
+        """Returns the content of a request; see ``ACTIONS`` of the loader."""
+        self._requests += 1
+        order = {
+            "do": action,
+            "update": self._update,
+            "tensors": [
+                (spec.name, str(spec.dtype).removeprefix("torch."), tuple(spec.shape))
+                for spec in specs
+            ],
+            **fields,
+        }
+        empty = torch.empty(0, dtype=torch.uint8)
+        return [(json.dumps(order), empty if content is None else content)]
+
+    def receive(self, bucket: Bucket, group: str, together: bool) -> dict[str, Any]:
+        """Returns the fields of a request to receive a bucket from a process group.
+
+        Args:
+            bucket: what is broadcast, as one run of bytes where it is ``small``.
+            group: name of the group.
+            together: whether the broadcasts start as one operation.
+        """
+        value = self.order(
+            "receive",
+            bucket.specs,
+            group=group,
+            flat=bucket.small,
+            num_bytes=bucket.num_bytes,
+            together=together,
+        )
+        # It says the same to all ranks of a server.
+        texts = [pack(value)[0]] * self._engine.capabilities.tp_size
+        return {"serialized_named_tensors": texts, "load_format": TRACED_LOADER}
+
+    def flat(self, specs: tuple[TensorSpec, ...], flat: torch.Tensor) -> Content:
+        """Makes the content of tensors in one flat run of bytes."""
+        return Content(
+            value=self.order("bucket", specs, flat),
+            num_tensors=len(specs),
+            load_format=TRACED_LOADER,
+        )
+
+    def memory(
+        self, specs: list[TensorSpec], tensors: NamedTensors, *, apart: bool
+    ) -> Content:
+        """Makes the content of tensors in their own memory on a GPU.
+
+        Servers keep that open, and it stays allocated, until other memory is sent or
+        :meth:`forget`: the next update sends no handles.
+        """
+        found = {spec.name: tensors[spec.name].detach() for spec in specs}
+        addresses = {name: each.data_ptr() for name, each in found.items()}
+        content = Content(value=None, num_tensors=len(specs), load_format=TRACED_LOADER)
+        if addresses == self._addresses:
+            content.value = self.order("again", memory=self._memory)
+            return content
+        self._sources, self._addresses = list(found.values()), addresses
+        self._memory = 1 + secrets.randbits(NUMBER_BITS)
+        content.entries = []
+        for rank in range(self._engine.get_world_size()):
+            # A handle is opened by one rank of one server.
+            shared = [memory_of(each) for each in self._sources]
+            content.kept += [alias for _, alias in shared]
+            self._requests -= rank > 0
+            value = self.order(
+                "open",
+                specs,
+                handles=[handle for handle, _ in shared],
+                memory=self._memory,
+                apart=apart,
+                pid=os.getpid(),
+                began=process_start(),
+            )
+            content.entries.append(pack(value)[0])
+        return content
+
+    async def check(self) -> None:
+        """Asks the servers whether they have loaded what was sent.
+
+        Raises:
+            WeightTransferError: if one has not.
+        """
+        control = self._engine.control
+        answers = await control.get_weights_by_name(QUESTION, 1)
+        kept = True
+        for url, answer in zip(control.urls, answers, strict=True):
+            update, requests, failed, traced, keeps = answer[:_FACTS]
+            text = "".join(chr(int(letter)) for letter in answer[_FACTS:])
+            if failed or (update, requests) != (self._update, self._requests):
+                reason = text or f"{requests:.0f} of {self._requests} requests are done"
+                raise WeightTransferError(
+                    f"The server at {url} did not load the weights: {reason}."
+                )
+            if not traced:
+                _warn_once(text)
+            kept = kept and bool(keeps)
+        if not kept:
+            self.release()
+
+    def release(self) -> None:
+        """Releases memory that servers do not read any more."""
+        self._addresses, self._sources = {}, []
+
+    async def forget(self, timeout: float) -> None:
+        """Has servers close the memory that they keep open."""
+        if self._addresses:
+            name = f"{QUESTION}/forget/{self._memory}"
+            self.release()
+            await self._engine.control.get_weights_by_name(name, 1, timeout=timeout)
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        torchrl_logger.warning(
+            f"The servers load weights with the model's own loader, although they "
+            f"were started with weight_loader='traced': {reason}"
+        )
+
+
+def process_start() -> str | None:
+    """Returns when this process began, as the kernel counts; ``None``: unknown."""
+    try:
+        # The name in front of it may have spaces.
+        return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
