@@ -130,7 +130,7 @@ def test_memory_of_a_trainer_that_was_killed_is_closed(shared, request):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": "test"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["test", *sys.path])},
         cwd=request.config.rootpath,
     ) as trainer:
         assert trainer.stdout.readline() == "sent\n"
