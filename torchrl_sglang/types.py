@@ -233,6 +233,9 @@ class Adapter:
 BLOCK_FP8 = "fp8 in blocks of 128 x 128"
 """``ServerCapabilities.quantized`` of servers that take FP8 weights with scales."""
 
+DraftUpdate: TypeAlias = Literal["auto", "keep", "update"]
+"""What a weight update does to a draft model: what fits it, nothing, or the same."""
+
 WeightRoute: TypeAlias = Literal["distributed", "tensor", "disk"]
 """Route by which servers load weights: a process group, a request, or a folder."""
 

@@ -31,7 +31,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync
-from torchrl_sglang.types import PauseMode, SyncReport, WeightRoute
+from torchrl_sglang.types import DraftUpdate, PauseMode, SyncReport, WeightRoute
 
 TAKE_OVER_SECONDS = 20.0
 """After this long, another sender's open session is considered abandoned. ``recover()``
@@ -102,6 +102,7 @@ def update_weights(
     held: WeightUpdate | None = None,
     checkpoint: bool = False,
     quantized: str | None = None,
+    draft: DraftUpdate = "auto",
 ) -> SyncReport:
     """Sends weights, or a LoRA adapter, to every server of an engine.
 
@@ -110,12 +111,15 @@ def update_weights(
     ``held`` is the engine's weight update, if the caller has begun it. ``checkpoint``:
     the servers load what they were started with; they may hold half of an update, so
     any failure leaves them inconsistent. ``quantized``: the servers that the weights
-    were encoded for. ``"continue"`` always flushes prefix caches:
+    were encoded for. ``draft``: what happens to a draft model; the transport says the
+    same. ``"continue"`` always flushes prefix caches:
     retracted requests keep the cache key of the old version.
     """
     start = time.perf_counter()
     if transport.route is not None:
-        engine.control.check_weight_route(transport.route, quantized=quantized)
+        engine.control.check_weight_route(
+            transport.route, quantized=quantized, draft=draft
+        )
     with engine.weight_update() if held is None else nullcontext(held) as update:
         session = _UpdateSession(
             engine=engine,
@@ -125,6 +129,7 @@ def update_weights(
             # The servers' name for it.
             pause_mode="retract" if pause_mode == "continue" else pause_mode,
             timeout=control_timeout,
+            draft=draft,
             # Sending nothing does not make whole what an earlier update left half done.
             touched=update.was_inconsistent or checkpoint,
         )
@@ -165,6 +170,7 @@ class _UpdateSession:
     version: str
     pause_mode: PauseMode
     timeout: float
+    draft: DraftUpdate
     touched: bool
     """The servers may hold other weights than when they last generated."""
     committed: bool = False
@@ -360,7 +366,9 @@ class _UpdateSession:
         # Unclear until there is an answer, also where this is interrupted.
         self.unclear |= set(urls)
         outcomes = run_sync(
-            self.control.begin_weight_update_on_each(urls, timeout=timeout)
+            self.control.begin_weight_update_on_each(
+                urls, timeout=timeout, draft=self.draft
+            )
         )
         # Servers without sessions have no outcome.
         self.unclear -= set(urls)

@@ -102,11 +102,8 @@ class SchemeOptions(TransportOptions):
 
     @property
     def _shared(self) -> dict[str, Any]:
-        return {
-            "bucket_bytes": self.bucket_bytes,
-            "send_timeout": self.send_timeout,
-            "weight_loader": self.weight_loader,
-        }
+        names = [each.name for each in fields(TransportOptions)]
+        return {name: getattr(self, name) for name in names}
 
     def make_transport(
         self,

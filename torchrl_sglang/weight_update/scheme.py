@@ -26,7 +26,7 @@ from torchrl_sglang.support.urls import (
     normalize_url,
     split_credentials,
 )
-from torchrl_sglang.types import ModelMetadata, PauseMode
+from torchrl_sglang.types import DraftUpdate, ModelMetadata, PauseMode
 from torchrl_sglang.weight_update.encodings.base import WeightEncoding
 from torchrl_sglang.weight_update.encodings.registry import AUTO as AUTO_ENCODING
 from torchrl_sglang.weight_update.options import (
@@ -116,6 +116,12 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             (:class:`.BlockFP8`); or what an encoding of your own makes of it.
             ``"auto"`` (default) is ``"fp8"`` for servers that were started with
             ``rollout_dtype="fp8"``, and ``"identity"`` otherwise.
+        draft (str): what happens to the draft model of servers with speculative
+            decoding. ``"auto"`` (default) updates one that is part of the served
+            checkpoint (MTP), and leaves one with a checkpoint of its own; ``"keep"``
+            leaves both; ``"update"`` sends the same weights to the draft, too, which
+            has to know their names, as a copy of the model does. A draft decides how
+            fast tokens come, and not which ones.
         process_group (ProcessGroup, optional): the ranks that make the weights
             together, where these do not tell, as DTensors do: those of an exporter with
             collectives of its own. All call the sender; the first one sends.
@@ -164,6 +170,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         wait_for: WaitFor = "any",
         verify: bool = False,
         encoding: WeightEncoding | str = AUTO_ENCODING,
+        draft: DraftUpdate = "auto",
         process_group: dist.ProcessGroup | None = None,
         weight_loader: Literal["auto", "sglang", "traced"] = "auto",
         server_url: str | None = None,
@@ -208,6 +215,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             flush_cache=flush_cache,
             verify=verify,
             encoding=encoding,
+            draft=draft,
             process_group=process_group,
             weight_loader=weight_loader,
         )

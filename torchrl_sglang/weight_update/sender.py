@@ -443,6 +443,7 @@ class SGLangWeightSender:
                 control_timeout=self._options.control_timeout,
                 held=update,
                 quantized=encoding.quantized,
+                draft=self._options.draft,
             )
 
     @property
@@ -510,6 +511,7 @@ class SGLangWeightSender:
                     pause_mode="retract" if pause_mode == "none" else pause_mode,
                     held=update,
                     checkpoint=True,
+                    draft=self._options.draft,
                 )
 
         try:

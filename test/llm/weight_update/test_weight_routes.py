@@ -9,7 +9,7 @@ import pytest
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.errors import UnsupportedByServerError
+from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 
 EAGLE = {
     "speculative_algorithm": "EAGLE3",
@@ -40,8 +40,9 @@ def connect(tiny_model_path):
         each.__exit__(None, None, None)
 
 
-def update(engine, model, transport, tmp_path):
-    options = {"directory": tmp_path} if transport == "disk" else {}
+def update(engine, model, transport, tmp_path, **options):
+    if transport == "disk":
+        options["directory"] = tmp_path
     scheme = SGLangWeightSyncScheme(engine, transport=transport, **options)
     try:
         return scheme.create_sender().update_weights(model)
@@ -89,27 +90,85 @@ def test_tensors_are_kept_from_a_draft_of_its_own(
         assert "selector" not in payload
 
 
+@pytest.mark.parametrize(
+    ("server_args", "draft", "selector"),
+    [
+        (EAGLE, "keep", "target"),
+        (EAGLE, "update", "all"),
+        (MTP, "keep", "target"),
+        (MTP, "update", "all"),
+        ({}, "keep", None),
+    ],
+)
+def test_what_an_update_does_to_a_draft_can_be_chosen(
+    connect, hf_model, tmp_path, server_args, draft, selector
+):
+    server, engine = connect(server_args)
+    update(engine, hf_model, "cuda_ipc", tmp_path, draft=draft)
+    paths = ("/begin_weight_update", "/update_weights_from_tensor")
+    payloads = [each for path in paths for each in server.payloads(path)]
+    assert len(payloads) >= 2
+    assert {each.get("selector") for each in payloads} == {selector}
+
+
+@pytest.mark.parametrize(
+    ("server_args", "draft", "kept"),
+    [
+        (EAGLE, "keep", True),
+        (EAGLE, "update", None),
+        (MTP, "keep", True),
+        (MTP, "update", None),
+    ],
+)
+def test_the_choice_without_update_sessions(
+    connect, hf_model, tmp_path, server_args, draft, kept
+):
+    server, engine = connect(server_args, sessions=False)
+    update(engine, hf_model, "cuda_ipc", tmp_path, draft=draft)
+    payloads = server.payloads("/update_weights_from_tensor")
+    assert {each.get("disable_draft_model") for each in payloads} == {kept}
+
+
+@pytest.mark.parametrize("sessions", [True, False])
+def test_files_reach_a_draft_that_is_to_take_them(
+    connect, hf_model, tmp_path, sessions
+):
+    server, engine = connect(EAGLE, sessions=sessions)
+    update(engine, hf_model, "disk", tmp_path, draft="update")
+    (payload,) = server.payloads("/update_weights_from_disk")
+    assert "selector" not in payload
+
+
+def test_the_choice_is_one_of_three(tiny_model_path):
+    with pytest.raises(ConfigurationError, match="draft='both' is not one of 'auto'"):
+        SGLangWeightSyncScheme(draft="both")
+
+
 CHANGES = ("/pause_generation", "/begin_weight_update", "/update_weights_from_disk")
 
 
 @pytest.mark.parametrize(
-    ("server_args", "sessions", "transport", "why"),
+    ("server_args", "sessions", "transport", "draft", "why"),
     [
-        (EAGLE, True, "disk", "overwrite the draft"),
-        (EAGLE, False, "disk", "overwrite the draft"),
-        (MTP, False, "broadcast", "cuda_ipc"),
-        ({"quantization": "fp8"}, True, "cuda_ipc", "'fp8'"),
-        ({"quantization": "fp8"}, True, "disk", "'fp8'"),
-        ({"quantization": "fp8"}, True, "broadcast", "'fp8'"),
-        ({"quantization": "w8a8_int8"}, False, "broadcast", "LoRA adapter"),
+        ({}, True, "cuda_ipc", "update", "have none"),
+        (NGRAM, True, "broadcast", "update", "have none"),
+        (MTP, True, "disk", "keep", "overwrite the draft"),
+        (EAGLE, False, "broadcast", "update", "cuda_ipc"),
+        (EAGLE, True, "disk", "auto", "overwrite the draft"),
+        (EAGLE, False, "disk", "auto", "overwrite the draft"),
+        (MTP, False, "broadcast", "auto", "cuda_ipc"),
+        ({"quantization": "fp8"}, True, "cuda_ipc", "auto", "'fp8'"),
+        ({"quantization": "fp8"}, True, "disk", "auto", "'fp8'"),
+        ({"quantization": "fp8"}, True, "broadcast", "auto", "'fp8'"),
+        ({"quantization": "w8a8_int8"}, False, "broadcast", "auto", "LoRA adapter"),
     ],
 )
 def test_what_would_break_a_server_is_refused_before_anything_is_sent(
-    connect, hf_model, tmp_path, server_args, sessions, transport, why
+    connect, hf_model, tmp_path, server_args, sessions, transport, draft, why
 ):
     server, engine = connect(server_args, sessions=sessions)
     with pytest.raises(UnsupportedByServerError, match=why) as raised:
-        update(engine, hf_model, transport, tmp_path)
+        update(engine, hf_model, transport, tmp_path, draft=draft)
     assert "Nothing was sent" in str(raised.value)
     assert not {path for _, path, _ in server.requests}.intersection(CHANGES)
     (answer,) = engine.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 3})

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from torchrl_sglang.backends.client.drafts import check_draft
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.client.model_info import ModelReader
 from torchrl_sglang.backends.client.quantization import find_quantization
@@ -23,6 +24,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.types import (
     TRACED_LOADER,
+    DraftUpdate,
     ExpertShape,
     ServerArgs,
     ServerCapabilities,
@@ -105,6 +107,7 @@ def check_weight_route(
     route: WeightRoute,
     *,
     quantized: str | None = None,
+    draft: DraftUpdate = "auto",
 ) -> None:
     """Raises :class:`UnsupportedByServerError` if whole weights would break a server.
 
@@ -113,6 +116,7 @@ def check_weight_route(
         route: that the weights would come by.
         quantized: the servers that they were encoded for, by
             ``ServerCapabilities.quantized``.
+        draft: what is to happen to a draft model.
     """
     if capabilities.quantized not in (None, quantized):
         raise UnsupportedByServerError(
@@ -128,31 +132,7 @@ def check_weight_route(
             "files into a server that runs. Nothing was sent. Use "
             "transport='broadcast' or 'cuda_ipc'."
         )
-    draft = capabilities.draft
-    if draft is None:
-        return
-    if route == "disk" and draft == "separate":
-        raise UnsupportedByServerError(
-            "The servers have a draft model with weights of its own, and SGLang loads "
-            "a checkpoint into both models: it would overwrite the draft. Nothing was "
-            "sent. Use transport='broadcast' or 'cuda_ipc', or serve the model without "
-            "speculative decoding."
-        )
-    if capabilities.selects_draft or route == "disk":
-        return
-    if route == "distributed" and draft == "same":
-        raise UnsupportedByServerError(
-            f"The servers draft with layers of the served model, and SGLang "
-            f"{capabilities.version} broadcasts no weights to them: they would stay as "
-            f"they are. Nothing was sent. Use transport='cuda_ipc' or 'disk', a newer "
-            f"SGLang, or no speculative decoding."
-        )
-    if route == "tensor" and draft == "separate" and not capabilities.spares_draft:
-        raise UnsupportedByServerError(
-            f"The servers have a draft model with weights of its own, and SGLang "
-            f"{capabilities.version} gives tensors to both models: they would "
-            f"overwrite the draft. Nothing was sent. Use transport='broadcast'."
-        )
+    check_draft(capabilities, route, draft)
 
 
 async def find_out(

@@ -15,6 +15,7 @@ from torchrl_sglang.backends.client.capabilities import (
     check_weight_route,
     start_id,
 )
+from torchrl_sglang.backends.client.drafts import model_fields
 from torchrl_sglang.backends.client.fan_out import AT_ONCE, fan_out
 from torchrl_sglang.backends.client.http import HttpClient, Method, encode
 from torchrl_sglang.errors import (
@@ -23,7 +24,7 @@ from torchrl_sglang.errors import (
     SGLangError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.types import PauseMode, ServerCapabilities, WeightRoute
+from torchrl_sglang.types import DraftUpdate, PauseMode, ServerCapabilities, WeightRoute
 
 CONTROL_TIMEOUT_SECONDS = 60.0
 """Default timeout of one control call."""
@@ -352,38 +353,39 @@ class ControlPlane:
         await self._all("/destroy_weights_update_group", payload, timeout)
 
     def check_weight_route(
-        self, route: WeightRoute, *, quantized: str | None = None
+        self,
+        route: WeightRoute,
+        *,
+        quantized: str | None = None,
+        draft: DraftUpdate = "auto",
     ) -> None:
         """Raises :class:`.UnsupportedByServerError` if weights would break a server.
 
         Args:
             route: that the weights would come by.
             quantized: the servers that they were encoded for.
+            draft: what is to happen to a draft model.
         """
-        check_weight_route(self.capabilities, route, quantized=quantized)
+        check_weight_route(self.capabilities, route, quantized=quantized, draft=draft)
 
-    @property
-    def _selected(self) -> dict[str, Any]:
-        """Fields of an update that is not for every model of a server with a draft."""
-        draft = self.capabilities.draft
-        if draft is None or not self.capabilities.selects_draft:
-            return {}
-        return {"selector": "all" if draft == "same" else "target"}
-
-    async def begin_weight_update(self, *, urls: Urls = None) -> None:
+    async def begin_weight_update(
+        self, *, urls: Urls = None, draft: DraftUpdate = "auto"
+    ) -> None:
         """Opens an update session, on servers that have such sessions."""
         if self.capabilities.needs_update_session:
+            fields = model_fields(self.capabilities, None, draft)
             await self._all(
-                "/begin_weight_update", self._selected, CONTROL_TIMEOUT_SECONDS, urls
+                "/begin_weight_update", fields, CONTROL_TIMEOUT_SECONDS, urls
             )
 
     async def begin_weight_update_on_each(
-        self, urls: Sequence[str], *, timeout: float
+        self, urls: Sequence[str], *, timeout: float, draft: DraftUpdate = "auto"
     ) -> Errors:
         """Opens update sessions; returns each server's error."""
         if not self.capabilities.needs_update_session:
             return {}
-        return await self._errors("/begin_weight_update", self._selected, timeout, urls)
+        fields = model_fields(self.capabilities, None, draft)
+        return await self._errors("/begin_weight_update", fields, timeout, urls)
 
     async def end_weight_update(
         self, *, timeout: float = CONTROL_TIMEOUT_SECONDS, urls: Urls = None
@@ -408,6 +410,7 @@ class ControlPlane:
         weight_version: str | None,
         timeout: float,
         urls: Urls = None,
+        draft: DraftUpdate = "auto",
         **fields: Any,
     ) -> None:
         """Has servers load weights from a process group, a folder or the request.
@@ -420,17 +423,13 @@ class ControlPlane:
         """
         payload = {
             **fields,
+            **model_fields(self.capabilities, source, draft),
             "load_format": load_format,
             # An update that flushes while requests are queued kills some versions.
             "flush_cache": False,
             "abort_all_requests": False,
             "weight_version": weight_version,
         }
-        if source != "disk":
-            payload |= self._selected
-        draft, spares = self.capabilities.draft, self.capabilities.spares_draft
-        if source == "tensor" and draft == "separate" and spares:
-            payload["disable_draft_model"] = True
         path = f"/update_weights_from_{source}"
         # Servers wait for each other in a collective, and loading takes long.
         await self._all(path, payload, timeout, urls, at_once=None)

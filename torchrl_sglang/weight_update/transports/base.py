@@ -18,7 +18,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.checks import check_count, check_seconds
-from torchrl_sglang.types import WeightLoader, WeightRoute
+from torchrl_sglang.types import DraftUpdate, WeightLoader, WeightRoute
 from torchrl_sglang.weight_update.weights import Weights
 
 BUCKET_BYTES = 2 << 30
@@ -40,6 +40,8 @@ class TransportOptions:
     """Timeout of one transfer, in seconds."""
     weight_loader: str = "auto"
     """``"sglang"``, ``"traced"``, or ``"auto"``: the one that the servers have."""
+    draft: DraftUpdate = "auto"
+    """What happens to a draft model of the servers."""
 
     def __post_init__(self) -> None:
         self._set("bucket_bytes", check_count("bucket_bytes", self.bucket_bytes))
@@ -48,6 +50,11 @@ class TransportOptions:
             raise ConfigurationError(
                 f"weight_loader={self.weight_loader!r} is not one of 'auto', "
                 f"{', '.join(map(repr, get_args(WeightLoader)))}."
+            )
+        if self.draft not in get_args(DraftUpdate):
+            raise ConfigurationError(
+                f"draft={self.draft!r} is not one of "
+                f"{', '.join(map(repr, get_args(DraftUpdate)))}."
             )
 
     def _set(self, name: str, value: Any) -> None:

@@ -287,6 +287,7 @@ class BroadcastTransport(WeightTransport):
                 **fields,
                 weight_version=version,
                 timeout=self._options.send_timeout,
+                draft=self._options.draft,
                 urls=[url],
             )
 

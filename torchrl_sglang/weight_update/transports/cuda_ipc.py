@@ -299,6 +299,7 @@ class CudaIpcTransport(WeightTransport):
                 load_format=load_format,
                 weight_version=version,
                 timeout=self._options.send_timeout,
+                draft=self._options.draft,
                 urls=[url],
             )
 

@@ -174,6 +174,7 @@ class DiskTransport(WeightTransport):
                 load_format=LOAD_FORMAT,
                 weight_version=version,
                 timeout=self._options.send_timeout,
+                draft=self._options.draft,
                 urls=[url],
             )
 

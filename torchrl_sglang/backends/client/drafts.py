@@ -1,0 +1,81 @@
+"""Which models of a server with speculative decoding a weight update is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl_sglang.errors import UnsupportedByServerError
+from torchrl_sglang.types import DraftUpdate, ServerCapabilities, WeightRoute
+
+
+def updates_draft(capabilities: ServerCapabilities, draft: DraftUpdate) -> bool:
+    """Returns whether an update is for the draft model, too."""
+    if draft == "auto":
+        return capabilities.draft == "same"
+    return draft == "update"
+
+
+def model_fields(
+    capabilities: ServerCapabilities, route: WeightRoute | None, draft: DraftUpdate
+) -> dict[str, Any]:
+    """Returns the fields of a call that say which models it is for.
+
+    Args:
+        capabilities: of the servers.
+        route: of the weights; ``None`` for the call that opens an update session.
+        draft: what happens to the draft model.
+    """
+    if capabilities.draft is None or route == "disk":
+        return {}
+    both = updates_draft(capabilities, draft)
+    if capabilities.selects_draft:
+        return {"selector": "all" if both else "target"}
+    if route == "tensor" and not both and capabilities.spares_draft:
+        return {"disable_draft_model": True}
+    return {}
+
+
+def check_draft(
+    capabilities: ServerCapabilities, route: WeightRoute, draft: DraftUpdate
+) -> None:
+    """Checks that servers can do with the draft model what an update asks for.
+
+    Args:
+        capabilities: of the servers.
+        route: that the weights would come by.
+        draft: what is to happen to the draft model.
+
+    Raises:
+        UnsupportedByServerError: naming what else works.
+    """
+    if capabilities.draft is None:
+        if draft == "update":
+            raise UnsupportedByServerError(
+                "draft='update' is for servers with a draft model, and these have "
+                "none. Nothing was sent. Leave draft out."
+            )
+        return
+    both = updates_draft(capabilities, draft)
+    if route == "disk" and not both:
+        raise UnsupportedByServerError(
+            f"The servers have a draft model that this update is not for "
+            f"(draft={draft!r}), and SGLang loads a checkpoint into both models: it "
+            f"would overwrite the draft. Nothing was sent. Use transport='broadcast' "
+            f"or 'cuda_ipc', draft='update' if the draft is to take the same weights, "
+            f"or serve the model without speculative decoding."
+        )
+    if capabilities.selects_draft or route == "disk":
+        return
+    if route == "distributed" and both:
+        raise UnsupportedByServerError(
+            f"The draft model is to take the weights (draft={draft!r}), and SGLang "
+            f"{capabilities.version} broadcasts none to it: it would stay as it is. "
+            f"Nothing was sent. Use transport='cuda_ipc' or 'disk', draft='keep', a "
+            f"newer SGLang, or no speculative decoding."
+        )
+    if route == "tensor" and not both and not capabilities.spares_draft:
+        raise UnsupportedByServerError(
+            f"The draft model is to keep its weights (draft={draft!r}), and SGLang "
+            f"{capabilities.version} gives tensors to both models: they would "
+            f"overwrite the draft. Nothing was sent. Use transport='broadcast'."
+        )
