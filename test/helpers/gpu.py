@@ -47,6 +47,9 @@ LARGE_MODEL: dict[str, Any] = {
 LARGE_CACHE_TOKENS = 1_300_000
 """Tokens in the cache of the server of that model: 20 GB."""
 
+SPECULATIVE_STEPS = 3
+"""Tokens that a draft model proposes at a time."""
+
 TOLERANCE = 0.05
 """Greatest difference of log-probs, for bfloat16's rounding; two models of these shapes
 differ by about 1."""

@@ -8,13 +8,18 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from helpers.gpu import GPUS, LARGE_CACHE_TOKENS, LARGE_MODEL, MODEL, restore, start
+from helpers.gpu import (
+    GPUS,
+    LARGE_CACHE_TOKENS,
+    LARGE_MODEL,
+    MODEL,
+    SPECULATIVE_STEPS,
+    restore,
+    start,
+)
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.testing.tiny_model import save_tiny_model
-
-SPECULATIVE_STEPS = 3
-"""Tokens that the draft model proposes at a time."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "gpu_engine": {"cuda_devices": [GPUS - 1]},
