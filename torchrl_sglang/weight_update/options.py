@@ -19,7 +19,6 @@ from torchrl_sglang.weight_update.encodings.base import WeightEncoding
 from torchrl_sglang.weight_update.encodings.registry import AUTO as AUTO_ENCODING
 from torchrl_sglang.weight_update.encodings.registry import (
     ENCODINGS,
-    IDENTITY,
     find_encoding,
 )
 from torchrl_sglang.weight_update.transports.base import (
@@ -92,10 +91,11 @@ class SchemeOptions(TransportOptions):
         self._set("verify", check_flag("verify", self.verify))
         # A copy is made of what is kept here, so that "auto" stays what it is.
         self._set("encoding", find_encoding(self.encoding) or AUTO_ENCODING)
-        if self.verify and self.encoding not in (AUTO_ENCODING, ENCODINGS[IDENTITY]):
+        known = (AUTO_ENCODING, *ENCODINGS.values())
+        if self.verify and self.encoding not in known:
             raise ConfigurationError(
                 "verify=True compares the servers with what was read, and an encoding "
-                "sends something else; leave one of the two out."
+                "of your own sends something else; leave one of the two out."
             )
         if self.device is not None:
             self._set("device", _to_device(self.device))

@@ -25,8 +25,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.launch.block_fp8 import QUANTIZATION
-from torchrl_sglang.errors import WeightSyncStateError
+from torchrl_sglang.errors import WeightMismatchError, WeightSyncStateError
 from torchrl_sglang.testing.tiny_model import save_tiny_model
+from torchrl_sglang.types import BLOCK_FP8
 from torchrl_sglang.weight_update.encodings.block_fp8 import BlockFP8, decode
 from torchrl_sglang.weight_update.weights import TensorSpec
 
@@ -120,6 +121,42 @@ def test_a_filled_server_is_one_that_read_a_checkpoint(engines):
         )
         assert checksums(engine) == expected[seed]
     scheme.shutdown()
+
+
+class Mistaken(torch.nn.Module):
+    """A model that sends its weights, and scores as another one."""
+
+    def __init__(self, sent: torch.nn.Module, scored: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.others = sent, [scored]
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.others[0](input_ids=input_ids)
+
+
+def test_verify_knows_servers_that_hold_fp8(engines):
+    scheme = SGLangWeightSyncScheme(engines["filled"], verify=True)
+    sender = scheme.create_sender()
+    report = sender.update_weights(model_of(SEEDS[1]))
+    assert report.phase_seconds["verify"] > 0
+    with pytest.raises(WeightMismatchError, match="log-probs differ"):
+        sender.update_weights(Mistaken(model_of(SEEDS[1]), model_of(7)).eval())
+    sender.update_weights(model_of(SEEDS[0]))
+    assert checksums(engines["filled"]) == checksums(engines[SEEDS[0]])
+    scheme.shutdown()
+
+
+def test_a_checkpoint_in_fp8_that_is_served_takes_updates(engines):
+    """Nobody started it with ``rollout_dtype="fp8"``; it holds what is sent later."""
+    engine = engines[SEEDS[1]]
+    assert engine.capabilities.quantized == BLOCK_FP8
+    scheme = SGLangWeightSyncScheme(engine)
+    try:
+        scheme.create_sender().update_weights(model_of(SEEDS[0]))
+        assert checksums(engine) == checksums(engines[SEEDS[0]])
+    finally:
+        scheme.create_sender().update_weights(model_of(SEEDS[1]))
+        scheme.shutdown()
 
 
 def test_log_probs_are_those_of_the_weights_that_fp8_stands_for(engines):

@@ -16,15 +16,18 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
+from torchrl_sglang.weight_update.encodings.block_fp8 import BlockFP8
 from torchrl_sglang.weight_update.sources.given import unwrap
 from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 from torchrl_sglang.weight_update.verify import (
     allowed_difference,
     choose_names,
+    comparable,
     watch,
     whole_model,
 )
+from torchrl_sglang.weight_update.weights import TensorSpec
 
 
 def make_llama(seed: int) -> nn.Module:
@@ -77,6 +80,25 @@ def sender(llama_engine):
     scheme = SGLangWeightSyncScheme(llama_engine, verify=True)
     yield scheme.create_sender()
     scheme.shutdown()
+
+
+def test_of_fp8_only_what_is_sent_as_it_is_can_be_compared():
+    model = make_llama(0)
+    specs = [
+        part
+        for name, value in model.named_parameters()
+        for part in BlockFP8().plan(
+            TensorSpec(name=name, dtype=value.dtype, shape=value.shape)
+        )
+    ]
+    names = comparable(specs)
+    left = {name for name, _ in model.named_parameters()} - set(names)
+    assert left
+    assert {name.split(".")[-2] for name in left} == {
+        f"{each}_proj" for each in ("q", "k", "v", "o", "gate", "up", "down")
+    }
+    assert set(choose_names(names)) >= {"model.norm.weight", "lm_head.weight"}
+    assert not any(name.endswith("_scale_inv") for name in names)
 
 
 def can_generate(engine) -> bool:
