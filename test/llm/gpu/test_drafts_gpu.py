@@ -127,7 +127,7 @@ def greedy(engine) -> list[tuple[list[int], list[float]]]:
 
 @pytest.mark.parametrize("seed", [0, 1], ids=["accepted", "rejected"])
 def test_drafts_change_no_token_and_no_log_prob(drafts, gpu_engine, seed):
-    """The oracle is the same engine without drafts, twice for the noise of batches."""
+    """The oracle is the same engine without drafts."""
     model = chain_model(seed)
     update(drafts, chain_model(0), draft="update")
     update(drafts, model)
