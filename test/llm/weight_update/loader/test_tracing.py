@@ -99,7 +99,7 @@ def test_traced_copies_equal_the_models_own_loader(dtype):
     tensors = weights(dtype)
     expected = Model()
     expected.load_weights(tensors.items())
-    model, state = Model(), loader.State()
+    model, state = Model(), loader.LoaderState()
     before = values(model)
     specs = specs_of(tensors)
     assert loader._prepare(model, state, specs), state.untraced
@@ -116,7 +116,7 @@ def test_a_tensor_that_goes_to_one_place_is_received_there():
         def load_q(self, tensor):
             self.fused.weight.data.narrow(0, 4, 8).copy_(tensor)
 
-    model, state = Whole(), loader.State()
+    model, state = Whole(), loader.LoaderState()
     spec = ("q", "float32", SHAPES["q"])
     assert loader._prepare(model, state, [spec])
     place = loader._whole(spec, state.plans[spec])
@@ -177,7 +177,7 @@ def test_a_loader_that_does_more_is_not_traced(load):
         def load_bias(self, tensor):
             load(self, tensor)
 
-    model, state = Other(), loader.State()
+    model, state = Other(), loader.LoaderState()
     before, parameters = values(model), list(model.parameters())
     assert not loader._prepare(model, state, [("bias", "float32", (12,))])
     assert state.untraced
@@ -189,7 +189,7 @@ def test_a_parameter_that_was_replaced_is_traced_again():
     """SGLang may give a layer another parameter between two updates."""
     tensors = weights()
     specs = specs_of(tensors)
-    model, state = Model(), loader.State()
+    model, state = Model(), loader.LoaderState()
     loader._apply(model, state, specs, list(tensors.values()))
     old = model.fused.weight
     model.fused.weight = nn.Parameter(torch.zeros(12, 8), requires_grad=False)
@@ -207,7 +207,7 @@ def test_questions_are_answered_beside_those_for_parameters():
         def get_weights_by_name(self, name, size, tp_size=1):
             return [name, size, tp_size]
 
-    model, state = Tells(), loader.State(update=7, requests=2, error="no space")
+    model, state = Tells(), loader.LoaderState(update=7, requests=2, error="no space")
     loader._take_questions(model, state)
     assert model.get_weights_by_name("lm_head.weight", 3, tp_size=2) == [
         *("lm_head.weight", 3, 2)
@@ -217,7 +217,7 @@ def test_questions_are_answered_beside_those_for_parameters():
     )
     assert (update, requests, failed, traced, kept) == (7, 2, 1, 1, 0)
     assert "".join(chr(int(letter)) for letter in text) == "no space"
-    state.kept = loader.Kept(number=5, pid=1, pairs=[])
+    state.kept = loader.OpenMemory(number=5, pid=1, pairs=[])
     for number, kept in ((4, True), (5, False)):
         model.get_weights_by_name(f"{loader.QUESTION}/forget/{number}", 1)
         assert (state.kept is not None) == kept
@@ -227,12 +227,12 @@ def test_memory_is_not_kept_where_the_end_of_its_process_cannot_be_told():
     """Of a process in another container, the number is that of another one here."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as sender:
         began = loader.process_start(sender.pid)
-        model, state = Model(), loader.State()
+        model, state = Model(), loader.LoaderState()
         loader._STATES[model] = state
         for known in (None, "1"):
             assert not loader._watch(sender.pid, known)
         assert loader._watch(sender.pid, began)
-        state.kept = loader.Kept(number=1, pid=sender.pid, pairs=[])
+        state.kept = loader.OpenMemory(number=1, pid=sender.pid, pairs=[])
         (waiting,) = (t for t in threading.enumerate() if "-sender" in t.name)
         sender.kill()
         sender.wait(60)
@@ -255,10 +255,10 @@ def test_open_memory_is_read_again():
     """The memory of a GPU stands in here for a trainer's tensors in this process."""
     tensors = weights()
     specs = specs_of(tensors)
-    model, state = Model(), loader.State()
+    model, state = Model(), loader.LoaderState()
     loader._apply(model, state, specs, list(tensors.values()))
     pairs = [(tensors[spec[0]], step) for spec in specs for step in state.plans[spec]]
-    state.kept = loader.Kept(number=3, pid=1, pairs=pairs)
+    state.kept = loader.OpenMemory(number=3, pid=1, pairs=pairs)
     for tensor in tensors.values():
         tensor.mul_(-0.5)
     loader._again(model, state, {"memory": 3}, torch.empty(0))

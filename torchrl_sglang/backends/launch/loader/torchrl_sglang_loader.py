@@ -52,7 +52,7 @@ class UntraceableError(Exception):
 
 
 @dataclass(slots=True)
-class Place:
+class Destination:
     """A parameter or buffer of the model, as it was when it was traced."""
 
     table: dict[str, Any]
@@ -71,10 +71,10 @@ class Place:
 
 
 @dataclass(slots=True)
-class Step:
+class CopyStep:
     """One copy into a parameter, or a value that fills a part of it."""
 
-    place: Place
+    place: Destination
     """The parameter."""
     target: torch.Tensor
     """View of the part that is written."""
@@ -93,13 +93,13 @@ class Step:
         return torch.as_strided(tensor, self.size, self.stride, offset)
 
 
-Plan = list[Step]
+Plan = list[CopyStep]
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the copies from probes, tensors without memory, and makes none."""
 
-    def __init__(self, places: dict[int, Place]) -> None:
+    def __init__(self, places: dict[int, Destination]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._places = places
         self._probes: dict[int, str] = {}
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         return self._probes.get(tensor.untyped_storage()._cdata)
 
-    def _place_of(self, tensor: torch.Tensor) -> Place:
+    def _place_of(self, tensor: torch.Tensor) -> Destination:
         if tensor.device.type != "meta":
             place = self._places.get(tensor.untyped_storage().data_ptr())
             if place is not None:
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = source.expand(target.shape)
         self._add(
             name,
-            Step(
+            CopyStep(
                 place=place,
                 target=target,
                 size=tuple(source.shape),
@@ -178,11 +178,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _fill(self, target: torch.Tensor, value: float) -> torch.Tensor:
         if target.numel():
-            step = Step(place=self._place_of(target), target=target, fill=value)
+            step = CopyStep(place=self._place_of(target), target=target, fill=value)
             self._add(self._current, step)
         return target
 
-    def _add(self, name: str, step: Step) -> None:
+    def _add(self, name: str, step: CopyStep) -> None:
         target = step.target
         key = (target.data_ptr(), target.shape, target.stride())
         if key in self._written:
@@ -204,9 +204,9 @@ def _is_view(func: Any) -> bool:
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
-def find_places(model: torch.nn.Module) -> dict[int, Place]:
+def find_places(model: torch.nn.Module) -> dict[int, Destination]:
     """Returns a model's parameters and buffers, by the addresses of their memory."""
-    places: dict[int, Place] = {}
+    places: dict[int, Destination] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -214,7 +214,7 @@ def find_places(model: torch.nn.Module) -> dict[int, Place]:
                     continue
                 key = tensor.untyped_storage().data_ptr()
                 if key and key not in places:
-                    places[key] = Place(table, name, tensor, tensor.data_ptr())
+                    places[key] = Destination(table, name, tensor, tensor.data_ptr())
     return places
 
 
@@ -225,7 +225,7 @@ def trace(model: Any, specs: Sequence[Spec]) -> dict[str, Plan]:
     raises.
     """
     places = find_places(model)
-    recorder = Recorder(places)
+    recorder = CopyRecorder(places)
     held = [(place, place.tensor.data) for place in places.values()]
     with torch.no_grad(), recorder:
         model.load_weights((spec[0], recorder.probe(spec)) for spec in specs)
@@ -238,24 +238,24 @@ def trace(model: Any, specs: Sequence[Spec]) -> dict[str, Plan]:
 
 
 @dataclass(slots=True)
-class Kept:
+class OpenMemory:
     """Memory of a sender that stays open."""
 
     number: int
     """Number that the sender has given it."""
     pid: int
     """The sender's process."""
-    pairs: list[tuple[torch.Tensor, Step]]
+    pairs: list[tuple[torch.Tensor, CopyStep]]
     """Its tensors, and the steps that read them."""
 
 
 @dataclass(slots=True, eq=False)
-class State:
+class LoaderState:
     """What is known of one model."""
 
     plans: dict[Spec, Plan] = field(default_factory=dict)
     """Copies of the tensors that were traced."""
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, Destination] = field(default_factory=dict)
     """The parameters that they write to, by the identity of each."""
     untraced: str = ""
     """Why ``load_weights`` cannot be traced; empty while it can."""
@@ -265,7 +265,7 @@ class State:
     """Requests of it that were done."""
     error: str = ""
     """Why one of them failed."""
-    kept: Kept | None = None
+    kept: OpenMemory | None = None
     """Memory that the sender has shared."""
 
     def answer(self, question: str) -> list[float]:
@@ -282,19 +282,25 @@ class State:
         ]
 
 
-_STATES: weakref.WeakKeyDictionary[Any, State] = weakref.WeakKeyDictionary()
+_STATES: weakref.WeakKeyDictionary[Any, LoaderState] = weakref.WeakKeyDictionary()
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Does what one request says; SGLang calls it in each rank."""
     state = _STATES.get(model)
     if state is None:
-        state = _STATES[model] = State()
+        state = _STATES[model] = LoaderState()
         _take_questions(model, state)
-    (text, content), *_ = named_tensors
-    order = json.loads(text)
-    if order["update"] != state.update:
-        state.update, state.requests, state.error = order["update"], 0, ""
+    try:
+        ((text, content),) = named_tensors
+        order = json.loads(text)
+        number = int(order["update"])
+    except (ValueError, KeyError, TypeError) as error:
+        # All ranks see the same.
+        state.update, state.error = 0, f"this is no order: {error}"
+        return
+    if number != state.update:
+        state.update, state.requests, state.error = number, 0, ""
     if not state.error:
         try:
             with torch.no_grad():
@@ -322,7 +328,7 @@ def _all_ranks(fine: bool) -> bool:
     return not worst.item()
 
 
-def _take_questions(model: Any, state: State) -> None:
+def _take_questions(model: Any, state: LoaderState) -> None:
     """Has the model answer questions to this module beside those for parameters."""
     own: Callable[..., Any] | None = getattr(model, "get_weights_by_name", None)
 
@@ -336,7 +342,7 @@ def _take_questions(model: Any, state: State) -> None:
     model.get_weights_by_name = get_weights_by_name
 
 
-def _prepare(model: Any, state: State, specs: Sequence[Spec]) -> bool:
+def _prepare(model: Any, state: LoaderState, specs: Sequence[Spec]) -> bool:
     """Traces tensors that are not known yet; returns whether all have a plan."""
     if state.untraced:
         return False
@@ -365,7 +371,10 @@ def _prepare(model: Any, state: State, specs: Sequence[Spec]) -> bool:
 
 
 def _apply(
-    model: Any, state: State, specs: Sequence[Spec], tensors: Sequence[torch.Tensor]
+    model: Any,
+    state: LoaderState,
+    specs: Sequence[Spec],
+    tensors: Sequence[torch.Tensor],
 ) -> None:
     """Loads tensors, by their plans if there are any."""
     if _prepare(model, state, specs):
@@ -379,7 +388,7 @@ def _apply(
         model.load_weights(list(zip(names, tensors, strict=True)))
 
 
-def run(pairs: Iterator[tuple[torch.Tensor, Step]] | list[Any]) -> None:
+def run(pairs: Iterator[tuple[torch.Tensor, CopyStep]] | list[Any]) -> None:
     """Makes copies; small ones together."""
     targets: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for tensor, step in pairs:
@@ -418,13 +427,13 @@ def _views(flat: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
     return views
 
 
-def _bucket(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
+def _bucket(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
     """Loads tensors whose bytes came with the request."""
     specs = _specs(order)
     _apply(model, state, specs, _views(content, specs))
 
 
-def _open(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
+def _open(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
     """Opens memory of the sender, loads from it, and keeps it open if it may."""
     specs = _specs(order)
     # Another memory may have its handles by now.
@@ -442,10 +451,10 @@ def _open(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
             for spec, tensor in zip(specs, tensors, strict=True)
             for step in state.plans[spec]
         ]
-        state.kept = Kept(number=order["memory"], pid=order["pid"], pairs=pairs)
+        state.kept = OpenMemory(number=order["memory"], pid=order["pid"], pairs=pairs)
 
 
-def _again(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
+def _again(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
     """Loads from memory that is open already."""
     kept = state.kept
     valid = all(place.is_valid() for place in state.places.values())
@@ -535,7 +544,7 @@ def _watch(pid: int, began: str | None) -> bool:
     return True
 
 
-def _receive(model: Any, state: State, order: Any, content: torch.Tensor) -> None:
+def _receive(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
     """Receives tensors by broadcasts, into parameters where these take them whole."""
     group = _find_group(order["group"])
     specs = _specs(order)
@@ -557,7 +566,7 @@ def _receive(model: Any, state: State, order: Any, content: torch.Tensor) -> Non
         for (_, dtype, shape), into in zip(specs, direct, strict=True)
     ]
     together = order["together"]
-    with _OneOperation(group, device) if together else nullcontext([]) as works:
+    with _GroupedBroadcasts(group, device) if together else nullcontext([]) as works:
         started = [
             dist.broadcast(each, src=0, group=group, async_op=True) for each in received
         ]
@@ -581,7 +590,7 @@ def _whole(spec: Spec, plan: Plan) -> torch.Tensor | None:
     return step.target if whole and str(step.target.dtype)[6:] == spec[1] else None
 
 
-class _OneOperation:
+class _GroupedBroadcasts:
     """Starts all broadcasts of a block as one operation of NCCL."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -604,7 +613,7 @@ def _find_group(name: str) -> Any:
     raise LookupError(f"the server has not joined the process group {name}")
 
 
-ACTIONS: dict[str, Callable[[Any, State, Any, torch.Tensor], None]] = {
+ACTIONS: dict[str, Callable[[Any, LoaderState, Any, torch.Tensor], None]] = {
     "bucket": _bucket,
     "open": _open,
     "again": _again,
