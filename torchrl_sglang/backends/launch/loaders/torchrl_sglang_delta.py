@@ -201,8 +201,9 @@ class UpdateState:
             size = entry["item_bytes"]
             end = start + entry["count"] * size
             # Bytes of equal significance are together.
-            planes = flat[start:end].view(size, entry["count"])
-            values = planes.t().contiguous().view(INTEGERS[size]).view(-1)
+            planes = flat[start:end].view(size, entry["count"]).t()
+            values = planes.clone(memory_format=torch.contiguous_format)
+            values = values.view(-1).view(INTEGERS[size])
             start = end
             if not entry["gap_bytes"] and entry["whole"]:
                 yield entry, values
