@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ from aiohttp import web
 from helpers.fake_server import FakeServer, _json, _refusal
 from torch import nn
 
-from torchrl_sglang.backends.launch.loaders import FOLDER
 from torchrl_sglang.backends.launch.loaders import torchrl_sglang_delta as loader
 
 FUSED = {
@@ -128,11 +126,3 @@ class LoadingServer(FakeServer):
         self.routes["/update_weights_from_tensor"] = load
         self.routes["/get_weights_by_name"] = tell
 
-
-def import_as_servers_do() -> Any:
-    """Imports the loader as the Python of a server does, as a module of its own."""
-    sys.path.append(str(FOLDER))
-    try:
-        return __import__("torchrl_sglang_delta")
-    finally:
-        sys.path.remove(str(FOLDER))

@@ -325,14 +325,12 @@ class DeltaTransport(WeightTransport):
         self._reason = self.why if self._reason is None else self._reason
         self.wire_bytes = sum(line.wire_bytes for line in lines)
         total = sum(spec.shape.numel() for spec in weights.specs)
+        share = f"the {changed / max(total, 1):.2%} of elements that changed"
         texts = [
-            f"{len(line.urls)} server(s) got all elements"
-            if not line.writer.base
-            else f"{len(line.urls)} server(s) got {changed / max(total, 1):.2%} of all "
-            f"elements"
+            f"{len(line.urls)} server(s): {share if line.writer.base else 'everything'}"
             for line in lines
         ]
-        self.why = f"{self._reason} {', '.join(texts)}."
+        self.why = f"{self._reason} Sent to {', to '.join(texts)}."
 
 
 @dataclass(kw_only=True)
@@ -377,10 +375,10 @@ def _problem(
     state: LoaderState | None, update: str, number: int, *, last: bool
 ) -> str | None:
     """Returns what is wrong with a server's answer to a message; None: nothing."""
+    if state is not None and state.outcome != loader.OK:
+        return _OUTCOMES.get(state.outcome, "could not load the weights")
     if state is None or state.update != update:
         return "does not know the update that it was sent"
-    if state.outcome != loader.OK:
-        return _OUTCOMES.get(state.outcome, "could not load the weights")
     if state.next != number + 1:
         return f"waits for message {state.next}, and was sent message {number}"
     if last and not (state.token == update and state.intact):
