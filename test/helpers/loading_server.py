@@ -1,7 +1,7 @@
 """A fake server with a model that loads weights as SGLang's models do.
 
-The custom weight loader runs in it as it does in a server: SGLang's route for tensors is
-done here in the same order, with the same unpickler's input.
+The custom weight loader runs in it as it does in a server, on what SGLang's route for
+tensors gives it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from helpers.fake_server import FakeServer, _json, _refusal
 from torch import nn
 
+from helpers.fake_server import FakeServer, _json, _refusal
 from torchrl_sglang.backends.launch.loaders import torchrl_sglang_delta as loader
 
 FUSED = {
@@ -125,4 +125,3 @@ class LoadingServer(FakeServer):
 
         self.routes["/update_weights_from_tensor"] = load
         self.routes["/get_weights_by_name"] = tell
-

@@ -302,9 +302,7 @@ class DeltaTransport(WeightTransport):
             message="A server did not take the weights.",
         )
 
-    def _give_up(
-        self, error: BaseException, lines: list[Line]
-    ) -> WeightTransferError:
+    def _give_up(self, error: BaseException, lines: list[Line]) -> WeightTransferError:
         """Waits until nothing is in flight, and returns the error to raise."""
         timeout = self._options.send_timeout + STATE_SECONDS + GRACE_SECONDS
         outcomes = [

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import copy
+import os
+import signal
 
 import pytest
 import torch
 from helpers.log_probs import TOLERANCE, difference
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.errors import UnsupportedByServerError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 LOADER = "torchrl_sglang_delta.load"
 UPDATES = 50
-PROMPT = [5, 6, 7, 8, 9, 10, 11]
+"""Updates after the first one."""
 
 
 @pytest.fixture(scope="module", params=["0.5.23", "0.5.20"])
-def engine(request, tiny_model_path):
+def delta_engine(request, tiny_model_path):
     """A server of each generation, with update sessions and without."""
     with AsyncSGLang.from_pretrained(
         tiny_model_path,
@@ -46,30 +46,73 @@ def trained(tokenizer, seed=0):
     return model, step
 
 
-def test_fifty_updates_are_exact(engine, tokenizer):
+def exact_copy(model, tokenizer):
+    """Returns the model in float32; its rotary frequencies were rounded, too."""
+    exact = make_tiny_model(tokenizer)
+    with torch.no_grad():
+        for own, value in zip(exact.parameters(), model.parameters(), strict=True):
+            own.copy_(value)
+    return exact
+
+
+def test_fifty_updates_are_exact(delta_engine, tokenizer):
     """Only the first one has all bytes, and the servers compute with the last."""
     model, step = trained(tokenizer)
-    scheme = SGLangWeightSyncScheme(engine, model, transport="delta", verify=True)
+    scheme = SGLangWeightSyncScheme(delta_engine, model, transport="delta")
     sender = scheme.create_sender()
     reports = [sender.update_weights()]
     for _ in range(UPDATES):
         step()
-        reports.append(sender.update_weights(verify=False))
+        reports.append(sender.update_weights())
     assert "everything" in reports[0].reason
     assert all("that changed" in report.reason for report in reports[1:])
     full = reports[0].wire_bytes
     assert max(report.wire_bytes for report in reports[1:]) < full / 2
-    exact = copy.deepcopy(model).float()
-    assert difference(engine, exact) < TOLERANCE
-    # Whether the oracle sees one step.
+    assert difference(delta_engine, exact_copy(model, tokenizer)) < TOLERANCE
+    scheme.shutdown()
+
+
+def kill(engine):
+    """Kills the engine's server, and waits until it is started again."""
+    (server,) = engine.servers
+    os.kill(server.pid, signal.SIGKILL)
+    engine.revive()
+
+
+@pytest.mark.slow
+def test_a_killed_server_gets_everything(delta_engine, tokenizer):
+    model, step = trained(tokenizer)
+    scheme = SGLangWeightSyncScheme(delta_engine, model, transport="delta")
+    sender = scheme.create_sender()
+    sender.update_weights()
     step()
-    assert sender.update_weights(verify=True).version == engine.weight_version
+    assert "that changed" in sender.update_weights().reason
+    kill(delta_engine)
+    assert "everything" in sender.update_weights().reason
+    step()
+    assert "that changed" in sender.update_weights().reason
+    assert difference(delta_engine, exact_copy(model, tokenizer)) < TOLERANCE
     scheme.shutdown()
 
 
-def test_a_server_without_the_loader(request, tokenizer):
-    plain = request.getfixturevalue("restored_engine")
-    scheme = SGLangWeightSyncScheme(plain, make_tiny_model(tokenizer), transport="delta")
-    with pytest.raises(UnsupportedByServerError, match="custom_weight_loader='torch"):
-        scheme.create_sender().update_weights()
-    scheme.shutdown()
+@pytest.mark.slow
+def test_tensor_parallel_servers(tiny_model_path, tokenizer):
+    """A payload goes to the first rank, which gives it to the other one."""
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path,
+        device="cpu",
+        tp_size=2,
+        custom_weight_loader=LOADER,
+        environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    ) as engine:
+        model, step = trained(tokenizer)
+        scheme = SGLangWeightSyncScheme(engine, model, transport="delta")
+        sender = scheme.create_sender()
+        full = sender.update_weights()
+        for _ in range(3):
+            step()
+            report = sender.update_weights()
+            assert "that changed" in report.reason
+            assert report.wire_bytes < full.wire_bytes / 2
+        assert difference(engine, exact_copy(model, tokenizer)) < TOLERANCE
+        scheme.shutdown()

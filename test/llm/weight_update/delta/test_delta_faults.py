@@ -10,11 +10,11 @@ import base64
 
 import pytest
 import torch
-from helpers.fake_server import _json
+from helpers.fake_server import FakeServer, _json
 from helpers.loading_server import FusedModel, LoadingServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.errors import WeightTransferError
+from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
@@ -234,3 +234,16 @@ def test_a_server_that_tells_nothing_sensible(run):
     run.servers[0].routes[TELL] = lambda content: _json([1.0, 2.0])
     with pytest.raises(WeightTransferError, match="does not know the update"):
         run.update()
+
+
+def test_servers_without_the_loader(tiny_model_path, tokenizer):
+    """They would end, so nothing is sent."""
+    with FakeServer(tiny_model_path) as server:
+        engine = AsyncSGLang.connect(server.url)
+        model = make_tiny_model(tokenizer)
+        scheme = SGLangWeightSyncScheme(engine, model, transport="delta")
+        with pytest.raises(UnsupportedByServerError, match="custom_weight_loader='to"):
+            scheme.create_sender().update_weights()
+        assert SEND not in [path for _, path, _ in server.requests]
+        scheme.shutdown()
+        engine.shutdown()

@@ -258,8 +258,9 @@ def test_it_imports_neither_this_package_nor_a_pickle():
         for node in ast.walk(tree)
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for name in (
-            [node.module] if isinstance(node, ast.ImportFrom) else
-            [alias.name for alias in node.names]
+            [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
         )
     }
     assert names <= {*sys.stdlib_module_names, "torch"}
