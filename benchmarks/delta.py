@@ -22,7 +22,7 @@ from script import print_row, read_options
 from torchrl_sglang.backends.launch.loaders import torchrl_sglang_delta as loader
 from torchrl_sglang.weight_update.transports.delta import MESSAGE_BYTES
 from torchrl_sglang.weight_update.transports.delta_messages import (
-    MessageWriter,
+    DeltaWriter,
     all_of,
     bits_of,
     changes_of,
@@ -137,7 +137,7 @@ def make_messages(
         TensorSpec(name=name, dtype=value.dtype, shape=value.shape)
         for name, value in weights.items()
     )
-    writer = MessageWriter(update=update, base=base, specs=specs)
+    writer = DeltaWriter(update=update, base=base, specs=specs)
     messages, changed = [], 0
     for number, (name, value) in enumerate(weights.items()):
         bits = bits_of(value.reshape(-1))

@@ -75,10 +75,10 @@ class FusedModel(nn.Module):
         parameters = dict(self.named_parameters())
         for name, value in weights:
             target, dim, start, length = self.places[name]
-            if length < value.shape[dim]:
-                value = value.narrow(dim, self.rank * length, length)
+            first = self.rank * length if length < value.shape[dim] else 0
+            own = value.narrow(dim, first, length)
             whole = parameters[self.names[target]].data
-            whole.narrow(dim, start, length).copy_(value)
+            whole.narrow(dim, start, length).copy_(own)
 
     def held(self, name: str) -> torch.Tensor:
         """Returns what this rank holds of a checkpoint's tensor."""

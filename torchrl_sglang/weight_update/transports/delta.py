@@ -32,8 +32,8 @@ from torchrl_sglang.weight_update.transports.base import (
     send_to_each,
 )
 from torchrl_sglang.weight_update.transports.delta_messages import (
+    DeltaWriter,
     LoaderState,
-    MessageWriter,
     all_of,
     bits_of,
     changes_of,
@@ -196,7 +196,7 @@ class DeltaTransport(WeightTransport):
         for changes in (True, False):
             group = [url for url in urls if (reasons[url] is None) is changes]
             base = baseline.token if baseline is not None and changes else ""
-            writer = MessageWriter(update=token, base=base, specs=specs)
+            writer = DeltaWriter(update=token, base=base, specs=specs)
             if group:
                 known = [state for url in group if (state := states[url]) is not None]
                 whole = {number for state in known for number in state.whole}
@@ -337,7 +337,7 @@ class Line:
 
     transport: DeltaTransport
     urls: list[str]
-    writer: MessageWriter
+    writer: DeltaWriter
     whole: set[int]
     """Tensors that go as a whole."""
     in_flight: Future[None] | None = None

@@ -175,7 +175,7 @@ def _write_gaps(indices: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @dataclass(kw_only=True)
-class MessageWriter:
+class DeltaWriter:
     """Makes the messages of one update, in order."""
 
     update: str

@@ -1,4 +1,4 @@
-"""The loader in the server: what it takes, what it refuses, and that it stands alone."""
+"""The loader in the server: what it takes and refuses, and that it stands alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import nn
 from torchrl_sglang.backends.launch.loaders import FOLDER, search_path
 from torchrl_sglang.backends.launch.loaders import torchrl_sglang_delta as loader
 from torchrl_sglang.weight_update.transports.delta_messages import (
+    DeltaWriter,
     LoaderState,
-    MessageWriter,
     all_of,
     bits_of,
     changes_of,
@@ -45,7 +45,7 @@ def told(model):
 
 
 def send_all(model, weights, update=FIRST):
-    writer = MessageWriter(update=update, base="", specs=specs_of(weights))
+    writer = DeltaWriter(update=update, base="", specs=specs_of(weights))
     for number, value in enumerate(weights.values()):
         bits = bits_of(value.reshape(-1))
         # In two parts, the second one first.
@@ -58,7 +58,7 @@ def send_all(model, weights, update=FIRST):
 
 
 def changes(weights, before, base=FIRST, update=SECOND):
-    writer = MessageWriter(update=update, base=base, specs=specs_of(weights))
+    writer = DeltaWriter(update=update, base=base, specs=specs_of(weights))
     for number, (name, value) in enumerate(weights.items()):
         old = bits_of(before[name].reshape(-1))
         part, _ = changes_of(number, 0, bits_of(value.reshape(-1)), old)
@@ -227,7 +227,7 @@ def test_ranks_share_one_message_and_agree():
 
         both(models, load)
 
-    writer = MessageWriter(update=FIRST, base="", specs=specs_of(weights))
+    writer = DeltaWriter(update=FIRST, base="", specs=specs_of(weights))
     for number, value in enumerate(weights.values()):
         writer.add(all_of(number, 0, bits_of(value.reshape(-1))))
     give_first(writer.message(last=True))

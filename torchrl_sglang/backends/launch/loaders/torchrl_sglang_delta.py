@@ -98,7 +98,7 @@ class UpdateState:
         self.outcome = OK
         self.tensors: list[tuple[str, str, list[int]]] = []
         """Name, type and shape of every tensor, as the sender counts them."""
-        self.routes: dict[int, list[Route]] = {}
+        self.routes: dict[int, list[CopyRoute]] = {}
         """Where the elements of each tensor go; those that are missing are unknown."""
         self.unclear: set[int] = set()
         """Tensors whose elements do not only move."""
@@ -254,7 +254,7 @@ class UpdateState:
                 self.routes[number] = routes
 
 
-class Route(NamedTuple):
+class CopyRoute(NamedTuple):
     """Where a block of a tensor's elements is in one of the model's."""
 
     target: str
@@ -315,7 +315,7 @@ class CopyRecorder(TorchDispatchMode):
 
     def __init__(self, model: Any, given: list[tuple[int, torch.Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.routes: dict[int, list[Route]] = {}
+        self.routes: dict[int, list[CopyRoute]] = {}
         self.unclear: set[int] = set()
         self._given = {
             value.untyped_storage().data_ptr(): (number, value)
@@ -367,7 +367,7 @@ class CopyRecorder(TorchDispatchMode):
             self.unclear.add(number)
             return
         name, whole = known
-        route = Route(
+        route = CopyRoute(
             target=name,
             layout=_layout(whole),
             source=(part.data_ptr() - given.data_ptr()) // given.element_size(),
