@@ -132,11 +132,12 @@ class DeltaTransport(WeightTransport):
                 f"does not start, the file torchrl_sglang_delta.py must be on the "
                 f"PYTHONPATH."
             )
-        if capabilities.draft == "same":
+        updated = {"auto": capabilities.draft == "same", "keep": False}
+        if capabilities.draft is not None and updated.get(self._options.draft, True):
             raise UnsupportedByServerError(
-                "transport='delta' cannot see whether a draft model that shares the "
-                "served model's checkpoint was updated, too; use "
-                "transport='broadcast', or no speculative decoding."
+                f"transport='delta' does not see whether a draft model was updated, "
+                f"too (draft={self._options.draft!r}); give draft='keep', or use "
+                f"transport='broadcast'."
             )
         self._connected = True
 
@@ -263,6 +264,7 @@ class DeltaTransport(WeightTransport):
                 serialized_named_tensors=empty,
                 weight_version=version,
                 timeout=self._options.send_timeout,
+                draft=self._options.draft,
             )
         )
 
@@ -283,6 +285,7 @@ class DeltaTransport(WeightTransport):
                 load_format=loader.LOADER,
                 weight_version=None,
                 timeout=self._options.send_timeout,
+                draft=self._options.draft,
                 urls=[url],
             )
             told = await control.loader_states(
