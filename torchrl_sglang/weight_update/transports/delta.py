@@ -308,15 +308,13 @@ class DeltaTransport(WeightTransport):
     def _give_up(self, error: BaseException, lines: list[Line]) -> WeightTransferError:
         """Waits until nothing is in flight, and returns the error to raise."""
         timeout = self._options.send_timeout + STATE_SECONDS + GRACE_SECONDS
-        outcomes = [
-            line.in_flight.exception(timeout)
-            for line in lines
-            if line.in_flight is not None
-        ]
-        untouched = all(line.posted <= 1 for line in lines) and all(
-            isinstance(each, WeightTransferError) and each.untouched
-            for each in outcomes
-        )
+        untouched = True
+        for line in lines:
+            sent = line.in_flight
+            failure = None if sent is None else sent.exception(timeout)
+            refused = isinstance(failure, WeightTransferError) and failure.untouched
+            # The first message, and no server has loaded it.
+            untouched &= line.posted == 0 or (line.posted == 1 and refused)
         own = isinstance(error, WeightTransferError)
         message = str(error) if own else f"The weights did not arrive: {error}"
         return WeightTransferError(message, untouched=untouched)
