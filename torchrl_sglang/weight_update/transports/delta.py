@@ -176,7 +176,7 @@ class DeltaTransport(WeightTransport):
 
     def _lines(
         self, specs: tuple[TensorSpec, ...], baseline: Baseline | None
-    ) -> list[Line]:
+    ) -> list[DeltaLine]:
         """Asks the servers what they hold; returns who is sent what."""
         control, timeout = self._engine.control, STATE_SECONDS
         urls = list(control.urls)
@@ -193,7 +193,7 @@ class DeltaTransport(WeightTransport):
             for url, version in zip(urls, versions, strict=True)
         }
         token = secrets.token_hex(loader.TOKEN_BITS // 4)
-        lines: list[Line] = []
+        lines: list[DeltaLine] = []
         for changes in (True, False):
             group = [url for url in urls if (reasons[url] is None) is changes]
             base = baseline.token if baseline is not None and changes else ""
@@ -202,7 +202,7 @@ class DeltaTransport(WeightTransport):
                 known = [state for url in group if (state := states[url]) is not None]
                 whole = {number for state in known for number in state.whole}
                 lines.append(
-                    Line(transport=self, urls=group, writer=writer, whole=whole)
+                    DeltaLine(transport=self, urls=group, writer=writer, whole=whole)
                 )
         if baseline is not None:
             for url, reason in reasons.items():
@@ -210,7 +210,9 @@ class DeltaTransport(WeightTransport):
                     torchrl_logger.info(f"{url} is sent all weights: {reason}.")
         return lines
 
-    def _write(self, weights: Weights, lines: list[Line], baseline: Baseline) -> int:
+    def _write(
+        self, weights: Weights, lines: list[DeltaLine], baseline: Baseline
+    ) -> int:
         """Reads the weights once, for all lines; returns how many elements changed."""
         numbers = {spec.name: i for i, spec in enumerate(weights.specs)}
         changed = 0
@@ -227,7 +229,7 @@ class DeltaTransport(WeightTransport):
         spec: TensorSpec,
         number: int,
         flat: torch.Tensor,
-        lines: list[Line],
+        lines: list[DeltaLine],
         baseline: Baseline,
     ) -> int:
         changed = 0
@@ -268,7 +270,7 @@ class DeltaTransport(WeightTransport):
             )
         )
 
-    async def post(self, line: Line, message: bytes, *, last: bool) -> None:
+    async def post(self, line: DeltaLine, message: bytes, *, last: bool) -> None:
         """Posts a message to the servers of a line, which say that they took it."""
         content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         entry, _ = pack([(loader.PAYLOAD, content)])
@@ -305,7 +307,9 @@ class DeltaTransport(WeightTransport):
             message="A server did not take the weights.",
         )
 
-    def _give_up(self, error: BaseException, lines: list[Line]) -> WeightTransferError:
+    def _give_up(
+        self, error: BaseException, lines: list[DeltaLine]
+    ) -> WeightTransferError:
         """Waits until nothing is in flight, and returns the error to raise."""
         timeout = self._options.send_timeout + STATE_SECONDS + GRACE_SECONDS
         untouched = True
@@ -319,7 +323,7 @@ class DeltaTransport(WeightTransport):
         message = str(error) if own else f"The weights did not arrive: {error}"
         return WeightTransferError(message, untouched=untouched)
 
-    def _report(self, weights: Weights, lines: list[Line], changed: int) -> None:
+    def _report(self, weights: Weights, lines: list[DeltaLine], changed: int) -> None:
         """Says in the report what was sent."""
         self._reason = self.why if self._reason is None else self._reason
         self.wire_bytes = sum(line.wire_bytes for line in lines)
@@ -333,7 +337,7 @@ class DeltaTransport(WeightTransport):
 
 
 @dataclass(kw_only=True)
-class Line:
+class DeltaLine:
     """The messages of an update to servers that get the same."""
 
     transport: DeltaTransport
