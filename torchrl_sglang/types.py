@@ -352,6 +352,9 @@ class ServerCapabilities:
     """Path that answers with the number of running and queued requests."""
     info_route: str = "/server_info"
     """Path that answers with the server's arguments; its scheduler takes part."""
+    weight_loaders: tuple[str, ...] = ()
+    """Functions in the server's Python that a weight update can name; another name ends
+    the server."""
     has_tokenizer: bool
     """The server can decode tokens and match stop strings."""
     has_grammar: bool
@@ -479,14 +482,18 @@ class SyncReport:
     version: str
     """Weight version that the servers report from now on."""
     transport: str
-    """``"broadcast"``, ``"cuda_ipc"``, ``"disk"``, ``"lora"``; ``"checkpoint"`` if the
-    servers went back to their own files, ``"none"`` if another trainer rank sends."""
+    """``"broadcast"``, ``"cuda_ipc"``, ``"delta"``, ``"disk"``, ``"lora"``;
+    ``"checkpoint"`` if the servers went back to their own files, ``"none"`` if another
+    trainer rank sends."""
     reason: str = ""
     """Reason for the transport."""
     num_tensors: int
     """Number of tensors sent; tied weights count once."""
     num_bytes: int
     """Bytes sent."""
+    wire_bytes: int | None = None
+    """Bytes of the requests to all servers together, where the transport sends less
+    than the tensors; ``None``: it does not."""
     num_buckets: int
     """Number of transfers that they were sent in."""
     seconds: float

@@ -84,6 +84,7 @@ def session_lora_engine(tiny_model_path: str) -> Iterator[AsyncSGLang]:
         lora_target_modules=["all"],
         max_loras_per_batch=3,
         max_loaded_loras=3,
+        custom_weight_loader="torchrl_sglang_delta.load",
     ) as engine:
         yield engine
 

@@ -41,6 +41,7 @@ FLOOR = {
 RUN_BY_SGLANG = {
     "backends/launch/cpu/launch.py",
     "backends/launch/loader/torchrl_sglang_loader.py",
+    "backends/launch/loaders/torchrl_sglang_delta.py",
 }
 """Run in SGLang's own Python, where this package is not."""
 
@@ -161,6 +162,7 @@ REACHES_ENGINE = {
     "fleet.weights_state.WeightUpdate",
     "fleet.weights_state.next_version",
     "launch.gpus.visible_devices",
+    "launch.loaders.torchrl_sglang_delta",
     "lora.names.check_name",
     "lora.names.parse_served_name",
     "lora.payload.fits_servers",

@@ -67,6 +67,10 @@ class Transfer(Protocol):
         """Reason why the transport was chosen."""
 
     @property
+    def wire_bytes(self) -> int | None:
+        """Bytes of the last update's requests, if not those of the tensors."""
+
+    @property
     def route(self) -> WeightRoute | None:
         """Route by which servers load whole weights; ``None``: none are sent."""
 
@@ -148,6 +152,7 @@ def update_weights(
         reason=transport.why,
         num_tensors=len(weights.specs),
         num_bytes=weights.num_bytes,
+        wire_bytes=transport.wire_bytes,
         num_buckets=count,
         seconds=time.perf_counter() - start,
         phase_seconds=session.seconds,

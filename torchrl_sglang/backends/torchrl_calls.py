@@ -208,6 +208,7 @@ class _Broadcast:
     in_session = True
     adapter_only = False
     why = "The trainer called update_weights_from_distributed()."
+    wire_bytes = None
     connected = True
 
     def __init__(self, engine: RLSGLangEngine, timeout: float) -> None:

@@ -80,7 +80,11 @@ class SchemeOptions(TransportOptions):
             **self._shared,
         )
         self._set("transport_options", given)
-        if self.weight_loader == "traced" and self.transport in ("disk", "lora"):
+        if self.weight_loader == "traced" and self.transport in (
+            "delta",
+            "disk",
+            "lora",
+        ):
             raise ConfigurationError(
                 f"weight_loader='traced' is for transport='broadcast' and 'cuda_ipc', "
                 f"and transport={self.transport!r} does not use it; leave it out."

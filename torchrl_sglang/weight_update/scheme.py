@@ -71,9 +71,12 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         transport (str): how weights are sent. ``"broadcast"`` sends them over a process
             group of NCCL or gloo; ``"cuda_ipc"`` has servers on the GPU of the weights
             open their memory; ``"disk"`` writes checkpoints that servers on the same
-            file system load; ``"lora"`` publishes the adapter of a PEFT model, or of a
-            folder that PEFT has saved it in, and pauses nothing: requests in flight
-            end with the adapter that they began with. ``"auto"`` (default) takes
+            file system load; ``"delta"`` sends the elements that changed in plain HTTP
+            requests, to servers that were started with
+            ``custom_weight_loader="torchrl_sglang_delta.load"``; ``"lora"`` publishes
+            the adapter of a PEFT model, or of a folder that PEFT has saved it in, and
+            pauses nothing: requests in flight end with the adapter that they began
+            with. ``"auto"`` (default) takes
             ``"lora"`` for a model that trains only an adapter that the servers take,
             ``"disk"`` if a ``directory`` is given, ``"cuda_ipc"`` if this engine
             started the servers on the GPU of the weights, and ``"broadcast"``

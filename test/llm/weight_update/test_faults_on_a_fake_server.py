@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 import requests
 from helpers.fake_server import FakeServer
+from helpers.loading_server import FusedModel, LoadingServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import WeightSyncError, WeightSyncStateError
@@ -48,6 +49,7 @@ class Steps:
 
 WHOLE = {
     "cuda_ipc": Steps("/update_weights_from_tensor", calls=(1, 2)),
+    "delta": Steps("/update_weights_from_tensor", calls=(1, 2)),
     "disk": Steps("/update_weights_from_disk", in_session=False),
 }
 """Transports of whole weights -> their calls."""
@@ -157,9 +159,14 @@ def trainer(request, tiny_model_path, tokenizer, tmp_path_factory):
     options = {}
     if request.param == "disk":
         options["directory"] = tmp_path_factory.mktemp("weights")
-    with FakeServer(tiny_model_path) as server:
+    model = make_tiny_model(tokenizer)
+    if request.param == "delta":
+        loads = FusedModel(dict(model.named_parameters()))
+        fake = LoadingServer(tiny_model_path, loads)
+    else:
+        fake = FakeServer(tiny_model_path)
+    with fake as server:
         server.silent_while_paused = True
-        model = make_tiny_model(tokenizer)
         trainer = Trainer(server, model, request.param, **options)
         yield trainer
         trainer.close()

@@ -311,6 +311,7 @@ def interpret(
         and not has("hicache_storage_backend"),
         load_route=_first(routes, _LOAD_ROUTES, url),
         info_route=next((r for r in _INFO_ROUTES if r in routes), _INFO_ROUTES[0]),
+        weight_loaders=tuple(_names(server_info, "custom_weight_loader")),
         has_tokenizer=not has("skip_tokenizer_init"),
         has_grammar=server_info.get("grammar_backend") not in (None, "none"),
         weight_version=str(model_info.get("weight_version") or "default"),

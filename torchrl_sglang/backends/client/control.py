@@ -221,6 +221,30 @@ class ControlPlane:
         payload = {"name": name, "truncate_size": rows}
         return await self._all("/get_weights_by_name", payload, timeout)
 
+    async def loader_states(
+        self, name: str, *, timeout: float, urls: Urls = None
+    ) -> dict[str, list[float] | None]:
+        """Returns what each server's weight loader tells of itself; None: nothing.
+
+        Args:
+            name: that the loader answers to, beside the names of weights.
+            timeout: in seconds.
+            urls: of the servers.
+
+        Raises:
+            ServerError: if a server does not answer.
+        """
+        payload = {"name": name, "truncate_size": 1}
+        outcomes = await self._each("/get_weights_by_name", payload, timeout, urls)
+        states: dict[str, list[float] | None] = {}
+        for url, outcome in outcomes.items():
+            # A server without the loader's answer refuses.
+            refused = isinstance(outcome, RequestRefusedError)
+            if isinstance(outcome, SGLangError) and not refused:
+                raise outcome
+            states[url] = outcome if isinstance(outcome, list) else None
+        return states
+
     async def prompt_log_probs(
         self,
         prompts: Sequence[Sequence[int]],
@@ -406,7 +430,7 @@ class ControlPlane:
         self,
         source: WeightRoute,
         *,
-        load_format: LoadFormat = None,
+        load_format: LoadFormat | str = None,
         weight_version: str | None,
         timeout: float,
         urls: Urls = None,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.launch import cpu
+from torchrl_sglang.backends.launch import cpu, loaders
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.gpus import (
     assign_devices,
@@ -136,6 +136,9 @@ def make_server_command(
     if weight_loader == "traced":
         variables = with_loader(variables)
     flags = find_flags(program[0], variables)
+    path = loaders.search_path(arguments, variables.get("PYTHONPATH", ""))
+    if path:
+        variables["PYTHONPATH"] = path
     check_names({**arguments, **secrets}, flags)
     with ExitStack() as undo:
         leases = _lease_ports(host, arguments, variables, undo)

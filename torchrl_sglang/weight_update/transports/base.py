@@ -80,6 +80,9 @@ class WeightTransport(abc.ABC):
     """Type of the options, which are arguments of the scheme."""
     why: str = ""
     """Reason why the transport was chosen."""
+    wire_bytes: int | None = None
+    """Bytes of the last update's requests to all servers together, where these are not
+    those of the tensors."""
     trainer_gpus: tuple[frozenset[str], ...] = ()
     """Names of the GPU of each rank that holds the weights, if several do."""
 

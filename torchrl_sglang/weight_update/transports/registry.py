@@ -14,6 +14,7 @@ from torchrl_sglang.weight_update.transports.base import (
 )
 from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 from torchrl_sglang.weight_update.transports.cuda_ipc import CudaIpcTransport
+from torchrl_sglang.weight_update.transports.delta import DeltaTransport
 from torchrl_sglang.weight_update.transports.disk import DiskTransport
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
 from torchrl_sglang.weight_update.transports.placement import Topology, reach_of
@@ -25,6 +26,7 @@ _ROWS: tuple[type[WeightTransport], ...] = (
     DiskTransport,
     CudaIpcTransport,
     BroadcastTransport,
+    DeltaTransport,
 )
 
 TRANSPORTS: Mapping[str, type[WeightTransport]] = {row.name: row for row in _ROWS}
