@@ -40,7 +40,7 @@ FLOOR = {
 
 RUN_BY_SGLANG = {
     "backends/launch/cpu/launch.py",
-    "backends/launch/loader/torchrl_sglang_loader.py",
+    "backends/launch/loaders/torchrl_sglang_loader.py",
     "backends/launch/loaders/torchrl_sglang_delta.py",
 }
 """Run in SGLang's own Python, where this package is not."""

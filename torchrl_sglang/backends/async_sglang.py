@@ -54,7 +54,7 @@ from torchrl_sglang.backends.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from torchrl_sglang.backends.generation.openai import post_openai
 from torchrl_sglang.backends.launch.block_fp8 import UNFILLED, rollout_arguments
 from torchrl_sglang.backends.launch.launcher import Launcher, Placement, launch
-from torchrl_sglang.backends.launch.loader import loader_arguments
+from torchrl_sglang.backends.launch.loaders import loader_arguments
 from torchrl_sglang.backends.launch.make import make_launcher
 from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.ports import find_free_port

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.launch import cpu, loaders
+from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.gpus import (
     assign_devices,
@@ -33,7 +33,7 @@ from torchrl_sglang.backends.launch.gpus import (
     devices_per_server,
     visible_devices,
 )
-from torchrl_sglang.backends.launch.loader import loader_arguments, with_loader
+from torchrl_sglang.backends.launch.loaders import loader_arguments, search_path
 from torchrl_sglang.backends.launch.ports import PortLease, lease_port, ports_to_hold
 from torchrl_sglang.backends.launch.process import Command
 from torchrl_sglang.backends.launch.vllm_arguments import (
@@ -133,10 +133,8 @@ def make_server_command(
         # Otherwise gloo listens on the address that the machine's name resolves to.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     variables |= SERVER_ENVIRONMENT | own | dict(environment or {})
-    if weight_loader == "traced":
-        variables = with_loader(variables)
     flags = find_flags(program[0], variables)
-    path = loaders.search_path(arguments, variables.get("PYTHONPATH", ""))
+    path = search_path(arguments, variables.get("PYTHONPATH", ""))
     if path:
         variables["PYTHONPATH"] = path
     check_names({**arguments, **secrets}, flags)

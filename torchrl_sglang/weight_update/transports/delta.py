@@ -33,7 +33,7 @@ from torchrl_sglang.weight_update.transports.base import (
 )
 from torchrl_sglang.weight_update.transports.delta_messages import (
     DeltaWriter,
-    LoaderState,
+    DeltaState,
     all_of,
     bits_of,
     changes_of,
@@ -74,7 +74,7 @@ def why_full(
     url: str,
     baseline: Baseline | None,
     specs: tuple[TensorSpec, ...],
-    state: LoaderState | None,
+    state: DeltaState | None,
     versions: tuple[str, str],
 ) -> str | None:
     """Returns why a server has to be sent all weights; None: changes are enough. Pure.
@@ -181,7 +181,7 @@ class DeltaTransport(WeightTransport):
         control, timeout = self._engine.control, STATE_SECONDS
         urls = list(control.urls)
         states = {
-            url: LoaderState.read(numbers)
+            url: DeltaState.read(numbers)
             for url, numbers in run_sync(
                 control.loader_states(loader.STATE, timeout=timeout, urls=urls)
             ).items()
@@ -293,7 +293,7 @@ class DeltaTransport(WeightTransport):
             told = await control.loader_states(
                 loader.STATE, timeout=STATE_SECONDS, urls=[url]
             )
-            state = LoaderState.read(told[url])
+            state = DeltaState.read(told[url])
             problem = _problem(state, line.writer.update, number, last=last)
             if problem:
                 raise WeightTransferError(
@@ -375,7 +375,7 @@ class DeltaLine:
 
 
 def _problem(
-    state: LoaderState | None, update: str, number: int, *, last: bool
+    state: DeltaState | None, update: str, number: int, *, last: bool
 ) -> str | None:
     """Returns what is wrong with a server's answer to a message; None: nothing."""
     if state is not None and state.outcome != loader.OK:

@@ -31,7 +31,7 @@ GAP_SIZES = (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderState:
+class DeltaState:
     """What the loader in a server tells of its updates."""
 
     token: str
@@ -48,7 +48,7 @@ class LoaderState:
     """Tensors, by number, that it can only load as a whole."""
 
     @classmethod
-    def read(cls, numbers: Sequence[float] | None) -> LoaderState | None:
+    def read(cls, numbers: Sequence[float] | None) -> DeltaState | None:
         """Reads a server's answer; None if its loader has not been called yet."""
         if numbers is None or len(numbers) < 7:
             return None

@@ -1,6 +1,6 @@
 """Orders to the traced loader of servers, and what it answers.
 
-``backends/launch/loader/torchrl_sglang_loader.py`` carries them out in the servers. An
+``backends/launch/loaders/torchrl_sglang_loader.py`` carries them out in the servers. An
 order is JSON in the place of a tensor's name. An error in a loader would end its
 server, so it is kept there, and asked for after the last order of an update.
 """

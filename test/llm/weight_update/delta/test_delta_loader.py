@@ -17,7 +17,7 @@ from torchrl_sglang.backends.launch.loaders import FOLDER, search_path
 from torchrl_sglang.backends.launch.loaders import torchrl_sglang_delta as loader
 from torchrl_sglang.weight_update.transports.delta_messages import (
     DeltaWriter,
-    LoaderState,
+    DeltaState,
     all_of,
     bits_of,
     changes_of,
@@ -41,7 +41,7 @@ def give(model, data):
 
 
 def told(model):
-    return LoaderState.read(loader.state_of(model).tell())
+    return DeltaState.read(loader.state_of(model).tell())
 
 
 def send_all(model, weights, update=FIRST):

@@ -311,7 +311,7 @@ def test_what_is_not_possible_is_refused(engine, tmp_path):
 
 
 def test_other_loaders_of_the_user_stay(traced_engine):
-    from torchrl_sglang.backends.launch.loader import loader_arguments
+    from torchrl_sglang.backends.launch.loaders import loader_arguments
 
     given = {"custom_weight_loader": ["mine.load"]}
     assert loader_arguments("traced", given) == {

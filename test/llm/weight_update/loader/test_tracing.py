@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrl_sglang.backends.launch.loader import torchrl_sglang_loader as loader
+from torchrl_sglang.backends.launch.loaders import torchrl_sglang_loader as loader
 from torchrl_sglang.types import TRACED_LOADER
 
 RANK, RANKS = 1, 2

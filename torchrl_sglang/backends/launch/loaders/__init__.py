@@ -1,7 +1,7 @@
 """Weight loaders that run inside servers, named by ``--custom-weight-loader``.
 
-Each file stands alone: the Python of the server imports it from this folder, or from
-wherever it was copied to.
+Each file stands alone: the Python of the server, where this package is not, imports it
+from this folder, or from wherever it was copied to.
 """
 
 from __future__ import annotations
@@ -9,9 +9,41 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.types import TRACED_LOADER, WeightLoader
 
 FOLDER = Path(__file__).parent
+
+ARGUMENT = "custom_weight_loader"
+"""SGLang's argument, a list of functions."""
+
+
+def loader_arguments(
+    weight_loader: Any, given: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """Returns the arguments of servers with this weight loader.
+
+    Args:
+        weight_loader: ``"sglang"``, for SGLang's own, or ``"traced"``.
+        given: arguments of the servers, under SGLang's names.
+
+    Raises:
+        ConfigurationError: if there is no such loader.
+    """
+    if weight_loader not in get_args(WeightLoader):
+        raise ConfigurationError(
+            f"weight_loader={weight_loader!r} is not one of "
+            f"{', '.join(map(repr, get_args(WeightLoader)))}."
+        )
+    if weight_loader == "sglang":
+        return {}
+    own = given.get(ARGUMENT) or []
+    others = [own] if isinstance(own, str) else list(own)
+    return {
+        ARGUMENT: [*(each for each in others if each != TRACED_LOADER), TRACED_LOADER]
+    }
 
 
 def search_path(arguments: Mapping[str, Any], known: str) -> str:
@@ -21,7 +53,7 @@ def search_path(arguments: Mapping[str, Any], known: str) -> str:
         arguments: of the server, under SGLang's names.
         known: its ``PYTHONPATH``.
     """
-    given = arguments.get("custom_weight_loader") or ()
+    given = arguments.get(ARGUMENT) or ()
     names = [given] if isinstance(given, str) else [str(name) for name in given]
     modules = [name.rpartition(".")[0] for name in names]
     if not any(module and (FOLDER / f"{module}.py").is_file() for module in modules):

@@ -241,7 +241,7 @@ class UpdateState:
 
     def _load(self, ready: list[tuple[int, torch.Tensor]]) -> None:
         """Loads whole tensors, and keeps where their elements go."""
-        with CopyRecorder(self.model, ready) as recorder:
+        with PlaceRecorder(self.model, ready) as recorder:
             self.model.load_weights(
                 [(self.tensors[number][0], value) for number, value in ready]
             )
@@ -310,7 +310,7 @@ class CopyRoute(NamedTuple):
         return torch.equal(there, sent)
 
 
-class CopyRecorder(TorchDispatchMode):
+class PlaceRecorder(TorchDispatchMode):
     """Records which elements of given tensors are copied where in a model."""
 
     def __init__(self, model: Any, given: list[tuple[int, torch.Tensor]]) -> None:
