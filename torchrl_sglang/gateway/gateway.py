@@ -8,7 +8,9 @@ import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +18,7 @@ from aiohttp import web
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.chat.declarations import known_settings
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agents import Agent, run_agents
@@ -29,7 +32,13 @@ from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.reading import RequestReader, ToolChoiceMode
 from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.server import make_app
-from torchrl_sglang.gateway.session import Prompt, Session, Turn, as_reward
+from torchrl_sglang.gateway.session import (
+    NEW_CHARACTERS,
+    Prompt,
+    Session,
+    Turn,
+    as_reward,
+)
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS, with_choice
 from torchrl_sglang.requests.behaviour import with_columns
@@ -47,6 +56,9 @@ from torchrl_sglang.types import LogProbsMode
 
 STOP_SECONDS = 10.0
 START_SECONDS = 30.0
+
+PROMPT_THREADS = 2
+"""Threads that render and tokenize long prompts; tokenizers leave Python meanwhile."""
 
 DROPPED = 10_000
 """Latest sessions that are known to have been dropped."""
@@ -236,6 +248,9 @@ class Gateway:
         self._discount = check_discount(discount)
         self._store = None if path is None else Store(path)
         self._file_closed = False
+        self._threads = ThreadPoolExecutor(
+            PROMPT_THREADS, thread_name_prefix="torchrl_sglang-prompts"
+        )
         self._runner = _Runner(self, host, self._port)
         for session in self._store.load() if self._store else ():
             session.is_trained, session.discount = self._is_trained, self._discount
@@ -275,6 +290,7 @@ class Gateway:
         With ``path``, rewards are set before: the file is closed.
         """
         self._runner.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -530,15 +546,17 @@ class Gateway:
         number = request.sampling.number
         _check_takes_turns(session)
         self._check_limits(session, number)
-        prompt = self._prompt(session, request)
-        self._policy.check_fits(prompt)
-        if self._store is not None and self._store.has_failed:
-            await self.written()
-        sampling = self._sampling(session, request, prompt)
         session.generating += number
         try:
+            prompt = await self._prompt(session, request)
+            self._policy.check_fits(prompt)
+            if self._store is not None and self._store.has_failed:
+                await self.written()
             replies = await self._policy.respond(
-                prompt, sampling, session=session.name, progress=progress
+                prompt,
+                self._sampling(session, request, prompt),
+                session=session.name,
+                progress=progress,
             )
             turns = [
                 _to_turn(session.next_number(), prompt, each, request)
@@ -651,9 +669,9 @@ class Gateway:
         if self._store is not None:
             await self._store.written()
 
-    def count(self, session: Session, request: Request) -> int:
+    async def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt. For the HTTP routes."""
-        return self._prompt(session, request).num_tokens
+        return (await self._prompt(session, request)).num_tokens
 
     def token_text(self, token: int) -> str:
         """Returns the text of a token. For the HTTP routes."""
@@ -661,10 +679,22 @@ class Gateway:
             text = self._texts[token] = self._template.decode([token])
         return text
 
-    def _prompt(self, session: Session, request: Request) -> Prompt:
-        if request.text is not None:
-            return session.text_prompt(request.text, self._template)
-        return session.prompt(request.messages, request.setting, self._template)
+    async def _prompt(self, session: Session, request: Request) -> Prompt:
+        """Returns a prompt; one that takes longer is made beside the event loop."""
+        text, template = request.text, self._template
+        if text is not None:
+            if len(text) <= NEW_CHARACTERS:
+                return session.text_prompt(text, template)
+            return await self._apart(partial(session.text_prompt, text, template))
+        asked = request.messages, known_settings(request.setting), template
+        prompt = session.next_prompt(*asked)
+        if prompt is not None:
+            return prompt
+        return await self._apart(partial(session.prompt, *asked))
+
+    async def _apart(self, make: Callable[[], Prompt]) -> Prompt:
+        """Calls a function in a thread of the gateway's own."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
     def _check_limits(self, session: Session, number: int) -> None:
         turns = len(session.turns) + session.generating + number

@@ -142,7 +142,7 @@ class Recorder(Protocol):
     async def unname(self, session: Session, turn: Turn) -> None:
         """Forgets the name of a turn's answer."""
 
-    def count(self, session: Session, request: Request) -> int:
+    async def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt."""
 
     def token_text(self, token: int) -> str:
@@ -202,7 +202,7 @@ class _Routes:
     ) -> web.StreamResponse:
         session = self._session(request)
         parsed = await self._read(endpoint, request, session)
-        number = self._gateway.count(session, parsed)
+        number = await self._gateway.count(session, parsed)
         assert endpoint.count is not None
         return _json_response(endpoint.count(number), headers=_headers(parsed))
 
