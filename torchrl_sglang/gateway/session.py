@@ -131,7 +131,8 @@ class Prompt:
         for turn in self._path():
             found += turn.prompt.new_token_ids
             found += turn.completion.token_ids
-        return [*found, *self.new_token_ids]
+        found += self.new_token_ids
+        return found
 
     def _path(self) -> list[Turn]:
         """Returns the turns that it goes on from, the first one first."""
