@@ -144,7 +144,9 @@ async def talk(
     texts: list[str] = []
     found = []
     for turn in range(load["turns"]):
-        place = (number * 7_919 + turn * 104_729) % (len(load["text"]) - USER_CHARACTERS)
+        place = (number * 7_919 + turn * 104_729) % (
+            len(load["text"]) - USER_CHARACTERS
+        )
         said = f"{number}/{turn}: {load['text'][place : place + USER_CHARACTERS]}"
         texts.append(json.dumps({"role": "user", "content": said}))
         body = f'{head}, "messages": [{", ".join(texts)}]}}'.encode()

@@ -62,10 +62,20 @@ class PieceEncoder:
     Args:
         tokenizer: of a model.
         encode: returns the tokens of a text, without tokens around it.
+        long: characters of a piece from which its tokens are kept.
+        kept: most characters of all pieces that are kept.
     """
 
-    def __init__(self, tokenizer: Any, encode: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        encode: Callable[[str], list[int]],
+        *,
+        long: int = LONG_PIECE,
+        kept: int = KEPT_CHARACTERS,
+    ) -> None:
         self._tokenizer, self._encode = tokenizer, encode
+        self._long, self._most = long, kept
         self._can_cut: dict[str, bool] = {}
         # A piece that another thread encodes right now is waited for.
         self._kept: OrderedDict[str, Future[Sequence[int]]] = OrderedDict()
@@ -74,7 +84,12 @@ class PieceEncoder:
 
     def __getstate__(self) -> dict[str, Any]:
         # Locks and what others encode now stay here.
-        return {"tokenizer": self._tokenizer, "encode": self._encode}
+        return {
+            "tokenizer": self._tokenizer,
+            "encode": self._encode,
+            "long": self._long,
+            "kept": self._most,
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         PieceEncoder.__init__(self, **state)
@@ -82,7 +97,7 @@ class PieceEncoder:
     def __call__(self, text: str) -> list[int]:
         """Returns the tokens of a text."""
         if (
-            len(text) < LONG_PIECE
+            len(text) < self._long
             or not self._special
             or getattr(self._tokenizer, "split_special_tokens", False)
         ):
@@ -125,7 +140,7 @@ class PieceEncoder:
         places = self._pattern.finditer(text)
         cuts = (each.start() for each in places if self._cut(each.group()))
         for end in (*cuts, len(text)):
-            if end - last >= LONG_PIECE:
+            if end - last >= self._long:
                 if last > begin:
                     yield text[begin:last]
                 yield text[last:end]
@@ -148,7 +163,7 @@ class PieceEncoder:
         return whole == first + second and second[0] == self._special[token]
 
     def _of_piece(self, piece: str) -> Sequence[int]:
-        if len(piece) < LONG_PIECE:
+        if len(piece) < self._long:
             return self._encode(piece)
         with self._lock:
             known = self._kept.get(piece)
@@ -172,6 +187,6 @@ class PieceEncoder:
 
     def _forget(self) -> None:
         """Forgets the pieces that were used longest ago, but the latest."""
-        while self._characters > KEPT_CHARACTERS and len(self._kept) > 1:
+        while self._characters > self._most and len(self._kept) > 1:
             piece, _ = self._kept.popitem(last=False)
             self._characters -= len(piece)

@@ -99,6 +99,8 @@ class Recorder(Protocol):
     """Dialects that clients may speak."""
     open: bool
     """Whether a session's path is enough to use the session."""
+    public_url: str | None
+    """Address by which clients reach the gateway, if it is not the one they used."""
     keep_alive_seconds: float
     """Interval between comments in a stream without content."""
 
@@ -255,8 +257,10 @@ class _Routes:
         self._check_owner(request)
         given = await _json(request)
         session = self._gateway.session(given.get("name"), group=given.get("group"))
-        url = f"{request.scheme}://{request.host}/sessions/{session.name}"
+        base = self._gateway.public_url or f"{request.scheme}://{request.host}"
+        url = f"{base}/sessions/{session.name}"
         about = {"name": session.name, "key": session.key, "url": url}
+        about |= {"expires": session.expires}
         await self._gateway.written()
         return _json_response({**about, "base_url": f"{url}/v1"})
 
@@ -350,7 +354,8 @@ class _Routes:
         try:
             return self._gateway.find(key=key)
         except GatewayError as error:
-            if error.status == GONE:
+            # The key of a session, but it opens that no more.
+            if error.status == GONE or error.code is not None:
                 raise
             return None
 

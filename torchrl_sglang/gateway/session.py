@@ -282,6 +282,8 @@ class Session:
         discount (float): of a reward, for each turn before it.
         url (str): base URL for Anthropic's clients; empty while no gateway listens.
         turns (list[Turn]): what clients have seen, in the order of their numbers.
+        expires (float | None): seconds since the epoch at which its key opens it no
+            more; ``None``: never.
         generating (int): turns that are generated now.
         is_trained (callable): says of a turn whether it is trained; the gateway's
             ``trained``.
@@ -298,6 +300,7 @@ class Session:
         self.branch_rewards: dict[int, float] = {}
         self.discount = 1.0
         self.created = time.time()
+        self.expires: float | None = None
         self.turns: list[Turn] = []
         # Turns that are being kept, and the turns that they go on from.
         self.pinned: list[Turn] = []
