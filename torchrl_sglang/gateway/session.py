@@ -623,9 +623,13 @@ class Session:
         prompt, own = turn.prompt, _settings_key(turn.prompt.setting)
         origin, said = prompt.origin, prompt.new_messages
         grown = None
-        if origin is not None and prompt.said is None:
+        if (
+            origin is not None
+            and prompt.said is None
+            and _settings_key(origin.prompt.setting) == own
+        ):
             grown = self._growing.get(origin.number)
-        if grown is None or _settings_key(origin.prompt.setting) != own:
+        if grown is None:
             grown, said = ConversationKeys(own), prompt.messages
         grown = grown.copy()
         for message in said:
