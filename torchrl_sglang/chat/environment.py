@@ -89,8 +89,9 @@ def quick_template(tokenizer: Any, source: str) -> Template | None:
     if type(known) is not ImmutableSandboxedEnvironment:
         return None
     sandbox = object.__new__(_Sandbox)
-    # As Environment.overlay() makes one.
-    vars(sandbox).update(vars(known), overlayed=True, linked_to=known, cache=None)
+    # As Environment.overlay() makes one, but of this class.
+    vars(sandbox).update(vars(known), linked_to=known, cache=None)
+    vars(sandbox)["overlayed"] = True  # codespell:ignore
     sandbox.extensions = {
         name: extension.bind(sandbox) for name, extension in known.extensions.items()
     }

@@ -260,9 +260,9 @@ class _Routes:
         base = self._gateway.public_url or f"{request.scheme}://{request.host}"
         url = f"{base}/sessions/{session.name}"
         about = {"name": session.name, "key": session.key, "url": url}
-        about |= {"expires": session.expires}
+        more = {"base_url": f"{url}/v1", "expires": session.expires}
         await self._gateway.written()
-        return _json_response({**about, "base_url": f"{url}/v1"})
+        return _json_response({**about, **more})
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         session = self._own(request)
