@@ -8,7 +8,8 @@ from typing import Any
 
 from helpers.chat_families import FAMILIES, family_tokenizer
 from torchrl_sglang.chat.messages import without_stop
-from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.session import Prompt, Session, Turn
 from torchrl_sglang.types import Completion

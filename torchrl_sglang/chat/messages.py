@@ -94,13 +94,48 @@ def conversation_keys(
     way: white space around texts, ids of tool calls, the order of arguments, how whole
     numbers are written, and reasoning. ``setting`` is what else a prompt depends on.
     """
-    key = _digest(b"", setting)
-    calls: dict[str, str] = {}
+    keys = ConversationKeys(settings_key(setting))
     for number, message in enumerate(messages, 1):
-        key = _digest(key, _compared(message, calls))
-        yield number, key
-        for position, call in enumerate(message.get("tool_calls", ())):
-            calls[str(call.get("id"))] = f"{number}.{position}"
+        yield number, keys.add(message)
+
+
+def settings_key(setting: Any) -> bytes:
+    """Returns the key of a conversation without messages."""
+    return _digest(b"", setting)
+
+
+class ConversationKeys:
+    """Keys of a conversation that grows, as :func:`conversation_keys` returns them.
+
+    Args:
+        key: of its settings.
+
+    Attributes:
+        key (bytes): of the conversation so far.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self._number = 0
+        self._calls: dict[str, str] = {}
+
+    def add(self, message: Message) -> bytes:
+        """Returns the key of the conversation with one more message."""
+        self.key = _digest(self.key, _compared(message, self._calls))
+        self._number += 1
+        _note_calls(self._calls, message, self._number)
+        return self.key
+
+    def copy(self) -> ConversationKeys:
+        """Returns a copy, which grows by itself."""
+        copied = ConversationKeys(self.key)
+        copied._number, copied._calls = self._number, dict(self._calls)
+        return copied
+
+
+def _note_calls(calls: dict[str, str], message: Message, number: int) -> None:
+    for position, call in enumerate(message.get("tool_calls", ())):
+        calls[str(call.get("id"))] = f"{number}.{position}"
 
 
 def _compared(message: Message, calls: Mapping[str, str]) -> list[Any]:
@@ -135,9 +170,39 @@ def common(known: Sequence[Message], said: Sequence[Message]) -> int:
         if _compared(own, mine) != _compared(given, others):
             return number
         for calls, message in ((mine, own), (others, given)):
-            for position, call in enumerate(message.get("tool_calls", ())):
-                calls[str(call.get("id"))] = f"{number}.{position}"
+            _note_calls(calls, message, number)
     return min(len(known), len(said))
+
+
+def begins_with(said: Sequence[Message], known: Sequence[Message]) -> bool:
+    """Returns whether a conversation has the keys of another one up to that one's end.
+
+    Messages that are the same are not looked at any closer, unlike by :func:`common`.
+    """
+    if len(said) < len(known):
+        return False
+    mine: dict[str, str] = {}
+    others: dict[str, str] = {}
+    same_ids = True
+    for number, (own, given) in enumerate(zip(known, said, strict=False)):
+        same = own == given and _has_texts_only(own)
+        if not (same and same_ids) and _TO_JSON(_compared(own, mine)) != _TO_JSON(
+            _compared(given, others)
+        ):
+            return False
+        same_ids = same_ids and (same or "tool_calls" not in own)
+        for calls, message in ((mine, own), (others, given)):
+            _note_calls(calls, message, number)
+    return True
+
+
+def _has_texts_only(value: Any) -> bool:
+    """Returns whether equal values are the same; numbers can be equal to booleans."""
+    if isinstance(value, str):
+        return True
+    if isinstance(value, Mapping):
+        return all(map(_has_texts_only, value.values()))
+    return isinstance(value, list) and all(map(_has_texts_only, value))
 
 
 def changes(known: Sequence[Message], said: Sequence[Message]) -> int | None:

@@ -12,16 +12,18 @@ words than the model's, such as another order of arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError
+from jinja2 import Environment, Template, TemplateSyntaxError
 
 from torchrl_sglang.chat.call_forms import UNCHANGED, CallForm, find_form
 from torchrl_sglang.chat.choose import choose_template
+from torchrl_sglang.chat.environment import RESERVED, quick_template
 from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.prompt_settings import NO_PROMPT_SETTINGS, PromptSettings
 from torchrl_sglang.chat.rendered import (
     ChatResponse,
     after_marks,
@@ -34,20 +36,6 @@ from torchrl_sglang.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptSettings:
-    """Tools and template variables of a prompt."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Declarations of the tools, in OpenAI's form."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables for the template, such as ``enable_thinking``."""
-
-    def key(self) -> list[Any]:
-        """Returns the values by which two of them are compared."""
-        return [list(self.tools), dict(self.template_kwargs)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Extension:
     """Tokens and text between one response and the next."""
 
@@ -55,9 +43,6 @@ class Extension:
     """Tokens behind the response's own."""
     rendered: str
     """The whole conversation as the template renders it."""
-
-
-NO_PROMPT_SETTINGS = PromptSettings()
 
 
 class ChatTemplate(Encoder):
@@ -115,6 +100,14 @@ class ChatTemplate(Encoder):
             messages = [self._form.write(message) for message in messages]
         return self._render(messages, setting, prompt=prompt)
 
+    @cached_property
+    def _quick(self) -> Template | None:
+        return quick_template(self.tokenizer, self.source)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compiled code cannot be pickled.
+        return {name: each for name, each in vars(self).items() if name != "_quick"}
+
     @property
     def _form(self) -> CallForm:
         if self._found_form is None:
@@ -130,14 +123,27 @@ class ChatTemplate(Encoder):
         *,
         prompt: bool = True,
     ) -> str:
+        said = [dict(message) for message in messages]
+        variables = setting.template_kwargs
         try:
+            if self._quick is not None and RESERVED.isdisjoint(variables) and said:
+                return self._quick.render(
+                    **{
+                        **self.tokenizer.special_tokens_map,
+                        **variables,
+                        "messages": said,
+                        "tools": list(setting.tools) or None,
+                        "documents": None,
+                        "add_generation_prompt": prompt,
+                    }
+                )
             text: str = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                said,
                 tools=[dict(tool) for tool in setting.tools] or None,
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=prompt,
-                **setting.template_kwargs,
+                **variables,
             )
         except Exception as error:
             # Templates raise arbitrary errors, for example on the order of roles.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from torchrl_sglang.chat.pieces import PieceEncoder
+
 
 class Encoder:
     """Encodes and decodes texts whose special tokens are written out.
@@ -21,13 +23,17 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.special = _special_tokens(tokenizer)
+        self._encode_pieces = PieceEncoder(tokenizer, self._encode_whole)
         self._anchors = (
             getattr(tokenizer, "bos_token", None),
             getattr(tokenizer, "eos_token", None),
         )
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text."""
+        """Returns the tokens of a text; long pieces that come again are kept."""
+        return self._encode_pieces(text)
+
+    def _encode_whole(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 

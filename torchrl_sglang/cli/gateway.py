@@ -33,7 +33,7 @@ GATEWAY_KEY_VARIABLE = "TORCHRL_SGLANG_GATEWAY_KEY"
 _OPTIONS = (
     *("host", "port", "tool_call_parser", "reasoning_parser", "request_timeout"),
     *("max_sessions", "max_turns", "max_tokens", "session_seconds", "path"),
-    *("tool_choice", "ignored_params", "trained"),
+    *("tool_choice", "ignored_params", "trained", "public_url", "key_seconds"),
 )
 """Options that are arguments of the gateway, under the same names."""
 
@@ -71,6 +71,8 @@ def add_command(commands: Any) -> Parser:
     text = "address to listen on (default: 127.0.0.1; any other one needs a key)"
     add("--host", help=text)
     add("--port", type=int, help="port to listen on (default: a free one)")
+    text = "address by which agents reach it, as behind a proxy (default: its own)"
+    add("--public-url", metavar="URL", help=text)
     text = (
         f"file with the gateway's own key (default: the variable "
         f"{GATEWAY_KEY_VARIABLE}, or else a random key)"
@@ -100,6 +102,8 @@ def add_command(commands: Any) -> Parser:
     add("--request-timeout", help="timeout of a response (default: 600)", **seconds)
     text = "how long a session takes turns (default: no limit)"
     add("--session-seconds", help=text, **seconds)
+    text = "how long a session's key opens it (default: no limit)"
+    add("--key-seconds", help=text, **seconds)
     number: dict[str, Any] = {"type": positive_int, "metavar": "N"}
     add("--max-sessions", help="most sessions at once (default: 10000)", **number)
     add("--max-turns", help="most turns of a session (default: 1000)", **number)
@@ -152,9 +156,10 @@ def gateway_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ConfigurationError(
                 f"The chat template cannot be read: {error}."
             ) from None
-    if key is None and not is_loopback(found["host"] or LOOPBACK):
+    given = found["public_url"] or found["host"] or LOOPBACK
+    if key is None and (found["public_url"] or not is_loopback(given)):
         raise ConfigurationError(
-            f"--host {found['host']} can be reached from other machines; put a key "
+            f"{given} can be reached from other machines; put a key "
             f"into a file and give --gateway-key-file FILE, or set "
             f"{GATEWAY_KEY_VARIABLE}."
         )
@@ -191,6 +196,7 @@ def announce(
     key = None if given else gateway.api_key
     about = {
         "url": gateway.url,
+        "public_url": gateway.public_url,
         "api_key": key,
         "sessions": len(gateway.sessions),
         "urls": list(engine.control.urls),

@@ -6,9 +6,13 @@ import asyncio
 import re
 import secrets
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +20,7 @@ from aiohttp import web
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.chat.declarations import known_settings
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agents import Agent, run_agents
@@ -29,7 +34,13 @@ from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.reading import RequestReader, ToolChoiceMode
 from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.server import make_app
-from torchrl_sglang.gateway.session import Prompt, Session, Turn, as_reward
+from torchrl_sglang.gateway.session import (
+    NEW_CHARACTERS,
+    Prompt,
+    Session,
+    Turn,
+    as_reward,
+)
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS, with_choice
 from torchrl_sglang.requests.behaviour import with_columns
@@ -42,14 +53,20 @@ from torchrl_sglang.support.checks import (
     check_port,
     check_seconds,
 )
-from torchrl_sglang.support.urls import is_loopback
+from torchrl_sglang.support.urls import check_public_url, is_loopback
 from torchrl_sglang.types import LogProbsMode
 
 STOP_SECONDS = 10.0
 START_SECONDS = 30.0
 
+PROMPT_THREADS = 2
+"""Threads that render and tokenize long prompts; tokenizers leave Python meanwhile."""
+
 DROPPED = 10_000
 """Latest sessions that are known to have been dropped."""
+
+KEY_EXPIRED = "key_expired"
+"""Code of the error for a key that opens its session no more."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -83,8 +100,16 @@ class Gateway:
             pages of other hosts; any other address needs ``api_key``, and each request
             a key.
         port: defaults to 0, a free one.
+        public_url: the address by which agents on other machines and in containers
+            reach this gateway, such as that of a proxy with TLS:
+            ``"https://gateway.example.org"``, with a path if it has one. The URLs of
+            sessions begin with it. Each request needs a key then, and the gateway needs
+            ``api_key``. Defaults to None: the address that it listens on.
         api_key: opens all sessions, and makes new ones over HTTP. Defaults to a random
             one.
+        key_seconds: how long the key of a session opens it, in seconds from when it
+            began; it is answered 401 afterwards, with the code ``"key_expired"``. What
+            was recorded stays readable with ``api_key``. Defaults to None, no limit.
         default_sampling_params: for requests that do not give them, under SGLang's
             names. Defaults to temperature 1, without top-p or top-k.
         forced_sampling_params: for all requests, whatever they give. Defaults to none.
@@ -128,6 +153,7 @@ class Gateway:
 
     Attributes:
         url (str): where it listens.
+        public_url (str | None): as above.
         api_key (str): as above.
         engine (RLSGLangEngine): as above.
         token_columns (tuple of TokenColumn): as above.
@@ -159,7 +185,9 @@ class Gateway:
         reasoning_parser: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        public_url: str | None = None,
         api_key: str | None = None,
+        key_seconds: float | None = None,
         default_sampling_params: Mapping[str, Any] | None = None,
         forced_sampling_params: Mapping[str, Any] | None = None,
         request_timeout: float = 600.0,
@@ -178,10 +206,13 @@ class Gateway:
         path: str | Path | None = None,
     ) -> None:
         self.dialects: Sequence[Dialect] = _check_dialects(dialects)
-        self.open = is_loopback(host)
+        self.public_url = None if public_url is None else check_public_url(public_url)
+        # A proxy of this machine hands in what others ask.
+        self.open = is_loopback(host) and public_url is None
         if not self.open and not api_key:
             raise ConfigurationError(
-                f"host={host!r} can be reached from other machines; give an api_key."
+                f"host={host!r} and public_url={public_url!r} can be reached from "
+                f"other machines; give an api_key."
             )
         self.api_key = api_key or secrets.token_urlsafe(32)
         self._host = host
@@ -195,6 +226,9 @@ class Gateway:
         self._max_turns = check_count("max_turns", max_turns)
         self._max_tokens = (
             None if max_tokens is None else check_count("max_tokens", max_tokens)
+        )
+        self._key_seconds = (
+            None if key_seconds is None else check_seconds("key_seconds", key_seconds)
         )
         self._seconds = (
             None
@@ -236,9 +270,12 @@ class Gateway:
         self._discount = check_discount(discount)
         self._store = None if path is None else Store(path)
         self._file_closed = False
+        self._threads = ThreadPoolExecutor(
+            PROMPT_THREADS, thread_name_prefix="torchrl_sglang-prompts"
+        )
         self._runner = _Runner(self, host, self._port)
         for session in self._store.load() if self._store else ():
-            session.is_trained, session.discount = self._is_trained, self._discount
+            self._set_up(session)
             self._sessions[session.name] = self._by_key[session.key] = session
 
     @property
@@ -267,7 +304,15 @@ class Gateway:
         """
         self._runner.start()
         for session in self._sessions.values():
-            session.url = f"{self.url}/sessions/{session.name}"
+            self._set_up(session)
+
+    def _set_up(self, session: Session) -> None:
+        """Tells a session what the gateway knows of it."""
+        session.is_trained, session.discount = self._is_trained, self._discount
+        if self._key_seconds is not None:
+            session.expires = session.created + self._key_seconds
+        if self._runner.port:
+            session.url = f"{self.public_url or self.url}/sessions/{session.name}"
 
     def shutdown(self) -> None:
         """Listens no more; requests under way are aborted. Sessions stay readable.
@@ -275,6 +320,7 @@ class Gateway:
         With ``path``, rewards are set before: the file is closed.
         """
         self._runner.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -319,9 +365,7 @@ class Gateway:
                     status=429,
                 )
             session = Session(name, key=f"sk-{secrets.token_urlsafe(32)}", group=group)
-            session.is_trained, session.discount = self._is_trained, self._discount
-            if self._runner.port:
-                session.url = f"{self.url}/sessions/{name}"
+            self._set_up(session)
             self._sessions[name] = self._by_key[session.key] = session
             # The key of a dropped session of this name stays dropped.
             self._dropped.pop(name, None)
@@ -360,7 +404,7 @@ class Gateway:
         """Returns the session of this name or key.
 
         Raises:
-            GatewayError: if there is none.
+            GatewayError: if there is none, or its key has expired.
         """
         with self._lock:
             found = (
@@ -368,6 +412,8 @@ class Gateway:
             )
             is_dropped = (name or key) in self._dropped
         if found is not None:
+            if not name:
+                _check_key(found)
             return found
         what = f"session {name!r}" if name else "session with this key"
         if is_dropped:
@@ -530,15 +576,17 @@ class Gateway:
         number = request.sampling.number
         _check_takes_turns(session)
         self._check_limits(session, number)
-        prompt = self._prompt(session, request)
-        self._policy.check_fits(prompt)
-        if self._store is not None and self._store.has_failed:
-            await self.written()
-        sampling = self._sampling(session, request, prompt)
         session.generating += number
         try:
+            prompt = await self._prompt(session, request)
+            self._policy.check_fits(prompt)
+            if self._store is not None and self._store.has_failed:
+                await self.written()
             replies = await self._policy.respond(
-                prompt, sampling, session=session.name, progress=progress
+                prompt,
+                self._sampling(session, request, prompt),
+                session=session.name,
+                progress=progress,
             )
             turns = [
                 _to_turn(session.next_number(), prompt, each, request)
@@ -651,9 +699,9 @@ class Gateway:
         if self._store is not None:
             await self._store.written()
 
-    def count(self, session: Session, request: Request) -> int:
+    async def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt. For the HTTP routes."""
-        return self._prompt(session, request).num_tokens
+        return (await self._prompt(session, request)).num_tokens
 
     def token_text(self, token: int) -> str:
         """Returns the text of a token. For the HTTP routes."""
@@ -661,10 +709,22 @@ class Gateway:
             text = self._texts[token] = self._template.decode([token])
         return text
 
-    def _prompt(self, session: Session, request: Request) -> Prompt:
-        if request.text is not None:
-            return session.text_prompt(request.text, self._template)
-        return session.prompt(request.messages, request.setting, self._template)
+    async def _prompt(self, session: Session, request: Request) -> Prompt:
+        """Returns a prompt; one that takes longer is made beside the event loop."""
+        text, template = request.text, self._template
+        if text is not None:
+            if len(text) <= NEW_CHARACTERS:
+                return session.text_prompt(text, template)
+            return await self._apart(partial(session.text_prompt, text, template))
+        asked = request.messages, known_settings(request.setting), template
+        prompt = session.next_prompt(*asked)
+        if prompt is not None:
+            return prompt
+        return await self._apart(partial(session.prompt, *asked))
+
+    async def _apart(self, make: Callable[[], Prompt]) -> Prompt:
+        """Calls a function in a thread of the gateway's own."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
     def _check_limits(self, session: Session, number: int) -> None:
         turns = len(session.turns) + session.generating + number
@@ -693,6 +753,19 @@ def _check_group(group: Any) -> None:
     except UnicodeEncodeError:
         pass
     raise ConfigurationError(f"group={group!r} must be a text in Unicode.")
+
+
+def _check_key(session: Session) -> None:
+    """Raises :class:`GatewayError` if the key of a session has expired."""
+    if session.expires is not None and time.time() >= session.expires:
+        ended = datetime.fromtimestamp(session.expires, UTC)
+        raise GatewayError(
+            f"The key of the session {session.name!r} expired at {ended:%F %T} UTC, "
+            f"after the gateway's key_seconds; begin another session, or give the "
+            f"gateway a greater key_seconds.",
+            status=401,
+            code=KEY_EXPIRED,
+        )
 
 
 def _check_takes_turns(session: Session) -> None:

@@ -12,6 +12,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.chat.messages import Message, without_stop
+from torchrl_sglang.chat.pieces import shared_ids
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.chat.tool_calls import read_calls
 from torchrl_sglang.errors import ConfigurationError, ServerError, SGLangError
@@ -219,6 +220,8 @@ class Policy:
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if prompt.new_text is None:
             message |= await self._parse(said, prompt.setting.tools)
+        # Many turns are kept for long.
+        completion = replace(completion, token_ids=list(shared_ids(ids)))
         return PolicyReply(
             completion=completion, text=text, message=message, ended=ended
         )

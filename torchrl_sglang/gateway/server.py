@@ -99,6 +99,8 @@ class Recorder(Protocol):
     """Dialects that clients may speak."""
     open: bool
     """Whether a session's path is enough to use the session."""
+    public_url: str | None
+    """Address by which clients reach the gateway, if it is not the one they used."""
     keep_alive_seconds: float
     """Interval between comments in a stream without content."""
 
@@ -142,7 +144,7 @@ class Recorder(Protocol):
     async def unname(self, session: Session, turn: Turn) -> None:
         """Forgets the name of a turn's answer."""
 
-    def count(self, session: Session, request: Request) -> int:
+    async def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt."""
 
     def token_text(self, token: int) -> str:
@@ -202,7 +204,7 @@ class _Routes:
     ) -> web.StreamResponse:
         session = self._session(request)
         parsed = await self._read(endpoint, request, session)
-        number = self._gateway.count(session, parsed)
+        number = await self._gateway.count(session, parsed)
         assert endpoint.count is not None
         return _json_response(endpoint.count(number), headers=_headers(parsed))
 
@@ -255,10 +257,12 @@ class _Routes:
         self._check_owner(request)
         given = await _json(request)
         session = self._gateway.session(given.get("name"), group=given.get("group"))
-        url = f"{request.scheme}://{request.host}/sessions/{session.name}"
+        base = self._gateway.public_url or f"{request.scheme}://{request.host}"
+        url = f"{base}/sessions/{session.name}"
         about = {"name": session.name, "key": session.key, "url": url}
+        more = {"base_url": f"{url}/v1", "expires": session.expires}
         await self._gateway.written()
-        return _json_response({**about, "base_url": f"{url}/v1"})
+        return _json_response({**about, **more})
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         session = self._own(request)
@@ -350,7 +354,8 @@ class _Routes:
         try:
             return self._gateway.find(key=key)
         except GatewayError as error:
-            if error.status == GONE:
+            # The key of a session, but it opens that no more.
+            if error.status == GONE or error.code is not None:
                 raise
             return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -12,15 +13,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchrl_sglang.chat.declarations import known_settings
 from torchrl_sglang.chat.messages import (
+    ConversationKeys,
     Message,
+    begins_with,
     changes,
     conversation_keys,
     rename_calls,
+    settings_key,
     without_stop,
 )
+from torchrl_sglang.chat.pieces import shared_ids
+from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.chat.rendered import ChatResponse
-from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.branches import (
     START,
@@ -40,8 +47,11 @@ EDITED_TURNS = 4
 COMPARED_TURNS = 8
 """Latest turns that a conversation is compared with, to say why it is a branch."""
 
-RENDERED_TURNS = 8
-"""Latest turns whose conversations are kept as texts."""
+GROWING_TURNS = 8
+"""Latest turns that a conversation is first looked for in, and goes on from fast."""
+
+NEW_CHARACTERS = 8_000
+"""Most characters of new messages that are rendered and tokenized in a moment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +78,16 @@ class Prompt:
     template renders it as the model's own tokens, and more behind them."""
     branch: Branch | None = None
     """Why it does not go on from the end of an earlier turn; ``None`` where it does."""
-    rendered: str | None = field(default=None, repr=False, compare=False)
-    """The conversation as the template renders it; ``None``: render it anew."""
+    new_rendered: str | None = field(default=None, repr=False, compare=False)
+    """What the template renders behind the earlier turn's prompt; ``None``: unknown."""
+    renders_all: bool = field(default=False, repr=False, compare=False)
+    """Whether that is the whole conversation, although there is an earlier turn."""
     num_tokens: int = field(init=False)
     """Number of its tokens."""
 
     def __post_init__(self) -> None:
         before = 0 if self.origin is None else self.origin.num_tokens
+        object.__setattr__(self, "new_token_ids", shared_ids(self.new_token_ids))
         object.__setattr__(self, "num_tokens", before + len(self.new_token_ids))
         # Declarations of tools are large, and each request brings its own.
         if self.origin is not None and self.origin.prompt.setting == self.setting:
@@ -84,6 +97,18 @@ class Prompt:
     def parent(self) -> int | None:
         """Number of the turn whose tokens it begins with."""
         return None if self.origin is None else self.origin.number
+
+    @property
+    def rendered(self) -> str | None:
+        """The conversation as the template renders it; ``None``: render it anew."""
+        parts: list[str] = []
+        prompt = self
+        while prompt.new_rendered is not None:
+            parts.append(prompt.new_rendered)
+            if prompt.renders_all or prompt.origin is None:
+                return "".join(reversed(parts))
+            prompt = prompt.origin.prompt
+        return None
 
     @property
     def messages(self) -> list[Message]:
@@ -106,7 +131,8 @@ class Prompt:
         for turn in self._path():
             found += turn.prompt.new_token_ids
             found += turn.completion.token_ids
-        return [*found, *self.new_token_ids]
+        found += self.new_token_ids
+        return found
 
     def _path(self) -> list[Turn]:
         """Returns the turns that it goes on from, the first one first."""
@@ -256,6 +282,8 @@ class Session:
         discount (float): of a reward, for each turn before it.
         url (str): base URL for Anthropic's clients; empty while no gateway listens.
         turns (list[Turn]): what clients have seen, in the order of their numbers.
+        expires (float | None): seconds since the epoch at which its key opens it no
+            more; ``None``: never.
         generating (int): turns that are generated now.
         is_trained (callable): says of a turn whether it is trained; the gateway's
             ``trained``.
@@ -272,6 +300,7 @@ class Session:
         self.branch_rewards: dict[int, float] = {}
         self.discount = 1.0
         self.created = time.time()
+        self.expires: float | None = None
         self.turns: list[Turn] = []
         # Turns that are being kept, and the turns that they go on from.
         self.pinned: list[Turn] = []
@@ -283,6 +312,9 @@ class Session:
         self._begun: dict[bytes, list[Turn]] = {}
         self._ends: dict[bytes, list[Turn]] = {}
         self._answers: dict[str, Turn] = {}
+        self._keys: dict[int, tuple[bytes, bytes]] = {}
+        # Of the latest turns, by their number.
+        self._growing: OrderedDict[int, ConversationKeys] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, turns={len(self.turns)}, reward={self.reward})"
@@ -319,6 +351,7 @@ class Session:
         Raises:
             ConfigurationError: if the template does not take the conversation.
         """
+        setting = known_settings(setting)
         for turn, count, said in self._earlier(messages, setting):
             joined = _join(turn, messages, count, setting, template, said)
             if joined is not None:
@@ -329,9 +362,34 @@ class Session:
             setting=setting,
             new_messages=list(messages),
             new_token_ids=template.encode(rendered),
-            rendered=rendered,
+            new_rendered=rendered,
             branch=self._apart(messages, setting),
         )
+
+    def next_prompt(
+        self,
+        messages: Sequence[Message],
+        setting: PromptSettings,
+        template: ChatTemplate,
+    ) -> Prompt | None:
+        """Returns what :meth:`prompt` does, if that takes a moment only.
+
+        ``None`` if the conversation goes on from none of the latest turns, or brings
+        much that is new.
+        """
+        setting = known_settings(setting)
+        latest = self._latest(messages, setting)
+        if latest is None:
+            return None
+        count = _count(latest)
+        if sum(len(each["content"]) for each in messages[count:]) > NEW_CHARACTERS:
+            return None
+        for turn in self._ended(self._key(latest), messages[:count]):
+            joined = _join(turn, messages, count, setting, template)
+            if joined is not None:
+                branch = self._forked(turn, messages, count, setting)
+                return joined if branch is None else replace(joined, branch=branch)
+        return None
 
     def text_prompt(self, text: str, template: ChatTemplate) -> Prompt:
         """Returns the prompt of a text.
@@ -389,27 +447,63 @@ class Session:
         And the response as the client says it, if it has edited that. Ties are broken
         by fewest client edits, then by what the client names, then by recency.
         """
-        keys = [key for _, key in conversation_keys(messages, setting.key())]
-        for count in range(len(keys), 0, -1):
-            found = []
-            for turn in reversed(self._ends.get(keys[count - 1], ())):
-                known = [*turn.prompt.messages, turn.reply]
-                changed = changes(known, messages[:count])
-                if changed is not None:
-                    found.append((changed, turn))
+        latest = self._latest(messages, setting)
+        longest = len(messages)
+        if latest is not None:
+            # All turns end in a response, and there is none behind this one's.
+            longest = _count(latest)
+            for turn in self._ended(self._key(latest), messages[:longest]):
+                yield turn, longest, None
+        grown = ConversationKeys(_settings_key(setting))
+        keys = {count: grown.add(each) for count, each in enumerate(messages, 1)}
+        for count in range(longest, 0, -1):
+            if latest is None or count < longest:
+                for turn in self._ended(keys[count], messages[:count]):
+                    yield turn, count, None
             said = messages[count - 1]
-            # A dialect in which clients name a turn hands in that turn's own message.
-            for _, turn in sorted(
-                found, key=lambda each: (each[0], each[1].reply is not said)
-            ):
-                yield turn, count, None
             if count > 1 and said["role"] == "assistant":
-                for turn in self._begun.get(keys[count - 2], ())[
-                    : -EDITED_TURNS - 1 : -1
-                ]:
+                begun = list(self._begun.get(keys[count - 1], ()))
+                for turn in begun[: -EDITED_TURNS - 1 : -1]:
                     known = turn.prompt.messages
                     if changes(known, messages[: count - 1]) is not None:
                         yield turn, count, said
+
+    def _ended(self, key: bytes, said: Sequence[Message]) -> list[Turn]:
+        """Returns the turns that end a conversation with a key, the likeliest first.
+
+        Those of which the client has changed fewest messages, then the one that it
+        names, then the latest.
+        """
+        found = []
+        for turn in reversed(list(self._ends.get(key, ()))):
+            changed = changes([*turn.prompt.messages, turn.reply], said)
+            if changed is not None:
+                # Where clients name a turn, a dialect hands in that turn's own message.
+                found.append((changed, turn.reply is not said[-1], turn))
+        return [turn for _, _, turn in sorted(found, key=lambda each: each[:2])]
+
+    def _latest(
+        self, messages: Sequence[Message], setting: PromptSettings
+    ) -> Turn | None:
+        """Returns one of the latest turns whose response is the last of a conversation.
+
+        Found without the keys of all its messages.
+        """
+        for turn in self.turns[: -GROWING_TURNS - 1 : -1]:
+            prompt = turn.prompt
+            if prompt.setting is not setting or prompt.new_text is not None:
+                continue
+            count = _count(turn)
+            if any(each["role"] == "assistant" for each in messages[count:]):
+                continue
+            if begins_with(messages, [*prompt.messages, turn.reply]):
+                return turn
+        return None
+
+    def _key(self, turn: Turn) -> bytes:
+        """Returns the key of the conversation that a turn ends."""
+        # Another thread may have removed it.
+        return self._keys.get(turn.number, (b"", b""))[1]
 
     def _forked(
         self,
@@ -504,12 +598,9 @@ class Session:
         """Keeps a turn."""
         insort(self.turns, turn, key=_number)
         self._next = max(self._next, turn.number + 1)
-        if len(self.turns) > RENDERED_TURNS:
-            # Texts of all turns would grow with the square of their number.
-            old = self.turns[-RENDERED_TURNS - 1]
-            old.prompt = replace(old.prompt, rendered=None)
         if turn.prompt.new_text is None:
-            for ends, key in zip((self._begun, self._ends), _keys(turn), strict=True):
+            self._keys[turn.number] = keys = self._find_keys(turn)
+            for ends, key in zip((self._begun, self._ends), keys, strict=True):
                 ends.setdefault(key, []).append(turn)
         if turn.name:
             self._answers[turn.name] = turn
@@ -522,9 +613,33 @@ class Session:
         self.turns.remove(turn)
         self._answers.pop(turn.name, None)
         if turn.prompt.new_text is None:
-            for ends, key in zip((self._begun, self._ends), _keys(turn), strict=True):
+            keys = self._keys.pop(turn.number)
+            for ends, key in zip((self._begun, self._ends), keys, strict=True):
                 ends[key].remove(turn)
         return True
+
+    def _find_keys(self, turn: Turn) -> tuple[bytes, bytes]:
+        """Returns the keys of the conversations that a turn answers, and ends."""
+        prompt, own = turn.prompt, _settings_key(turn.prompt.setting)
+        origin, said = prompt.origin, prompt.new_messages
+        grown = None
+        if (
+            origin is not None
+            and prompt.said is None
+            and _settings_key(origin.prompt.setting) == own
+        ):
+            grown = self._growing.get(origin.number)
+        if grown is None:
+            grown, said = ConversationKeys(own), prompt.messages
+        grown = grown.copy()
+        for message in said:
+            grown.add(message)
+        begun = grown.key
+        ended = grown.add(turn.reply)
+        self._growing[turn.number] = grown
+        while len(self._growing) > GROWING_TURNS:
+            self._growing.popitem(last=False)
+        return begun, ended
 
     def set_reward(
         self,
@@ -661,11 +776,18 @@ def _number(turn: Turn) -> int:
     return turn.number
 
 
-def _keys(turn: Turn) -> tuple[bytes, bytes]:
-    """Returns the keys of the conversations that a turn answers, and ends."""
-    said = [*turn.prompt.messages, turn.reply]
-    *_, (_, begun), (_, ended) = conversation_keys(said, turn.prompt.setting.key())
-    return begun, ended
+def _count(turn: Turn) -> int:
+    """Returns the number of messages up to a turn's response."""
+    number = 0
+    prompt: Prompt | None = turn.prompt
+    while prompt is not None:
+        number += len(prompt.new_messages) + 1
+        prompt = None if prompt.origin is None else prompt.origin.prompt
+    return number
+
+
+def _settings_key(setting: PromptSettings) -> bytes:
+    return setting.digest or settings_key(setting.key())
 
 
 MOST_REWARD = torch.finfo(torch.float32).max
@@ -702,9 +824,9 @@ def _join(
     before, done = turn.prompt.messages, turn.completion
     reply = turn.reply if said is None else said
     after = rename_calls(messages[count:], messages[:count], [*before, reply])
-    rendered = turn.prompt.rendered
+    rendered, renders_all = turn.prompt.rendered, False
     if rendered is None:
-        rendered = template.render(before, setting)
+        rendered, renders_all = template.render(before, setting), True
     end = template.decode(done.token_ids[-1:]) if turn.ended else None
     if said is None:
         text = without_stop(turn.text, done.matched_stop)
@@ -731,5 +853,6 @@ def _join(
         new_token_ids=extension.token_ids,
         origin=turn,
         said=said,
-        rendered=extension.rendered,
+        new_rendered=extension.rendered[0 if renders_all else len(rendered) :],
+        renders_all=renders_all,
     )

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.chat.template import PromptSettings
+from torchrl_sglang.chat.declarations import known_settings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.branches import Branch
 from torchrl_sglang.gateway.session import Prompt, RewardTarget, Session, Turn
@@ -319,7 +320,7 @@ def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
     shared = origin is not None and origin.prompt.setting is prompt.setting
     content = {
         "messages": list(prompt.new_messages),
-        "setting": None if shared else _as_dict(prompt.setting),
+        "setting": None if shared else _settings(prompt.setting),
         "prompt_text": prompt.new_text,
         "parent": prompt.parent,
         "said": prompt.said,
@@ -368,20 +369,24 @@ def _as_dict(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
+def _settings(setting: PromptSettings) -> dict[str, Any]:
+    return {"tools": setting.tools, "template_kwargs": setting.template_kwargs}
+
+
 def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
     content, reward, prompt_ids, token_ids, log_probs = row
     known = json.loads(content)
     origin = None if known["parent"] is None else session.turn(known["parent"])
     setting = known["setting"]
     if setting is None and origin is not None:
-        setting = _as_dict(origin.prompt.setting)
+        setting = _settings(origin.prompt.setting)
     done = known["completion"]
     done["versions"] = tuple(VersionSpan(**span) for span in done["versions"])
     values = None if log_probs is None else _from_blob(_VALUES, log_probs)
     return Turn(
         number=number,
         prompt=Prompt(
-            setting=PromptSettings(**setting),
+            setting=known_settings(PromptSettings(**setting)),
             new_messages=known["messages"],
             new_token_ids=_from_blob(_TOKENS, prompt_ids),
             new_text=known["prompt_text"],

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDict
 
 from torchrl_sglang.chat import rendered
 from torchrl_sglang.chat.messages import Message
-from torchrl_sglang.chat.template import PromptSettings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.engine_call import ask_async

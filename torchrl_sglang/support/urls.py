@@ -47,6 +47,25 @@ def normalize_url(url: str) -> str:
     return full.rstrip("/")
 
 
+def check_public_url(given: str) -> str:
+    """Returns an address that others are told, without a trailing slash.
+
+    Raises:
+        ConfigurationError: if it is no HTTP address, has a user, a query or a fragment,
+            or names no machine, as ``0.0.0.0`` does not.
+    """
+    full = normalize_url(given)
+    parsed = URL(full)
+    extra = parsed.user or parsed.password or parsed.query_string or parsed.fragment
+    if "://" not in given or extra or parsed.host in ("0.0.0.0", "::"):
+        raise ConfigurationError(
+            f"public_url={hide_passwords(given)!r} must be the address by which agents "
+            f"reach the gateway, such as 'https://gateway.example.org', with its "
+            f"scheme, and without a user or a query."
+        )
+    return full
+
+
 def split_credentials(url: str) -> tuple[str, str | None]:
     """Returns an address without its user, and the ``Authorization`` header for it.
 

@@ -16,7 +16,8 @@ from torchrl.modules.llm.policies import ChatHistory
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
-from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.gateway.session import Session, Turn
 from torchrl_sglang.policies.turns import TurnCodec
 from torchrl_sglang.types import Completion, ServerCapabilities

@@ -15,7 +15,7 @@ from helpers.talk import TOOLS, Talk, call, result, user
 from jinja2 import TemplateError
 
 from torchrl_sglang import Gateway
-from torchrl_sglang.chat.template import PromptSettings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.export import to_rows
 from torchrl_sglang.gateway.session import Turn

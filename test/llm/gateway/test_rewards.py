@@ -11,7 +11,7 @@ import requests
 import torch
 
 from torchrl_sglang import Gateway
-from torchrl_sglang.chat.template import PromptSettings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.credit import trained_rule
 from torchrl_sglang.gateway.export import to_rows

@@ -13,10 +13,11 @@ from helpers.chat_families import family_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from torchrl_sglang.chat.messages import changes, conversation_keys, rename_calls
-from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.chat.tool_calls import written_ids
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.session import RENDERED_TURNS, Prompt, Session, Turn
+from torchrl_sglang.gateway.session import GROWING_TURNS, Prompt, Session, Turn
 from torchrl_sglang.types import Completion
 
 USER = {"role": "user", "content": "Hi"}
@@ -216,17 +217,17 @@ def test_turns_that_nobody_saw_leave_their_numbers_out() -> None:
     assert session.next_number() == 3
 
 
-def test_an_old_turn_is_rendered_anew() -> None:
+def test_any_turn_is_gone_on_from_by_rendering_once() -> None:
     tokenizer = Counting("qwen2.5")
     template, session = ChatTemplate(tokenizer), Session("s")
     prompt = session.prompt([USER], PromptSettings(), template)
-    for number in range(RENDERED_TURNS + 1):
+    for number in range(GROWING_TURNS + 1):
         add(session, prompt, template.encode(f"{number}<|im_end|>"))
-    for number, renders in ((0, 2), (1, 1)):
+    for number in (0, 1, GROWING_TURNS):
         before = tokenizer.rendered
         known = [USER, session.turns[number].reply, USER]
         assert session.prompt(known, PromptSettings(), template).parent == number
-        assert tokenizer.rendered == before + renders
+        assert tokenizer.rendered == before + 1
 
 
 def test_a_call_in_other_words_renders_twice() -> None:

@@ -19,7 +19,7 @@ from helpers.fake_server import FakeServer
 from helpers.forked_starts import trainer_python
 
 from torchrl_sglang import AsyncSGLang, Gateway
-from torchrl_sglang.chat.template import PromptSettings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.session import Prompt, RewardTarget, Session, Turn
 from torchrl_sglang.gateway.store import Store

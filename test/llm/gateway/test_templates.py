@@ -17,7 +17,8 @@ from helpers.chat_families import FAMILIES, family_tokenizer
 from helpers.talk import ARGUMENTS, TOOLS, Talk, call, result, user
 from jinja2 import TemplateError
 
-from torchrl_sglang.chat.template import ChatTemplate, PromptSettings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
 
 families = pytest.mark.parametrize("name", FAMILIES)

@@ -15,7 +15,7 @@ import msgspec
 
 from torchrl_sglang.chat.call_grammars import FREE, ToolChoice
 from torchrl_sglang.chat.messages import Message
-from torchrl_sglang.chat.template import PromptSettings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects.anthropic_blocks import (
     read_message,

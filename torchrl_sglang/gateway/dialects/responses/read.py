@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrl_sglang.chat.call_grammars import ToolChoice
 from torchrl_sglang.chat.messages import Message
-from torchrl_sglang.chat.template import PromptSettings
+from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects.base import THINKING, Recall
 from torchrl_sglang.gateway.dialects.openai import (

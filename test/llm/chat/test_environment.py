@@ -1,0 +1,118 @@
+"""Templates render what transformers renders, faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.chat_families import FAMILIES, family_tokenizer
+
+from torchrl_sglang.chat.declarations import Declaration, known_settings
+from torchrl_sglang.chat.environment import quick_template
+from torchrl_sglang.chat.prompt_settings import PromptSettings
+from torchrl_sglang.chat.template import ChatTemplate
+from torchrl_sglang.errors import ConfigurationError
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": 'Über <"a" & b>',
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "look", "arguments": {"text": "\u4f60", "items": [1, None]}},
+}
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "4 < 5", "tool_call_id": "call00001"},
+    {"role": "assistant", "content": "<think>\nso\n</think>\n\nFour {x}"},
+    {"role": "user", "content": "And?"},
+]
+# Attributes that the sandbox looks at, or that dictionaries have, too.
+SOURCES = (
+    "{{ messages[0].items }}|{{ messages[0].content.upper() }}|{{ messages[9] }}",
+    "{{ '{0.__class__}'.format(1) }}",
+    "{{ messages[0].__class__ }}|{{ messages.append }}|{{ messages[0]['x'] }}",
+    "{{ messages[0].pop('role') }}",
+    "{% set ns = namespace(f='{}'.format) %}{{ ns.f(messages) }}{{ ns.g }}",
+    "{% for m in messages %}{{ loop.index }}{{ loop.previtem.role }}{% endfor %}",
+    "{{ messages[0].no }}|{{ messages[0].no.no }}",
+    "{% for m in messages %}{{ loop.cycle('a', 'b') }}{{ loop._length }}{% endfor %}",
+    "{{ tools[0].text }}|{{ tools[0].function | tojson(indent=2) }}",
+    "{{ tools | tojson }}{{ tools[0] | tojson }}",
+    "{{ tools[0] | tojson(separators=(',', ':')) }}{{ tools[0].function.items() }}",
+)
+
+
+def outcomes(template: ChatTemplate, messages: Any, setting: Any) -> list[str]:
+    """Returns what our way and transformers' render, or their errors."""
+    found = []
+    plain = PromptSettings(tools=setting.tools, template_kwargs=setting.template_kwargs)
+    for render in (template.render, own_way(template)):
+        for each in (plain, known_settings(plain), known_settings(plain)):
+            try:
+                found.append(render(messages, each))
+            except Exception as error:
+                found.append(str(error).rpartition("Error: ")[2])
+    return found
+
+
+def own_way(template: ChatTemplate) -> Any:
+    def render(messages: Any, setting: PromptSettings) -> str:
+        form = template._form
+        text: str = template.tokenizer.apply_chat_template(
+            [form.write(each) for each in messages],
+            tools=list(setting.tools) or None,
+            chat_template=template.source,
+            tokenize=False,
+            add_generation_prompt=True,
+            **setting.template_kwargs,
+        )
+        return text
+
+    return render
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
+def test_families_are_rendered_as_by_transformers(name: str, variables: Any) -> None:
+    template = ChatTemplate(family_tokenizer(name))
+    assert quick_template(template.tokenizer, template.source) is not None
+    for tools in ((), (TOOL,)):
+        setting = PromptSettings(tools=tools, template_kwargs=variables)
+        for count in range(1, len(TALK) + 1):
+            assert len(set(outcomes(template, TALK[:count], setting))) == 1
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_sandbox_holds(source: str) -> None:
+    template = ChatTemplate(family_tokenizer("qwen2.5"), source)
+    found = outcomes(template, TALK, PromptSettings(tools=[TOOL]))
+    assert len({each.partition(" at 0x")[0] for each in found}) == 1
+
+
+@pytest.mark.parametrize("name", ["messages", "tokenize", "conversations"])
+def test_variables_of_transformers_are_refused_as_by_it(name: str) -> None:
+    template = ChatTemplate(family_tokenizer("qwen2.5"))
+    setting = PromptSettings(template_kwargs={name: [1]})
+    with pytest.raises(ConfigurationError, match=name):
+        template.render(TALK[:1], setting)
+
+
+def test_equal_settings_are_one_object_apart_from_the_given() -> None:
+    given = {"name": "f", "parameters": {"text": "a"}}
+    one = known_settings(PromptSettings(tools=[given]))
+    assert known_settings(PromptSettings(tools=[dict(given)])) is one
+    given["name"] = "g"
+    assert one.tools == [{"name": "f", "parameters": {"text": "a"}}]
+    assert type(one.tools[0]["parameters"]) is Declaration
+    # Equal in Python, and not as JSON.
+    others = [PromptSettings(template_kwargs={"x": x}) for x in (1, True, 1.0)]
+    assert len({id(known_settings(each)) for each in others}) == 3
+    odd = PromptSettings(template_kwargs={"x": object()})
+    assert known_settings(odd) is odd
