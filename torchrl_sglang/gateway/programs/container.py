@@ -16,8 +16,8 @@ from yarl import URL
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.programs.process import (
     EndedProcess,
-    Limits,
     ProcessTree,
+    ProgramLimits,
     TreeRunner,
 )
 from torchrl_sglang.support.urls import is_loopback
@@ -27,7 +27,7 @@ WORK = "/work"
 """Working folder in the container, the same in all, so that prompts are alike."""
 LABEL = "torchrl_sglang"
 
-CLIENT_LIMITS = Limits(seconds=120.0, most_bytes=2**16)
+CLIENT_LIMITS = ProgramLimits(seconds=120.0, most_bytes=2**16)
 """Limits of creating and removing a container; its image is there already."""
 
 TOLD_CHARACTERS = 1000
@@ -151,7 +151,7 @@ def _is_docker(runtime: str) -> bool:
 
 
 def run_in_container(
-    container: Container, tree: ProcessTree, limits: Limits, runner: TreeRunner
+    container: Container, tree: ProcessTree, limits: ProgramLimits, runner: TreeRunner
 ) -> EndedProcess:
     """Runs a program in a container of its own.
 

@@ -54,7 +54,7 @@ class ProcessTree:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class ProgramLimits:
     """Limits of a command."""
 
     seconds: float
@@ -100,7 +100,7 @@ class TreeRunner:
         self._is_wanted = True
         self.has_begun = False
 
-    def run(self, tree: ProcessTree, limits: Limits) -> EndedProcess:
+    def run(self, tree: ProcessTree, limits: ProgramLimits) -> EndedProcess:
         """Runs a command to its end, or to its timeout; nothing of it is left then.
 
         Raises:

@@ -23,8 +23,8 @@ from torchrl_sglang.gateway.programs.container import (
 from torchrl_sglang.gateway.programs.process import (
     END_SECONDS,
     EndedProcess,
-    Limits,
     ProcessTree,
+    ProgramLimits,
     TreeRunner,
     in_thread,
 )
@@ -89,6 +89,7 @@ class AgentProgram:
         ConfigurationError: if an argument is wrong.
 
     Examples:
+        >>> import asyncio
         >>> program = AgentProgram(
         ...     command=["sh", "-c", "echo $(( {a} + {b} ))"],
         ...     reward=lambda task, result: float(result.stdout == "3\n"),
@@ -226,7 +227,7 @@ class AgentProgram:
 
     async def _run(self, tree: ProcessTree, runner: TreeRunner) -> EndedProcess:
         """Runs the program, in its container or without."""
-        limits = Limits(seconds=self.timeout, most_bytes=self.max_output)
+        limits = ProgramLimits(seconds=self.timeout, most_bytes=self.max_output)
         if isinstance(self.container, Container):
             run = partial(run_in_container, self.container, tree, limits)
             ended = await in_thread(runner, run)

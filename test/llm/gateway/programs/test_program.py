@@ -6,14 +6,12 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.collecting import tasks, wait_until
-from helpers.forked_starts import forked_process, trainer_python
 
 from torchrl_sglang import (
     AgentProgram,
@@ -278,25 +276,29 @@ def test_nothing_of_it_is_left_when_its_run_is_cancelled(gateway):
 
 
 OWNER = f"""
-import asyncio
-from torchrl_sglang import AgentProgram
-program = AgentProgram(
+import os, sys, tempfile
+from pathlib import Path
+from torchrl_sglang.gateway.programs import process
+folder = Path(tempfile.mkdtemp())
+print(folder, flush=True)
+tree = process.ProcessTree(
     command=["sh", "-c", {TREE!r}],
-    prepare=lambda task, folder: print(folder, flush=True),
-    reward=None,
+    environment=dict(os.environ),
+    folder=folder,
+    temporary=folder,
 )
-asyncio.run(program(0, base_url="http://127.0.0.1:9/v1", api_key=""))
+limits = process.ProgramLimits(seconds=600.0, most_bytes=1000)
+process.TreeRunner().run(tree, limits)
 """
 
 
 def test_nothing_of_it_is_left_when_its_owner_is_killed():
     owner = subprocess.Popen(
-        [trainer_python(), "-c", OWNER], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True
     )
     with owner:
         folder = Path(owner.stdout.readline().strip())
         pids = begun(folder)
-        os.kill(forked_process(owner.pid), signal.SIGKILL)
         owner.kill()
     wait_until_gone(pids)
     wait_until(lambda: not folder.exists(), SECONDS)
