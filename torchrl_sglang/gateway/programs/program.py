@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -39,8 +40,6 @@ INHERITED = (
 """Variables that a program has of its owner's; no keys, and no rank of a trainer."""
 
 TOLD_CHARACTERS = 300
-REMOVE_SECONDS = 600.0
-"""Timeout of removing a folder, which may hold a whole repository."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,8 +194,9 @@ class AgentProgram:
         try:
             yield made, made
         finally:
-            # In a thread: it is removed, too, when this is cancelled once more.
-            await blocking.run(partial(_remove, made, runner), seconds=REMOVE_SECONDS)
+            removed = blocking.submit(partial(_remove, made, runner))
+            # It is removed, too, when this is cancelled once more.
+            await asyncio.shield(asyncio.wrap_future(removed))
 
     async def _tree(
         self,
