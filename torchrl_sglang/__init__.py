@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torchrl_sglang.collectors.timeouts import CollectorTimeouts
     from torchrl_sglang.collectors.weight_sync import attach_weight_sync
     from torchrl_sglang.gateway.gateway import Gateway
+    from torchrl_sglang.gateway.programs.container import Container
+    from torchrl_sglang.gateway.programs.program import AgentProgram
     from torchrl_sglang.objectives.advantages import GroupAdvantage
     from torchrl_sglang.objectives.config import RolloutCorrectionConfig
     from torchrl_sglang.objectives.losses import (
@@ -48,8 +50,10 @@ if TYPE_CHECKING:
     from torchrl_sglang.weight_update.sources.resolve import get_model_metadata
 
 _HOME = {
+    "AgentProgram": "gateway.programs.program",
     "AsyncLLMCollector": "collectors.async_llm_collector",
     "AsyncSGLang": "backends.async_sglang",
+    "Container": "gateway.programs.container",
     "CorrectedCISPOLoss": "objectives.losses",
     "CorrectedGRPOLoss": "objectives.losses",
     "CorrectedGSPOLoss": "objectives.losses",
@@ -84,9 +88,11 @@ _HOME = {
 
 __all__ = [
     "GRPO",
+    "AgentProgram",
     "AsyncLLMCollector",
     "AsyncSGLang",
     "CollectorTimeouts",
+    "Container",
     "CorrectedCISPOLoss",
     "CorrectedGRPOLoss",
     "CorrectedGSPOLoss",

@@ -44,7 +44,7 @@ def interpreter_of(program: Program) -> str:
     return str(python)
 
 
-Start = Callable[[str], Client]
+Start = Callable[[str | Program], Client]
 
 
 class Running:
@@ -109,11 +109,12 @@ def running(
 
 @pytest.fixture
 def running_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts clients by their names."""
+    """Starts clients, those of the table by their names."""
     started: list[Running] = []
 
-    def start(name: str) -> Client:
-        started.append(Running(PROGRAMS[name], tmp_path_factory.mktemp(name)))
+    def start(given: str | Program) -> Client:
+        program = PROGRAMS[given] if isinstance(given, str) else given
+        started.append(Running(program, tmp_path_factory.mktemp("client")))
         return started[-1].client()
 
     yield start

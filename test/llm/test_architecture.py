@@ -57,8 +57,10 @@ it; nothing is read in it here."""
 HEAVY = {"sglang", "vllm", "torchvision", "ray", "sglang_router"}
 
 PUBLIC = {
+    "AgentProgram": "gateway.programs.program",
     "AsyncLLMCollector": "collectors.async_llm_collector",
     "AsyncSGLang": "backends.async_sglang",
+    "Container": "gateway.programs.container",
     "CorrectedCISPOLoss": "objectives.losses",
     "CorrectedGRPOLoss": "objectives.losses",
     "CorrectedGSPOLoss": "objectives.losses",

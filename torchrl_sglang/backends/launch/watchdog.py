@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import shutil
@@ -46,6 +47,13 @@ SHARED_POLL_SECONDS = 5.0
 
 FOLDER_VARIABLE = "TORCHRL_SGLANG_SERVER_FOLDER"
 """Variable with the folder of the server's files, which a killed trainer leaves."""
+
+CLEANUP_VARIABLE = "TORCHRL_SGLANG_CLEANUP"
+"""Variable with a command, as JSON, that is run before the tree is ended: it removes
+what is more than its processes, such as a container."""
+
+CLEANUP_SECONDS = 30.0
+"""Timeout of that command."""
 
 _TRACKER = b"multiprocessing.resource_tracker"
 
@@ -173,6 +181,19 @@ def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
         _end(left, signal.SIGKILL, 0.1)
 
 
+def _clean_up(command: list[str]) -> None:
+    """Runs a command that removes what is more than processes."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=CLEANUP_SECONDS,
+            check=False,
+        )
+
+
 def main(owner: int, command: list[str]) -> int:
     """Runs the command until it or the owner process ends; returns the exit status."""
     parent = os.getppid()
@@ -184,6 +205,9 @@ def main(owner: int, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, _frame: stop.append(received))
     _raise_open_files()
+    # Of this script, and not of the command's environment.
+    folder = os.environ.pop(FOLDER_VARIABLE, None)
+    cleanup = json.loads(os.environ.pop(CLEANUP_VARIABLE, "[]"))
     server = subprocess.Popen(
         command,
         # If the watchdog itself is killed, the server goes too.
@@ -200,13 +224,15 @@ def main(owner: int, command: list[str]) -> int:
             shared |= shared_files(descendants(os.getpid()))
     status = server.returncode
     shared |= shared_files(descendants(os.getpid()))
+    if cleanup:
+        _clean_up(cleanup)
     end_tree(grace=TERM_GRACE_SECONDS if os.getppid() == parent else 0.0)
     for path in shared:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    if os.getppid() != parent and FOLDER_VARIABLE in os.environ:
+    if os.getppid() != parent and folder is not None:
         # The server's log may hold keys.
-        shutil.rmtree(os.environ[FOLDER_VARIABLE], ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     if status is None:
         return 128 + stop[0] if stop else 1
     return status if status >= 0 else 128 - status

@@ -1,0 +1,232 @@
+"""Containers of Docker or Podman, each for one run of a program."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from yarl import URL
+
+from torchrl_sglang.errors import ConfigurationError, GatewayError
+from torchrl_sglang.gateway.programs.process import (
+    EndedProcess,
+    ProcessTree,
+    ProgramLimits,
+    TreeRunner,
+)
+from torchrl_sglang.support.urls import is_loopback
+
+RUNTIMES = ("docker", "podman")
+WORK = "/work"
+"""Working folder in the container, the same in all, so that prompts are alike."""
+LABEL = "torchrl_sglang"
+
+CLIENT_LIMITS = ProgramLimits(seconds=120.0, most_bytes=2**16)
+"""Limits of creating and removing a container; its image is there already."""
+
+TOLD_CHARACTERS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Container:
+    """The container that a program runs in.
+
+    It sees its working folder as ``/work``, which is ``HOME``, too, and has the
+    image's other variables and those of the program. It is removed when the program
+    ends, after a time-out, and if the trainer is killed.
+
+    Raises:
+        ConfigurationError: if there is neither Docker nor Podman, or an argument is
+            wrong.
+
+    Examples:
+        >>> Container(image="agent:1", options=("--memory=4g",))  # doctest: +SKIP
+    """
+
+    image: str
+    """Image, which is there already: nothing is pulled."""
+    runtime: str | None = None
+    """``"docker"`` or ``"podman"``; by default the first of these that there is."""
+    network: str = "host"
+    """Network. ``"host"``, the default, is the machine's own, in which a gateway on
+    127.0.0.1 is reached as it is."""
+    address: str | None = None
+    """Name or address under which the gateway's machine is reached in another network,
+    such as ``"host.docker.internal"``; the gateway then listens on one of that network,
+    with ``Gateway(engine, host=..., api_key=...)``."""
+    options: Sequence[str] = ()
+    """Further options of ``docker create``."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.image, str) or not self.image:
+            raise ConfigurationError(
+                f"image must be the name of an image, got {self.image!r}."
+            )
+        if isinstance(self.options, str):
+            raise ConfigurationError(
+                f"options must be a list of texts, got {self.options!r}; give "
+                f"[{self.options!r}]."
+            )
+        object.__setattr__(self, "runtime", find_runtime(self.runtime))
+
+    def address_of(self, base_url: str) -> str:
+        """Returns a gateway's address as the container reaches it.
+
+        Raises:
+            ConfigurationError: if it cannot.
+        """
+        url = URL(base_url)
+        if self.address is not None:
+            return str(url.with_host(self.address))
+        if self.network != "host" and is_loopback(url.host or ""):
+            raise ConfigurationError(
+                f"A container in the network {self.network!r} cannot reach a gateway "
+                f"on {url.host}: leave network at 'host', or make the gateway with "
+                f"host=... and api_key=..., and give the container the address=... of "
+                f"that machine."
+            )
+        return base_url
+
+
+def find_runtime(wanted: str | None) -> str:
+    """Returns the path of Docker or Podman.
+
+    Raises:
+        ConfigurationError: if it is not there.
+    """
+    if wanted is not None and Path(wanted).name not in RUNTIMES:
+        raise ConfigurationError(
+            f"runtime={wanted!r} is not one of {', '.join(map(repr, RUNTIMES))}."
+        )
+    for name in RUNTIMES if wanted is None else (wanted,):
+        if (found := shutil.which(name)) is not None:
+            return found
+    missing = "neither docker nor podman is" if wanted is None else f"{wanted!r} is not"
+    raise ConfigurationError(
+        f"A container needs Docker or Podman, and {missing} in PATH; install one of "
+        f"them, or leave container out to run the program on this machine."
+    )
+
+
+def create_command(
+    container: Container, name: str, variables: Path, tree: ProcessTree
+) -> list[str]:
+    """Returns the command that creates a container for a program.
+
+    Args:
+        container: of the user.
+        name: of the container.
+        variables: file with its variables.
+        tree: the program, and its working folder on this machine.
+    """
+    runtime = str(container.runtime)
+    # What root in a container writes is root's; rootless Podman's root is the user.
+    user = [f"--user={os.getuid()}:{os.getgid()}"] if _is_docker(runtime) else []
+    return [
+        *(runtime, "create", "--pull=never", f"--name={name}", f"--label={LABEL}"),
+        *(f"--network={container.network}", f"--env-file={variables}"),
+        *(f"--volume={tree.folder}:{WORK}", f"--workdir={WORK}", *user),
+        *(["--interactive"] * (tree.stdin is not None)),
+        *container.options,
+        container.image,
+        *tree.command,
+    ]
+
+
+def remove_command(runtime: str, name: str) -> list[str]:
+    """Returns the command that ends and removes a container."""
+    # Podman would wait for its program to end by itself; Docker does not.
+    at_once = [] if _is_docker(runtime) else ["--time=0"]
+    return [runtime, "rm", "--force", "--volumes", *at_once, name]
+
+
+def _is_docker(runtime: str) -> bool:
+    return Path(runtime).name == "docker"
+
+
+def run_in_container(
+    container: Container, tree: ProcessTree, limits: ProgramLimits, runner: TreeRunner
+) -> EndedProcess:
+    """Runs a program in a container of its own.
+
+    Args:
+        container: of the user.
+        tree: the program; its variables are those of the container.
+        limits: of the program.
+        runner: runs Docker or Podman.
+
+    Raises:
+        ConfigurationError: if a variable has several lines, which files of variables
+            cannot have.
+        GatewayError: if Docker or Podman refuses; the message has their words.
+    """
+    runtime, name = str(container.runtime), f"torchrl_sglang-{secrets.token_hex(8)}"
+    remove = remove_command(runtime, name)
+    interactive = ["--interactive"] * (tree.stdin is not None)
+    start = [runtime, "start", "--attach", *interactive, name]
+    try:
+        _create(container, name, tree, runner)
+        # The watchdog removes it, also if the trainer is killed.
+        started = replace(
+            _of_client(tree.folder, start),
+            stdin=tree.stdin,
+            temporary=tree.temporary,
+            cleanup=remove,
+        )
+        return runner.run(started, limits)
+    except BaseException:
+        # Nobody ends this one.
+        TreeRunner().run(_of_client(tree.folder, remove), CLIENT_LIMITS)
+        raise
+
+
+def _create(
+    container: Container, name: str, tree: ProcessTree, runner: TreeRunner
+) -> None:
+    with _variables({"HOME": WORK} | dict(tree.environment)) as file:
+        command = create_command(container, name, file, tree)
+        client = replace(_of_client(tree.folder, command), temporary=file.parent)
+        done = runner.run(client, CLIENT_LIMITS)
+    if done.status or done.timed_out:
+        raise _refused(container, done)
+
+
+def _of_client(folder: Path, command: Sequence[str]) -> ProcessTree:
+    """Returns a command of Docker or Podman, which has the user's own settings."""
+    return ProcessTree(command=command, environment=dict(os.environ), folder=folder)
+
+
+@contextmanager
+def _variables(environment: Mapping[str, str]) -> Iterator[Path]:
+    """Yields a file of variables, in a folder that only the user can open."""
+    for name, value in environment.items():
+        if "\n" in value:
+            raise ConfigurationError(
+                f"The variable {name} has several lines, which a container cannot be "
+                f"given; write it into a file in prepare=..."
+            )
+    lines = [f"{name}={value}\n" for name, value in environment.items()]
+    with tempfile.TemporaryDirectory(prefix="torchrl_sglang_variables_") as hidden:
+        file = Path(hidden, "variables")
+        file.write_text("".join(lines))
+        yield file
+
+
+def _refused(container: Container, done: EndedProcess) -> GatewayError:
+    said = done.stderr.strip()[-TOLD_CHARACTERS:]
+    runtime = Path(str(container.runtime)).name
+    remedy = ""
+    if "connect to the Docker daemon" in said:
+        remedy = " Start its daemon, or give runtime='podman' where there is Podman."
+    elif "No such image" in said or "image not known" in said:
+        remedy = f" `{runtime} pull {container.image}` fetches it."
+    return GatewayError(
+        f"{runtime} has created no container of {container.image!r}: "
+        f"{said or f'it ended with status {done.status}'}{remedy}"
+    )

@@ -1,0 +1,329 @@
+"""``AgentProgram``: an agent that is a command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.programs.container import (
+    WORK,
+    Container,
+    run_in_container,
+)
+from torchrl_sglang.gateway.programs.process import (
+    END_SECONDS,
+    EndedProcess,
+    ProcessTree,
+    ProgramLimits,
+    TreeRunner,
+    in_thread,
+)
+from torchrl_sglang.gateway.programs.templates import fill, task_values
+from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.checks import check_count, check_mapping, check_seconds
+
+INHERITED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LC_ALL"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""Variables that a program has of its owner's; no keys, and no rank of a trainer."""
+
+TOLD_CHARACTERS = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramResult:
+    """What became of a program."""
+
+    status: int
+    """Exit status; 128 and more: a signal ended it, as after a time-out."""
+    timed_out: bool
+    """Whether it was ended because it took longer than ``timeout``."""
+    stdout: str
+    """What it wrote: the last ``max_output`` bytes, as text."""
+    stderr: str
+    """The same for errors."""
+    dropped_bytes: int
+    """Number of bytes before these that were not kept; 0: all of it is there."""
+    folder: Path
+    """Its working folder, which is there until the reward function returns."""
+    seconds: float
+    """How long it ran."""
+
+
+Command = Sequence[str] | Callable[..., Sequence[str]]
+Reward = Callable[[Any, ProgramResult], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentProgram:
+    r"""An agent that is a program, such as a coding agent's command line.
+
+    It is given to :meth:`.Gateway.run_agents`, :class:`.AsyncLLMCollector` and
+    :class:`.GRPO` as ``agent``. For each session the command is run once, with the
+    session's address and key in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``,
+    ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``. When it has ended, ``reward`` is
+    called with its output.
+
+    Texts of the command, of variables and of ``stdin`` name values in braces: the
+    task's columns, as in ``"Fix {issue}"``, or ``{task}`` if it is no mapping, and
+    ``{base_url}``, ``{url}`` (without ``/v1``), ``{api_key}`` and ``{folder}``. Braces
+    around other texts than a name are left as they are; ``{{name}}`` is ``{name}``.
+
+    A program has no process left when it has ended, after a time-out, when its run is
+    cancelled, or if the trainer is killed.
+
+    Raises:
+        ConfigurationError: if an argument is wrong.
+
+    Examples:
+        >>> import asyncio
+        >>> program = AgentProgram(
+        ...     command=["sh", "-c", "echo $(( {a} + {b} ))"],
+        ...     reward=lambda task, result: float(result.stdout == "3\n"),
+        ... )
+        >>> with Gateway(engine) as gateway:
+        ...     tasks = [{"a": 1, "b": 2}]
+        ...     groups = asyncio.run(gateway.run_agents(program, tasks, group_size=2))
+        >>> [session.reward for session in groups[0]]
+        [1.0, 1.0]
+    """
+
+    command: Command
+    """Program and arguments, or a function that returns them, which is called as an
+    agent is, and with the folder: ``(task, *, base_url, api_key, folder)``. No shell is
+    between, and users of the machine can read arguments: long texts and secrets belong
+    into ``stdin`` and ``environment``."""
+    reward: Reward | None
+    """``(task, result)``, a function or a coroutine function that returns the reward;
+    ``result`` is a :class:`.ProgramResult`. It is called after a time-out and after an
+    error, too. ``None``: somebody else sets rewards, such as the program itself by
+    ``POST /sessions/{name}/reward``."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Its variables, beside the four above and the trainer's ``PATH``, ``HOME``,
+    ``USER``, ``LOGNAME``, ``SHELL``, ``TMPDIR``, ``TZ``, ``LANG``, ``LC_ALL``,
+    ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``."""
+    stdin: str | None = None
+    """What it reads; by default nothing."""
+    folder: str | os.PathLike[str] | None = None
+    """Working folder, which may name values, too. Defaults to a new one, which is
+    removed behind the reward function."""
+    prepare: Callable[[Any, Path], Any] | None = None
+    """``(task, folder)``, a function or a coroutine function that fills the folder."""
+    timeout: float = 1800.0
+    """Of the program, in seconds. It is ended then, and ``reward`` decides what that is
+    worth."""
+    max_output: int = 2**20
+    """Most bytes that are kept of what it writes, and of its errors: the last ones."""
+    container: str | Container | None = None
+    """Image, or :class:`.Container`, to run it in. Defaults to none."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.command):
+            _check_command(self.command)
+        for name in ("reward", "prepare"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ConfigurationError(f"{name} must be a function, got {value!r}.")
+        for key, text in check_mapping("environment", self.environment).items():
+            if not isinstance(key, str) or not isinstance(text, str) or "=" in key:
+                raise ConfigurationError(
+                    f"environment must map names to texts, got {key!r}: {text!r}."
+                )
+        if self.stdin is not None and not isinstance(self.stdin, str):
+            raise ConfigurationError(f"stdin must be a text, got {self.stdin!r}.")
+        check_seconds("timeout", self.timeout)
+        check_count("max_output", self.max_output)
+        if isinstance(self.container, str):
+            object.__setattr__(self, "container", Container(image=self.container))
+        elif not isinstance(self.container, Container | None):
+            raise ConfigurationError(
+                f"container must be an image's name or a Container, got "
+                f"{self.container!r}."
+            )
+
+    async def __call__(self, task: Any, *, base_url: str, api_key: str) -> float | None:
+        """Runs the program in a session, and returns the reward.
+
+        Raises:
+            ConfigurationError: if there is no such program or folder, or a text names a
+                value that the task does not have.
+            GatewayError: if no container can be created.
+        """
+        runner = TreeRunner()
+        blocking = BlockingCalls("torchrl_sglang-functions", 1)
+        call = partial(blocking.call, seconds=self.timeout)
+        try:
+            async with self._folder(task, runner, blocking) as (folder, temporary):
+                if self.prepare is not None:
+                    await call(self.prepare, task, folder)
+                values = {"base_url": base_url, "api_key": api_key}
+                tree = await self._tree(task, folder, temporary, values, call)
+                ended = await self._run(tree, runner)
+                if self.reward is None:
+                    return None
+                # The caller checks that it is a number.
+                reward: float | None = await call(
+                    self.reward, task, _result(ended, folder)
+                )
+                return reward
+        finally:
+            blocking.close()
+
+    @asynccontextmanager
+    async def _folder(
+        self, task: Any, runner: TreeRunner, blocking: BlockingCalls
+    ) -> AsyncIterator[tuple[Path, Path | None]]:
+        """Yields the working folder, and that again if it is to be removed."""
+        if self.folder is not None:
+            given = os.fspath(self.folder)
+            yield _find_folder(fill("folder", given, task_values(task))), None
+            return
+        made = Path(tempfile.mkdtemp(prefix="torchrl_sglang_program_"))
+        try:
+            yield made, made
+        finally:
+            removed = blocking.submit(partial(_remove, made, runner))
+            # It is removed, too, when this is cancelled once more.
+            await asyncio.shield(asyncio.wrap_future(removed))
+
+    async def _tree(
+        self,
+        task: Any,
+        folder: Path,
+        temporary: Path | None,
+        given: dict[str, str],
+        call: Callable[..., Any],
+    ) -> ProcessTree:
+        """Returns the program for a task; its variables are the explicit ones."""
+        if isinstance(self.container, Container):
+            given["base_url"] = self.container.address_of(given["base_url"])
+        given["folder"] = str(folder) if self.container is None else WORK
+        url = given["base_url"].removesuffix("/v1")
+        values = {**task_values(task), **given, "url": url}
+        if callable(self.command):
+            line = await call(self.command, task, **given)
+            _check_command(line)
+        else:
+            line = [fill("An argument", each, values) for each in self.command]
+        return ProcessTree(
+            command=list(line),
+            environment=self._environment(values),
+            folder=folder,
+            stdin=None if self.stdin is None else fill("stdin", self.stdin, values),
+            temporary=temporary,
+        )
+
+    async def _run(self, tree: ProcessTree, runner: TreeRunner) -> EndedProcess:
+        """Runs the program, in its container or without."""
+        limits = ProgramLimits(seconds=self.timeout, most_bytes=self.max_output)
+        if isinstance(self.container, Container):
+            run = partial(run_in_container, self.container, tree, limits)
+            ended = await in_thread(runner, run)
+        else:
+            environment = {**_inherited(), **tree.environment}
+            tree = replace(tree, environment=environment)
+            _check_program(tree)
+            ended = await in_thread(runner, lambda own: own.run(tree, limits))
+        _tell_failure(tree.command[0], ended, self.timeout)
+        return ended
+
+    def _environment(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Returns the variables that a program has by this class and its user."""
+        own = {
+            "OPENAI_BASE_URL": values["base_url"],
+            "OPENAI_API_KEY": values["api_key"],
+            "ANTHROPIC_BASE_URL": values["url"],
+            "ANTHROPIC_API_KEY": values["api_key"],
+        }
+        given = {
+            name: fill(f"The variable {name}", text, values)
+            for name, text in self.environment.items()
+        }
+        return own | given
+
+
+def _inherited() -> dict[str, str]:
+    return {name: os.environ[name] for name in INHERITED if name in os.environ}
+
+
+def _remove(folder: Path, runner: TreeRunner) -> None:
+    """Removes a folder when its program, if it has begun, has ended."""
+    if runner.has_begun:
+        runner.done.wait(END_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _find_folder(path: str) -> Path:
+    found = Path(path).absolute()
+    if not found.is_dir():
+        raise ConfigurationError(
+            f"The working folder {path!r} is not there; make it, or leave folder out "
+            f"to have a new one."
+        )
+    return found
+
+
+def _check_command(command: Any) -> None:
+    if isinstance(command, str):
+        raise ConfigurationError(
+            f"command must be a list of the program and its arguments, got the text "
+            f"{command!r}; give shlex.split(...) of it, or ['sh', '-c', ...] where it "
+            f"needs a shell."
+        )
+    if (
+        not isinstance(command, Sequence)
+        or not command
+        or not all(isinstance(each, str) for each in command)
+    ):
+        raise ConfigurationError(
+            f"command must be a list of texts, the program and its arguments, or a "
+            f"function that returns one, got {command!r}."
+        )
+
+
+def _check_program(tree: ProcessTree) -> None:
+    name, path = tree.command[0], tree.environment.get("PATH", os.defpath)
+    is_path = os.sep in name
+    if shutil.which(str(tree.folder / name) if is_path else name, path=path) is None:
+        where = "" if is_path else f" in PATH, which is {path!r}"
+        raise ConfigurationError(
+            f"There is no program {name!r}{where}; install it, or give its path or "
+            f"environment={{'PATH': ...}}."
+        )
+
+
+def _tell_failure(name: str, ended: EndedProcess, timeout: float) -> None:
+    """Logs how a program failed; what that is worth, the reward function says."""
+    if not ended.status and not ended.timed_out:
+        return
+    what = (
+        f"was ended after timeout={timeout:g} s"
+        if ended.timed_out
+        else f"ended with status {ended.status}"
+    )
+    said = ended.stderr.strip()[-TOLD_CHARACTERS:]
+    torchrl_logger.warning(f"The program {name!r} {what}. {said}".rstrip())
+
+
+def _result(ended: EndedProcess, folder: Path) -> ProgramResult:
+    return ProgramResult(
+        status=ended.status,
+        timed_out=ended.timed_out,
+        stdout=ended.stdout,
+        stderr=ended.stderr,
+        dropped_bytes=ended.dropped_bytes,
+        folder=folder,
+        seconds=ended.seconds,
+    )

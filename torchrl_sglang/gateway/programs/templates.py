@@ -1,0 +1,66 @@
+"""Texts with the names of a task's values in braces: ``"Fix {issue}"``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import nearest
+
+_NAME = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+"""``{{name}}`` is ``{name}`` itself; braces around anything else are left as they are,
+so that JSON and TOML need no escapes."""
+
+TASK = "task"
+"""Name of a task that is no mapping."""
+
+
+def task_values(task: Any) -> Mapping[str, Any]:
+    """Returns the values of a task that texts can name.
+
+    Examples:
+        >>> task_values("Add a test.")
+        {'task': 'Add a test.'}
+    """
+    return task if isinstance(task, Mapping) else {TASK: task}
+
+
+def fill(what: str, text: str, values: Mapping[str, Any]) -> str:
+    """Returns a text with the values in it.
+
+    Args:
+        what: the text is, for the message.
+        text: with names in braces.
+        values: by their names.
+
+    Raises:
+        ConfigurationError: if there is no such value, or it is not a text or a number.
+
+    Examples:
+        >>> fill("An argument", 'Fix {issue}, {"json": {}}', {"issue": 3})
+        'Fix 3, {"json": {}}'
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        itself, name = match.groups()
+        if itself is not None:
+            return f"{{{itself}}}"
+        if name not in values:
+            near = nearest(name, map(str, values))
+            hint = "" if near is None else f" Did you mean {{{near}}}?"
+            raise ConfigurationError(
+                f"{what} names {{{name}}}, which is no value of the task; there are "
+                f"{', '.join(map(str, values))}.{hint} Write {{{{{name}}}}} for the "
+                f"text itself."
+            )
+        value = values[name]
+        if not isinstance(value, (str, int, float)):
+            raise ConfigurationError(
+                f"{what} names {{{name}}}, which is a {type(value).__name__}; only "
+                f"texts and numbers can be named."
+            )
+        return str(value)
+
+    return _NAME.sub(value_of, text)
