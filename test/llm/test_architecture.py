@@ -23,6 +23,7 @@ FLOOR = {
     "errors": 0,
     "types": 0,
     "support": 1,
+    "telemetry": 2,
     "requests": 2,
     "chat": 2,
     "backends": 3,

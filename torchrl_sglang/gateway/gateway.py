@@ -43,6 +43,8 @@ from torchrl_sglang.support.checks import (
     check_seconds,
 )
 from torchrl_sglang.support.urls import is_loopback
+from torchrl_sglang.telemetry.prometheus import StatsFamilies, write_text
+from torchrl_sglang.telemetry.tracing import span
 from torchrl_sglang.types import LogProbsMode
 
 STOP_SECONDS = 10.0
@@ -236,6 +238,7 @@ class Gateway:
         self._discount = check_discount(discount)
         self._store = None if path is None else Store(path)
         self._file_closed = False
+        self._families: StatsFamilies | None = None
         self._runner = _Runner(self, host, self._port)
         for session in self._store.load() if self._store else ():
             session.is_trained, session.discount = self._is_trained, self._discount
@@ -537,9 +540,17 @@ class Gateway:
         sampling = self._sampling(session, request, prompt)
         session.generating += number
         try:
-            replies = await self._policy.respond(
-                prompt, sampling, session=session.name, progress=progress
-            )
+            with span(
+                "chat",
+                kind="server",
+                of=session,
+                session=session.name,
+                gen_ai__operation__name="chat",
+                gen_ai__request__model=request.model,
+            ):
+                replies = await self._policy.respond(
+                    prompt, sampling, session=session.name, progress=progress
+                )
             turns = [
                 _to_turn(session.next_number(), prompt, each, request)
                 for each in replies
@@ -654,6 +665,25 @@ class Gateway:
     def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt. For the HTTP routes."""
         return self._prompt(session, request).num_tokens
+
+    async def metrics(self, accept: str) -> tuple[str, bytes]:
+        """Returns metrics of this gateway and its engine. For the HTTP routes.
+
+        Args:
+            accept: formats that the client takes, as in its header.
+
+        Raises:
+            GatewayError: if the package ``prometheus_client`` is missing.
+        """
+        if self._families is None:
+            has_stats = hasattr(self.engine, "stats")
+            try:
+                self._families = StatsFamilies(
+                    gateway=self, engine=self.engine if has_stats else None
+                )
+            except ConfigurationError as error:
+                raise GatewayError(str(error), status=501) from error
+        return await asyncio.to_thread(write_text, self._families, accept)
 
     def token_text(self, token: int) -> str:
         """Returns the text of a token. For the HTTP routes."""
