@@ -131,11 +131,15 @@ class GRPO(Run):
         resume (bool or "auto"): go on with the newest checkpoint of ``output``;
             ``"auto"``: if there is one. Defaults to False: a folder with results is
             refused.
-        logger: ``"csv"``, ``"tensorboard"``, ``"wandb"``, a logger of TorchRL or None.
-            Defaults to ``"csv"``.
-        project (str): of W&B. Defaults to ``"torchrl_sglang"``.
-        show_samples (int, optional): steps between two printed responses. Defaults to
-            10; None for none.
+        logger: ``"csv"``, ``"tensorboard"``, ``"wandb"``, ``"mlflow"``,
+            ``"trackio"``, a logger of TorchRL or None. Defaults to ``"csv"``.
+        project (str): of W&B and Trackio, and MLflow's experiment. Defaults to
+            ``"torchrl_sglang"``.
+        metrics_port (int, optional): port of this machine that Prometheus scrapes, 0
+            for a free one; see :func:`.serve_metrics`. Defaults to None.
+        show_samples (int, optional): steps between two printed responses, and between
+            two tables of responses where the logger has tables. Defaults to 10; None
+            for none.
         seed (int): of weights of adapters, order of prompts and minibatches, and
             servers. Defaults to 0.
         deterministic (bool): seeds for every sample, batches in the order of prompts,
@@ -217,6 +221,7 @@ class GRPO(Run):
         resume: Resume = False,
         logger: Any = "csv",
         project: str = "torchrl_sglang",
+        metrics_port: int | None = None,
         show_samples: int | None = 10,
         seed: int = 0,
         deterministic: bool = False,
@@ -345,6 +350,7 @@ class GRPO(Run):
             logger=logger,
             project=project,
             show_samples=show_samples,
+            metrics_port=metrics_port,
         )
         super().__init__(
             serving=serving,
