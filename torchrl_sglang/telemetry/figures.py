@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torchrl_sglang.telemetry.parts import make_readers, read_all
@@ -81,7 +82,9 @@ class StepFigures:
             since = self._began if before is None else before.at
             seconds = max(at - since, 1e-9)
             old = None if before is None else before.stats
-            found |= dict(_finite(_FIGURES[name](now, old, seconds)))
+            figures = partial(_FIGURES[name], now, old, seconds)
+            read = self._readers[name].attempt(lambda f=figures: dict(_finite(f())))
+            found |= read or {}
             self._before[name] = _Reading(at=at, stats=now)
         return found
 

@@ -10,12 +10,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.telemetry.rows import ROWS, Stats
+
+T = TypeVar("T")
 
 STATS_SECONDS = 8.0
 """Timeout of the statistics of all parts. Prometheus waits ten seconds by default, and
@@ -66,17 +68,19 @@ class PartReader:
             future.set_exception(error)
 
     def end(self, future: Future[Stats], seconds: float) -> Stats | None:
-        """Returns what was read; ``None`` if that failed, which is logged once."""
+        """Returns what was read; ``None`` if that failed or takes longer."""
+        return self.attempt(lambda: future.result(timeout=max(seconds, 0.0)))
+
+    def attempt(self, read: Callable[[], T]) -> T | None:
+        """Returns what is read of statistics; ``None`` if it fails, which is logged."""
         try:
-            stats = future.result(timeout=max(seconds, 0.0))
+            return read()
         except Exception as error:  # noqa: BLE001 - Metrics never end a run.
             text = f"{type(error).__name__}: {error}"
             if text != self._last_error:
                 torchrl_logger.debug(f"No statistics of the {self.name}: {text}")
             self._last_error = text
             return None
-        self._last_error = ""
-        return stats
 
 
 def _reference(part: Any) -> Callable[[], Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrl_sglang.errors import ConfigurationError
@@ -102,16 +103,23 @@ class StatsFamilies:
         stats = read_all(self._readers.values(), self._timeout, time.monotonic)
         text = "1 if the statistics of a part could be read, and 0 otherwise."
         up = GaugeMetricFamily(UP, text, labels=[*self._labels, "part"])
-        for name, found in stats.items():
-            up.add_metric([*self._labels.values(), name], float(found is not None))
+        families = {
+            name: self._readers[name].attempt(partial(self._of_part, name, found))
+            for name, found in stats.items()
+            if found is not None
+        }
+        for name in stats:
+            is_up = families.get(name) is not None
+            up.add_metric([*self._labels.values(), name], float(is_up))
         yield up
-        for name, found in stats.items():
-            if found is not None:
-                yield from self._of_part(name, found)
+        for each in families.values():
+            yield from each or ()
 
-    def _of_part(self, part: str, stats: Stats) -> Iterator[Metric]:
-        for row, values in read_rows(part, stats):
-            yield _family(f"{PREFIX}_{part}_{row.name}", row, values, self._labels)
+    def _of_part(self, part: str, stats: Stats) -> list[Metric]:
+        return [
+            _family(f"{PREFIX}_{part}_{row.name}", row, values, self._labels)
+            for row, values in read_rows(part, stats)
+        ]
 
 
 def _family(

@@ -39,6 +39,7 @@ from torchrl_sglang.trainers.collecting import Collecting
 from torchrl_sglang.trainers.deterministic import check_repeatable
 from torchrl_sglang.trainers.methods import find_method
 from torchrl_sglang.trainers.optimizers import optimizer_of
+from torchrl_sglang.trainers.progress import StepsShown, check_progress
 from torchrl_sglang.trainers.records import Records
 from torchrl_sglang.trainers.report import flatten
 from torchrl_sglang.trainers.run import Run
@@ -140,6 +141,10 @@ class GRPO(Run):
         show_samples (int, optional): steps between two printed responses, and between
             two tables of responses where the logger has tables. Defaults to 10; None
             for none.
+        progress (bool or "auto"): whether a bar shows how far the run is. Defaults to
+            ``"auto"``: in a terminal or a notebook; elsewhere, as in a log file, a line
+            a minute says what a long step does. Lines of steps are printed anyway, and
+            other ranks print nothing.
         seed (int): of weights of adapters, order of prompts and minibatches, and
             servers. Defaults to 0.
         deterministic (bool): seeds for every sample, batches in the order of prompts,
@@ -222,6 +227,7 @@ class GRPO(Run):
         logger: Any = "csv",
         project: str = "torchrl_sglang",
         metrics_port: int | None = None,
+        progress: StepsShown = "auto",
         show_samples: int | None = 10,
         seed: int = 0,
         deterministic: bool = False,
@@ -351,6 +357,7 @@ class GRPO(Run):
             project=project,
             show_samples=show_samples,
             metrics_port=metrics_port,
+            progress=check_progress(progress),
         )
         super().__init__(
             serving=serving,

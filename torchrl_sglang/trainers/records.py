@@ -14,6 +14,7 @@ from torchrl_sglang.telemetry.prometheus import check_installed
 from torchrl_sglang.telemetry.server import MetricsEndpoint, serve_metrics
 from torchrl_sglang.trainers.checkpoints import Checkpoints, Resume
 from torchrl_sglang.trainers.loggers import RESUMED, make_logger
+from torchrl_sglang.trainers.progress import StepsShown
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
 
@@ -32,6 +33,7 @@ class Records:
     project: str
     show_samples: int | None
     metrics_port: int | None
+    progress: StepsShown
 
     def __post_init__(self) -> None:
         if self.metrics_port is not None:

@@ -220,11 +220,6 @@ def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def tell(text: str) -> None:
-    """Prints a line at once, also into a pipe."""
-    print(text, flush=True)  # noqa: T201 - What a run tells its user.
-
-
 def line_of(step: int, steps: int | None, metrics: Mapping[str, float]) -> str:
     """Returns the line that a step prints.
 
@@ -239,6 +234,27 @@ def line_of(step: int, steps: int | None, metrics: Mapping[str, float]) -> str:
     ]
     of = "" if steps is None else f"/{steps}"
     return f"step {step}{of}: {', '.join(words)}"
+
+
+def status_of(step: int, seconds: float, stats: Mapping[str, Any]) -> str:
+    """Says what a step does, for somebody who waits for it.
+
+    Args:
+        step: its number.
+        seconds: since it began.
+        stats: of the collector, if it has any.
+
+    Examples:
+        >>> status_of(4, 65.2, {"groups_ready": 9, "groups_running": 7})
+        'step 4, 65 s: 9 groups are complete, 7 run'
+    """
+    said = f"step {step}, {seconds:.0f} s"
+    if "groups_ready" in stats:
+        ready, running = stats["groups_ready"], stats["groups_running"]
+        said += f": {ready} groups are complete, {running} run"
+    if rate := stats.get("lately", {}).get("tokens_per_second"):
+        said += f", {rate:,.0f} tokens/s"
+    return said
 
 
 class Rollouts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,6 +36,7 @@ from torchrl_sglang.trainers.folder_lock import only_run_in
 from torchrl_sglang.trainers.learner import Learner
 from torchrl_sglang.trainers.loggers import end_logger
 from torchrl_sglang.trainers.models import load_tokenizer, save_model
+from torchrl_sglang.trainers.progress import StepProgress, find_mode, tell
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
 from torchrl_sglang.trainers.records import Records
 from torchrl_sglang.trainers.report import (
@@ -44,8 +46,8 @@ from torchrl_sglang.trainers.report import (
     describe_held_out,
     line_of,
     sample_of,
+    status_of,
     summarize,
-    tell,
 )
 from torchrl_sglang.trainers.samples import log_samples, rows_of
 from torchrl_sglang.trainers.serving import Served, Serving
@@ -133,6 +135,8 @@ class Run:
         self._saved = 0
         self._saved_state: dict[str, Any] | None = None
         self._stack: ExitStack | None = None
+        self._progress: StepProgress | None = None
+        self._step_began = 0.0
 
     # The parts.
 
@@ -180,7 +184,7 @@ class Run:
         stack.callback(self.scheme.shutdown)
         self._make_collector()
         stack.callback(self.collector.shutdown)
-        self._figures = None
+        self._figures = self._progress = None
         self.ranks.first(lambda: self._open_metrics(stack))
 
     def _open_metrics(self, stack: ExitStack) -> None:
@@ -254,7 +258,21 @@ class Run:
                 tell(f"goes on after step {self.step}")
         if self.step == 0:
             self.report(self.evaluate())
+        self._show_progress()
         self.clock = PhaseClock()
+
+    def _show_progress(self) -> None:
+        """Shows how far the run is, until its block ends."""
+        assert self._stack is not None
+        mode = find_mode(self._records.progress, is_first=self.ranks.is_first)
+        self._step_began = time.monotonic()
+        progress = StepProgress(mode, self.steps, self.step, self._status)
+        self._progress = self._stack.enter_context(progress)
+
+    def _status(self) -> str:
+        """Says what the present step does; called in another thread."""
+        stats: Any = getattr(self.collector_here, "stats", dict)()
+        return status_of(self.step + 1, time.monotonic() - self._step_began, stats)
 
     def batches(self) -> Iterator[TensorDictBase]:
         """Yields this rank's share of each batch, with advantages."""
@@ -362,7 +380,12 @@ class Run:
         if self.logger is not None:
             self.logger.log_metrics(metrics, step=self.step)
         self.metrics = metrics
-        tell(line_of(self.step, self.steps, metrics))
+        line = line_of(self.step, self.steps, metrics)
+        self._step_began = time.monotonic()
+        if self._progress is None:
+            tell(line)
+        else:
+            self._progress.advance(self.step, line)
 
     def save(self) -> None:
         """Saves a checkpoint, which is written meanwhile; all ranks call it.

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for metrics that are exported, by labels that they have."""
+"""The Grafana dashboard asks for metrics that are exported, by their labels."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_every_expression_asks_for_what_is_exported(target):
         assert selector.name in known.keys() | SGLANG, selector.name
         labels = {matcher.name for matcher in selector.matchers.matchers}
         legend = target["legendFormat"]
-        labels |= {name for name in ("part", "server", "state") if f"{{{name}}}" in legend}
+        labels |= {
+            name for name in ("part", "server", "state") if f"{{{name}}}" in legend
+        }
         labels |= grouped_by(parsed) - {"le"}
         assert labels <= known.get(selector.name, labels)
 
