@@ -82,8 +82,7 @@ class StepFigures:
             since = self._began if before is None else before.at
             seconds = max(at - since, 1e-9)
             old = None if before is None else before.stats
-            figures = partial(_FIGURES[name], now, old, seconds)
-            read = self._readers[name].attempt(lambda f=figures: dict(_finite(f())))
+            read = self._readers[name].attempt(partial(_known, name, now, old, seconds))
             found |= read or {}
             self._before[name] = _Reading(at=at, stats=now)
         return found
@@ -92,11 +91,13 @@ class StepFigures:
 Figures = Iterator[tuple[str, float | None]]
 
 
-def _finite(figures: Figures) -> Iterator[tuple[str, float]]:
-    """Yields the figures that are known."""
-    for name, value in figures:
-        if value is not None and math.isfinite(value):
-            yield name, float(value)
+def _known(part: str, now: Any, before: Any, seconds: float) -> dict[str, float]:
+    """Returns the figures of a part that are known."""
+    return {
+        name: float(value)
+        for name, value in _FIGURES[part](now, before, seconds)
+        if value is not None and math.isfinite(value)
+    }
 
 
 def engine_figures(

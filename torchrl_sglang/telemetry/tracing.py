@@ -98,8 +98,24 @@ def span(
         context=context,
         kind=trace.SpanKind[kind.upper()],
         attributes=_named(attributes),
+        record_exception=False,
+        set_status_on_exception=False,
     ) as opened:
-        yield OpenSpan(opened)
+        traced = OpenSpan(opened)
+        try:
+            yield traced
+        except Exception as error:
+            cause = _cause(error)
+            opened.record_exception(cause)
+            traced.fail(f"{type(cause).__name__}: {cause}")
+            raise
+
+
+def _cause(error: Exception) -> Exception:
+    """Returns the first error of a group of tasks, which says nothing itself."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _mlflow(wish: _Wish) -> Logger:
     files, which MLflow reads no more.
     """
     import mlflow
-    from torchrl.record.loggers import MLFlowLogger
+    from torchrl.record.loggers.mlflow import MLFlowLogger
 
     artifacts, uri = None, os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
@@ -97,7 +97,7 @@ def _mlflow(wish: _Wish) -> Logger:
 
 
 def _trackio(wish: _Wish) -> Logger:
-    from torchrl.record.loggers import TrackioLogger
+    from torchrl.record.loggers.trackio import TrackioLogger
 
     return TrackioLogger(wish.name, wish.project)
 

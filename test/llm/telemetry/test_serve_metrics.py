@@ -36,8 +36,13 @@ LIMIT_SECONDS = 60.0
 
 def get(url: str, **headers: str) -> str:
     request = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(request, timeout=LIMIT_SECONDS) as answer:
-        return answer.read().decode()
+    try:
+        with urllib.request.urlopen(request, timeout=LIMIT_SECONDS) as answer:
+            return answer.read().decode()
+    except urllib.error.HTTPError as error:
+        # It keeps the connection otherwise.
+        error.close()
+        raise
 
 
 def parse(text: str) -> dict[tuple[str, frozenset], float]:
@@ -79,10 +84,12 @@ GATEWAY = {
 @pytest.fixture
 def serve() -> Iterator[Any]:
     """Serves metrics until the end of the test."""
-    opened = []
+    opened, parts = [], []
 
     def made(**arguments: Any) -> Any:
         opened.append(serve_metrics(**arguments))
+        # An endpoint does not.
+        parts.extend(part for part in arguments.values() if isinstance(part, Part))
         return opened[-1]
 
     yield made

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,8 @@ def csv(logger: Any, folder: Path) -> tuple[dict[int, float], list[Any] | None]:
 def tensorboard(logger: Any, folder: Path) -> tuple[dict[int, float], list[Any]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (file,) = (folder / "logs").rglob("events.out.*")
+    # TensorBoard keeps hyperparameters in a folder below.
+    (file,) = (folder / "logs" / "a run").glob("events.out.*")
     events = EventAccumulator(str(file.parent))
     events.Reload()
     scalars = events.Scalars("engine/tokens_per_second")
@@ -59,16 +62,29 @@ def tensorboard(logger: Any, folder: Path) -> tuple[dict[int, float], list[Any]]
     return {each.step: each.value for each in scalars}, table
 
 
-def wandb(logger: Any, folder: Path) -> tuple[dict[int, float], list[Any]]:
-    import wandb
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
+def records_of(content: bytes) -> Iterator[bytes]:
+    """Yields the records of a log in LevelDB's format, as W&B writes it offline."""
+    place, record = 7, b""
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        # Whole, or the last part of one.
+        if kind in (1, 4):
+            yield record
+            record = b""
 
-    (file,) = (folder / "logs").rglob("*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(file))
+
+def wandb(logger: Any, folder: Path) -> tuple[dict[int, float], list[Any]]:
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = {path.resolve() for path in (folder / "logs").rglob("*.wandb")}
     found = {}
-    while (data := store.scan_data()) is not None:
+    for data in records_of(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
@@ -79,7 +95,6 @@ def wandb(logger: Any, folder: Path) -> tuple[dict[int, float], list[Any]]:
             if "engine/tokens_per_second" in items:
                 found[items["engine/step"]] = items["engine/tokens_per_second"]
     (table,) = (folder / "logs").rglob("*.table.json")
-    assert wandb.__version__
     return found, json.loads(table.read_text())["data"]
 
 
