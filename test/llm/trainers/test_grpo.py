@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -348,6 +350,30 @@ def test_parts_that_are_given(make, tmp_path):
     assert {*made} == {"loss", "optimizer", "reward"}
     assert run.metrics["batch/flat_groups"] == 0.0
     assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_a_run_that_is_scraped_and_logs_figures(make, tmp_path):
+    pytest.importorskip("prometheus_client")
+    scraped = []
+
+    def scrape(conversation, task):
+        with urllib.request.urlopen(run.metrics_endpoint.url, timeout=60) as answer:
+            scraped.append(answer.read().decode())
+        return 1.0
+
+    run = make(rewards=scrape, metrics_port=0, steps=1, group_size=2)
+    run.train()
+    for part in ("engine", "collector", "weights"):
+        assert f'torchrl_sglang_up{{part="{part}"}} 1.0' in scraped[-1]
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(run.metrics_endpoint.url, timeout=60)
+    folder = tmp_path / "run"
+    # The first weights, and those of the step.
+    assert scalar(folder, "weights/updates") == {1: 2.0}
+    assert scalar(folder, "engine/servers_serving") == {1: 1.0}
+    assert scalar(folder, "engine/responses")[1] >= 8
+    assert scalar(folder, "staleness/tokens_max") == {1: 0.0}
+    assert scalar(folder, "rollout/groups_failed") == {1: 0.0}
 
 
 def test_overlong_responses_are_punished():
