@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.requests.token_columns import TokenColumn
+    from torchrl_sglang.telemetry.figures import StepFigures
+    from torchrl_sglang.telemetry.server import serve_metrics
     from torchrl_sglang.trainers.grpo import GRPO
     from torchrl_sglang.trainers.learner import Learner
     from torchrl_sglang.trainers.methods import overlong_penalty
@@ -74,6 +76,7 @@ _HOME = {
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
     "SharedCollector": "collectors.shared_collector",
+    "StepFigures": "telemetry.figures",
     "TokenColumn": "requests.token_columns",
     "WeightEncoding": "weight_update.encodings.base",
     "attach_weight_sync": "collectors.weight_sync",
@@ -83,6 +86,7 @@ _HOME = {
     "overlong_penalty": "trainers.methods",
     "replay_routing": "objectives.routing",
     "replay_sampling": "objectives.sampling",
+    "serve_metrics": "telemetry.server",
 }
 """Public name -> module that defines it."""
 
@@ -111,6 +115,7 @@ __all__ = [
     "SGLangWeightSyncScheme",
     "SGLangWrapper",
     "SharedCollector",
+    "StepFigures",
     "TokenColumn",
     "WeightEncoding",
     "__version__",
@@ -121,6 +126,7 @@ __all__ = [
     "overlong_penalty",
     "replay_routing",
     "replay_sampling",
+    "serve_metrics",
 ]
 
 __version__ = "0.1.0"

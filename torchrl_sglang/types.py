@@ -16,6 +16,7 @@ import torch
 __all__ = [
     "Adapter",
     "Completion",
+    "Distribution",
     "EngineStats",
     "FinishReason",
     "FusedParameter",
@@ -29,6 +30,7 @@ __all__ = [
     "TensorPart",
     "TokenLayout",
     "TokenValues",
+    "UpdateStats",
     "VersionSpan",
 ]
 
@@ -284,6 +286,10 @@ class ServerArgs:
     """Other than ``"null"``: prefill and decoding are on different servers."""
     enable_return_routed_experts: bool = False
     """Whether it reports the experts of each token."""
+    enable_metrics: bool = False
+    """Whether it has metrics for Prometheus."""
+    enable_trace: bool = False
+    """Whether it continues the traces of its clients."""
     sampling_mask_max_tokens: int | None = None
     """Most tokens of a sampling support that it reports."""
     max_lora_rank: int | None = None
@@ -426,6 +432,66 @@ class ServerPlacement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Distribution:
+    """How often values fell between bounds, since the counting began.
+
+    The difference of two is what was counted between them.
+
+    Examples:
+        >>> early = Distribution(bounds=(1.0, 4.0), counts=(1, 0, 0), total=0.5)
+        >>> late = Distribution(bounds=(1.0, 4.0), counts=(1, 4, 0), total=12.5)
+        >>> late.since(early).mean
+        3.0
+        >>> late.since(early).quantile(0.5)
+        2.5
+    """
+
+    bounds: tuple[float, ...]
+    """Upper bounds, in ascending order; a value that equals one is below it."""
+    counts: tuple[int, ...]
+    """Number of values up to each bound and above the one before; in the end the number
+    of those above all bounds."""
+    total: float
+    """Sum of the values."""
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values; NaN if there are none."""
+        return self.total / self.count if self.count else float("nan")
+
+    def since(self, earlier: Distribution | None) -> Distribution:
+        """Returns what was counted since an earlier state of the same counts."""
+        if earlier is None:
+            return self
+        pairs = zip(self.counts, earlier.counts, strict=True)
+        return Distribution(
+            bounds=self.bounds,
+            counts=tuple(now - before for now, before in pairs),
+            total=self.total - earlier.total,
+        )
+
+    def quantile(self, share: float) -> float:
+        """Returns a quantile, as Prometheus' ``histogram_quantile`` estimates it.
+
+        It is interpolated between two bounds, and the last bound for greater values;
+        NaN if there are none.
+        """
+        rank, seen, low = share * self.count, 0, 0.0
+        if not self.count:
+            return float("nan")
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and seen + count >= rank:
+                return low + (bound - low) * max(rank - seen, 0.0) / count
+            seen, low = seen + count, bound
+        return self.bounds[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServerStats:
     """Activity of one server of an engine."""
 
@@ -439,6 +505,8 @@ class ServerStats:
     """Running requests, of all users; ``None`` if it does not respond."""
     queued: int | None
     """Requests in its queue."""
+    cache_usage: float | None = None
+    """Share of its KV cache that is in use; ``None`` if it does not tell."""
     weight_version: str | None
     """Version of its weights."""
     restarts: int
@@ -467,8 +535,22 @@ class EngineStats:
     """Tokens of the prompts of completed responses."""
     response_tokens: int
     """Tokens of completed responses."""
+    cached_tokens: int
+    """Prompt tokens that came from the prefix cache."""
     cache_hit_rate: float
     """Share of the prompt tokens that came from the prefix cache."""
+    retractions: int
+    """How often servers took requests out of a batch, for want of memory or for an
+    update of the weights, and computed them again."""
+    request_seconds: Distribution
+    """Time from sending a request until its response was read. A response that an
+    update or a lost server interrupted has several requests."""
+    queue_seconds: Distribution
+    """The part of it in a server's queue, where the server tells."""
+    first_token_seconds: Distribution
+    """Time until a server had the first token, where it tells."""
+    response_lengths: Distribution
+    """Tokens of completed responses."""
     weight_version: str
     """Version of the weights that the engine generates with."""
     servers: tuple[ServerStats, ...]
@@ -506,3 +588,21 @@ class SyncReport:
         """Bytes sent over the seconds of the send phase, in 1e9 bytes per second."""
         seconds = self.phase_seconds.get("send", self.seconds)
         return self.num_bytes / seconds / 1e9 if seconds > 0 else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateStats:
+    """Totals of the weight updates of one sender."""
+
+    updates: Mapping[str, int]
+    """Number of updates that succeeded, by their transport."""
+    failures: int
+    """Number of updates that raised an error."""
+    num_bytes: int
+    """Bytes sent."""
+    seconds: Distribution
+    """Duration of the updates that succeeded."""
+    phase_seconds: Mapping[str, float]
+    """Seconds in each phase of these updates, together."""
+    last: SyncReport | None
+    """Report of the last one."""

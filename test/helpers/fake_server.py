@@ -157,6 +157,7 @@ class FakeServer:
         config = json.loads((Path(model_path) / "config.json").read_text())
         self.url = ""
         self.requests: list[tuple[str, str, Any]] = []
+        self.headers: dict[str, Mapping[str, str]] = {}
         self.routes = self._make_routes()
         self.model_path = str(model_path)
         self._vocab_size: int = config["vocab_size"]
@@ -329,6 +330,7 @@ class FakeServer:
             return _refusal("JSON decode error")
         with self._changed:
             self.requests.append((request.method, request.path, content))
+            self.headers[request.path] = request.headers.copy()
             self._changed.notify_all()
         key = request.headers.get("Authorization")
         if self._api_key and key != f"Bearer {self._api_key}":

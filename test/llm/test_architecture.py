@@ -23,6 +23,7 @@ FLOOR = {
     "errors": 0,
     "types": 0,
     "support": 1,
+    "telemetry": 2,
     "requests": 2,
     "chat": 2,
     "backends": 3,
@@ -81,6 +82,7 @@ PUBLIC = {
     "SGLangWeightSyncScheme": "weight_update.scheme",
     "SGLangWrapper": "policies.sglang_wrapper",
     "SharedCollector": "collectors.shared_collector",
+    "StepFigures": "telemetry.figures",
     "TokenColumn": "requests.token_columns",
     "WeightEncoding": "weight_update.encodings.base",
     "__version__": None,
@@ -91,6 +93,7 @@ PUBLIC = {
     "overlong_penalty": "trainers.methods",
     "replay_routing": "objectives.routing",
     "replay_sampling": "objectives.sampling",
+    "serve_metrics": "telemetry.server",
 }
 """Public name -> where it is defined."""
 
@@ -303,7 +306,10 @@ def test_chat_knows_neither_tensors_nor_the_engine():
                 assert top not in {"tensordict", "torch", "torchrl"}, path
 
 
-OPTIONAL = {"hydra", "omegaconf", "peft", "ray", "tensorboard", "wandb"}
+OPTIONAL = {
+    *("hydra", "mlflow", "omegaconf", "opentelemetry", "peft", "prometheus_client"),
+    *("promql_parser", "ray", "tensorboard", "trackio", "wandb"),
+}
 
 
 def test_tests_are_found_without_optional_packages():

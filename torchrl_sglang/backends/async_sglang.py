@@ -777,8 +777,8 @@ class AsyncSGLang(TorchRLCalls):
     def stats(self) -> EngineStats:
         """Returns what this engine has done and what its servers are doing.
 
-        Every server also has Prometheus metrics under ``/metrics``, if it was started
-        with ``enable_metrics=True``.
+        :func:`.serve_metrics` has Prometheus read them, and :attr:`metrics_urls` are
+        where servers have metrics of their own.
 
         Examples:
             >>> stats = engine.stats()
@@ -798,10 +798,27 @@ class AsyncSGLang(TorchRLCalls):
             tokens_per_second=done.tokens_per_second,
             prompt_tokens=done.prompt_tokens,
             response_tokens=done.response_tokens,
+            cached_tokens=done.cached_tokens,
+            retractions=done.retractions,
+            request_seconds=done.request_seconds.read(),
+            queue_seconds=done.queue_seconds.read(),
+            first_token_seconds=done.first_token_seconds.read(),
+            response_lengths=done.response_lengths.read(),
             cache_hit_rate=done.cached_tokens / max(done.prompt_tokens, 1),
             weight_version=self._fleet.weights.version,
             servers=servers,
         )
+
+    @property
+    def metrics_urls(self) -> tuple[str, ...]:
+        """Addresses of the servers' own metrics, in Prometheus' text format.
+
+        Servers have them if they were started with ``enable_metrics=True``. They answer
+        without a key. A server that starts again may have another address.
+        """
+        if not self.capabilities.args.enable_metrics:
+            return ()
+        return tuple(f"{url}/metrics" for url in self.control.urls)
 
     def start_profile(self, output_dir: str | None = None, **options: Any) -> None:
         """Starts PyTorch's profiler in every server.

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torchrl_sglang.cli.interrupts import Interrupted, uninterrupted
 from torchrl_sglang.cli.options import (
     Parser,
+    add_metrics_option,
     add_start_options,
+    check_metrics_port,
     check_nothing_starts,
+    metrics,
     positive_float,
     positive_int,
     read_key,
@@ -109,6 +112,7 @@ def add_command(commands: Any) -> Parser:
     add("--max-turns", help="most turns of a session (default: 1000)", **number)
     text = "most generated tokens of a session (default: no limit)"
     add("--max-tokens", help=text, **number)
+    add_metrics_option(parser)
     add("--json", action="store_true", help="print one line with a JSON object instead")
     parser.set_defaults(run=run, takes_engine_options=True)
     return parser
@@ -117,6 +121,7 @@ def add_command(commands: Any) -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Starts or finds servers, serves, and waits for an interrupt."""
     options = gateway_arguments(arguments)
+    check_metrics_port(arguments.metrics_port)
     connects = bool(arguments.url or arguments.router_url)
     if connects == (arguments.model is not None):
         raise ConfigurationError(
@@ -130,9 +135,10 @@ def run(arguments: argparse.Namespace) -> int:
         gateway = Gateway(engine, **options)
         try:
             gateway.start()
-            announce(gateway, engine, arguments, given="api_key" in options)
-            print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
-            wait(engine)
+            with metrics(arguments.metrics_port, engine=engine, gateway=gateway):
+                announce(gateway, engine, arguments, given="api_key" in options)
+                print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
+                wait(engine)
         finally:
             with uninterrupted():
                 gateway.shutdown()

@@ -10,13 +10,17 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.checks import nearest
+from torchrl_sglang.support.checks import check_port, nearest
 from torchrl_sglang.support.urls import KEY_VARIABLE
+from torchrl_sglang.telemetry.prometheus import check_installed
+from torchrl_sglang.telemetry.server import serve_metrics
 
 START_OPTIONS = (
     *("num_replicas", "device", "cuda_devices", "python"),
@@ -94,6 +98,31 @@ def add_start_options(parser: Parser) -> None:
     add("--start-timeout", type=float, metavar="SECONDS", help=text)
     text = f"file with the servers' API key (default: the variable {KEY_VARIABLE})"
     add("--api-key-file", metavar="FILE", help=text)
+
+
+def add_metrics_option(parser: Parser) -> None:
+    """Adds the option that serves metrics for Prometheus."""
+    text = "port on this machine for Prometheus, or 0 for a free one (default: none)"
+    parser.add_argument("--metrics-port", type=int, metavar="PORT", help=text)
+
+
+@contextmanager
+def metrics(port: int | None, **parts: Any) -> Iterator[str | None]:
+    """Serves the metrics of parts in a block, if there is a port; yields their URL."""
+    if port is None:
+        yield None
+        return
+    with serve_metrics(port=port, **parts) as endpoint:
+        print(f"Metrics are at {endpoint.url}", file=sys.stderr, flush=True)
+        yield endpoint.url
+
+
+def check_metrics_port(port: int | None) -> None:
+    """Refuses a port before servers start, or a missing package."""
+    if port is not None:
+        if port != 0:
+            check_port("--metrics-port", port)
+        check_installed()
 
 
 def start_arguments(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,14 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrl_sglang.cli.interrupts import Interrupted, uninterrupted
-from torchrl_sglang.cli.options import Parser, add_start_options, start_arguments
+from torchrl_sglang.cli.options import (
+    Parser,
+    add_metrics_option,
+    add_start_options,
+    check_metrics_port,
+    metrics,
+    start_arguments,
+)
 from torchrl_sglang.errors import ServerDiedError
 
 if TYPE_CHECKING:
@@ -54,6 +61,7 @@ def add_command(commands: Any) -> Parser:
     text = "address to listen on (default: 127.0.0.1; any other one needs a key)"
     add("--host", help=text)
     add("--port", type=int, help="port to listen on (default: a free one)")
+    add_metrics_option(parser)
     add("--json", action="store_true", help="print one line with a JSON object instead")
     parser.set_defaults(run=run, takes_engine_options=True)
     return parser
@@ -62,6 +70,7 @@ def add_command(commands: Any) -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Starts servers and waits for an interrupt."""
     options = start_arguments(arguments)
+    check_metrics_port(arguments.metrics_port)
     for name in ("host", "port"):
         if (value := getattr(arguments, name)) is not None:
             options[name] = value
@@ -70,9 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     engine = AsyncSGLang.from_pretrained(arguments.model, **options)
     try:
-        announce(engine, as_json=arguments.json, key_given="api_key" in options)
-        print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
-        wait(engine)
+        with metrics(arguments.metrics_port, engine=engine) as url:
+            announce(
+                engine,
+                as_json=arguments.json,
+                key_given="api_key" in options,
+                metrics_url=url,
+            )
+            print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
+            wait(engine)
     except Interrupted:
         print("Stopping.", file=sys.stderr, flush=True)
     finally:
@@ -81,7 +96,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def announce(engine: AsyncSGLang, *, as_json: bool, key_given: bool = True) -> None:
+def announce(
+    engine: AsyncSGLang,
+    *,
+    as_json: bool,
+    key_given: bool = True,
+    metrics_url: str | None = None,
+) -> None:
     """Prints the addresses of the engine, and its key if it has made one."""
     urls = list(engine.control.urls)
     router = None if engine.server_url in urls else engine.server_url
@@ -94,6 +115,8 @@ def announce(engine: AsyncSGLang, *, as_json: bool, key_given: bool = True) -> N
         "weight_version": engine.weight_version,
         "pid": os.getpid(),
     }
+    if metrics_url is not None:
+        about["metrics_url"] = metrics_url
     lines = [*filter(None, [router]), *urls]
     if not key_given and engine.api_key is not None:
         about["api_key"] = engine.api_key

@@ -554,6 +554,8 @@ class AsyncLLMCollector(GroupCollector):
                                       of a place in ``max_in_flight``
             tokens                    response tokens of complete groups
             tokens_per_second         since the start
+            group_seconds             distribution of the time from a group's start to
+                                      its end, functions and rewards included
             engine_idle               share of the time without a request in flight
             trainer_waits             share of the time in which a batch is waited for;
                                       0 with :meth:`start`, see ``lately``

@@ -54,6 +54,8 @@ from torchrl_sglang.support.checks import (
     check_seconds,
 )
 from torchrl_sglang.support.urls import check_public_url, is_loopback
+from torchrl_sglang.telemetry.prometheus import StatsFamilies, write_text
+from torchrl_sglang.telemetry.tracing import span
 from torchrl_sglang.types import LogProbsMode
 
 STOP_SECONDS = 10.0
@@ -273,6 +275,7 @@ class Gateway:
         self._threads = ThreadPoolExecutor(
             PROMPT_THREADS, thread_name_prefix="torchrl_sglang-prompts"
         )
+        self._families: StatsFamilies | None = None
         self._runner = _Runner(self, host, self._port)
         for session in self._store.load() if self._store else ():
             self._set_up(session)
@@ -582,12 +585,20 @@ class Gateway:
             self._policy.check_fits(prompt)
             if self._store is not None and self._store.has_failed:
                 await self.written()
-            replies = await self._policy.respond(
-                prompt,
-                self._sampling(session, request, prompt),
+            with span(
+                "chat",
+                kind="server",
+                of=session,
                 session=session.name,
-                progress=progress,
-            )
+                gen_ai__operation__name="chat",
+                gen_ai__request__model=request.model,
+            ):
+                replies = await self._policy.respond(
+                    prompt,
+                    self._sampling(session, request, prompt),
+                    session=session.name,
+                    progress=progress,
+                )
             turns = [
                 _to_turn(session.next_number(), prompt, each, request)
                 for each in replies
@@ -702,6 +713,25 @@ class Gateway:
     async def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt. For the HTTP routes."""
         return (await self._prompt(session, request)).num_tokens
+
+    async def metrics(self, accept: str) -> tuple[str, bytes]:
+        """Returns metrics of this gateway and its engine. For the HTTP routes.
+
+        Args:
+            accept: formats that the client takes, as in its header.
+
+        Raises:
+            GatewayError: if the package ``prometheus_client`` is missing.
+        """
+        if self._families is None:
+            has_stats = hasattr(self.engine, "stats")
+            try:
+                self._families = StatsFamilies(
+                    gateway=self, engine=self.engine if has_stats else None
+                )
+            except ConfigurationError as error:
+                raise GatewayError(str(error), status=501) from error
+        return await asyncio.to_thread(write_text, self._families, accept)
 
     def token_text(self, token: int) -> str:
         """Returns the text of a token. For the HTTP routes."""

@@ -52,6 +52,7 @@ from torchrl_sglang.gateway.request import Request, usage_of
 from torchrl_sglang.gateway.retries import Answers
 from torchrl_sglang.gateway.session import Session, Turn
 from torchrl_sglang.support.urls import is_loopback
+from torchrl_sglang.telemetry.tracing import continuing
 
 MAX_REQUEST_BYTES = 64 << 20
 NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
@@ -147,6 +148,9 @@ class Recorder(Protocol):
     async def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt."""
 
+    async def metrics(self, accept: str) -> tuple[str, bytes]:
+        """Returns the content type and the text of the metrics."""
+
     def token_text(self, token: int) -> str:
         """Returns the text of a token."""
 
@@ -169,6 +173,7 @@ def make_app(gateway: Recorder) -> web.Application:
         app.router.add_get(f"{prefix}/v1/models", routes.models)
         app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", routes.model)
     app.router.add_get("/health", routes.health)
+    app.router.add_get("/metrics", routes.metrics)
     app.router.add_post("/sessions", routes.create)
     app.router.add_get("/sessions/{session}", routes.show)
     app.router.add_delete("/sessions/{session}", routes.delete)
@@ -252,6 +257,15 @@ class _Routes:
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         return _json_response({"status": "ok"})
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """Answers with metrics, to the owner or to anybody on this machine."""
+        if self._gateway.open and self._key(request) is None:
+            _check_local(request)
+        else:
+            self._check_owner(request)
+        kind, content = await self._gateway.metrics(request.headers.get("Accept", ""))
+        return web.Response(body=content, headers={"Content-Type": kind})
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         self._check_owner(request)
@@ -400,7 +414,10 @@ class _Routes:
             async with answers.to(
                 request.headers,
                 request.path.encode() + content,
-                partial(self._gateway.respond, session, parsed, progress),
+                continuing(
+                    request.headers,
+                    partial(self._gateway.respond, session, parsed, progress),
+                ),
                 keep=partial(self._gateway.keep, session),
                 withdraw=partial(self._gateway.withdraw, session),
                 request_id=str(parsed.request_id),

@@ -11,6 +11,7 @@ exit waits for it. ``concurrent.futures`` would join it at exit.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import threading
 import time
@@ -74,7 +75,8 @@ class BlockingCalls:
             CallTimeoutError: if it has not returned so many seconds after it began.
             RuntimeError: instead of what asyncio would act on, if it raises that.
         """
-        call = _ThreadCall(function)
+        # With the caller's context variables, as asyncio.to_thread() does.
+        call = _ThreadCall(partial(contextvars.copy_context().run, function))
         self._submit(call)
         result = asyncio.wrap_future(call.future)
         try:

@@ -39,6 +39,7 @@ from torchrl_sglang.trainers.collecting import Collecting
 from torchrl_sglang.trainers.deterministic import check_repeatable
 from torchrl_sglang.trainers.methods import find_method
 from torchrl_sglang.trainers.optimizers import optimizer_of
+from torchrl_sglang.trainers.progress import StepsShown, check_progress
 from torchrl_sglang.trainers.records import Records
 from torchrl_sglang.trainers.report import flatten
 from torchrl_sglang.trainers.run import Run
@@ -131,11 +132,19 @@ class GRPO(Run):
         resume (bool or "auto"): go on with the newest checkpoint of ``output``;
             ``"auto"``: if there is one. Defaults to False: a folder with results is
             refused.
-        logger: ``"csv"``, ``"tensorboard"``, ``"wandb"``, a logger of TorchRL or None.
-            Defaults to ``"csv"``.
-        project (str): of W&B. Defaults to ``"torchrl_sglang"``.
-        show_samples (int, optional): steps between two printed responses. Defaults to
-            10; None for none.
+        logger: ``"csv"``, ``"tensorboard"``, ``"wandb"``, ``"mlflow"``,
+            ``"trackio"``, a logger of TorchRL or None. Defaults to ``"csv"``.
+        project (str): of W&B and Trackio, and MLflow's experiment. Defaults to
+            ``"torchrl_sglang"``.
+        metrics_port (int, optional): port of this machine that Prometheus scrapes, 0
+            for a free one; see :func:`.serve_metrics`. Defaults to None.
+        show_samples (int, optional): steps between two printed responses, and between
+            two tables of responses where the logger has tables. Defaults to 10; None
+            for none.
+        progress (bool or "auto"): whether a bar shows how far the run is. Defaults to
+            ``"auto"``: in a terminal or a notebook; elsewhere, as in a log file, a line
+            a minute says what a long step does. Lines of steps are printed anyway, and
+            other ranks print nothing.
         seed (int): of weights of adapters, order of prompts and minibatches, and
             servers. Defaults to 0.
         deterministic (bool): seeds for every sample, batches in the order of prompts,
@@ -217,6 +226,8 @@ class GRPO(Run):
         resume: Resume = False,
         logger: Any = "csv",
         project: str = "torchrl_sglang",
+        metrics_port: int | None = None,
+        progress: StepsShown = "auto",
         show_samples: int | None = 10,
         seed: int = 0,
         deterministic: bool = False,
@@ -345,6 +356,8 @@ class GRPO(Run):
             logger=logger,
             project=project,
             show_samples=show_samples,
+            metrics_port=metrics_port,
+            progress=check_progress(progress),
         )
         super().__init__(
             serving=serving,

@@ -9,9 +9,13 @@ from typing import Any
 
 from torchrl.record.loggers import Logger
 
+from torchrl_sglang.support.checks import check_port
+from torchrl_sglang.telemetry.prometheus import check_installed
+from torchrl_sglang.telemetry.server import MetricsEndpoint, serve_metrics
 from torchrl_sglang.trainers.checkpoints import Checkpoints, Resume
+from torchrl_sglang.trainers.loggers import RESUMED, make_logger
+from torchrl_sglang.trainers.progress import StepsShown
 from torchrl_sglang.trainers.ranks import TrainerRanks
-from torchrl_sglang.trainers.report import make_logger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +32,20 @@ class Records:
     logger: Any
     project: str
     show_samples: int | None
+    metrics_port: int | None
+    progress: StepsShown
+
+    def __post_init__(self) -> None:
+        if self.metrics_port is not None:
+            if self.metrics_port != 0 or isinstance(self.metrics_port, bool):
+                check_port("metrics_port", self.metrics_port)
+            check_installed()
+
+    def serve_metrics(self, **parts: Any) -> MetricsEndpoint | None:
+        """Serves the metrics of a run's parts, if they are asked for."""
+        if self.metrics_port is None:
+            return None
+        return serve_metrics(port=self.metrics_port, **parts)
 
     def make_checkpoints(self, ranks: TrainerRanks) -> Checkpoints:
         """Returns the checkpoints of the run's folder; all ranks call it."""
@@ -41,7 +59,7 @@ class Records:
     def open_logger(self, saved: Mapping[str, Any] | None) -> Logger | None:
         """Returns the logger, which goes on where that of a checkpoint ended."""
         kind, state = (None, None) if saved is None else saved["logger"]
-        goes_on = saved is not None and kind == self.logger
+        goes_on = saved is not None and kind == self.logger and kind in RESUMED
         logger = make_logger(
             self.logger,
             self.folder,
@@ -56,6 +74,6 @@ class Records:
 
     def state_of(self, logger: Any) -> tuple[str | None, Any]:
         """Returns what :meth:`open_logger` reads of a checkpoint."""
-        if not isinstance(self.logger, str):
+        if self.logger not in RESUMED:
             return None, None
         return self.logger, logger.state_dict()

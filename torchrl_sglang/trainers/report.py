@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import time
@@ -12,9 +11,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.record.loggers import Logger, get_logger
 
-from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.advantages import (
     DONE,
     REWARD,
@@ -23,11 +20,10 @@ from torchrl_sglang.objectives.advantages import (
 )
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.support.urls import hide_passwords
+from torchrl_sglang.trainers.samples import plain, rows_of
 
 SECRETS, HIDDEN = ("api_key", "admin_api_key", "ssl_keyfile_password"), "***"
 """Arguments whose values no logger is told, and what it is told in their place."""
-
-LOGGERS = ("csv", "tensorboard", "wandb")
 
 SHOWN = (
     ("reward", "batch/reward", "{:.3f}"),
@@ -224,11 +220,6 @@ def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def tell(text: str) -> None:
-    """Prints a line at once, also into a pipe."""
-    print(text, flush=True)  # noqa: T201 - What a run tells its user.
-
-
 def line_of(step: int, steps: int | None, metrics: Mapping[str, float]) -> str:
     """Returns the line that a step prints.
 
@@ -245,11 +236,31 @@ def line_of(step: int, steps: int | None, metrics: Mapping[str, float]) -> str:
     return f"step {step}{of}: {', '.join(words)}"
 
 
+def status_of(step: int, seconds: float, stats: Mapping[str, Any]) -> str:
+    """Says what a step does, for somebody who waits for it.
+
+    Args:
+        step: its number.
+        seconds: since it began.
+        stats: of the collector, if it has any.
+
+    Examples:
+        >>> status_of(4, 65.2, {"groups_ready": 9, "groups_running": 7})
+        'step 4, 65 s: 9 groups are complete, 7 run'
+    """
+    said = f"step {step}, {seconds:.0f} s"
+    if "groups_ready" in stats:
+        ready, running = stats["groups_ready"], stats["groups_running"]
+        said += f": {ready} groups are complete, {running} run"
+    if rate := stats.get("lately", {}).get("tokens_per_second"):
+        said += f", {rate:,.0f} tokens/s"
+    return said
+
+
 class Rollouts:
     """Writes the responses of each step to a JSON-lines file.
 
-    A row has ``step``, ``prompt``, ``response``, ``reward``, ``advantage``,
-    ``policy_version`` and ``tokens``, a response's number of tokens.
+    A row is one of :func:`.rows_of`.
 
     Args:
         path: of the file; appended to.
@@ -260,19 +271,7 @@ class Rollouts:
 
     def write(self, step: int, batch: TensorDictBase, query_key: str) -> None:
         """Writes the rows of a batch with advantages."""
-        for row in batch.unbind(0):
-            text = row.get("text", None)
-            found = {
-                "step": step,
-                "prompt": _plain(row.get(query_key, None)),
-                "response": None if text is None else _plain(text.response),
-                "reward": row[REWARD].sum().item(),
-                "advantage": row["advantage"].mean().item(),
-                "policy_version": int(row["next", "policy_version"])
-                if ("next", "policy_version") in row.keys(True)
-                else None,
-                "tokens": len(row["tokens", "response"]),
-            }
+        for found in rows_of(step, batch, query_key):
             self._file.write(f"{json.dumps(found, ensure_ascii=False)}\n")
         self._file.flush()
 
@@ -281,25 +280,13 @@ class Rollouts:
         self._file.close()
 
 
-def _plain(value: Any) -> Any:
-    """Returns a text or messages as JSON has them."""
-    value = getattr(value, "data", value)
-    if isinstance(value, (str, int, float, type(None))):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return str(value)
-
-
 def sample_of(batch: TensorDictBase, query_key: str) -> str:
     """Returns the best response of a batch with its prompt, shortened, for a reader."""
     rewards = batch[REWARD].flatten(1).sum(-1)
     row = batch[int(rewards.argmax())]
     text = row.get("text", None)
-    said = "" if text is None else str(_plain(text.response))
-    prompt = str(_plain(row.get(query_key, "")))
+    said = "" if text is None else str(plain(text.response))
+    prompt = str(plain(row.get(query_key, "")))
     return f"  {prompt[-200:]!r} -> {said[:400]!r} (reward {float(rewards.max()):g})"
 
 
@@ -317,47 +304,3 @@ def describe_rows(rows: TensorDictBase) -> str:
     texts = list(dict.fromkeys(text for _, text in sorted(said, key=lambda x: x[0])))
     more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
     return f"It was to train on {len(rows)} responses to {', '.join(texts[:5])}{more}."
-
-
-def make_logger(
-    given: Logger | str | None,
-    folder: Path,
-    name: str,
-    project: str,
-    state: Any = None,
-) -> Logger | None:
-    """Returns TorchRL's logger of a run.
-
-    Args:
-        given: a logger, the name of one, or None.
-        folder: to write to.
-        name: of the run.
-        project: of W&B.
-        state: of the logger of a run that goes on.
-
-    Raises:
-        ConfigurationError: if there is none of this name, or its package is missing.
-    """
-    if given is None or isinstance(given, Logger):
-        return given
-    if given not in LOGGERS:
-        raise ConfigurationError(
-            f"logger={given!r} is not one of {', '.join(LOGGERS)}, nor a Logger of "
-            f"TorchRL."
-        )
-    try:
-        if given != "csv":
-            # TorchRL asks for it with the first metric, or does not ask at all.
-            importlib.import_module(given)
-        return get_logger(
-            given,
-            logger_name=str(folder / "logs"),
-            experiment_name=name,
-            state_dict=state,
-            wandb_kwargs={"project": project},
-        )
-    except ImportError as error:
-        raise ConfigurationError(
-            f"logger={given!r} needs a package: {error}. Install it, or give "
-            f"logger='csv'."
-        ) from error

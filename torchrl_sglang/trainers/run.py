@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +20,8 @@ from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.telemetry.figures import StepFigures
+from torchrl_sglang.telemetry.server import MetricsEndpoint
 from torchrl_sglang.trainers.arguments import ADVANTAGE, taken_column
 from torchrl_sglang.trainers.checkpoints import (
     ROLLOUTS,
@@ -31,7 +34,9 @@ from torchrl_sglang.trainers.collecting import Collecting
 from torchrl_sglang.trainers.deterministic import deterministic_algorithms
 from torchrl_sglang.trainers.folder_lock import only_run_in
 from torchrl_sglang.trainers.learner import Learner
+from torchrl_sglang.trainers.loggers import end_logger
 from torchrl_sglang.trainers.models import load_tokenizer, save_model
+from torchrl_sglang.trainers.progress import StepProgress, find_mode, tell
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
 from torchrl_sglang.trainers.records import Records
 from torchrl_sglang.trainers.report import (
@@ -41,9 +46,10 @@ from torchrl_sglang.trainers.report import (
     describe_held_out,
     line_of,
     sample_of,
+    status_of,
     summarize,
-    tell,
 )
+from torchrl_sglang.trainers.samples import log_samples, rows_of
 from torchrl_sglang.trainers.serving import Served, Serving
 from torchrl_sglang.trainers.training import Training
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
@@ -90,8 +96,11 @@ class Run:
     """TorchRL's logger; ``None`` on other ranks."""
     clock: PhaseClock
     """Measures the phases of a step."""
+    metrics_endpoint: MetricsEndpoint | None = None
+    """Where Prometheus scrapes this run; ``None`` on other ranks, and unless asked."""
     _checkpoints: Checkpoints
     _rollouts: Rollouts
+    _figures: StepFigures | None
     _served: Served
 
     def __init__(
@@ -126,6 +135,8 @@ class Run:
         self._saved = 0
         self._saved_state: dict[str, Any] | None = None
         self._stack: ExitStack | None = None
+        self._progress: StepProgress | None = None
+        self._step_began = 0.0
 
     # The parts.
 
@@ -173,6 +184,24 @@ class Run:
         stack.callback(self.scheme.shutdown)
         self._make_collector()
         stack.callback(self.collector.shutdown)
+        self._figures = self._progress = None
+        self.ranks.first(lambda: self._open_metrics(stack))
+
+    def _open_metrics(self, stack: ExitStack) -> None:
+        """Begins to read what the parts do, for the logger and for Prometheus."""
+        given = {
+            "engine": self.engine,
+            "collector": self.collector_here,
+            "gateway": self.gateway,
+        }
+        # Parts can be the user's, without statistics.
+        known = {name: part for name, part in given.items() if hasattr(part, "stats")}
+        parts: dict[str, Any] = {**known, "scheme": self.scheme}
+        self._figures = StepFigures(**parts)
+        endpoint = self._records.serve_metrics(**parts)
+        if endpoint is not None:
+            self.metrics_endpoint = stack.enter_context(endpoint)
+            tell(f"Metrics for Prometheus are at {endpoint.url}")
 
     def _open_records(self, stack: ExitStack) -> None:
         """Checks the run's folder and opens what is written to it."""
@@ -183,6 +212,8 @@ class Run:
         def open_logger() -> None:
             self._saved_state = self._checkpoints.load(self._records.resume)
             self.logger = self._records.open_logger(self._saved_state)
+            if isinstance(self._records.logger, str):
+                stack.callback(end_logger, self.logger)
 
         self.ranks.first(lambda: stack.enter_context(only_run_in(self.folder)))
         self.ranks.first(open_logger)
@@ -227,7 +258,21 @@ class Run:
                 tell(f"goes on after step {self.step}")
         if self.step == 0:
             self.report(self.evaluate())
+        self._show_progress()
         self.clock = PhaseClock()
+
+    def _show_progress(self) -> None:
+        """Shows how far the run is, until its block ends."""
+        assert self._stack is not None
+        mode = find_mode(self._records.progress, is_first=self.ranks.is_first)
+        self._step_began = time.monotonic()
+        progress = StepProgress(mode, self.steps, self.step, self._status)
+        self._progress = self._stack.enter_context(progress)
+
+    def _status(self) -> str:
+        """Says what the present step does; called in another thread."""
+        stats: Any = getattr(self.collector_here, "stats", dict)()
+        return status_of(self.step + 1, time.monotonic() - self._step_began, stats)
 
     def batches(self) -> Iterator[TensorDictBase]:
         """Yields this rank's share of each batch, with advantages."""
@@ -252,6 +297,8 @@ class Run:
         every = self._records.show_samples
         if every is not None and self.step % every == 0:
             tell(sample_of(batch, self.query_key))
+            rows = list(rows_of(self.step + 1, batch, self.query_key))
+            log_samples(self.logger, rows, self.step + 1)
         return batch
 
     def update_weights(self) -> None:
@@ -325,14 +372,20 @@ class Run:
         seconds = self.clock.take()
         if not self.ranks.is_first or not (metrics or self.step):
             return
-        metrics = {**self._described, **metrics, **seconds}
+        figures = {} if self._figures is None else self._figures.read()
+        metrics = {**figures, **self._described, **metrics, **seconds}
         spent = sum(seconds.values())
         if "batch/tokens" in metrics and spent:
             metrics["time/tokens_per_second"] = metrics["batch/tokens"] / spent
         if self.logger is not None:
             self.logger.log_metrics(metrics, step=self.step)
         self.metrics = metrics
-        tell(line_of(self.step, self.steps, metrics))
+        line = line_of(self.step, self.steps, metrics)
+        self._step_began = time.monotonic()
+        if self._progress is None:
+            tell(line)
+        else:
+            self._progress.advance(self.step, line)
 
     def save(self) -> None:
         """Saves a checkpoint, which is written meanwhile; all ranks call it.

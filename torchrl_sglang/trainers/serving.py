@@ -26,8 +26,8 @@ from torchrl_sglang.trainers.arguments import (
     connect_arguments,
     server_arguments,
 )
+from torchrl_sglang.trainers.progress import tell
 from torchrl_sglang.trainers.ranks import TrainerRanks
-from torchrl_sglang.trainers.report import tell
 from torchrl_sglang.types import LogProbsMode
 
 

@@ -31,7 +31,13 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync
-from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
+from torchrl_sglang.telemetry.tracing import span
+from torchrl_sglang.types import (
+    FusedParameter,
+    ModelMetadata,
+    SyncReport,
+    UpdateStats,
+)
 from torchrl_sglang.weight_update.encodings.base import (
     WeightEncoding,
     check_servers,
@@ -53,6 +59,7 @@ from torchrl_sglang.weight_update.sources.resolve import (
     refuse_fsdp1,
 )
 from torchrl_sglang.weight_update.sources.served import plan_names
+from torchrl_sglang.weight_update.totals import UpdateTotals
 from torchrl_sglang.weight_update.transports.base import CPU, WeightTransport
 from torchrl_sglang.weight_update.transports.disk import (
     CheckpointTransport,
@@ -90,12 +97,25 @@ class SGLangWeightSender:
         self._ranks: Ranks | None = None
         self._collectors: list[Callable[[], Any]] = []
         self._last_report: SyncReport | None = None
+        self._totals = UpdateTotals()
         self._sent_registered = False
 
     @property
     def last_report(self) -> SyncReport | None:
         """Report of the last update; ``None`` before the first."""
         return self._last_report
+
+    def stats(self) -> UpdateStats:
+        """Returns the totals of all updates since this sender was made.
+
+        Examples:
+            >>> sender = SGLangWeightSyncScheme(engine, model).create_sender()
+            >>> _ = sender.update_weights()
+            >>> sender.stats().failures, sum(sender.stats().updates.values())
+            (0, 1)
+            >>> sender.shutdown()
+        """
+        return self._totals.read()
 
     @property
     def _engine(self) -> RLSGLangEngine:
@@ -245,7 +265,14 @@ class SGLangWeightSender:
             )
             return self._count(report, counts_itself)
         verify = self._options.verify if verify is None else verify
-        report = self._send_until(given, verify)
+        with self._totals.counting_failures(), span("weight_update") as traced:
+            report = self._send_until(given, verify)
+            traced.set(
+                version=report.version,
+                transport=report.transport,
+                bytes=report.num_bytes,
+                **{f"{name}_seconds": s for name, s in report.phase_seconds.items()},
+            )
         self._sent_registered = given.weights is self._model
         return self._count(report, counts_itself)
 
@@ -277,7 +304,9 @@ class SGLangWeightSender:
         torchrl_logger.warning(
             "All servers were started again, so that they are sent the weights again."
         )
-        report = self._send_until(unwrap(model), verify=False)
+        with self._totals.counting_failures():
+            report = self._send_until(unwrap(model), verify=False)
+        self._totals.add(report)
         for collector in self._all_collectors():
             served_again = getattr(collector, "_served_again", None)
             if served_again is not None:
@@ -514,18 +543,21 @@ class SGLangWeightSender:
                     draft=self._options.draft,
                 )
 
-        try:
-            report = load()
-        except WeightTransferError as error:
-            if not _server_was_lost(error):
-                raise
-            # It ended between the two.
-            report = load()
+        with self._totals.counting_failures():
+            try:
+                report = load()
+            except WeightTransferError as error:
+                if not _server_was_lost(error):
+                    raise
+                # It ended between the two.
+                report = load()
         return self._count(report)
 
     def _count(self, report: SyncReport, counts_itself: Any = None) -> SyncReport:
         """Counts one policy version on every collector, and gives it the report."""
         self._last_report = report
+        if report.transport != "none":
+            self._totals.add(report)
         uncounted = []
         for collector in self._all_collectors():
             try:

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -350,6 +352,30 @@ def test_parts_that_are_given(make, tmp_path):
     assert not (tmp_path / "run" / "logs").exists()
 
 
+def test_a_run_that_is_scraped_and_logs_figures(make, tmp_path):
+    pytest.importorskip("prometheus_client")
+    scraped = []
+
+    def scrape(conversation, task):
+        with urllib.request.urlopen(run.metrics_endpoint.url, timeout=60) as answer:
+            scraped.append(answer.read().decode())
+        return 1.0
+
+    run = make(rewards=scrape, metrics_port=0, steps=1, group_size=2)
+    run.train()
+    for part in ("engine", "collector", "weights"):
+        assert f'torchrl_sglang_up{{part="{part}"}} 1.0' in scraped[-1]
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(run.metrics_endpoint.url, timeout=60)
+    folder = tmp_path / "run"
+    # The first weights, and those of the step.
+    assert scalar(folder, "weights/updates") == {1: 2.0}
+    assert scalar(folder, "engine/servers_serving") == {1: 1.0}
+    assert scalar(folder, "engine/responses")[1] >= 8
+    assert scalar(folder, "staleness/tokens_max") == {1: 0.0}
+    assert scalar(folder, "rollout/groups_failed") == {1: 0.0}
+
+
 def test_overlong_responses_are_punished():
     class Conversation:
         def __init__(self, count):
@@ -375,7 +401,8 @@ def test_overlong_responses_are_punished():
         ({"collector": lambda policy: None}, "rewards cannot be given beside it"),
         ({"resume": "always"}, "resume"),
         ({"steps": None, "prompts": iter(PROMPTS), "epochs": 2}, "with a length"),
-        ({"logger": "mlflow"}, "logger='mlflow' is not one of"),
+        ({"logger": "mlfow"}, "logger='mlfow' is not one of"),
+        ({"metrics_port": 99_999}, "metrics_port must be a port"),
         ({"schedule": "cosin"}, "schedule='cosin' cannot be used"),
         ({"minibatches": 0}, "minibatches"),
         ({"keep_checkpoints": 0}, "keep_checkpoints"),

@@ -202,6 +202,17 @@ class ControlPlane:
         answers = await self._get(self.capabilities.load_route, timeout, urls)
         return [_load(answer) for answer in answers]
 
+    async def load_of(
+        self, url: str, *, timeout: float = QUERY_TIMEOUT_SECONDS
+    ) -> tuple[int, int, float | None]:
+        """Returns a server's running and queued requests, and its use of KV cache."""
+        (answer,) = await self._get(self.capabilities.load_route, timeout, [url])
+        try:
+            usage = _cache_usage(answer)
+        except UnsupportedByServerError:
+            usage = None
+        return *_load(answer), usage
+
     async def cache_usages(self) -> list[float]:
         """Returns how much of each server's KV cache is in use, from 0 to 1."""
         answers = await self._get(self.capabilities.load_route, QUERY_TIMEOUT_SECONDS)

@@ -219,6 +219,7 @@ class HttpClient:
         on_event: Callable[[HttpResponse], None],
         *,
         timeout: float,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Calls a function with each event of a stream; raises if it does not end."""
 
@@ -249,7 +250,7 @@ class HttpClient:
                 status=status,
             )
 
-        await self._send("POST", url, payload, timeout, {}, read)
+        await self._send("POST", url, payload, timeout, headers or {}, read)
 
     async def _send(
         self,

@@ -219,11 +219,11 @@ async def ask_stats(fleet: Fleet, control: ControlPlane) -> tuple[ServerStats, .
     """Asks each server what it does."""
 
     async def one(replica: Replica) -> ServerStats:
-        running = queued = version = None
+        running = queued = usage = version = None
         if replica.runs:
             urls, timeout = [replica.url], POLL_TIMEOUT_SECONDS
             try:
-                ((running, queued),) = await control.loads(timeout=timeout, urls=urls)
+                running, queued, usage = await control.load_of(*urls, timeout=timeout)
                 (version,) = await control.weight_versions(timeout=timeout, urls=urls)
             except SGLangError as error:
                 torchrl_logger.debug(f"No statistics of a server: {error}")
@@ -233,6 +233,7 @@ async def ask_stats(fleet: Fleet, control: ControlPlane) -> tuple[ServerStats, .
             state=replica.status,
             running=running,
             queued=queued,
+            cache_usage=usage,
             weight_version=version,
             restarts=replica.restarts,
             reason=replica.reason,

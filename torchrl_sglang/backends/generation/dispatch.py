@@ -41,6 +41,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.requests.request import GenerateRequest, to_payload
 from torchrl_sglang.requests.sampling import dropped_by_router
+from torchrl_sglang.telemetry.tracing import OpenSpan, span, traced_headers
 from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 
 MAX_ATTEMPTS = 5
@@ -116,6 +117,19 @@ class Dispatcher:
         """Sends a request until it is answered; ``like`` is a response to score."""
 
         async def attempt(url: str) -> ServerAnswer:
+            with span(
+                "POST /generate",
+                kind="client",
+                url__full=f"{url}/generate",
+                http__request__method="POST",
+                gen_ai__operation__name="text_completion",
+                gen_ai__usage__input_tokens=len(request.input_ids),
+            ) as traced:
+                answer = await once(url)
+                _tell(traced, answer)
+                return answer
+
+        async def once(url: str) -> ServerAnswer:
             with ExitStack() as stack:
                 if like is None:
                     # Looked up here, so that a request that waited has the newest.
@@ -147,7 +161,15 @@ class Dispatcher:
                         )
                 except RequestRefusedError as error:
                     reply = aborted_early(error)
+            seconds, meta = time.monotonic() - sent_at, reply.meta_info
             outcome = self._read(reply, request, url, weights.version, ticket)
+            if count:
+                self.counters.count_times(
+                    seconds,
+                    meta.queue_time,
+                    meta.first_token_latency,
+                    meta.num_retractions,
+                )
             if isinstance(outcome, Completion):
                 if count:
                     prompt, response = len(request.input_ids), len(outcome.token_ids)
@@ -229,9 +251,16 @@ class Dispatcher:
             url,
             payload,
             timeout=seconds_left(deadline),
-            headers={ROUTING_KEY_HEADER: session_id or ticket.sent_as},
+            headers={
+                ROUTING_KEY_HEADER: session_id or ticket.sent_as,
+                **self._traced(),
+            },
         )
         return answer.raise_for_status()
+
+    def _traced(self) -> dict[str, str]:
+        """Returns headers with which servers that trace continue a trace."""
+        return traced_headers() if self.capabilities.args.enable_trace else {}
 
     async def _stream(
         self,
@@ -257,7 +286,13 @@ class Dispatcher:
                     request.on_tokens(ids)
 
         try:
-            await self.http.stream(url, payload, keep, timeout=seconds_left(deadline))
+            await self.http.stream(
+                url,
+                payload,
+                keep,
+                timeout=seconds_left(deadline),
+                headers=self._traced(),
+            )
         except ServerUnavailableError as error:
             if latest is None or not error.transient:
                 raise
@@ -303,6 +338,20 @@ class Dispatcher:
             mixed = any(span.version in kept for span in completion.versions[1:])
             return replace(completion, mixed_state=mixed)
         return completion
+
+
+def _tell(traced: OpenSpan, answer: ServerAnswer) -> None:
+    """Tells a span what the server answered."""
+    outcome = answer.outcome
+    if isinstance(outcome, Completion):
+        traced.set(
+            gen_ai__usage__output_tokens=len(outcome.token_ids),
+            gen_ai__response__finish_reasons=[outcome.finish_reason],
+            cached_tokens=outcome.cached_tokens,
+            weight_version=outcome.weight_version,
+        )
+    else:
+        traced.fail(str(outcome))
 
 
 def _with_adapter(completion: Completion, adapter: Adapter | None) -> Completion:

@@ -28,6 +28,7 @@ from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.errors import RequestRefusedError, ServerTimeoutError, SGLangError
 from torchrl_sglang.support.forks import after_fork
+from torchrl_sglang.support.histogram import SECONDS, TOKENS, Histogram
 
 ABORT_TIMEOUT_SECONDS = 5.0
 ABORTS_AT_ONCE = 64
@@ -103,6 +104,16 @@ class Counters:
     """Prompt tokens that came from the prefix cache."""
     response_tokens: int = 0
     """Tokens of finished responses."""
+    retractions: int = 0
+    """How often servers computed a request again."""
+    request_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    """Durations of requests that were answered."""
+    queue_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    """Their time in a server's queue."""
+    first_token_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    """Their time until the first token."""
+    response_lengths: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    """Tokens of finished responses."""
     _recent: deque[tuple[float, int]] = field(default_factory=deque, repr=False)
 
     def count(self, prompt: int, cached: int, response: int) -> None:
@@ -110,7 +121,23 @@ class Counters:
         self.completed += 1
         self.prompt_tokens += prompt
         self.cached_tokens += cached
+        self.response_lengths.add(response)
         self.count_tokens(response)
+
+    def count_times(
+        self,
+        seconds: float,
+        queued: float | None,
+        first_token: float | None,
+        retractions: int | None,
+    ) -> None:
+        """Counts what an answered request took; ``None``: the server did not tell."""
+        self.request_seconds.add(seconds)
+        if queued is not None:
+            self.queue_seconds.add(queued)
+        if first_token is not None:
+            self.first_token_seconds.add(first_token)
+        self.retractions += retractions or 0
 
     def count_tokens(self, response: int) -> None:
         """Counts tokens of a response that goes on."""

@@ -84,6 +84,9 @@ class MetaInfo(msgspec.Struct, gc=False):
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     num_retractions: int | None = None
+    queue_time: float | None = None
+    """In seconds; servers with ``enable_metrics`` report it, and the next one."""
+    first_token_latency: float | None = None
     weight_version: str | int | None = None
     """Version when the response ended."""
     weight_versions: list[Span] | None = None

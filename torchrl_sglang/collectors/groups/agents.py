@@ -26,6 +26,7 @@ from torchrl_sglang.gateway.session import Session, Trajectory, Turn
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
+from torchrl_sglang.telemetry.tracing import remember, span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +115,8 @@ class AgentGroups:
         session = self._gateway.session(group=group)
         self.generating.add(1)
         try:
-            with naming(self._role):
+            with naming(self._role), span("agent", session=session.name):
+                remember(session)
                 reward = await run_agent(
                     self._agent,
                     task,

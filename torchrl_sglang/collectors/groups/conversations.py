@@ -27,6 +27,7 @@ from torchrl_sglang.policies.turns import EncodedPrompt, TurnCodec, TurnResponse
 from torchrl_sglang.requests.seeds import SeedOf
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
+from torchrl_sglang.telemetry.tracing import span
 
 Task: TypeAlias = Mapping[str, Any]
 """An element of the prompts."""
@@ -251,16 +252,17 @@ class Conversations:
                 return False
         version = policy_version()
         self.generating.add(1)
-        try:
-            response = await self._codec.respond(
-                prompt,
-                sample=conversation.sample,
-                seed=seed_of and seed_of(len(turns), prompt.token_ids),
-                session_id=session_id,
-                timeout=self._timeouts.turn,
-            )
-        finally:
-            self.generating.add(-1)
+        with span("turn", number=len(turns), policy_version=version):
+            try:
+                response = await self._codec.respond(
+                    prompt,
+                    sample=conversation.sample,
+                    seed=seed_of and seed_of(len(turns), prompt.token_ids),
+                    session_id=session_id,
+                    timeout=self._timeouts.turn,
+                )
+            finally:
+                self.generating.add(-1)
         turns.append(
             ConversationTurn(
                 prompt=prompt,
@@ -285,7 +287,7 @@ class Conversations:
                 return results
         if self._step is None:
             return None
-        with naming(_STEP.format(name_of(self._step))):
+        with naming(_STEP.format(name_of(self._step))), span("step"):
             said = await self._blocking.call(
                 self._step, conversation, conversation.task, seconds=self._timeouts.step
             )

@@ -45,6 +45,7 @@ from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import describe, together
+from torchrl_sglang.telemetry.tracing import span
 from torchrl_sglang.types import Completion
 
 
@@ -309,7 +310,7 @@ class EnvironmentGroups:
         return await self._call(locked, what)
 
     async def _call(self, function: Callable[[], Any], what: str) -> Any:
-        with naming(f"The environment, when it was {what},"):
+        with naming(f"The environment, when it was {what},"), span("environment"):
             return await self._blocking.run(function, seconds=self._timeouts.step)
 
     async def _respond(
@@ -320,12 +321,13 @@ class EnvironmentGroups:
             asked = [_with_seed(each, seed_of(turn, each.input_ids)) for each in asked]
         self.generating.add(1)
         try:
-            (completion,) = await ask_async(
-                self.policy.model,
-                asked,
-                tokenizer=self.policy.tokenizer,
-                timeout=self._timeouts.turn,
-            )
+            with span("turn", number=turn):
+                (completion,) = await ask_async(
+                    self.policy.model,
+                    asked,
+                    tokenizer=self.policy.tokenizer,
+                    timeout=self._timeouts.turn,
+                )
         finally:
             self.generating.add(-1)
         assert isinstance(completion, Completion)

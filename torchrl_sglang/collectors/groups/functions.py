@@ -21,6 +21,7 @@ from torchrl_sglang.collectors.runtime.collection import TokenSpan
 from torchrl_sglang.requests.seeds import SampleSeeds, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
+from torchrl_sglang.telemetry.tracing import span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,16 +85,18 @@ class FunctionGroups:
 
         async def one(conversation: Conversation) -> None:
             async with turn():
-                await self._conversations.run(
-                    conversation,
-                    session_id=f"group-{position}",
-                    policy_version=policy_version,
-                    seed_of=seeds_at(self._seeds, position, conversation.sample),
-                )
+                with span("conversation", sample=conversation.sample):
+                    await self._conversations.run(
+                        conversation,
+                        session_id=f"group-{position}",
+                        policy_version=policy_version,
+                        seed_of=seeds_at(self._seeds, position, conversation.sample),
+                    )
 
         try:
             await together(one(conversation) for conversation in group)
-            await self._rewards.add(group)
+            with span("rewards"):
+                await self._rewards.add(group)
         finally:
             await self._conversations.end(group)
         return FunctionGroup(conversations=group, task=columns)

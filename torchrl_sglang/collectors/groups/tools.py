@@ -19,6 +19,7 @@ from torchrl_sglang.support.user_code import (
     describe,
     together,
 )
+from torchrl_sglang.telemetry.tracing import span
 
 ToolFunctions: TypeAlias = (
     Mapping[str, Callable[..., Any] | tuple[Callable[..., Any], Mapping[str, Any]]]
@@ -120,6 +121,21 @@ class Tools:
     async def _run(
         self, call: ToolCall, conversation: Any, blocking: BlockingCalls, seconds: float
     ) -> str:
+        tool = str(call.tool)
+        with span(
+            f"execute_tool {tool}",
+            gen_ai__operation__name="execute_tool",
+            gen_ai__tool__name=tool,
+        ) as traced:
+            text = await self._try(call, conversation, blocking, seconds)
+            if text.startswith("Error: "):
+                traced.fail(text)
+            return text
+
+    async def _try(
+        self, call: ToolCall, conversation: Any, blocking: BlockingCalls, seconds: float
+    ) -> str:
+        """Returns the result of a call, or a text that begins with ``Error:``."""
         try:
             function = self._functions.get(call.tool)
             if function is None:

@@ -49,7 +49,9 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.support.blocking import BlockingCalls, DaemonExecutor
+from torchrl_sglang.support.histogram import SECONDS, Histogram
 from torchrl_sglang.support.user_code import describe, user_code
+from torchrl_sglang.telemetry.tracing import span
 
 TokenSpan: TypeAlias = tuple[int, int]
 """Policy version and number of tokens."""
@@ -175,6 +177,7 @@ class Collection:
         self.running = Meter()
         self.trainer_waits = Meter()
         self.ages = Ages()
+        self.group_seconds = Histogram(SECONDS)
         self.tokens = 0
         self.failed = 0
         self.filtered = 0
@@ -402,6 +405,7 @@ class Collection:
             "conversations_waiting": self.running.value - in_flight,
             "tokens": self.tokens,
             "tokens_per_second": self.tokens / seconds if seconds else 0.0,
+            "group_seconds": self.group_seconds.read(),
             "engine_idle": engine_idle,
             "trainer_waits": min(trainer_waits, 1.0),
             "age": dict(self.ages.total),
@@ -570,14 +574,20 @@ class Collection:
         )
         if task is None:
             return None
-        group = await self.groups.run(position, task, lambda: self.pool.version, turn)
-        # While the engine generates, so that no trainer waits for it.
-        rows = await self._layout.run(
-            lambda: self.groups.write(group), seconds=LAYOUT_TIMEOUT_SECONDS
-        )
-        kept = self._keeps is None or await self._layout.run(
-            partial(self._keeps, rows), seconds=LAYOUT_TIMEOUT_SECONDS
-        )
+        began, version = time.monotonic(), self.pool.version
+        with span("group", prompt=position, policy_version=version) as traced:
+            group = await self.groups.run(
+                position, task, lambda: self.pool.version, turn
+            )
+            # While the engine generates, so that no trainer waits for it.
+            rows = await self._layout.run(
+                lambda: self.groups.write(group), seconds=LAYOUT_TIMEOUT_SECONDS
+            )
+            kept = self._keeps is None or await self._layout.run(
+                partial(self._keeps, rows), seconds=LAYOUT_TIMEOUT_SECONDS
+            )
+            traced.set(conversations=self.groups.size, turns=len(rows), kept=kept)
+        self.group_seconds.add(time.monotonic() - began)
         return Complete(group=group, rows=rows, kept=kept)
 
     def _finish(self, position: int, count: int) -> None:

@@ -1,0 +1,193 @@
+"""Families of Prometheus' client, made of statistics when they are scraped."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.telemetry.parts import STATS_SECONDS, make_readers, read_all
+from torchrl_sglang.telemetry.rows import (
+    PREFIX,
+    ROWS,
+    MetricRow,
+    Stats,
+    Values,
+    read_rows,
+)
+from torchrl_sglang.types import Distribution
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+UP = f"{PREFIX}_up"
+"""Whether the statistics of a part could be read."""
+
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+
+_TAKEN = {
+    "part",
+    "le",
+    *(name for rows in ROWS.values() for row in rows for name in row.labels),
+}
+"""Labels that metrics have of their own."""
+
+
+def check_installed() -> None:
+    """Raises :class:`.ConfigurationError` if Prometheus' client is missing."""
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            "Metrics need the package prometheus_client; install it with pip install "
+            "'torchrl-sglang[metrics]'."
+        ) from error
+
+
+class StatsFamilies:
+    """A collector for Prometheus' client, which reads statistics at each scrape.
+
+    Register it with a registry of your own to have other metrics beside these::
+
+        prometheus_client.REGISTRY.register(StatsFamilies(engine=engine))
+
+    It does not keep the parts alive; ``torchrl_sglang_up`` is 0 for those that are
+    gone, shut down or too slow.
+
+    Keyword Args:
+        engine: an :class:`.AsyncSGLang`.
+        collector: an :class:`.AsyncLLMCollector`, here or in a Ray actor.
+        gateway: a :class:`.Gateway`.
+        scheme: an :class:`.SGLangWeightSyncScheme`, or its sender.
+        labels: of all metrics, such as ``{"run": "sums"}``.
+        timeout: of the statistics of all parts, in seconds.
+
+    Raises:
+        ConfigurationError: if there is no part, or one has no statistics.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Any = None,
+        collector: Any = None,
+        gateway: Any = None,
+        scheme: Any = None,
+        labels: Mapping[str, str] | None = None,
+        timeout: float = STATS_SECONDS,
+    ) -> None:
+        check_installed()
+        self._readers = make_readers(
+            {
+                "engine": engine,
+                "collector": collector,
+                "gateway": gateway,
+                "weights": scheme,
+            }
+        )
+        self._labels = check_labels(labels)
+        self._timeout = timeout
+
+    def describe(self) -> Sequence[Metric]:
+        """Returns nothing: a registry does not read statistics to check names."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the families of all parts."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        stats = read_all(self._readers.values(), self._timeout, time.monotonic)
+        text = "1 if the statistics of a part could be read, and 0 otherwise."
+        up = GaugeMetricFamily(UP, text, labels=[*self._labels, "part"])
+        families = {
+            name: self._readers[name].attempt(partial(self._of_part, name, found))
+            for name, found in stats.items()
+            if found is not None
+        }
+        for name in stats:
+            is_up = families.get(name) is not None
+            up.add_metric([*self._labels.values(), name], float(is_up))
+        yield up
+        for each in families.values():
+            yield from each or ()
+
+    def _of_part(self, part: str, stats: Stats) -> list[Metric]:
+        return [
+            _family(f"{PREFIX}_{part}_{row.name}", row, values, self._labels)
+            for row, values in read_rows(part, stats)
+        ]
+
+
+def _family(
+    name: str, row: MetricRow, values: Values, labels: Mapping[str, str]
+) -> Metric:
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
+
+    names, own = [*labels, *row.labels], list(labels.values())
+    if isinstance(values, Distribution):
+        histogram = HistogramMetricFamily(name, row.help, labels=names)
+        histogram.add_metric(own, _buckets(values), values.total)
+        return histogram
+    kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+    family = kind(name, row.help, labels=names)
+    each = values if isinstance(values, Mapping) else {(): values}
+    for key, value in each.items():
+        if value is not None:
+            family.add_metric([*own, *key], float(value))
+    return family
+
+
+def _buckets(values: Distribution) -> list[tuple[str, float]]:
+    """Returns the numbers of values up to each bound, as Prometheus has them."""
+    bounds = [*map(str, values.bounds), "+Inf"]
+    seen, found = 0, []
+    for bound, count in zip(bounds, values.counts, strict=True):
+        seen += count
+        found.append((bound, float(seen)))
+    return found
+
+
+def check_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
+    """Returns labels of all metrics.
+
+    Raises:
+        ConfigurationError: if one has a name that Prometheus or a metric does not take.
+    """
+    found = dict(labels or {})
+    for name, value in found.items():
+        if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in _TAKEN:
+            raise ConfigurationError(
+                f"labels={found!r}: a name of a label has letters, digits and '_', "
+                f"does not begin with two of these, and is none of "
+                f"{', '.join(sorted(_TAKEN))}; got {name!r}."
+            )
+        if not isinstance(value, str):
+            raise ConfigurationError(
+                f"labels={found!r}: the value of {name!r} must be a text."
+            )
+    return found
+
+
+def write_text(families: StatsFamilies, accept: str) -> tuple[str, bytes]:
+    """Returns the content type and the text of a scrape, as a client accepts it."""
+    from prometheus_client.exposition import choose_encoder
+
+    encode, kind = choose_encoder(accept)
+    return kind, encode(make_registry(families))
+
+
+def make_registry(families: StatsFamilies) -> CollectorRegistry:
+    """Returns a registry that has these families alone."""
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(families)
+    return registry

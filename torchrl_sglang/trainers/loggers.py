@@ -1,0 +1,126 @@
+"""TorchRL's loggers of a run: made by name, and ended with it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrl.record.loggers import Logger, get_logger
+
+from torchrl_sglang.errors import ConfigurationError
+
+RESUMED = ("csv", "tensorboard", "wandb")
+"""Loggers that TorchRL opens where those of a checkpoint ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wish:
+    """A logger that was asked for by name."""
+
+    kind: str
+    folder: Path
+    name: str
+    project: str
+    state: Any
+
+
+def make_logger(
+    given: Logger | str | None,
+    folder: Path,
+    name: str,
+    project: str,
+    state: Any = None,
+) -> Logger | None:
+    """Returns TorchRL's logger of a run.
+
+    Args:
+        given: a logger, the name of one, or None.
+        folder: to write to.
+        name: of the run.
+        project: of W&B and Trackio, and MLflow's experiment.
+        state: of the logger of a run that goes on, if it is one of ``RESUMED``.
+
+    Raises:
+        ConfigurationError: if there is none of this name, or its package is missing.
+    """
+    if given is None or isinstance(given, Logger):
+        return given
+    if given not in LOGGERS:
+        raise ConfigurationError(
+            f"logger={given!r} is not one of {', '.join(LOGGERS)}, nor a Logger of "
+            f"TorchRL."
+        )
+    wish = _Wish(kind=given, folder=folder, name=name, project=project, state=state)
+    try:
+        if given != "csv":
+            # TorchRL asks for it with the first metric, or does not ask at all.
+            importlib.import_module(given)
+        return LOGGERS[given](wish)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"logger={given!r} needs a package: {error}. Install it, or give "
+            f"logger='csv'."
+        ) from error
+
+
+def _of_torchrl(wish: _Wish) -> Logger:
+    return get_logger(
+        wish.kind,
+        logger_name=str(wish.folder / "logs"),
+        experiment_name=wish.name,
+        state_dict=wish.state,
+        wandb_kwargs={"project": wish.project},
+    )
+
+
+def _mlflow(wish: _Wish) -> Logger:
+    """Returns MLflow's logger, which writes to a database in the run's folder.
+
+    ``MLFLOW_TRACKING_URI`` is another place, as for MLflow itself. TorchRL would write
+    files, which MLflow reads no more.
+    """
+    import mlflow
+    from torchrl.record.loggers.mlflow import MLFlowLogger
+
+    artifacts, uri = None, os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        logs = (wish.folder / "logs").absolute()
+        logs.mkdir(parents=True, exist_ok=True)
+        uri, artifacts = f"sqlite:///{logs / 'mlflow.db'}", (logs / "mlflow").as_uri()
+    logger = MLFlowLogger(wish.project, uri, artifact_location=artifacts)
+    mlflow.set_tag("mlflow.runName", wish.name)
+    return logger
+
+
+def _trackio(wish: _Wish) -> Logger:
+    from torchrl.record.loggers.trackio import TrackioLogger
+
+    return TrackioLogger(wish.name, wish.project)
+
+
+LOGGERS: Mapping[str, Callable[[_Wish], Logger]] = {
+    "csv": _of_torchrl,
+    "tensorboard": _of_torchrl,
+    "wandb": _of_torchrl,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+}
+"""Name of a logger -> what makes it."""
+
+
+def end_logger(logger: Any) -> None:
+    """Ends the run of a logger that :func:`make_logger` made, with its program.
+
+    Otherwise another run in the same process would log to it.
+    """
+    if type(logger).__name__ == "MLFlowLogger":
+        import mlflow
+
+        # TorchRL leaves it open.
+        mlflow.end_run()
+    else:
+        logger.shutdown()

@@ -1,0 +1,144 @@
+"""Tables of sampled responses for loggers that show tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_sglang.objectives.advantages import REWARD
+
+TABLE = "samples/responses"
+"""Name of the table."""
+
+MOST_ROWS = 16
+"""Rows of a step: those with the least and the greatest rewards."""
+
+MOST_CHARACTERS = 4000
+"""Characters of a text in a table; the end is left out, of a prompt the beginning."""
+
+COLUMNS = ("step", "prompt", "response", "reward", "advantage", "policy_version")
+"""Columns of a table; each is a key of a row."""
+
+
+def rows_of(
+    step: int, batch: TensorDictBase, query_key: str
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for each response of a batch with advantages.
+
+    It has ``step``, ``prompt``, ``response``, ``reward``, ``advantage``,
+    ``policy_version`` and ``tokens``, a response's number of tokens.
+    """
+    for row in batch.unbind(0):
+        text = row.get("text", None)
+        yield {
+            "step": step,
+            "prompt": plain(row.get(query_key, None)),
+            "response": None if text is None else plain(text.response),
+            "reward": row[REWARD].sum().item(),
+            "advantage": row["advantage"].mean().item(),
+            "policy_version": int(row["next", "policy_version"])
+            if ("next", "policy_version") in row.keys(True)
+            else None,
+            "tokens": len(row["tokens", "response"]),
+        }
+
+
+def plain(value: Any) -> Any:
+    """Returns a text or messages as JSON has them."""
+    value = getattr(value, "data", value)
+    if isinstance(value, (str, int, float, type(None))):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return str(value)
+
+
+def choose_rows(
+    rows: Sequence[Mapping[str, Any]], most: int = MOST_ROWS
+) -> list[list[Any]]:
+    """Returns the rows of a table, by their rewards, the least first.
+
+    Examples:
+        >>> base = {"step": 1, "prompt": "2+2=", "advantage": 0.0, "policy_version": 3}
+        >>> rows = [{**base, "response": str(n), "reward": n} for n in range(5)]
+        >>> [row[2] for row in choose_rows(rows, 2)]
+        ['0', '4']
+    """
+    ordered = sorted(rows, key=lambda row: row["reward"])
+    if len(ordered) > most:
+        half = most // 2
+        ordered = [*ordered[:half], *ordered[len(ordered) - (most - half) :]]
+    return [[_cell(name, row[name]) for name in COLUMNS] for row in ordered]
+
+
+def _cell(name: str, value: Any) -> Any:
+    if isinstance(value, (int, float, type(None))):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    # A prompt is known by its question, which is its end.
+    is_prompt = name == "prompt"
+    cut = text[-MOST_CHARACTERS:] if is_prompt else text[:MOST_CHARACTERS]
+    return f"...{cut}" if is_prompt else f"{cut}..."
+
+
+def log_samples(logger: Any, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Logs a table of responses, with a logger that shows tables.
+
+    W&B and Trackio have a table, MLflow an artifact ``samples.json`` that grows, and
+    TensorBoard a text. Others, such as CSV, have none: ``rollouts.jsonl`` has all.
+
+    Args:
+        logger: of TorchRL.
+        rows: of :func:`rows_of`.
+        step: that they are of.
+    """
+    write = _TABLES.get(type(logger).__name__)
+    if write is not None and rows:
+        write(logger, choose_rows(rows), step)
+
+
+def _to_wandb(logger: Any, rows: list[list[Any]], step: int) -> None:
+    import wandb
+
+    logger.log_metrics({TABLE: wandb.Table(columns=list(COLUMNS), data=rows)}, step)
+
+
+def _to_trackio(logger: Any, rows: list[list[Any]], step: int) -> None:
+    import trackio
+
+    logger.log_metrics({TABLE: trackio.Table(columns=list(COLUMNS), data=rows)}, step)
+
+
+def _to_mlflow(logger: Any, rows: list[list[Any]], step: int) -> None:
+    import mlflow
+
+    columns = {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
+    run = logger.experiment.info.run_id
+    mlflow.log_table(columns, artifact_file="samples.json", run_id=run)
+
+
+def _to_tensorboard(logger: Any, rows: list[list[Any]], step: int) -> None:
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    text = "\n".join("|".join(map(_markdown, line)) for line in lines)
+    logger.experiment.add_text(TABLE, text, global_step=step)
+
+
+def _markdown(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", "<br>")
+
+
+_TABLES: Mapping[str, Callable[[Any, list[list[Any]], int], None]] = {
+    "WandbLogger": _to_wandb,
+    "TrackioLogger": _to_trackio,
+    "MLFlowLogger": _to_mlflow,
+    "TensorboardLogger": _to_tensorboard,
+}
+"""TorchRL's class of a logger -> how it gets a table."""
