@@ -31,6 +31,7 @@ from torchrl_sglang.requests.sampling import (
     check_each,
     temperature_of,
 )
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_count, check_flag, check_mapping
 from torchrl_sglang.support.urls import KEY_VARIABLE
 from torchrl_sglang.trainers.ranks import TrainerRanks
@@ -479,3 +480,17 @@ def check_sampling(
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def check_recording(recorder: Any) -> RunRecorder | bool:
+    """Returns an argument ``recorder`` of a run.
+
+    Raises:
+        ConfigurationError: if it is neither a bool nor a recorder.
+    """
+    if isinstance(recorder, (bool, RunRecorder)):
+        return recorder
+    raise ConfigurationError(
+        f"recorder must be a bool or a RunRecorder, got {recorder!r}; give "
+        f"RunRecorder(folder), or False."
+    )

@@ -20,6 +20,7 @@ from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.packing import Packing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
 from torchrl_sglang.support.checks import check_flag
@@ -31,6 +32,7 @@ from torchrl_sglang.trainers.arguments import (
     check_minibatches,
     check_parts,
     check_placement,
+    check_recording,
     count_steps,
     read_sampling,
 )
@@ -47,7 +49,7 @@ from torchrl_sglang.trainers.training import Training
 from torchrl_sglang.types import LogProbsMode
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
-UNTOLD = ("self", "__class__", "model", "prompts", "eval_prompts")
+UNTOLD = ("self", "__class__", "model", "prompts", "eval_prompts", "recorder")
 """Local names that a logger is not told of; those of arguments may be large."""
 
 
@@ -136,6 +138,8 @@ class GRPO(Run):
         project (str): of W&B. Defaults to ``"torchrl_sglang"``.
         show_samples (int, optional): steps between two printed responses. Defaults to
             10; None for none.
+        recorder (RunRecorder or bool): records the run, for ``torchrl-sglang view``.
+            Defaults to True: in the folder ``record`` of ``output``, at most 1 GiB.
         seed (int): of weights of adapters, order of prompts and minibatches, and
             servers. Defaults to 0.
         deterministic (bool): seeds for every sample, batches in the order of prompts,
@@ -218,6 +222,7 @@ class GRPO(Run):
         logger: Any = "csv",
         project: str = "torchrl_sglang",
         show_samples: int | None = 10,
+        recorder: RunRecorder | bool = True,
         seed: int = 0,
         deterministic: bool = False,
     ) -> None:
@@ -345,6 +350,7 @@ class GRPO(Run):
             logger=logger,
             project=project,
             show_samples=show_samples,
+            recorder=check_recording(recorder),
         )
         super().__init__(
             serving=serving,

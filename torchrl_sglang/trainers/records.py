@@ -9,6 +9,8 @@ from typing import Any
 
 from torchrl.record.loggers import Logger
 
+from torchrl_sglang.recording.format import SUBFOLDER
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.trainers.checkpoints import Checkpoints, Resume
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.trainers.report import make_logger
@@ -28,6 +30,7 @@ class Records:
     logger: Any
     project: str
     show_samples: int | None
+    recorder: RunRecorder | bool = True
 
     def make_checkpoints(self, ranks: TrainerRanks) -> Checkpoints:
         """Returns the checkpoints of the run's folder; all ranks call it."""
@@ -37,6 +40,12 @@ class Records:
             identity=self.identity,
             ranks=ranks,
         )
+
+    def open_recorder(self) -> RunRecorder | None:
+        """Returns what records the run, if it is recorded."""
+        if isinstance(self.recorder, RunRecorder):
+            return self.recorder
+        return RunRecorder(self.folder / SUBFOLDER) if self.recorder else None
 
     def open_logger(self, saved: Mapping[str, Any] | None) -> Logger | None:
         """Returns the logger, which goes on where that of a checkpoint ended."""

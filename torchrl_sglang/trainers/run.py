@@ -19,6 +19,7 @@ from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.trainers.arguments import ADVANTAGE, taken_column
 from torchrl_sglang.trainers.checkpoints import (
     ROLLOUTS,
@@ -88,6 +89,8 @@ class Run:
     """The collector itself; ``None`` on other ranks than the first."""
     logger: Any
     """TorchRL's logger; ``None`` on other ranks."""
+    recorder: RunRecorder | None
+    """Records the run; ``None`` on other ranks, and without one."""
     clock: PhaseClock
     """Measures the phases of a step."""
     _checkpoints: Checkpoints
@@ -152,6 +155,7 @@ class Run:
         self.ranks = find_trainer_ranks()
         stack.callback(self.ranks.end)
         stack.enter_context(_quiet())
+        self.recorder = None
         self.clock = PhaseClock()
         if self._deterministic:
             stack.enter_context(deterministic_algorithms())
@@ -186,18 +190,27 @@ class Run:
 
         self.ranks.first(lambda: stack.enter_context(only_run_in(self.folder)))
         self.ranks.first(open_logger)
+        self.ranks.first(lambda: self._open_recorder(stack))
+
+    def _open_recorder(self, stack: ExitStack) -> None:
+        self.recorder = self._records.open_recorder()
+        if self.recorder is not None and self._records.recorder is True:
+            stack.callback(self.recorder.close)
 
     def _make_collector(self) -> None:
         if self.ranks.size == 1:
-            self.collector = self.collector_here = self._collecting.make(self._served)
+            self.collector = self.collector_here = self._make_here()
             attach_weight_sync(self.collector, self.scheme)
             return
         self.collector = SharedCollector(
-            lambda: self._collecting.make(self._served),
+            self._make_here,
             weight_sync_schemes={"policy": self.scheme},
             prepare=self._prepare,
         )
         self.collector_here = self.collector.collector
+
+    def _make_here(self) -> Any:
+        return self._collecting.make(self._served, self.recorder)
 
     # The steps of the loop.
 
@@ -225,9 +238,11 @@ class Run:
             self._stack.callback(self._rollouts.close)
             if goes_on:
                 tell(f"goes on after step {self.step}")
+        if self.recorder is not None:
+            self.recorder.event("step", step=self.step)
         if self.step == 0:
             self.report(self.evaluate())
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(self.recorder)
 
     def batches(self) -> Iterator[TensorDictBase]:
         """Yields this rank's share of each batch, with advantages."""
@@ -249,6 +264,8 @@ class Run:
             trajectory_return=self._collecting.trajectory_return,
         )
         self._rollouts.write(self.step + 1, batch, self.query_key)
+        if self.recorder is not None:
+            self.recorder.trained(batch, step=self.step + 1)
         every = self._records.show_samples
         if every is not None and self.step % every == 0:
             tell(sample_of(batch, self.query_key))
@@ -331,6 +348,8 @@ class Run:
             metrics["time/tokens_per_second"] = metrics["batch/tokens"] / spent
         if self.logger is not None:
             self.logger.log_metrics(metrics, step=self.step)
+        if self.recorder is not None:
+            self.recorder.log(metrics, step=self.step)
         self.metrics = metrics
         tell(line_of(self.step, self.steps, metrics))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_sglang.collectors.groups.recorded import record_session
 from torchrl_sglang.collectors.groups.rows import (
     ROW_COLUMNS,
     check_names,
@@ -24,6 +25,7 @@ from torchrl_sglang.gateway.export import CONTAINERS, to_rows
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.session import Session, Trajectory, Turn
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
 
@@ -169,6 +171,13 @@ class AgentGroups:
                     row.set(name, value)
                 rows.append(row)
         return rows
+
+    def record(self, group: AgentGroup) -> list[ResponseRecord]:
+        """Returns what a recorder writes of a group."""
+        return [
+            record_session(run.session, self._versions, run.policy_version)
+            for run in group
+        ]
 
     def _of_tokens(self, path: Trajectory, sent: int) -> torch.Tensor:
         """Returns versions of what follows the first prompt; -1 for others' tokens."""
