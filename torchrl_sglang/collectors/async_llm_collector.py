@@ -29,7 +29,6 @@ from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
 from torchrl_sglang.collectors.runtime.group_life import (
     GroupLife,
-    check_recorder,
     collector_figures,
 )
 from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
@@ -51,7 +50,7 @@ from torchrl_sglang.gateway.agents import Agent
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import check_policy
-from torchrl_sglang.recording.recorder import RunRecorder
+from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
 from torchrl_sglang.requests.seeds import SampleSeeds
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_choice, check_count, check_flag

@@ -55,8 +55,11 @@ class Poll:
 
     def watch(self, kind: str, read: Read) -> None:
         """Calls a function at the interval, and has its figures written."""
+        if os.getpid() != self._pid:
+            # The thread is the parent's.
+            return
         with self._lock:
-            if self._ended.is_set() or os.getpid() != self._pid:
+            if self._ended.is_set():
                 return
             self._watched.append((kind, read))
             if self._thread is None:
@@ -67,9 +70,11 @@ class Poll:
 
     def close(self) -> None:
         """Asks no more."""
+        if os.getpid() != self._pid:
+            return
         self._ended.set()
         thread = self._thread
-        if os.getpid() != self._pid or thread in (None, threading.current_thread()):
+        if thread in (None, threading.current_thread()):
             return
         assert thread is not None
         thread.join(JOIN_SECONDS)

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -170,11 +170,22 @@ class RunRecorder:
         """Records that the responses of a batch were trained on, with advantages.
 
         Args:
-            batch: rows of a collector with ``"advantage"``, and the trainer's own
-                log-probs where it has them: ``("train_log_probs", "full")``.
+            batch: rows of a collector, with ``"advantage"``.
             step: number of the batch.
         """
         self._writer.put(partial(_write_trained, batch, step, time.time()))
+
+    def scored(self, parts: Sequence[tuple[Any, Any]]) -> None:
+        """Records the log-probs that the trainer has of tokens.
+
+        A :class:`.Learner` with ``recorder=`` calls it.
+
+        Args:
+            parts: rows, and log-probs ``(rows, tokens)`` of all of their tokens, padded
+                on the left; NaN where they are not known.
+        """
+        if parts:
+            self._writer.put(partial(_write_scored, parts, time.time()))
 
     def watch(self, engine: Any) -> None:
         """Records what the servers of an engine do, until :meth:`close`."""
@@ -223,6 +234,19 @@ class RunRecorder:
         self._writer.put(partial(self._tokens.write, make, tokenizer), cost)
 
 
+def check_recorder(recorder: Any) -> RunRecorder | None:
+    """Returns an argument ``recorder``.
+
+    Raises:
+        ConfigurationError: if it is something else.
+    """
+    if recorder is None or isinstance(recorder, RunRecorder):
+        return recorder
+    raise ConfigurationError(
+        f"recorder must be a RunRecorder, got {recorder!r}; give RunRecorder(folder)."
+    )
+
+
 class _Tokens:
     """Writes groups, and the texts of tokens that were not written yet."""
 
@@ -263,30 +287,33 @@ def _append(files: Files, stream: str, record: Mapping[str, Any]) -> None:
 
 
 def _write_trained(batch: Any, step: int | None, now: float, files: Files) -> None:
-    """Writes advantages of the rows of a batch, and how far log-probs are apart."""
-    rows, scores = [], {}
+    """Writes the advantages of the rows of a batch."""
+    rows = []
     for row in batch.unbind(0):
-        key = row_key(row["tokens", "full"].cpu().numpy())
         advantage = row.get("advantage", None)
-        found: dict[str, Any] = {
-            "key": key,
-            "advantage": None if advantage is None else float(advantage.mean()),
-        }
-        scored = row.get(("train_log_probs", "full"), None)
-        if scored is not None:
-            length = len(row["tokens", "response"])
-            trainer, engine = (
-                each[-length:].double().cpu().numpy()
-                for each in (scored, row["log_probs", "full"])
-            )
-            found |= mismatch_of(trainer, engine)
+        value = None if advantage is None else float(advantage.mean())
+        rows.append({"key": _key_of(row), "advantage": value})
+    files.append("events", {"kind": "trained", "time": now, "step": step, "rows": rows})
+
+
+def _write_scored(parts: Any, now: float, files: Files) -> None:
+    """Writes the trainer's log-probs of rows, and how far the engine's are from them."""
+    rows, scores = [], {}
+    for part, known in parts:
+        for row, own in zip(part.unbind(0), known.float().cpu().numpy(), strict=True):
+            key, length = _key_of(row), len(row["tokens", "response"])
+            engine = row["log_probs", "full"][-length:].float().cpu().numpy()
+            trainer = own[-length:]
+            rows.append({"key": key, **mismatch_of(trainer, engine)})
             scores[key] = pack(trainer, "f4")
-        rows.append(found)
-    event = {"kind": "trained", "time": now, "step": step, "rows": rows}
-    if scores:
-        place = files.append("texts", {"scores": scores})
-        event["scores"] = [place.file, place.offset, place.length]
+    place = files.append("texts", {"scores": scores})
+    event = {"kind": "scored", "time": now, "rows": rows}
+    event["scores"] = [place.file, place.offset, place.length]
     files.append("events", event)
+
+
+def _key_of(row: Any) -> str:
+    return row_key(row["tokens", "full"].cpu().numpy())
 
 
 def _number(value: Any) -> Any:

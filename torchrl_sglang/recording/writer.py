@@ -138,11 +138,14 @@ class Writer:
 
     def close(self, timeout: float = CLOSE_SECONDS) -> bool:
         """Writes what is queued, and ends the thread; returns whether it ended."""
+        if os.getpid() != self._pid:
+            # In a forked process, where the thread's lock may be held for ever.
+            return True
         with self._changed:
             self._closing = True
             self._changed.notify()
         thread = self._thread
-        if os.getpid() != self._pid or thread is None:
+        if thread is None:
             return True
         if thread is not threading.current_thread():
             thread.join(timeout)

@@ -171,6 +171,7 @@ class Run:
         if self._serving.token_columns:
             stack.enter_context(replay_routing(self.model))
         self.learner = self._training.make_learner(self.model, tokenizer, self.ranks)
+        self.learner.recorder = self.recorder
         self.scheme = SGLangWeightSyncScheme(
             self.engine, self.model, **self._weight_sync
         )

@@ -53,7 +53,7 @@ def timeline_spec(run: RunData) -> dict[str, Any] | None:
                 "type": "nominal",
                 "sort": names,
                 "title": None,
-                "axis": {"minExtent": 60, "labelLimit": 90},
+                "axis": {"minExtent": 60, "maxExtent": 60},
             },
             "color": {
                 "field": "state",
@@ -97,6 +97,7 @@ def in_flight_spec(run: RunData) -> dict[str, Any] | None:
     return {
         "$schema": SCHEMA,
         "description": "Groups in flight over time.",
+        "title": {"text": "groups in flight", "anchor": "start", "frame": "group"},
         "width": "container",
         "height": 90,
         "data": {"values": points},
@@ -112,8 +113,9 @@ def in_flight_spec(run: RunData) -> dict[str, Any] | None:
             "y": {
                 "field": "groups",
                 "type": "quantitative",
-                "title": "groups in flight",
-                "axis": {"minExtent": 60, "tickCount": 4},
+                "title": None,
+                # As wide as the names of lanes, so that both have the same times.
+                "axis": {"minExtent": 60, "tickCount": 4, "tickMinStep": 1},
             },
         },
     }
@@ -122,12 +124,13 @@ def in_flight_spec(run: RunData) -> dict[str, Any] | None:
 def curve_spec(curve: Curve) -> dict[str, Any]:
     """Returns how a curve is drawn; of two runs, their lines have other dashes."""
     runs = list(dict.fromkeys(point["run"] for point in curve.points))
-    kind = ".0%" if curve.percent else ""
+    largest = max((abs(point["y"]) for point in curve.points), default=0.0)
+    kind = ".0%" if curve.percent else "~s" if largest >= 1000 else ".3~g"
     y: dict[str, Any] = {
         "field": "y",
         "type": "quantitative",
         "title": curve.y or None,
-        "axis": {"format": kind or "~s", "tickCount": 5},
+        "axis": {"format": kind, "tickCount": 5},
         "scale": {"zero": curve.stacked},
     }
     if curve.percent:

@@ -13,14 +13,16 @@ from torchrl_sglang.recording.reading import Recording
 LIVE_SECONDS = 15.0
 """A run that has recorded nothing for so long has ended, or was killed."""
 
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+"""What a line raises that is not as it should be: somebody has changed it."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Group:
     """A group of responses to a prompt."""
 
     id: str
-    """Number of the group; of a later recorder in the same folder, behind its number.
-    """
+    """Number of the group."""
     line: Mapping[str, Any]
     """Its line in the recording."""
     status: str
@@ -88,8 +90,6 @@ class RunData:
     """Errors of groups."""
     notes: list[str] = field(default_factory=list)
     """Sentences on what is not in the recording, or could not be read."""
-    turns: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
-    """Session of a gateway -> events of its turns."""
 
     def is_live(self, now: float) -> bool:
         """Returns whether the run seems to go on."""
@@ -141,25 +141,23 @@ class _Assembly:
         self._run = run
         self._known: dict[str, Group] = {}
         self._by_key: dict[str, list[Group]] = defaultdict(list)
-        self._recorder = 0
         self._lost = 0
         self._dropped = 0
 
     def add_all(self, recording: Recording) -> None:
         """Adds all lines; those that are not as they should be are left out."""
         malformed = 0
-        for stream, add in ((recording.groups, self._group),):
-            for line in stream:
-                try:
-                    add(line)
-                except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-                    malformed += 1
+        for line in recording.groups:
+            try:
+                self._group(line)
+            except MALFORMED:
+                malformed += 1
         self._run.groups.sort(key=lambda group: group.line["time"][1])
         events = sorted(recording.events, key=_time_of)
         for event in events:
             try:
                 self._event(event)
-            except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            except MALFORMED:
                 malformed += 1
         self._say(malformed)
 
@@ -276,9 +274,6 @@ class _Assembly:
         for of_steps in self._run.metrics.values():
             for later in [each for each in of_steps if each > event["step"]]:
                 del of_steps[later]
-
-    def _on_turn(self, event: Mapping[str, Any], time: float) -> None:
-        self._run.turns.setdefault(str(event["session"]), []).append(event)
 
     def _on_lost(self, event: Mapping[str, Any], time: float) -> None:
         self._lost += int(event["records"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_sglang.collectors.groups.recorded import record_session
 from torchrl_sglang.collectors.groups.rows import (
     ROW_COLUMNS,
     check_names,
@@ -23,6 +23,7 @@ from torchrl_sglang.errors import CollectionError
 from torchrl_sglang.gateway.agents import Agent, run_agent
 from torchrl_sglang.gateway.export import CONTAINERS, to_rows
 from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.gateway.recorded import record_session
 from torchrl_sglang.gateway.session import Session, Trajectory, Turn
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.recording.records import ResponseRecord
@@ -175,7 +176,10 @@ class AgentGroups:
     def record(self, group: AgentGroup) -> list[ResponseRecord]:
         """Returns what a recorder writes of a group."""
         return [
-            record_session(run.session, self._versions, run.policy_version)
+            record_session(
+                run.session,
+                partial(self._versions.spans, sent=run.policy_version),
+            )
             for run in group
         ]
 

@@ -9,7 +9,6 @@ from tensordict import TensorDictBase
 
 from torchrl_sglang.collectors.groups.conversations import Conversation
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.objectives.columns import TOKENS
 from torchrl_sglang.recording.records import (
     ResponseRecord,
@@ -55,35 +54,6 @@ def _conversation(
         rewards={name: float(each) for name, each in conversation.rewards.items()},
         truncated=conversation.truncated,
         after=conversation.messages[said:],
-    )
-
-
-def record_session(
-    session: Session, versions: PolicyVersions, policy_version: int
-) -> ResponseRecord:
-    """Returns an agent's session: a tree of turns."""
-    paths = session.trajectories()
-    values = [path.reward for path in paths if path.reward is not None]
-    return ResponseRecord(
-        turns=[
-            TurnRecord(
-                messages=list(turn.prompt.new_messages)
-                or [{"role": "user", "content": turn.prompt.new_text or ""}],
-                reply=turn.reply,
-                completion=turn.completion,
-                spans=list(versions.spans(turn.completion, policy_version)),
-                prompt_tokens=turn.prompt.num_tokens,
-                number=turn.number,
-                parent=turn.prompt.parent,
-                branch="" if turn.branch is None else turn.branch.text,
-                ended=turn.created,
-                reward=turn.reward,
-                is_trained=session.is_trained(turn),
-            )
-            for turn in session.turns
-        ],
-        keys=[row_key(path.token_ids) for path in paths],
-        reward=sum(values) / len(values) if values else None,
     )
 
 

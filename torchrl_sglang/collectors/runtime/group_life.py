@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.records import GroupRecord, ResponseRecord
 from torchrl_sglang.recording.recorder import RunRecorder
 
@@ -113,19 +112,6 @@ class GroupLife:
 
     def _forget(self, position: int) -> _Begun | None:
         return self._begun.pop(position, None)
-
-
-def check_recorder(recorder: Any) -> RunRecorder | None:
-    """Returns an argument ``recorder``.
-
-    Raises:
-        ConfigurationError: if it is something else.
-    """
-    if recorder is None or isinstance(recorder, RunRecorder):
-        return recorder
-    raise ConfigurationError(
-        f"recorder must be a RunRecorder, got {recorder!r}; give RunRecorder(folder)."
-    )
 
 
 def collector_figures(collection: Any) -> Callable[[], Mapping[str, Any] | None]:

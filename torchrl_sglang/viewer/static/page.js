@@ -26,10 +26,10 @@
   };
   const STATES = {
     light: { generating: "#1f6fd0", idle: "#d3d8e0", paused: "#e8890c", updating: "#8a3fa8", sleeping: "#66707f",
-      down: "#c81e1e", waiting: "#d3d8e0", training: "#1f8a55", sending: "#8a3fa8", evaluating: "#0f93a6",
+      down: "#c81e1e", waiting: "#cdb583", training: "#1f8a55", sending: "#8a3fa8", evaluating: "#0f93a6",
       saving: "#8c6a12", other: "#b3246f" },
     dark: { generating: "#5d9dff", idle: "#3d4552", paused: "#ffab4a", updating: "#c98ae6", sleeping: "#8d97a6",
-      down: "#ff6b5e", waiting: "#3d4552", training: "#4cc587", sending: "#c98ae6", evaluating: "#4cc9db",
+      down: "#ff6b5e", waiting: "#77673f", training: "#4cc587", sending: "#c98ae6", evaluating: "#4cc9db",
       saving: "#d8b04a", other: "#ff8fc4" },
   };
 
@@ -46,6 +46,7 @@
       axisX: { grid: false }, axisY: { domain: false, ticks: false },
       legend: { labelColor: text, titleColor: text, labelFontSize: 11, symbolStrokeWidth: 2, labelLimit: 220 },
       range: { category: COLOURS[name] },
+      title: { color: soft, fontSize: 11, fontWeight: "normal" },
       line: { strokeWidth: 1.8 }, point: { size: 22 }, area: { color: COLOURS[name][0] },
     } };
   }
@@ -219,8 +220,8 @@
       make("button", { type: "button", disabled: state.page === 0, onclick: move(-1) }, "Previous"),
       make("span", { "data-count": rows.length }, `${rows.length.toLocaleString("en")} groups, page ${state.page + 1} of ${pages}`),
       make("button", { type: "button", disabled: state.page === pages - 1, onclick: move(1) }, "Next"),
-      groups.total > groups.rows.length
-        ? make("span", { class: "note" }, `The newest ${groups.rows.length.toLocaleString("en")} of ${groups.total.toLocaleString("en")} groups.`) : null);
+      ...(groups.total > groups.rows.length
+        ? [make("span", { class: "note" }, `The newest ${groups.rows.length.toLocaleString("en")} of ${groups.total.toLocaleString("en")} groups.`)] : []));
   }
 
   function showGroups() { showTools(); showTable(); }
