@@ -23,8 +23,14 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 START_SECONDS, ANSWER_SECONDS = 120.0, 120.0
 
 KEYS = {
-    "Tab": 9, "Enter": 13, "ArrowDown": 40, "ArrowUp": 38, "ArrowRight": 39,
-    "ArrowLeft": 37, "Home": 36, "End": 35,
+    "Tab": 9,
+    "Enter": 13,
+    "ArrowDown": 40,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowLeft": 37,
+    "Home": 36,
+    "End": 35,
 }
 
 
@@ -100,7 +106,10 @@ class Page:
         """Sets the window's size and the system's colours."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=False,
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -114,7 +123,10 @@ class Page:
         """Returns the value of an expression, or of its promise."""
         found = self.call(
             "Runtime.evaluate",
-            expression=script, awaitPromise=True, returnByValue=True, userGesture=True,
+            expression=script,
+            awaitPromise=True,
+            returnByValue=True,
+            userGesture=True,
         )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -139,12 +151,15 @@ class Page:
         """Presses a key."""
         code = KEYS[key]
         for kind in ("rawKeyDown", "keyUp"):
-            extra = {}
-            if key == "Enter" and kind == "rawKeyDown":
-                kind, extra = "keyDown", {"text": "\r"}
+            types = key == "Enter" and kind == "rawKeyDown"
+            extra = {"text": "\r"} if types else {}
             self.call(
                 "Input.dispatchKeyEvent",
-                type=kind, key=key, code=key, windowsVirtualKeyCode=code, **extra,
+                type="keyDown" if types else kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                **extra,
             )
 
     def hover(self, selector: str) -> None:
@@ -177,10 +192,17 @@ class Page:
 def open_browser(folder: Path) -> Iterator[Page]:
     """Starts Chromium with a new profile; it ends with the block."""
     command = [
-        find_chromium(), "--headless=new", "--remote-debugging-port=0",
-        f"--user-data-dir={folder}", "--disable-gpu", "--no-first-run",
-        "--disable-dev-shm-usage", "--disable-background-networking",
-        "--disable-component-update", "--force-color-profile=srgb", "about:blank",
+        find_chromium(),
+        "--headless=new",
+        "--remote-debugging-port=0",
+        f"--user-data-dir={folder}",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--force-color-profile=srgb",
+        "about:blank",
     ]
     if os.geteuid() == 0:
         command.insert(1, "--no-sandbox")
@@ -190,15 +212,15 @@ def open_browser(folder: Path) -> Iterator[Page]:
     watchdog = threading.Timer(START_SECONDS, process.kill)
     watchdog.start()
     loop = asyncio.new_event_loop()
+    assert process.stderr is not None
+    drain = threading.Thread(target=process.stderr.read, daemon=True)
     try:
-        assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         matches = (re.search(r"listening on (ws://\S+)", line) for line in lines)
         found = next(filter(None, matches), None)
         watchdog.cancel()
         assert found is not None, "Chromium has not started."
         # What it says later must not fill the pipe.
-        drain = threading.Thread(target=process.stderr.read, daemon=True)
         drain.start()
         yield from _page(loop, found[1])
     finally:
@@ -208,6 +230,9 @@ def open_browser(folder: Path) -> Iterator[Page]:
             process.wait(20)
         process.kill()
         process.wait()
+        if drain.is_alive():
+            drain.join(20)
+        process.stderr.close()
         loop.close()
 
 

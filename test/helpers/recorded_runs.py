@@ -113,7 +113,12 @@ class Recorded:
         for _ in range(self.per_batch):
             self.number += 1
             group = make_group(
-                self.rng, self.number, self.size, began, self.batch, tokens=tokens,
+                self.rng,
+                self.number,
+                self.size,
+                began,
+                self.batch,
+                tokens=tokens,
                 turns=turns,
             )
             self.event("began", began, id=group.id, position=group.position)
@@ -137,38 +142,66 @@ class Recorded:
             for key in each.keys
         ]
         self.event("trained", step=self.batch, rows=rows)
-        self.event("phase", self.time + 2, name="train", span=[self.time, self.time + 2])
+        self.event(
+            "phase", self.time + 2, name="train", span=[self.time, self.time + 2]
+        )
         self.time += 2.5
         phases = {"pause": 0.05, "flush": 0.02, "send": 0.4, "resume": 0.03}
         self.event(
-            "update", version=self.batch, served=str(self.batch), transport="broadcast",
-            seconds=0.5, bytes=2_000_000_000, tensors=100, phases=phases,
+            "update",
+            version=self.batch,
+            served=str(self.batch),
+            transport="broadcast",
+            seconds=0.5,
+            bytes=2_000_000_000,
+            tensors=100,
+            phases=phases,
         )
         values = {
-            "train/loss": 1 / self.batch, "train/ESS": 0.97, "mismatch/kl": 0.001,
+            "train/loss": 1 / self.batch,
+            "train/ESS": 0.97,
+            "mismatch/kl": 0.001,
             "eval/reward": min(self.batch / 40, 0.9),
         }
         self.event("metrics", step=self.batch, values=values)
+        self.files.flush()
 
     def _poll(self, began, running):
         for second in range(5):
             servers = [
                 {
-                    "url": f"http://127.0.0.1:3000{rank}", "state": "serving",
-                    "running": running * 4 if second < 3 - rank else 0, "queued": rank,
-                    "version": "1", "restarts": 0, "kv": 0.2 + 0.1 * second,
+                    "url": f"http://127.0.0.1:3000{rank}",
+                    "state": "serving",
+                    "running": running * 4 if second < 3 - rank else 0,
+                    "queued": rank,
+                    "version": "1",
+                    "restarts": 0,
+                    "kv": 0.2 + 0.1 * second,
                 }
                 for rank in range(2)
             ]
             self.event(
-                "engine", began + second, in_flight=8, queued=0, completed=10,
-                retries=0, tokens_per_second=1000 + 10 * second, prompt_tokens=10,
-                response_tokens=10, cache_hit_rate=0.4, servers=servers,
+                "engine",
+                began + second,
+                in_flight=8,
+                queued=0,
+                completed=10,
+                retries=0,
+                tokens_per_second=1000 + 10 * second,
+                prompt_tokens=10,
+                response_tokens=10,
+                cache_hit_rate=0.4,
+                servers=servers,
             )
             lately = {"trainer_waits": 0.5, "tokens_per_second": 900.0}
             self.event(
-                "collector", began + second, groups_running=4, max_staleness=1,
-                tokens=100, lately=lately, bottleneck="",
+                "collector",
+                began + second,
+                groups_running=4,
+                max_staleness=1,
+                tokens=100,
+                lately=lately,
+                bottleneck="",
             )
 
     def close(self):

@@ -1,4 +1,7 @@
-"""The command line: ``torchrl-sglang demo | serve | gateway | view | plan | doctor | bench``.
+"""The command line, ``torchrl-sglang COMMAND``.
+
+Commands are ``demo``, ``serve``, ``gateway``, ``view``, ``plan``, ``doctor`` and
+``bench``.
 
 The top layer: it may use everything, and nothing uses it. Modules import at their top
 only what parsing needs; torch and the engine are imported when a command runs, so that

@@ -101,5 +101,7 @@ def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"{str(path)!r} cannot be written: {error}.") from error
+        raise ConfigurationError(
+            f"{str(path)!r} cannot be written: {error}."
+        ) from error
     print(f"{path} ({len(text) / 1e6:.1f} MB)")

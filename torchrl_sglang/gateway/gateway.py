@@ -27,17 +27,17 @@ from torchrl_sglang.gateway.export import to_rows
 from torchrl_sglang.gateway.policy import Policy, PolicyReply, Sampling
 from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.reading import RequestReader, ToolChoiceMode
+from torchrl_sglang.gateway.recorded import tell_session
 from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.server import make_app
-from torchrl_sglang.gateway.recorded import tell_session
 from torchrl_sglang.gateway.session import Prompt, Session, Turn, as_reward
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS, with_choice
+from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
 from torchrl_sglang.requests.behaviour import with_columns
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
 from torchrl_sglang.requests.token_columns import TokenColumn
-from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
 from torchrl_sglang.support.checks import (
     check_count,
     check_mapping,

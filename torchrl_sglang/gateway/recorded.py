@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 
 from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.recording.records import (
     GroupRecord,
     ResponseRecord,
     TurnRecord,
     row_key,
 )
-from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.types import Completion
 
 Spans = Callable[[Completion], Iterable[tuple[int, int]]]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +114,10 @@ class Recording:
 
     def refresh(self) -> bool:
         """Reads what was added; returns whether something was."""
+        with _uncollected():
+            return self._refresh()
+
+    def _refresh(self) -> bool:
         changed = False
         for stream, most in MOST_BYTES.items():
             for tail in self._new_files(stream, most):
@@ -178,6 +185,18 @@ class Recording:
         except (OSError, ValueError, TypeError):
             return None
         return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Has no garbage collected in the block: it would visit each line many times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def open_all(folders: list[Any]) -> list[Recording]:

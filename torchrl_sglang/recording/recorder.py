@@ -293,11 +293,12 @@ def _write_trained(batch: Any, step: int | None, now: float, files: Files) -> No
         advantage = row.get("advantage", None)
         value = None if advantage is None else float(advantage.mean())
         rows.append({"key": _key_of(row), "advantage": value})
-    files.append("events", {"kind": "trained", "time": now, "step": step, "rows": rows})
+    event = {"kind": "trained", "time": now, "step": step, "rows": rows}
+    files.append("events", event)
 
 
 def _write_scored(parts: Any, now: float, files: Files) -> None:
-    """Writes the trainer's log-probs of rows, and how far the engine's are from them."""
+    """Writes the trainer's log-probs of rows, and how far the engine's are."""
     rows, scores = [], {}
     for part, known in parts:
         for row, own in zip(part.unbind(0), known.float().cpu().numpy(), strict=True):
@@ -325,4 +326,3 @@ def _number(value: Any) -> Any:
 def _end(poll: Poll, writer: Writer) -> None:
     poll.close()
     writer.close()
-

@@ -147,7 +147,9 @@ def sum_and_count(log_probs: Sequence[float] | None) -> tuple[float, int]:
     return float(known.sum()), len(known)
 
 
-def mismatch_of(trainer: np.ndarray[Any, Any], engine: np.ndarray[Any, Any]) -> dict[str, float]:
+def mismatch_of(
+    trainer: np.ndarray[Any, Any], engine: np.ndarray[Any, Any]
+) -> dict[str, float]:
     r"""Compares two log-probs of the tokens that both know.
 
     Returns:
@@ -235,6 +237,8 @@ def _text(content: Any) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     if isinstance(content, (list, tuple)):
-        parts = (each.get("text") if isinstance(each, Mapping) else each for each in content)
+        parts = (
+            each.get("text") if isinstance(each, Mapping) else each for each in content
+        )
         return "".join(str(part or "") for part in parts)
     return str(content)

@@ -24,6 +24,7 @@ from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED
 from torchrl_sglang.policies.sampling import check_numbers, translate
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.sampling import (
@@ -31,7 +32,6 @@ from torchrl_sglang.requests.sampling import (
     check_each,
     temperature_of,
 )
-from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_count, check_flag, check_mapping
 from torchrl_sglang.support.urls import KEY_VARIABLE
 from torchrl_sglang.trainers.ranks import TrainerRanks

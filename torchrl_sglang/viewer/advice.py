@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_sglang.viewer.run import RunData, number
+from torchrl_sglang.viewer.run import RunData, Span, number
 from torchrl_sglang.viewer.timeline import lanes
 
 LATELY = 0.5
@@ -50,7 +50,7 @@ def figures_of(run: RunData) -> Figures | None:
     since = max(since, trainer[0].began)
     span = max(run.ended - since, 1e-9)
 
-    def share(found: list, *names: str) -> float:  # type: ignore[type-arg]
+    def share(found: list[Span], *names: str) -> float:
         parts = (
             bar.ended - max(bar.began, since)
             for bar in found
@@ -58,7 +58,9 @@ def figures_of(run: RunData) -> Figures | None:
         )
         return min(sum(parts) / span, 1.0)
 
-    idle = [share(lane, "idle", "paused", "updating", "sleeping") for lane in bars.values()]
+    idle = [
+        share(lane, "idle", "paused", "updating", "sleeping") for lane in bars.values()
+    ]
     last = run.engine[-1]["servers"] if run.engine else []
     running = sum(number(each.get("running")) or 0.0 for each in last)
     waiting = sum(number(each.get("queued")) or 0.0 for each in last)
@@ -102,7 +104,10 @@ def advise(found: Figures | None) -> str:
             "recorded. Iterate over a collector with recorder=, and put training into "
             "with recorder.phase('train')."
         )
-    shares = f"the trainer trains {found.training:.0%} of the time and waits {found.waiting:.0%}"
+    shares = (
+        f"the trainer trains {found.training:.0%} of the time and waits "
+        f"{found.waiting:.0%}"
+    )
     if found.down and found.waiting > SMALL:
         return (
             f"Servers that do not serve bound the run ({found.down}): {shares}. Read "
@@ -120,8 +125,8 @@ def advise(found: Figures | None) -> str:
     )
     if largest == "saving":
         return (
-            f"Evaluation and checkpoints bound the run, {found.saving:.0%} of the time. "
-            f"Raise eval_every or checkpoint_every."
+            f"Evaluation and checkpoints bound the run, {found.saving:.0%} of the "
+            f"time. Raise eval_every or checkpoint_every."
         )
     if largest == "sending":
         return (
@@ -133,12 +138,14 @@ def advise(found: Figures | None) -> str:
 
 
 def _of_both(found: Figures, shares: str) -> str:
-    idle = "" if found.idle is None else f", and servers do not generate {found.idle:.0%}"
+    idle = (
+        "" if found.idle is None else f", and servers do not generate {found.idle:.0%}"
+    )
     both = found.idle is not None and min(found.waiting, found.idle) >= LARGE
     if both and found.max_staleness == 0:
         return (
-            f"Generation and training take turns: {shares}{idle}. Let them overlap with "
-            f"max_staleness=1."
+            f"Generation and training take turns: {shares}{idle}. Let them overlap "
+            f"with max_staleness=1."
         )
     if both:
         return (

@@ -174,6 +174,7 @@ def curve_spec(curve: Curve) -> dict[str, Any]:
     }
     if curve.stacked:
         encoding["x"] |= {"type": "ordinal", "axis": {"labelOverlap": True}}
+        del encoding["x"]["scale"]
         if len(runs) > 1:
             encoding.pop("strokeDash")
             encoding["xOffset"] = {"field": "run"}

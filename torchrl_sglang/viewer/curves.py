@@ -367,9 +367,7 @@ def _others(run: RunData, known: set[str]) -> list[Curve]:
     # Means of the same batches, which the curves above show.
     shown = ("batch/", "reward/", "eval/reward")
     names = [
-        name
-        for name in run.metrics
-        if name not in known and not name.startswith(shown)
+        name for name in run.metrics if name not in known and not name.startswith(shown)
     ]
     return [
         Curve(

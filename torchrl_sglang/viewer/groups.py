@@ -24,19 +24,31 @@ FILTERS = {
     "right": ("All right", "every response has the run's best reward"),
     "mixed": ("Mixed", "rewards differ, so that the group teaches something"),
     "truncated": ("Truncated", "a response was cut off"),
-    "stale": ("Stale", "a token is older than the weights at its batch, or the group "
-              "was too old for one"),
+    "stale": ("Stale", "a token is older than the weights at its batch"),
     "untrained": ("Not trained", "filtered out, too old, or no batch had it yet"),
     "longest": ("Longest", "the tenth with the most tokens"),
-    "mismatch": ("Largest mismatch", "the tenth whose log-probs of trainer and engine "
-                 "are furthest apart"),
+    "mismatch": ("Largest mismatch", "the tenth where log-probs are furthest apart"),
     "tools": ("Tool calls", "a response called tools"),
 }
 """Name of a filter -> its words, and which groups it shows."""
 
 COLUMNS = (
-    "id", "batch", "status", "prompt", "responses", "reward", "best", "worst",
-    "advantage", "tokens", "turns", "truncated", "age", "gap", "seconds", "tags",
+    "id",
+    "batch",
+    "status",
+    "prompt",
+    "responses",
+    "reward",
+    "best",
+    "worst",
+    "advantage",
+    "tokens",
+    "turns",
+    "truncated",
+    "age",
+    "gap",
+    "seconds",
+    "tags",
 )
 """Values of a row of the table."""
 

@@ -36,7 +36,7 @@ def library() -> str:
         if found.endswith(END):
             return found
     # Nothing in it may end the element that it stands in.
-    script = str(vl_convert.javascript_bundle()).replace("</script", "<\\/script")
+    script = str(vl_convert.javascript_bundle(None)).replace("</script", "<\\/script")
     script += END
     with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -41,9 +41,7 @@ def read_runs(recordings: Sequence[Recording]) -> list[RunData]:
         ]
     if len(set(names)) < len(names):
         names = [str(each.folder) for each in recordings]
-    return [
-        read_run(each, name) for each, name in zip(recordings, names, strict=True)
-    ]
+    return [read_run(each, name) for each, name in zip(recordings, names, strict=True)]
 
 
 def page_data(runs: Sequence[RunData], *, now: float) -> dict[str, Any]:

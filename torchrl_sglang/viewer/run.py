@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,16 +38,18 @@ class Group:
     scores: dict[str, Any] = field(default_factory=dict)
     """Key of a row -> where the trainer's log-probs are."""
 
-    @property
-    def responses(self) -> list[Mapping[str, Any]]:
-        """Lines of its responses."""
-        return list(self.line["responses"])
+    rewards: list[float] = field(init=False)
+    """Returns of its responses, where they have one."""
+
+    def __post_init__(self) -> None:
+        found = [number(each.get("reward")) for each in self.responses]
+        self.rewards = [each for each in found if each is not None]
 
     @property
-    def rewards(self) -> list[float]:
-        """Returns of its responses, where they have one."""
-        found = (number(each.get("reward")) for each in self.responses)
-        return [each for each in found if each is not None]
+    def responses(self) -> Sequence[Mapping[str, Any]]:
+        """Lines of its responses."""
+        responses: Sequence[Mapping[str, Any]] = self.line["responses"]
+        return responses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +176,7 @@ class _Assembly:
             )
 
     def _group(self, line: Mapping[str, Any]) -> None:
-        began, ended = line["time"]
+        ended = line["time"][1]
         group = Group(id=str(line["id"]), line=line, status=str(line["status"]))
         _ = [each["tokens"] for each in line["responses"]]
         self._see(float(ended))
@@ -246,9 +248,7 @@ class _Assembly:
         began, ended = event["span"]
         self._see(float(began))
         name = str(event["name"])
-        self._run.phases.append(
-            Span(name=name, began=float(began), ended=float(ended))
-        )
+        self._run.phases.append(Span(name=name, began=float(began), ended=float(ended)))
 
     def _on_update(self, event: Mapping[str, Any], time: float) -> None:
         float(event.get("seconds", 0.0))

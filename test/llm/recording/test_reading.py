@@ -92,7 +92,9 @@ def test_a_line_that_is_written_later_is_read_then(folder):
 def test_damage_within_a_file_costs_its_lines_only(folder):
     path = only(folder, "groups")
     first, *rest = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"\0" * len(first) + b"\n" + b"[1]\n" + b'{"id": 1}\n' + b"".join(rest))
+    path.write_bytes(
+        b"\0" * len(first) + b"\n" + b"[1]\n" + b'{"id": 1}\n' + b"".join(rest)
+    )
     recording = Recording.open(folder)
     (run,) = read_runs([recording])
     assert len(run.groups) == len(rest)

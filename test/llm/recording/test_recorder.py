@@ -302,4 +302,3 @@ def test_a_folder_of_another_format_is_refused(tmp_path):
     (tmp_path / "recording.json").write_text(json.dumps({"format": 0}))
     with pytest.raises(ConfigurationError, match="has format 0"):
         RunRecorder(tmp_path)
-

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.recording.records import GroupRecord, ResponseRecord
 from torchrl_sglang.recording.recorder import RunRecorder
+from torchrl_sglang.recording.records import GroupRecord, ResponseRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

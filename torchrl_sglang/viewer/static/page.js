@@ -51,19 +51,20 @@
     } };
   }
 
-  function themed(spec) {
+  function themed(spec, width) {
     const { name, config } = theme();
     const copy = structuredClone(spec);
     const colour = copy.encoding.color;
     if (colour?.field === "state") colour.scale.range = colour.scale.domain.map((each) => STATES[name][each]);
-    if (colour?.legend) colour.legend.columns = colour.field === "state" ? 12 : 2;
+    // A legend does not wrap by itself.
+    if (colour?.legend) colour.legend.columns = Math.max(Math.floor((width - 70) / (colour.field === "state" ? 95 : 150)), 1);
     return { ...copy, config };
   }
 
   async function draw(box, spec, key) {
     views.get(key)?.finalize();
     try {
-      const made = await vegaEmbed(box, themed(spec), {
+      const made = await vegaEmbed(box, themed(spec, box.clientWidth), {
         renderer: "svg", actions: false, ast: false,
         tooltip: { theme: theme().name === "dark" ? "dark" : "default" },
       });
@@ -406,6 +407,13 @@
 
   showOverview(); showCurves(); showGroups();
   dark.addEventListener("change", redraw);
+  let soon = 0, width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    clearTimeout(soon);
+    soon = setTimeout(redraw, 200);
+  });
   if (!data.conversations) setTimeout(follow, POLL_MS);
   document.body.dataset.ready = "true";
 })();
