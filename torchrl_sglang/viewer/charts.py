@@ -114,6 +114,7 @@ def in_flight_spec(run: RunData) -> dict[str, Any] | None:
                 "field": "groups",
                 "type": "quantitative",
                 "title": None,
+                "stack": None,
                 # As wide as the names of lanes, so that both have the same times.
                 "axis": {"minExtent": 60, "tickCount": 4, "tickMinStep": 1},
             },

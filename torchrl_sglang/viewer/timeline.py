@@ -222,10 +222,12 @@ def thin(bars: Sequence[Span], most: int = MOST_BARS) -> list[Span]:
 
 def in_flight(run: RunData, most: int = 600) -> list[tuple[float, int]]:
     """Returns times and the number of groups that run, the largest one of each part."""
-    total, points = 0, []
+    total, found = 0, dict[float, int]()
     for time, change in sorted(run.running):
         total = max(total + change, 0)
-        points.append((time, total))
+        # What was before at the same time lasted no time.
+        found[time] = total
+    points = list(found.items())
     if len(points) <= most:
         return points
     size = len(points) / most

@@ -15,7 +15,7 @@ from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.viewer.groups import FILTERS, MOST_ROWS, conversations_of
 from torchrl_sglang.viewer.page import page_data, page_html, read_runs, self_contained
 from torchrl_sglang.viewer.run import Span
-from torchrl_sglang.viewer.timeline import lanes, override, thin
+from torchrl_sglang.viewer.timeline import in_flight, lanes, override, thin
 
 STEPS = 12
 
@@ -142,6 +142,15 @@ def test_lanes_add_up(written):
     assert seconds("server 0", "paused") == pytest.approx(0.1 * STEPS, abs=0.1)
     assert seconds("server 0", "updating") == pytest.approx(0.4 * STEPS, abs=0.4)
     assert seconds("server 0", "generating") == pytest.approx(3 * STEPS, abs=1)
+
+
+def test_groups_in_flight_are_those_that_run(written):
+    (run,) = read_runs([Recording.open(written.folder)])
+    found = in_flight(run)
+    assert max(count for _, count in found) == written.per_batch
+    for time, count in found:
+        runs = [group for group in written.written if group.began <= time < group.ended]
+        assert count == len(runs)
 
 
 def test_an_update_takes_the_place_of_what_was_polled():
