@@ -126,7 +126,7 @@ def curve_spec(curve: Curve) -> dict[str, Any]:
     """Returns how a curve is drawn; of two runs, their lines have other dashes."""
     runs = list(dict.fromkeys(point["run"] for point in curve.points))
     largest = max((abs(point["y"]) for point in curve.points), default=0.0)
-    kind = ".0%" if curve.percent else "~s" if largest >= 1000 else ".3~g"
+    kind = ".1~%" if curve.percent else "~s" if largest >= 1000 else ".3~g"
     y: dict[str, Any] = {
         "field": "y",
         "type": "quantitative",

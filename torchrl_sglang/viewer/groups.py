@@ -108,13 +108,13 @@ class _Tags:
 
     def __init__(self, run: RunData) -> None:
         self._best, self._worst = extremes(run)
-        self._long = _bound([float(_tokens(group)) for group in run.groups])
-        gaps = [gap for group in run.groups if (gap := _gap(group)) is not None]
-        self._apart = _bound(gaps)
+        self._long = _largest({g.id: float(_tokens(g)) for g in run.groups})
+        gaps = {g.id: gap for g in run.groups if (gap := _gap(g)) is not None}
+        self._apart = _largest(gaps)
 
     def of(self, group: Group) -> list[str]:
         """Returns the names of the filters."""
-        rewards, gap = set(group.rewards), _gap(group)
+        rewards = set(group.rewards)
         responses = group.line["responses"]
         differ = self._best != self._worst
         held = {
@@ -124,19 +124,19 @@ class _Tags:
             "truncated": any(each.get("cut") for each in responses),
             "stale": group.status == "stale" or bool(group.age),
             "untrained": group.status not in ("trained", "taken"),
-            "longest": _tokens(group) >= self._long,
-            "mismatch": gap is not None and gap >= self._apart > 0,
+            "longest": group.id in self._long,
+            "mismatch": group.id in self._apart,
             "tools": any(each.get("tools") for each in responses),
         }
         return [name for name, holds in held.items() if holds]
 
 
-def _bound(values: Sequence[float]) -> float:
-    """Returns the least value of the largest tenth; infinity if all are equal."""
-    if len(set(values)) < 2:
-        return math.inf
-    ordered = sorted(values)
-    return ordered[min(int(len(ordered) * (1 - LONGEST_SHARE)), len(ordered) - 1)]
+def _largest(values: Mapping[str, float]) -> set[str]:
+    """Returns the names of the largest tenth; none if all are equal."""
+    if len(set(values.values())) < 2:
+        return set()
+    ordered = sorted(values, key=lambda name: -values[name])
+    return set(ordered[: math.ceil(len(ordered) * LONGEST_SHARE)])
 
 
 def counts_of(table: Mapping[str, Any]) -> dict[str, int]:

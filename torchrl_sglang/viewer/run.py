@@ -193,7 +193,9 @@ class _Assembly:
 
     def _event(self, event: Mapping[str, Any]) -> None:
         kind, time = event["kind"], float(event["time"])
-        self._see(time)
+        if kind != "start":
+            # Before a run does something, servers are started, which takes minutes.
+            self._see(time)
         handle = getattr(self, f"_on_{kind}", None)
         if handle is not None:
             handle(event, time)

@@ -148,8 +148,8 @@ def test_groups_in_flight_are_those_that_run(written):
     (run,) = read_runs([Recording.open(written.folder)])
     found = in_flight(run)
     assert max(count for _, count in found) == written.per_batch
-    for time, count in found:
-        runs = [group for group in written.written if group.began <= time < group.ended]
+    for now, count in found:
+        runs = [group for group in written.written if group.began <= now < group.ended]
         assert count == len(runs)
 
 

@@ -149,6 +149,7 @@
 
   function shown(value) {
     if (value === null || value === undefined) return "";
+    if (typeof value === "number" && value && Math.abs(value) < 1e-3) return value.toExponential(2);
     return typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 5 }) : String(value);
   }
 
