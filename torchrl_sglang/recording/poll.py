@@ -147,7 +147,7 @@ def _cache_usages(engine: Any, stats: Any) -> list[float | None]:
 
 def _memory() -> dict[str, int]:
     """Returns the bytes that this process holds of its GPU, if it uses one."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     return {
         "gpu_allocated": torch.cuda.memory_allocated(),

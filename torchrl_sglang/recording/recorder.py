@@ -96,7 +96,7 @@ class RunRecorder:
         self.folder = Path(folder)
         """Folder of the recording."""
         seconds = check_seconds("poll_seconds", poll_seconds)
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "folder": str(folder),
             "prompts": prompts,
             "responses": responses,
@@ -193,8 +193,10 @@ class RunRecorder:
 
     # What collectors and gateways call.
 
-    def watch_figures(self, kind: str, read: Callable[[], Mapping[str, Any]]) -> None:
-        """Records what a function returns, at the interval of servers."""
+    def watch_figures(
+        self, kind: str, read: Callable[[], Mapping[str, Any] | None]
+    ) -> None:
+        """Records what a function returns, at the interval of servers, until None."""
         self._poll.watch(kind, read)
 
     def event(self, kind: str, **values: Any) -> None:

@@ -37,7 +37,7 @@ def timeline_spec(run: RunData) -> dict[str, Any] | None:
     ]
     if not bars:
         return None
-    names = list(dict.fromkeys(bar["lane"] for bar in bars))
+    names = list(dict.fromkeys(str(bar["lane"]) for bar in bars))
     return {
         "$schema": SCHEMA,
         "description": f"Lanes of {', '.join(names)} over time.",

@@ -162,7 +162,7 @@ def choose(run: RunData, most_bytes: int) -> list[Group]:
                 chosen[place] = None
     stride = max(len(with_texts) // 400, 1)
     chosen |= dict.fromkeys(range(0, len(with_texts), stride))
-    found, size = [], 0
+    found, size = list[Group](), 0
     for place in chosen:
         group = with_texts[place]
         # Text, log-probs and versions of a token, as JSON.

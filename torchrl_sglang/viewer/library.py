@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -35,8 +36,10 @@ def library() -> str:
         found = kept.read_text(encoding="utf-8")
         if found.endswith(END):
             return found
+    # Its types say that it needs an argument, and its documentation that it does not.
+    bundle: Callable[[], str] = vl_convert.javascript_bundle  # type: ignore[assignment]
     # Nothing in it may end the element that it stands in.
-    script = str(vl_convert.javascript_bundle(None)).replace("</script", "<\\/script")
+    script = bundle().replace("</script", "<\\/script")
     script += END
     with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -108,7 +108,7 @@ def merge(runs: Sequence[RunData]) -> list[Curve]:
             points = [{**point, "run": run.name} for point in curve.points]
             known = found.get(key)
             if known is not None:
-                points = [*known.points, *points]
+                points = [*map(dict, known.points), *points]
             found[key] = replace(known or curve, points=points)
     return list(found.values())
 
