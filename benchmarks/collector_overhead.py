@@ -2,7 +2,8 @@
 
 Everything between a task and a batch in TorchRL's layout: templates, tokenization,
 event loop, rewards, containers. ``functions`` are plain functions, ``environments`` a
-``ChatEnv`` with a reward; ``LLMCollector`` is TorchRL's, with the same environment.
+``ChatEnv`` with a reward; ``recorded`` are functions with a ``RunRecorder``, whose
+thread is counted, too; ``LLMCollector`` is TorchRL's, with the same environment.
 Full garbage collections visit every object of the process: they are shown as they are,
 and after ``gc.freeze()``, which exempts the objects of the program's start.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,12 +25,12 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.envs.llm import ChatEnv
 
 from script import print_row, read_options
-from torchrl_sglang import AsyncLLMCollector, SGLangWrapper
+from torchrl_sglang import AsyncLLMCollector, RunRecorder, SGLangWrapper
 from torchrl_sglang.cli.bench.measure import GROUP_SIZE, Clock, make_env, reward
 from wrapper_overhead import PROMPT_CHARACTERS, InstantEngine
 
 RESPONSE_TOKENS = 256
-KINDS = ("functions", "environments", "LLMCollector")
+KINDS = ("functions", "recorded", "environments", "LLMCollector")
 
 
 async def step(conversation: Any, task: Any) -> str | None:
@@ -81,6 +83,9 @@ def make_collector(kind: str, policy: SGLangWrapper, turns: int, groups: int) ->
         "groups_per_batch": groups,
         "max_staleness": 0,
     }
+    if kind == "recorded":
+        recorder = RunRecorder(tempfile.mkdtemp(prefix="recorded-"))
+        return AsyncLLMCollector(rewards=reward, step=step, recorder=recorder, **common)
     if kind == "functions":
         return AsyncLLMCollector(rewards=reward, step=step, **common)
     if kind == "environments":

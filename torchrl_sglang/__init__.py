@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.objectives.transform import OffPolicyCorrection
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+    from torchrl_sglang.recording.recorder import RunRecorder
     from torchrl_sglang.requests.token_columns import TokenColumn
     from torchrl_sglang.telemetry.figures import StepFigures
     from torchrl_sglang.telemetry.server import serve_metrics
@@ -70,6 +71,7 @@ _HOME = {
     "RayAsyncLLMCollector": "collectors.ray_collector",
     "RayLauncher": "backends.launch.ray_launcher",
     "RolloutCorrectionConfig": "objectives.config",
+    "RunRecorder": "recording.recorder",
     "SGLangLLMCollector": "collectors.llm_collector",
     "SGLangWeightReceiver": "weight_update.scheme",
     "SGLangWeightSender": "weight_update.sender",
@@ -109,6 +111,7 @@ __all__ = [
     "RayAsyncLLMCollector",
     "RayLauncher",
     "RolloutCorrectionConfig",
+    "RunRecorder",
     "SGLangLLMCollector",
     "SGLangWeightReceiver",
     "SGLangWeightSender",

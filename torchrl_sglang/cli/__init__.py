@@ -1,4 +1,7 @@
-"""The command line: ``torchrl-sglang demo | serve | gateway | plan | doctor | bench``.
+"""The command line, ``torchrl-sglang COMMAND``.
+
+Commands are ``demo``, ``serve``, ``gateway``, ``view``, ``plan``, ``doctor`` and
+``bench``.
 
 The top layer: it may use everything, and nothing uses it. Modules import at their top
 only what parsing needs; torch and the engine are imported when a command runs, so that
@@ -31,7 +34,7 @@ def program() -> str:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parses a command line; exits with status 2 and a message if it is wrong."""
-    from torchrl_sglang.cli import bench, demo, doctor, gateway, plan, serve
+    from torchrl_sglang.cli import bench, demo, doctor, gateway, plan, serve, view
     from torchrl_sglang.cli.options import Parser, split
 
     parser = Parser(
@@ -42,7 +45,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="name", required=True
     )
-    for command in (demo, serve, gateway, plan, doctor, bench):
+    for command in (demo, serve, gateway, view, plan, doctor, bench):
         text = "on an error, show the traceback"
         command.add_command(commands).add_argument(
             "--traceback", action="store_true", help=text

@@ -27,6 +27,10 @@ from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.batches import Batches
 from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
+from torchrl_sglang.collectors.runtime.group_life import (
+    GroupLife,
+    collector_figures,
+)
 from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
 from torchrl_sglang.collectors.scheduling.admission import Limits
 from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, OnStale
@@ -46,6 +50,7 @@ from torchrl_sglang.gateway.agents import Agent
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import check_policy
+from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
 from torchrl_sglang.requests.seeds import SampleSeeds
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_choice, check_count, check_flag
@@ -171,6 +176,8 @@ class AsyncLLMCollector(GroupCollector):
         timeouts (CollectorTimeouts, optional): how long to wait for what.
         num_threads (int): most threads for functions that are not coroutines. Defaults
             to 16.
+        recorder (RunRecorder, optional): records the life of each group, weight
+            updates, servers and batches. By default nothing is recorded.
 
     Raises:
         ConfigurationError: if an argument is wrong.
@@ -224,6 +231,7 @@ class AsyncLLMCollector(GroupCollector):
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
         timeouts: CollectorTimeouts | None = None,
         num_threads: int = 16,
+        recorder: RunRecorder | None = None,
     ) -> None:
         super().__init__()
         for name, count, least in (
@@ -284,6 +292,8 @@ class AsyncLLMCollector(GroupCollector):
             agent=agent,
             gateway=gateway,
         )
+        self._recorder = check_recorder(recorder)
+        life = GroupLife(recorder, policy.tokenizer)
         self._collection = Collection(
             GroupPool(
                 limits,
@@ -291,6 +301,7 @@ class AsyncLLMCollector(GroupCollector):
                 total=total_groups,
                 on_close=self._prompts.done,
                 in_order=deterministic,
+                on_stale_group=life.stale,
             ),
             self._prompts,
             groups,
@@ -298,6 +309,7 @@ class AsyncLLMCollector(GroupCollector):
             max_retries=max_retries,
             engine_seconds=self.timeouts.engine,
             keeps=make_filter(keep_group, of_agents=agent is not None),
+            life=life,
         )
         columns = getattr(prompts, "column_names", None)
         if isinstance(columns, list):
@@ -317,6 +329,9 @@ class AsyncLLMCollector(GroupCollector):
         self._finalizer = weakref.finalize(self, self._collection.stop)
         for scheme in schemes.values():
             attach_weight_sync(self, scheme)
+        if recorder is not None:
+            recorder.watch(policy.model)
+            recorder.watch_figures("collector", collector_figures(self._collection))
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yields batches, or ``None`` for each one that was written to the buffer.
@@ -457,6 +472,8 @@ class AsyncLLMCollector(GroupCollector):
         served = report.version if report is not None and report.version else None
         self._versions.add(served or self.policy.model.weight_version)
         self._set_version()
+        if self._recorder is not None:
+            self._recorder.updated(report, self.policy_version)
 
     def _served_again(self, served: str) -> None:
         """Takes another version of the servers for the current weights."""

@@ -32,6 +32,7 @@ from torchrl_sglang.gateway.export import to_rows
 from torchrl_sglang.gateway.policy import Policy, PolicyReply, Sampling
 from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.reading import RequestReader, ToolChoiceMode
+from torchrl_sglang.gateway.recorded import tell_session
 from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.server import make_app
 from torchrl_sglang.gateway.session import (
@@ -43,6 +44,7 @@ from torchrl_sglang.gateway.session import (
 )
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS, with_choice
+from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
 from torchrl_sglang.requests.behaviour import with_columns
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
@@ -152,6 +154,9 @@ class Gateway:
             gateway has at a time. A client's turn is in it before the client is
             answered. While it cannot be written, clients are answered 503, and nothing
             is generated. Defaults to None: in memory only.
+        recorder: a :class:`.RunRecorder`, which records each session when it is
+            dropped, or at the end, for ``torchrl-sglang view``. A collector with a
+            recorder records the sessions of its agents itself. Defaults to None.
 
     Attributes:
         url (str): where it listens.
@@ -206,6 +211,7 @@ class Gateway:
         trained: str | Callable[[Turn], bool] | None = None,
         discount: float = 1.0,
         path: str | Path | None = None,
+        recorder: RunRecorder | None = None,
     ) -> None:
         self.dialects: Sequence[Dialect] = _check_dialects(dialects)
         self.public_url = None if public_url is None else check_public_url(public_url)
@@ -270,6 +276,7 @@ class Gateway:
         self._branches: Counter[BranchReason] = Counter()
         self._is_trained = trained_rule(trained)
         self._discount = check_discount(discount)
+        self._recorder = check_recorder(recorder)
         self._store = None if path is None else Store(path)
         self._file_closed = False
         self._threads = ThreadPoolExecutor(
@@ -324,6 +331,9 @@ class Gateway:
         """
         self._runner.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for session in self.sessions:
+            self._record(session)
+        self._recorder = None
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -444,6 +454,12 @@ class Gateway:
                 self._dropped.popitem(last=False)
             if self._store is not None:
                 self._store.delete(session)
+        self._record(session)
+
+    def _record(self, session: Session) -> None:
+        """Has a session recorded, which takes no more turns."""
+        if self._recorder is not None:
+            tell_session(self._recorder, session, self._template.tokenizer)
 
     def set_reward(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -188,6 +189,9 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self._mask: Tensor | None = None
         # Of the last forward pass: whether tokens were written, and have log-probs.
         self._scored: tuple[Tensor, Tensor] | None = None
+        self.on_scored: Callable[[TensorDictBase, Tensor], None] | None = None
+        """Called in each forward pass with the batch and the log-probs ``(B, T)`` of
+        the policy that is trained, NaN at tokens that are not of the loss."""
 
     @property
     def packs(self) -> bool:
@@ -245,6 +249,9 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         log_weight, dist, kl_approx, mask = self._log_weight(
             batch, adv_shape=advantage.shape[:-1]
         )
+        if self.on_scored is not None:
+            known = batch.get("_cur_log_prob").detach()
+            self.on_scored(tensordict, known.masked_fill(~mask, math.nan))
         if advantage.ndim != log_weight.ndim:
             raise ConfigurationError(
                 f"The advantage must have shape (B, 1, 1) or (B, T, 1), got "

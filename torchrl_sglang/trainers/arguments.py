@@ -24,6 +24,7 @@ from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED
 from torchrl_sglang.policies.sampling import check_numbers, translate
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.sampling import (
@@ -479,3 +480,17 @@ def check_sampling(
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def check_recording(recorder: Any) -> RunRecorder | bool:
+    """Returns an argument ``recorder`` of a run.
+
+    Raises:
+        ConfigurationError: if it is neither a bool nor a recorder.
+    """
+    if isinstance(recorder, (bool, RunRecorder)):
+        return recorder
+    raise ConfigurationError(
+        f"recorder must be a bool or a RunRecorder, got {recorder!r}; give "
+        f"RunRecorder(folder), or False."
+    )

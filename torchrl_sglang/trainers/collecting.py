@@ -10,6 +10,7 @@ from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.collectors.groups.filter import make_filter
 from torchrl_sglang.collectors.scheduling.group_pool import OnStale
 from torchrl_sglang.objectives.advantages import TrajectoryReturn
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_choice, check_keywords
 from torchrl_sglang.trainers.arguments import (
     as_list,
@@ -66,7 +67,7 @@ class Collecting:
         """How the rewards of a conversation's rows are put together."""
         return "sum" if self.agent is None else "mean"
 
-    def make(self, served: Served) -> Any:
+    def make(self, served: Served, recorder: RunRecorder | None = None) -> Any:
         """Returns the collector of what is trained on."""
         total = -1 if self.steps is None else self.steps * self.groups_per_batch
         return self._make(
@@ -82,6 +83,7 @@ class Collecting:
             shuffle=hasattr(self.prompts, "__getitem__"),
             seed=self.seed,
             deterministic=self.deterministic,
+            recorder=recorder,
         )
 
     def make_held_out(self, served: Served, sampling: Mapping[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.packing import Packing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
 from torchrl_sglang.support.checks import check_flag
@@ -31,6 +32,7 @@ from torchrl_sglang.trainers.arguments import (
     check_minibatches,
     check_parts,
     check_placement,
+    check_recording,
     count_steps,
     read_sampling,
 )
@@ -48,7 +50,7 @@ from torchrl_sglang.trainers.training import Training
 from torchrl_sglang.types import LogProbsMode
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
-UNTOLD = ("self", "__class__", "model", "prompts", "eval_prompts")
+UNTOLD = ("self", "__class__", "model", "prompts", "eval_prompts", "recorder")
 """Local names that a logger is not told of; those of arguments may be large."""
 
 
@@ -145,6 +147,8 @@ class GRPO(Run):
             ``"auto"``: in a terminal or a notebook; elsewhere, as in a log file, a line
             a minute says what a long step does. Lines of steps are printed anyway, and
             other ranks print nothing.
+        recorder (RunRecorder or bool): records the run, for ``torchrl-sglang view``.
+            Defaults to True: in the folder ``record`` of ``output``, at most 1 GiB.
         seed (int): of weights of adapters, order of prompts and minibatches, and
             servers. Defaults to 0.
         deterministic (bool): seeds for every sample, batches in the order of prompts,
@@ -229,6 +233,7 @@ class GRPO(Run):
         metrics_port: int | None = None,
         progress: StepsShown = "auto",
         show_samples: int | None = 10,
+        recorder: RunRecorder | bool = True,
         seed: int = 0,
         deterministic: bool = False,
     ) -> None:
@@ -358,6 +363,7 @@ class GRPO(Run):
             show_samples=show_samples,
             metrics_port=metrics_port,
             progress=check_progress(progress),
+            recorder=check_recording(recorder),
         )
         super().__init__(
             serving=serving,

@@ -43,6 +43,7 @@ from torchrl_sglang.objectives.support import (
     warn_of_sampling,
 )
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_count, check_positive
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import set_learning_rates
@@ -97,6 +98,8 @@ class Learner:
         max_skipped_steps: as in :meth:`train`. Defaults to 5.
         autocast: compute passes in bfloat16. Defaults to False.
         ranks: of the trainer. Defaults to this process alone.
+        recorder (RunRecorder, optional): records the trainer's log-probs of the tokens
+            that this rank trains on.
 
     Examples:
         >>> loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2)  # doctest: +SKIP
@@ -123,6 +126,7 @@ class Learner:
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
         autocast: bool = False,
         ranks: TrainerRanks | None = None,
+        recorder: RunRecorder | None = None,
     ) -> None:
         for name, count, least in (
             ("minibatches", minibatches, 1),
@@ -147,6 +151,7 @@ class Learner:
         self.optimizer = optimizer
         self.schedule = schedule
         self.ranks = ranks or TrainerRanks()
+        self.recorder = recorder
         self.skipped = 0
         self.steps = 0
         self._correct = correct
@@ -219,14 +224,29 @@ class Learner:
         self._check_columns(rows)
         self._add_log_probs(rows)
         sums: dict[str, list[float]] = defaultdict(list)
-        for _ in range(self._epochs):
-            for minibatch in self._cut(rows):
-                for name, value in self._step(minibatch).items():
-                    sums[name].append(value)
+        for epoch in range(self._epochs):
+            with self._recording(on=epoch == 0):
+                for minibatch in self._cut(rows):
+                    for name, value in self._step(minibatch).items():
+                        sums[name].append(value)
         self._check_weights()
         if replay is not None:
             metrics["train/flipped_experts"] = replay.flipped
         return metrics | {name: sum(v) / len(v) for name, v in sums.items()}
+
+    @contextlib.contextmanager
+    def _recording(self, *, on: bool) -> Iterator[None]:
+        """Tells the recorder of the log-probs that the loss computes in the block."""
+        if self.recorder is None or not on or not hasattr(self.loss, "on_scored"):
+            yield
+            return
+        scored: list[tuple[TensorDictBase, torch.Tensor]] = []
+        self.loss.on_scored = lambda rows, known: scored.append((rows, known))
+        try:
+            yield
+        finally:
+            self.loss.on_scored = None
+        self.recorder.scored(scored)
 
     def _select(self, batch: TensorDictBase) -> TensorDictBase:
         """Returns the columns of a batch that training reads."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from torchrl.record.loggers import Logger
 
+from torchrl_sglang.recording.format import SUBFOLDER
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_port
 from torchrl_sglang.telemetry.prometheus import check_installed
 from torchrl_sglang.telemetry.server import MetricsEndpoint, serve_metrics
@@ -34,6 +36,7 @@ class Records:
     show_samples: int | None
     metrics_port: int | None
     progress: StepsShown
+    recorder: RunRecorder | bool = True
 
     def __post_init__(self) -> None:
         if self.metrics_port is not None:
@@ -55,6 +58,12 @@ class Records:
             identity=self.identity,
             ranks=ranks,
         )
+
+    def open_recorder(self) -> RunRecorder | None:
+        """Returns what records the run, if it is recorded."""
+        if isinstance(self.recorder, RunRecorder):
+            return self.recorder
+        return RunRecorder(self.folder / SUBFOLDER) if self.recorder else None
 
     def open_logger(self, saved: Mapping[str, Any] | None) -> Logger | None:
         """Returns the logger, which goes on where that of a checkpoint ended."""

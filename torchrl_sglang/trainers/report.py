@@ -19,6 +19,7 @@ from torchrl_sglang.objectives.advantages import (
     conversation_returns,
 )
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.urls import hide_passwords
 from torchrl_sglang.trainers.samples import plain, rows_of
 
@@ -52,10 +53,19 @@ PHASES = {
 A trainer that collects waits for responses."""
 
 
-class PhaseClock:
-    """Measures the phases of a step one after the other."""
+TOLD_BY_COLLECTOR = ("collect", "update")
+"""Phases that the collector tells a recorder of, in its own words."""
 
-    def __init__(self) -> None:
+
+class PhaseClock:
+    """Measures the phases of a step one after the other.
+
+    Args:
+        recorder: is told of those that a collector does not tell.
+    """
+
+    def __init__(self, recorder: RunRecorder | None = None) -> None:
+        self._recorder = recorder
         self.seconds: dict[str, float] = {}
         self.totals: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._start = time.perf_counter()
@@ -65,6 +75,9 @@ class PhaseClock:
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._start
         self.totals[phase] += now - self._start
+        if self._recorder is not None and phase not in TOLD_BY_COLLECTOR:
+            ended = time.time()
+            self._recorder.add_phase(phase, ended - (now - self._start), ended)
         self._start = now
 
     def take(self) -> dict[str, float]:

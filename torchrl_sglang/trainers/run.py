@@ -20,6 +20,7 @@ from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.telemetry.figures import StepFigures
 from torchrl_sglang.telemetry.server import MetricsEndpoint
 from torchrl_sglang.trainers.arguments import ADVANTAGE, taken_column
@@ -94,6 +95,8 @@ class Run:
     """The collector itself; ``None`` on other ranks than the first."""
     logger: Any
     """TorchRL's logger; ``None`` on other ranks."""
+    recorder: RunRecorder | None
+    """Records the run; ``None`` on other ranks, and without one."""
     clock: PhaseClock
     """Measures the phases of a step."""
     metrics_endpoint: MetricsEndpoint | None = None
@@ -163,6 +166,7 @@ class Run:
         self.ranks = find_trainer_ranks()
         stack.callback(self.ranks.end)
         stack.enter_context(_quiet())
+        self.recorder = None
         self.clock = PhaseClock()
         if self._deterministic:
             stack.enter_context(deterministic_algorithms())
@@ -178,6 +182,7 @@ class Run:
         if self._serving.token_columns:
             stack.enter_context(replay_routing(self.model))
         self.learner = self._training.make_learner(self.model, tokenizer, self.ranks)
+        self.learner.recorder = self.recorder
         self.scheme = SGLangWeightSyncScheme(
             self.engine, self.model, **self._weight_sync
         )
@@ -217,18 +222,27 @@ class Run:
 
         self.ranks.first(lambda: stack.enter_context(only_run_in(self.folder)))
         self.ranks.first(open_logger)
+        self.ranks.first(lambda: self._open_recorder(stack))
+
+    def _open_recorder(self, stack: ExitStack) -> None:
+        self.recorder = self._records.open_recorder()
+        if self.recorder is not None and self._records.recorder is True:
+            stack.callback(self.recorder.close)
 
     def _make_collector(self) -> None:
         if self.ranks.size == 1:
-            self.collector = self.collector_here = self._collecting.make(self._served)
+            self.collector = self.collector_here = self._make_here()
             attach_weight_sync(self.collector, self.scheme)
             return
         self.collector = SharedCollector(
-            lambda: self._collecting.make(self._served),
+            self._make_here,
             weight_sync_schemes={"policy": self.scheme},
             prepare=self._prepare,
         )
         self.collector_here = self.collector.collector
+
+    def _make_here(self) -> Any:
+        return self._collecting.make(self._served, self.recorder)
 
     # The steps of the loop.
 
@@ -256,10 +270,12 @@ class Run:
             self._stack.callback(self._rollouts.close)
             if goes_on:
                 tell(f"goes on after step {self.step}")
+        if self.recorder is not None:
+            self.recorder.event("step", step=self.step)
         if self.step == 0:
             self.report(self.evaluate())
         self._show_progress()
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(self.recorder)
 
     def _show_progress(self) -> None:
         """Shows how far the run is, until its block ends."""
@@ -294,6 +310,8 @@ class Run:
             trajectory_return=self._collecting.trajectory_return,
         )
         self._rollouts.write(self.step + 1, batch, self.query_key)
+        if self.recorder is not None:
+            self.recorder.trained(batch, step=self.step + 1)
         every = self._records.show_samples
         if every is not None and self.step % every == 0:
             tell(sample_of(batch, self.query_key))
@@ -379,6 +397,8 @@ class Run:
             metrics["time/tokens_per_second"] = metrics["batch/tokens"] / spent
         if self.logger is not None:
             self.logger.log_metrics(metrics, step=self.step)
+        if self.recorder is not None:
+            self.recorder.log(metrics, step=self.step)
         self.metrics = metrics
         line = line_of(self.step, self.steps, metrics)
         self._step_began = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from torchrl_sglang.errors import CollectionError
 from torchrl_sglang.gateway.agents import Agent, run_agent
 from torchrl_sglang.gateway.export import CONTAINERS, to_rows
 from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.gateway.recorded import record_session
 from torchrl_sglang.gateway.session import Session, Trajectory, Turn
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
 from torchrl_sglang.telemetry.tracing import remember, span
@@ -171,6 +174,16 @@ class AgentGroups:
                     row.set(name, value)
                 rows.append(row)
         return rows
+
+    def record(self, group: AgentGroup) -> list[ResponseRecord]:
+        """Returns what a recorder writes of a group."""
+        return [
+            record_session(
+                run.session,
+                partial(self._versions.spans, sent=run.policy_version),
+            )
+            for run in group
+        ]
 
     def _of_tokens(self, path: Trajectory, sent: int) -> torch.Tensor:
         """Returns versions of what follows the first prompt; -1 for others' tokens."""

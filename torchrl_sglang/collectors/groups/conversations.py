@@ -8,6 +8,7 @@ more to say.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +50,10 @@ class ConversationTurn:
     """Policy version when the prompt was sent."""
     reward: float = 0.0
     """Reward of this turn. Functions may change it."""
+    began: float | None = None
+    """When the prompt was sent, in seconds since the epoch."""
+    ended: float | None = None
+    """When the response was complete."""
 
     @property
     def text(self) -> str:
@@ -250,7 +255,7 @@ class Conversations:
             prompt = self._codec.encode(conversation.messages, earlier)
             if not self._codec.fits(prompt):
                 return False
-        version = policy_version()
+        version, began = policy_version(), time.time()
         self.generating.add(1)
         with span("turn", number=len(turns), policy_version=version):
             try:
@@ -269,6 +274,8 @@ class Conversations:
                 response=response,
                 num_messages=len(conversation.messages),
                 policy_version=version,
+                began=began,
+                ended=time.time(),
             )
         )
         conversation.messages.append({"role": "assistant", "content": response.message})

@@ -25,6 +25,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
 from torchrl_sglang.collectors.copies import step
+from torchrl_sglang.collectors.groups.recorded import record_episode
 from torchrl_sglang.collectors.groups.rewards import check_rewards
 from torchrl_sglang.collectors.groups.rows import (
     ROW_COLUMNS,
@@ -42,6 +43,7 @@ from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import describe, together
@@ -394,6 +396,16 @@ class EnvironmentGroups:
                 rows.append(row)
         check_rewards(rows)
         return rows
+
+    def record(self, group: Sequence[Episode]) -> list[ResponseRecord]:
+        """Returns what a recorder writes of a group."""
+        return [
+            record_episode(
+                [(each.row[0], each.completion, each.policy_version) for each in steps],
+                self._versions,
+            )
+            for steps in group
+        ]
 
     def close(self) -> None:
         """Closes all environments, and ends the threads."""

@@ -9,6 +9,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_sglang.collectors.groups.conversations import Conversation, Conversations
+from torchrl_sglang.collectors.groups.recorded import record_conversations
 from torchrl_sglang.collectors.groups.rewards import Rewards
 from torchrl_sglang.collectors.groups.rows import (
     GroupWriter,
@@ -18,6 +19,7 @@ from torchrl_sglang.collectors.groups.rows import (
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.collection import TokenSpan
+from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
@@ -116,6 +118,10 @@ class FunctionGroups:
     def write(self, group: FunctionGroup) -> list[TensorDictBase]:
         """Returns a group in TorchRL's layout; see :class:`.GroupWriter`."""
         return list(self._writer.write(group.conversations, group.task))
+
+    def record(self, group: FunctionGroup) -> list[ResponseRecord]:
+        """Returns what a recorder writes of a group."""
+        return record_conversations(group.conversations, self._versions)
 
     def close(self) -> None:
         """Ends the threads of functions."""

@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeAlias
 from tensordict import TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.collectors.runtime.group_life import GroupLife
 from torchrl_sglang.collectors.runtime.stats import (
     Ages,
     Mark,
@@ -48,6 +49,7 @@ from torchrl_sglang.errors import (
     UserFunctionError,
     WeightSyncStateError,
 )
+from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.support.blocking import BlockingCalls, DaemonExecutor
 from torchrl_sglang.support.histogram import SECONDS, Histogram
 from torchrl_sglang.support.user_code import describe, user_code
@@ -110,6 +112,9 @@ class Groups(Protocol):
     def write(self, group: Any) -> list[TensorDictBase]:
         """Returns a TensorDict for each turn."""
 
+    def record(self, group: Any) -> list[ResponseRecord]:
+        """Returns what a recorder writes of a group; called in its thread."""
+
     def check_columns(self, names: Iterable[str]) -> None:
         """Checks the names of a dataset's columns.
 
@@ -158,6 +163,7 @@ class Collection:
         max_retries: how often a group whose functions failed starts again.
         engine_seconds: how long groups that the engine failed start again.
         keeps: whether a complete group is trained on, by its rows; ``None`` for all.
+        life: is told what becomes of groups.
     """
 
     def __init__(
@@ -170,8 +176,10 @@ class Collection:
         max_retries: int,
         engine_seconds: float,
         keeps: Callable[[list[TensorDictBase]], bool] | None = None,
+        life: GroupLife | None = None,
     ) -> None:
         self.pool = pool
+        self.life = life or GroupLife(None, None)
         self.groups = groups
         self.changed = threading.Condition()
         self.running = Meter()
@@ -341,6 +349,8 @@ class Collection:
                 groups = None if held else self.pool.take(size)
                 if groups is not None:
                     self._count(groups)
+                    positions = [group.position for group in groups]
+                    self.life.taken(positions, self.pool.version)
                     self._writing = not demand
                     if demand:
                         self.pool.pace.get()
@@ -450,9 +460,12 @@ class Collection:
         self._wanted += wanted
         self.trainer_waits.add(int(demand))
         self._notify_loop()
+        began = time.time()
         try:
             yield
         finally:
+            if demand:
+                self.life.waited(began)
             self._wanted -= wanted
             self.trainer_waits.add(-int(demand))
 
@@ -539,7 +552,9 @@ class Collection:
             if self._max_in_flight is not None:
                 slots = self._max_in_flight - self.running.value
                 free = min(free, math.ceil(max(slots, 0) / self.groups.size))
-            return [self.pool.start() for _ in range(free)]
+            started = [self.pool.start() for _ in range(free)]
+            self.life.started(started, self.pool.version)
+            return started
 
     async def _run_group(self, position: int, slots: asyncio.Semaphore) -> None:
         @asynccontextmanager
@@ -606,7 +621,15 @@ class Collection:
             self._failures_in_a_row = 0
             self._engine_failed.clear()
             group = complete.group
-            self.tokens += sum(count for _, count in self.groups.spans(group))
+            tokens = sum(count for _, count in self.groups.spans(group))
+            self.tokens += tokens
+            self.life.ended(
+                position,
+                partial(self.groups.record, group),
+                version=self.pool.version,
+                kept=complete.kept,
+                tokens=tokens,
+            )
             if not complete.kept:
                 self._filter_out(position)
                 return
@@ -652,6 +675,7 @@ class Collection:
                 # meanwhile.
                 self.end(error)
                 retry = True
+            self.life.failed(position, message, retried=retry)
             if retry:
                 self.pool.give_up(position, retry=True)
                 self.retried += 1

@@ -53,6 +53,8 @@ class GroupPool(Generic[T]):
         pace: measures groups and trainer.
         in_order: batches are of the first groups in the order of prompts, whichever
             are complete first.
+        on_stale_group: called with the position of each complete group that is dropped
+            for its age.
 
     Attributes:
         total (int): groups to consume.
@@ -72,8 +74,10 @@ class GroupPool(Generic[T]):
         on_close: Callable[[int], None] | None = None,
         pace: Pace | None = None,
         in_order: bool = False,
+        on_stale_group: Callable[[int], None] | None = None,
     ) -> None:
         self.limits = limits
+        self._on_stale_group = on_stale_group
         self.in_order = in_order
         self.pace = pace or Pace(limits)
         self.version = 0
@@ -265,6 +269,8 @@ class GroupPool(Generic[T]):
                 fresh.append(group)
                 continue
             self.stale += 1
+            if self._on_stale_group is not None:
+                self._on_stale_group(group.position)
             if self._on_stale == "retry":
                 self.order.put_back(group.position)
             else:

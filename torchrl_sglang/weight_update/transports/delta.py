@@ -32,8 +32,8 @@ from torchrl_sglang.weight_update.transports.base import (
     send_to_each,
 )
 from torchrl_sglang.weight_update.transports.delta_messages import (
-    DeltaWriter,
     DeltaState,
+    DeltaWriter,
     all_of,
     bits_of,
     changes_of,

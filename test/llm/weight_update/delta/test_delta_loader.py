@@ -16,8 +16,8 @@ from torch import nn
 from torchrl_sglang.backends.launch.loaders import FOLDER, search_path
 from torchrl_sglang.backends.launch.loaders import torchrl_sglang_delta as loader
 from torchrl_sglang.weight_update.transports.delta_messages import (
-    DeltaWriter,
     DeltaState,
+    DeltaWriter,
     all_of,
     bits_of,
     changes_of,

@@ -1,0 +1,217 @@
+"""Recordings of runs that never ran, with figures that a test knows."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torchrl_sglang
+from torchrl_sglang.recording.format import Bounds, write_manifest
+from torchrl_sglang.recording.records import (
+    GroupRecord,
+    ResponseRecord,
+    TurnRecord,
+    summary_of,
+    texts_of,
+)
+from torchrl_sglang.recording.writer import Files
+from torchrl_sglang.types import Completion
+
+BEGAN = 1_700_000_000.0
+BOUNDS = Bounds(max_bytes=2**40, sample=1.0, prompts=True, responses=True)
+WORDS = ["The ", "answer ", "is ", "forty", "-two", ".", "\n", "<script>", "é", "→"]
+
+
+def make_turn(rng, number, tokens, version, *, parent=None, branch="", messages=None):
+    ids = [rng.randrange(len(WORDS)) for _ in range(tokens)]
+    return TurnRecord(
+        messages=messages or [{"role": "user", "content": f"What is {number} + 2?"}],
+        reply={"role": "assistant", "content": "".join(WORDS[each] for each in ids)},
+        completion=Completion(
+            token_ids=ids,
+            log_probs=[-rng.expovariate(1.5) for _ in ids],
+            finish_reason="length" if tokens >= 24 else "stop",
+            cached_tokens=4,
+        ),
+        spans=[(version, tokens // 2), (version + 1, tokens - tokens // 2)],
+        prompt_tokens=12,
+        number=number,
+        parent=parent,
+        branch=branch,
+        began=BEGAN + number,
+        ended=BEGAN + number + 0.5,
+    )
+
+
+def make_group(rng, number, size, began, version, *, tokens=None, turns=1):
+    responses = []
+    for sample in range(size):
+        made = [
+            make_turn(
+                rng,
+                place,
+                tokens or rng.randrange(4, 32),
+                version,
+                parent=place - 1 if place else None,
+                messages=[{"role": "user", "content": f"What is {number} + 2?"}]
+                if place == 0
+                else [{"role": "tool", "name": "add", "content": str(number + 2)}],
+            )
+            for place in range(turns)
+        ]
+        right = float(rng.random() < min(0.1 + number / 300, 0.9))
+        responses.append(
+            ResponseRecord(
+                turns=made,
+                keys=[f"{number:x}-{sample}-{place}" for place in range(turns)],
+                reward=right,
+                rewards={"right": right, "short": -0.01 * made[0].prompt_tokens},
+            )
+        )
+    return GroupRecord(
+        id=number,
+        position=number - 1,
+        began=began,
+        ended=began + 1.0 + rng.random(),
+        status="complete",
+        versions=(version, version),
+        responses=responses,
+    )
+
+
+class Recorded:
+    """Writes the lines of a run, step after step.
+
+    Args:
+        folder: of the recording.
+        size: responses of a group.
+        groups: of a batch.
+        seed: of rewards, lengths and tokens.
+    """
+
+    def __init__(self, folder, *, size=4, groups=4, seed=0, texts=True):
+        write_manifest(folder, BOUNDS, torchrl_sglang.__version__)
+        self.folder = Path(folder)
+        self.files = Files(self.folder, "test", BOUNDS.max_bytes)
+        self.size, self.per_batch, self.texts = size, groups, texts
+        self.rng = random.Random(seed)
+        self.time = BEGAN
+        self.number = self.batch = 0
+        self.written: list[GroupRecord] = []
+        self.event("start", pid=1)
+        pieces = {str(token): text for token, text in enumerate(WORDS)}
+        self.files.append("vocabulary", {"pieces": pieces})
+
+    def event(self, kind, time=None, **values):
+        time = self.time if time is None else time
+        self.files.append("events", {"kind": kind, "time": time, **values})
+
+    def step(self, *, turns=1, tokens=None):
+        """A batch is collected, trained on, and weights are sent: 5 seconds."""
+        began = self.time
+        made = []
+        for _ in range(self.per_batch):
+            self.number += 1
+            group = make_group(
+                self.rng,
+                self.number,
+                self.size,
+                began,
+                self.batch,
+                tokens=tokens,
+                turns=turns,
+            )
+            self.event("began", began, id=group.id, position=group.position)
+            summary = summary_of(group, BOUNDS)
+            if self.texts:
+                place = self.files.append("texts", texts_of(group, BOUNDS))
+                summary["texts"] = [place.file, place.offset, place.length]
+            self.files.append("groups", summary)
+            made.append(group)
+        self.written += made
+        self._poll(began, 3)
+        self.time = began + 2.5
+        self.event("phase", name="wait", span=[began, self.time])
+        self.batch += 1
+        ids = [group.id for group in made]
+        self.event("batch", number=self.batch, version=self.batch - 1, ids=ids)
+        rows = [
+            {"key": key, "advantage": 0.5, "kl": 0.001, "gap": 0.01 * group.id}
+            for group in made
+            for each in group.responses
+            for key in each.keys
+        ]
+        self.event("trained", step=self.batch, rows=rows)
+        self.event(
+            "phase", self.time + 2, name="train", span=[self.time, self.time + 2]
+        )
+        self.time += 2.5
+        phases = {"pause": 0.05, "flush": 0.02, "send": 0.4, "resume": 0.03}
+        self.event(
+            "update",
+            version=self.batch,
+            served=str(self.batch),
+            transport="broadcast",
+            seconds=0.5,
+            bytes=2_000_000_000,
+            tensors=100,
+            phases=phases,
+        )
+        values = {
+            "train/loss": 1 / self.batch,
+            "train/ESS": 0.97,
+            "mismatch/kl": 0.001,
+            "eval/reward": min(self.batch / 40, 0.9),
+        }
+        self.event("metrics", step=self.batch, values=values)
+        self.files.flush()
+
+    def _poll(self, began, running):
+        for second in range(5):
+            servers = [
+                {
+                    "url": f"http://127.0.0.1:3000{rank}",
+                    "state": "serving",
+                    "running": running * 4 if second < 3 - rank else 0,
+                    "queued": rank,
+                    "version": "1",
+                    "restarts": 0,
+                    "kv": 0.2 + 0.1 * second,
+                }
+                for rank in range(2)
+            ]
+            self.event(
+                "engine",
+                began + second,
+                in_flight=8,
+                queued=0,
+                completed=10,
+                retries=0,
+                tokens_per_second=1000 + 10 * second,
+                prompt_tokens=10,
+                response_tokens=10,
+                cache_hit_rate=0.4,
+                servers=servers,
+            )
+            lately = {"trainer_waits": 0.5, "tokens_per_second": 900.0}
+            self.event(
+                "collector",
+                began + second,
+                groups_running=4,
+                max_staleness=1,
+                tokens=100,
+                lately=lately,
+                bottleneck="",
+            )
+
+    def close(self):
+        self.files.close()
+
+
+def write_run(folder, steps=10, **options):
+    """Returns the groups of a whole run."""
+    run = Recorded(folder, **options)
+    for step in range(steps):
+        run.step(turns=2 if step % 4 == 3 else 1)
+    run.close()
+    return run

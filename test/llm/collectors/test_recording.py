@@ -1,0 +1,108 @@
+"""What a collector tells its recorder, compared with what it yields."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrl_sglang import GroupAdvantage, RunRecorder
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.recording.records import row_key
+from torchrl_sglang.viewer.page import read_runs
+
+
+def keys_of(batch):
+    return [row_key(row["tokens", "full"].numpy()) for row in batch.unbind(0)]
+
+
+async def twice(conversation, task):
+    return "Go on." if len(conversation.turns) < 2 else None
+
+
+def test_groups_batches_and_updates_are_those_of_the_collector(make, update, tmp_path):
+    recorder = RunRecorder(tmp_path, poll_seconds=0.05)
+    collector = make(
+        recorder=recorder, group_size=2, total_groups=6, step=twice, max_turns=2
+    )
+    advantage, batches = GroupAdvantage(2, "centered"), []
+    for step, batch in enumerate(collector):
+        batches.append(advantage(batch))
+        recorder.trained(batches[-1], step=step)
+        update(collector)
+    collector.shutdown()
+    recorder.close()
+    assert recorder.lost == 0
+    recording = Recording.open(tmp_path)
+    (run,) = read_runs([recording])
+    assert len(run.groups) == 6
+    assert [event["version"] for event in run.updates] == [1, 2, 3]
+    assert [phase.name for phase in run.phases] == ["wait"] * 4
+    for number, batch in enumerate(batches, start=1):
+        groups = [group for group in run.groups if group.batch == number]
+        groups.sort(key=lambda group: group.line["position"])
+        keys = [key for g in groups for each in g.responses for key in each["keys"]]
+        assert keys == keys_of(batch)
+        rewards = [reward for group in groups for reward in group.rewards]
+        returned = batch["next", "reward"].flatten()
+        # Two turns of each conversation.
+        assert rewards == pytest.approx(returned.view(-1, 2).sum(-1).tolist())
+        told = [
+            group.advantages[key]
+            for group in groups
+            for key in [k for each in group.responses for k in each["keys"]]
+        ]
+        assert told == pytest.approx(batch["advantage"].flatten().tolist())
+        tokens = [len(each) for each in batch.get(("tokens", "response"), as_list=True)]
+        counted = [each["tokens"] for group in groups for each in group.responses]
+        assert sum(counted) == sum(tokens)
+        assert all(group.status == "trained" for group in groups)
+    # Nothing runs any more.
+    assert sum(change for _, change in run.running) == 0
+    assert run.collector or run.engine
+
+
+def test_a_group_that_fails_is_told_of(make, tmp_path):
+    def reward(conversation, task):
+        if task["query"].endswith("3"):
+            raise RuntimeError("an odd prompt")
+        return 1.0
+
+    recorder = RunRecorder(tmp_path)
+    collector = make(
+        recorder=recorder,
+        rewards=reward,
+        max_retries=0,
+        total_groups=6,
+        prompts=[{"query": f"Say {number}"} for number in range(8)],
+    )
+    for _ in collector:
+        pass
+    collector.shutdown()
+    recorder.close()
+    (run,) = read_runs([Recording.open(tmp_path)])
+    assert len(run.failures) == 1
+    assert "an odd prompt" in run.failures[0]
+
+
+def test_a_group_that_is_filtered_out_is_not_trained(make, tmp_path):
+    recorder = RunRecorder(tmp_path)
+    kept = iter([False, True] * 20)
+    collector = make(
+        recorder=recorder,
+        keep_group=lambda returns: next(kept),
+        total_groups=2,
+        max_in_flight=1,
+    )
+    for _ in collector:
+        pass
+    collector.shutdown()
+    recorder.close()
+    (run,) = read_runs([Recording.open(tmp_path)])
+    states = [group.status for group in run.groups]
+    assert states.count("taken") == 2
+    assert states.count("filtered") >= 1
+
+
+def test_a_recorder_that_is_none_is_refused(make):
+    with pytest.raises(ConfigurationError, match="recorder must be a RunRecorder"):
+        make(recorder="runs/x")

@@ -1,0 +1,157 @@
+"""Recordings that are cut off, damaged, too large, or none."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from helpers.recorded_runs import Recorded, write_run
+
+from torchrl_sglang import RunRecorder
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.recording.reading import MOST_OF_LINE, Recording
+from torchrl_sglang.viewer.page import read_runs
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_run(tmp_path / "run", steps=3)
+    return tmp_path / "run"
+
+
+def only(folder, stream):
+    (path,) = folder.glob(f"{stream}-*.jsonl")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.write_text("x"), "is a file"),
+        (lambda path: path.mkdir(), "not the folder of a recording"),
+    ],
+)
+def test_a_folder_that_is_none_is_refused(tmp_path, make, message):
+    make(tmp_path / "given")
+    with pytest.raises(ConfigurationError, match=message):
+        Recording.open(tmp_path / "given")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": 0, "torchrl_sglang": "0.0.1"}', "format 0, written by .* 0.0.1"),
+        ('{"format": 99}', "format 99"),
+        ('{"for', "cannot be read"),
+        ("[]", "cannot be read"),
+    ],
+)
+def test_another_format_says_so(folder, content, message):
+    (folder / "recording.json").write_text(content)
+    with pytest.raises(ConfigurationError, match=message):
+        Recording.open(folder)
+
+
+def test_the_recording_of_a_run_is_found_in_its_folder(tmp_path):
+    write_run(tmp_path / "record", steps=1)
+    assert Recording.open(tmp_path).folder == tmp_path / "record"
+
+
+@pytest.mark.parametrize("stream", ["events", "groups"])
+def test_a_file_that_is_cut_anywhere_can_be_read(folder, stream):
+    path = only(folder, stream)
+    whole = path.read_bytes()
+    lines = whole.count(b"\n")
+    for cut in range(0, len(whole), max(len(whole) // 40, 1)):
+        path.write_bytes(whole[:cut])
+        recording = Recording.open(folder)
+        assert not recording.damaged
+        found = recording.events if stream == "events" else recording.groups
+        assert len(found) == whole[:cut].count(b"\n") <= lines
+        torn = cut > 0 and whole[cut - 1 : cut] != b"\n"
+        assert recording.unfinished == ([path.name] if torn else [])
+        (run,) = read_runs([recording])
+        assert any("cut off" in note for note in run.notes) == torn
+
+
+def test_a_line_that_is_written_later_is_read_then(folder):
+    path = only(folder, "events")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    recording = Recording.open(folder)
+    before = len(recording.events)
+    with path.open("ab") as file:
+        file.write(whole[-10:])
+    assert recording.refresh()
+    assert len(recording.events) == before + 1
+    assert not recording.refresh()
+
+
+def test_damage_within_a_file_costs_its_lines_only(folder):
+    path = only(folder, "groups")
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(
+        b"\0" * len(first) + b"\n" + b"[1]\n" + b'{"id": 1}\n' + b"".join(rest)
+    )
+    recording = Recording.open(folder)
+    (run,) = read_runs([recording])
+    assert len(run.groups) == len(rest)
+    notes = " ".join(run.notes)
+    assert "2 lines could not be read" in notes
+    assert "1 lines are not as they should be" in notes
+
+
+def test_texts_of_another_place_are_none(folder):
+    recording = Recording.open(folder)
+    name, offset, length = recording.groups[0]["texts"]
+    for place in (
+        ["../" + name, offset, length],
+        ["/etc/passwd", 0, 10],
+        [name, offset + 1, length],
+        [name, offset, MOST_OF_LINE + 1],
+        None,
+        ["x"],
+    ):
+        assert recording.read_texts(place) is None
+
+
+def test_of_ten_gigabytes_the_newest_are_read(folder):
+    # A sparse file: a line that never ends, and then the run's own.
+    path = only(folder, "events")
+    whole = path.read_bytes()
+    with path.open("wb") as file:
+        file.truncate(10_000_000_000)
+        file.seek(0, 2)
+        file.write(b"\n" + whole)
+    began = time.monotonic()
+    recording = Recording.open(folder)
+    assert time.monotonic() - began < 60
+    assert len(recording.events) == whole.count(b"\n")
+    assert any("are not shown" in sentence for sentence in recording.left_out)
+
+
+def test_a_recorder_that_goes_on_adds_to_the_folder(folder):
+    before = len(Recording.open(folder).events)
+    with RunRecorder(folder) as recorder:
+        recorder.log({"loss": 0.25}, step=4)
+    recording = Recording.open(folder)
+    assert len(recording.events) == before + 2
+
+
+def test_a_step_that_is_done_again_counts_once(tmp_path):
+    run = Recorded(tmp_path)
+    for step in (1, 2, 3):
+        run.event("metrics", step=step, values={"loss": float(step)})
+    run.time += 1
+    # It was killed, and goes on with the checkpoint of step 1.
+    run.event("step", step=1)
+    run.event("metrics", step=2, values={"loss": 20.0})
+    run.close()
+    (read,) = read_runs([Recording.open(tmp_path)])
+    assert read.metrics["loss"] == {1: 1.0, 2: 20.0}
+
+
+def test_a_manifest_says_what_it_is(folder):
+    assert json.loads((folder / "recording.json").read_text())["format"] == 1

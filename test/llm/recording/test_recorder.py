@@ -1,0 +1,304 @@
+"""What a recorder writes, and that no failure of it reaches the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from helpers.recorded_runs import make_group
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from torchrl_sglang import RunRecorder
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.recording.format import unpack
+from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.recording.records import row_key
+from torchrl_sglang.recording.writer import MOST_QUEUED
+
+
+class Words:
+    """A tokenizer."""
+
+    def decode(self, ids):
+        return "".join(f"<{each}>" for each in ids)
+
+
+def group_of(recorder, **options):
+    import random
+
+    number = recorder.next_id()
+    return make_group(random.Random(number), number, 2, 1.0, 3, **options)
+
+
+def record(recorder, **options):
+    group = group_of(recorder, **options)
+    recorder.group(lambda: group, Words(), 1)
+    return group
+
+
+def events(folder, kind):
+    return [e for e in Recording.open(folder).events if e["kind"] == kind]
+
+
+def test_a_group_can_be_read_as_it_was(tmp_path):
+    with RunRecorder(tmp_path / "run") as recorder:
+        group = record(recorder, turns=2)
+    recording = Recording.open(tmp_path / "run")
+    (line,) = recording.groups
+    texts = recording.read_texts(line["texts"])
+    for given, summary, read in zip(
+        group.responses, line["responses"], texts["responses"], strict=True
+    ):
+        ids = [each for turn in given.turns for each in turn.completion.token_ids]
+        assert summary["reward"] == given.reward
+        assert summary["tokens"] == len(ids)
+        known = [x for turn in given.turns for x in turn.completion.log_probs]
+        assert summary["log_prob"] == pytest.approx(sum(known) / len(known))
+        written = [unpack(turn["ids"], "i4").tolist() for turn in read["turns"]]
+        assert [each for turn in written for each in turn] == ids
+        floats = [unpack(turn["log_probs"], "f4") for turn in read["turns"]]
+        np.testing.assert_allclose(np.concatenate(floats), known, rtol=1e-6)
+        assert [recording.pieces[each] for each in ids] == [f"<{x}>" for x in ids]
+        assert [turn["reply"] for turn in read["turns"]] == [
+            dict(turn.reply) for turn in given.turns
+        ]
+
+
+def test_texts_can_be_left_out(tmp_path):
+    with RunRecorder(tmp_path, prompts=False, responses=False) as recorder:
+        record(recorder, turns=2)
+    content = "".join(path.read_text() for path in tmp_path.glob("*.jsonl"))
+    assert "What is" not in content
+    assert "answer" not in content
+    assert "<1>" not in content
+    recording = Recording.open(tmp_path)
+    turn = recording.read_texts(recording.groups[0]["texts"])["responses"][0]["turns"]
+    assert "ids" not in turn[0]
+    assert turn[0]["count"] == len(unpack(turn[0]["log_probs"], "f4"))
+
+
+@pytest.mark.parametrize(("sample", "count"), [(1.0, 20), (0.25, 5), (0.0, 0)])
+def test_of_a_sample_the_numbers_of_all_are_there(tmp_path, sample, count):
+    with RunRecorder(tmp_path, sample=sample) as recorder:
+        for _ in range(20):
+            record(recorder)
+    groups = Recording.open(tmp_path).groups
+    assert len(groups) == 20
+    assert sum("texts" in group for group in groups) == count
+
+
+def test_a_folder_stays_within_its_bound_and_says_so(tmp_path):
+    bound = 1_000_000
+    with RunRecorder(tmp_path, max_bytes=bound) as recorder:
+        for _ in range(400):
+            record(recorder, tokens=500)
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert size < bound
+    assert size > bound / 3
+    dropped = events(tmp_path, "dropped")
+    assert dropped
+    assert dropped[0]["files"][0].startswith("texts")
+    groups = Recording.open(tmp_path).groups
+    assert Recording.open(tmp_path).read_texts(groups[0]["texts"]) is None
+    assert Recording.open(tmp_path).read_texts(groups[-1]["texts"]) is not None
+
+
+class Awkward:
+    """Has no form, not even as a text."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def test_what_cannot_be_written_costs_one_warning(tmp_path, torchrl_warnings):
+    recorder = RunRecorder(tmp_path)
+
+    def fails():
+        raise RuntimeError("a mistake")
+
+    for _ in range(3):
+        recorder.group(fails, Words(), 1)
+        recorder.event("odd", value=Awkward())
+        recorder.log({"odd": Awkward()})
+    recorder.log({"loss": torch.tensor(0.5)}, step=1)
+    recorder.close()
+    assert recorder.lost == 6
+    told = [text for text in torchrl_warnings if "not complete" in text]
+    assert len(told) == 1
+    assert "a mistake" in told[0]
+    (metrics,) = events(tmp_path, "metrics")
+    assert metrics["values"] == {"loss": 0.5}
+    assert events(tmp_path, "lost")[-1]["records"] == 6
+
+
+def test_a_full_disk_costs_one_warning(tmp_path, torchrl_warnings):
+    # A file larger than this fails as a full disk does: a real limit of the system.
+    program = f"""
+import resource, signal
+from torchrl_sglang import RunRecorder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+recorder = RunRecorder({str(tmp_path)!r})
+for step in range(2000):
+    recorder.log({{"loss": 0.5}}, step=step)
+recorder.close()
+print("lost", recorder.lost > 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lost True" in done.stdout
+    assert (done.stdout + done.stderr).count("is not complete") == 1
+    # What is there can be read.
+    assert Recording.open(tmp_path).events
+
+
+def test_a_queue_that_is_full_loses_and_does_not_wait(tmp_path, torchrl_warnings):
+    recorder = RunRecorder(tmp_path)
+    began, go_on = threading.Event(), threading.Event()
+    group = group_of(recorder)
+
+    def waits():
+        began.set()
+        assert go_on.wait(60)
+        return group
+
+    recorder.group(waits, Words(), 1)
+    assert began.wait(60)
+    recorder.group(waits, Words(), MOST_QUEUED)
+    recorder.group(waits, Words(), 1)
+    assert recorder.lost == 1
+    go_on.set()
+    recorder.close()
+    assert len(Recording.open(tmp_path).groups) == 2
+
+
+def test_a_run_that_is_killed_leaves_what_can_be_read(tmp_path):
+    program = f"""
+from torchrl_sglang import RunRecorder
+recorder = RunRecorder({str(tmp_path)!r})
+step = 0
+while True:
+    step += 1
+    recorder.log({{"loss": 1.0}}, step=step)
+    if step % 1000 == 0:
+        print(step, flush=True)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
+        for _ in range(20):
+            process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+    recording = Recording.open(tmp_path)
+    steps = [each["step"] for each in recording.events if each["kind"] == "metrics"]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > 100
+    assert not recording.damaged
+
+
+def test_dropping_a_recorder_writes_what_is_queued(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    recorder.log({"loss": 0.5}, step=1)
+    del recorder
+    assert events(tmp_path, "metrics")
+    names = {thread.name for thread in threading.enumerate()}
+    assert "torchrl_sglang-recorder" not in names
+
+
+def test_a_copy_in_another_process_writes_files_of_its_own(tmp_path):
+    with RunRecorder(tmp_path, sample=0.5) as recorder:
+        recorder.log({"a": 1.0})
+        with pickle.loads(pickle.dumps(recorder)) as copied:
+            copied.log({"b": 2.0})
+    assert len(list(tmp_path.glob("events-*.jsonl"))) == 2
+    assert [e["values"] for e in events(tmp_path, "metrics")] in (
+        [{"a": 1.0}, {"b": 2.0}],
+        [{"b": 2.0}, {"a": 1.0}],
+    )
+
+
+def test_a_forked_process_writes_nothing(tmp_path):
+    with RunRecorder(tmp_path) as recorder:
+        recorder.log({"here": 1.0})
+        pid = os.fork()
+        if pid == 0:
+            recorder.log({"there": 1.0})
+            recorder.close()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    assert [each["values"] for each in events(tmp_path, "metrics")] == [{"here": 1.0}]
+
+
+def test_a_phase_lasts_as_long_as_its_block(tmp_path):
+    with RunRecorder(tmp_path) as recorder:
+        with pytest.raises(KeyError), recorder.phase("train"):
+            raise KeyError
+    (phase,) = events(tmp_path, "phase")
+    assert phase["name"] == "train"
+    assert phase["span"][0] <= phase["span"][1] <= phase["time"]
+
+
+def test_trained_rows_are_found_by_their_tokens(tmp_path):
+    rows = [
+        TensorDict(
+            tokens=TensorDict(
+                full=torch.tensor([7, number, 9]), response=torch.tensor([number, 9])
+            ),
+            log_probs=TensorDict(full=torch.tensor([torch.nan, -1.0, -2.0])),
+            advantage=torch.full((1, 1), float(number)),
+        )
+        for number in range(3)
+    ]
+    batch = LazyStackedTensorDict(*rows, stack_dim=0)
+    scored = torch.tensor([[torch.nan, -1.5, -2.0]]).expand(3, 3)
+    with RunRecorder(tmp_path) as recorder:
+        recorder.trained(batch, step=4)
+        recorder.scored([(batch, scored)])
+    (trained,), (told,) = events(tmp_path, "trained"), events(tmp_path, "scored")
+    keys = [row_key([7, number, 9]) for number in range(3)]
+    assert [(row["key"], row["advantage"]) for row in trained["rows"]] == [
+        (key, float(number)) for number, key in enumerate(keys)
+    ]
+    # The means and the largest of the differences 0.5 and 0.
+    assert [(row["kl"], row["gap"]) for row in told["rows"]] == [(0.25, 0.5)] * 3
+    line = Recording.open(tmp_path).read_texts(told["scores"])
+    assert unpack(line["scores"][keys[0]], "f4").tolist() == [-1.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sample": 2}, "share from 0 to 1, got 2"),
+        ({"sample": True}, "share from 0 to 1, got True"),
+        ({"max_bytes": 10}, "at least 1000000, got 10"),
+        ({"poll_seconds": 0}, "poll_seconds must be a positive"),
+        ({"prompts": "yes"}, "prompts must be a bool, got 'yes'"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        RunRecorder(tmp_path, **arguments)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot hold a recording"):
+        RunRecorder(tmp_path / "file")
+
+
+def test_a_folder_of_another_format_is_refused(tmp_path):
+    (tmp_path / "recording.json").write_text(json.dumps({"format": 0}))
+    with pytest.raises(ConfigurationError, match="has format 0"):
+        RunRecorder(tmp_path)

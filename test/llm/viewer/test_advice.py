@@ -1,0 +1,57 @@
+"""What is said to bound a run, of runs that somebody would say it of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchrl_sglang.viewer.advice import Figures, advise
+
+BALANCED = Figures(
+    waiting=0.05,
+    training=0.85,
+    sending=0.05,
+    saving=0.05,
+    idle=0.1,
+    queued=0.0,
+    environment=False,
+    max_staleness=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "bound", "remedy"),
+    [
+        ({}, "Training bounds", "max_tokens_per_pass"),
+        ({"idle": 0.8}, "Training bounds", "fewer servers"),
+        (
+            {"waiting": 0.8, "training": 0.1, "queued": 2.0},
+            "Generation bounds",
+            "num_replicas",
+        ),
+        ({"waiting": 0.8, "training": 0.1}, "Generation bounds", "max_in_flight"),
+        (
+            {"waiting": 0.5, "training": 0.4, "idle": 0.5, "max_staleness": 0},
+            "take turns",
+            "max_staleness=1",
+        ),
+        (
+            {"waiting": 0.5, "training": 0.4, "idle": 0.5},
+            "bound on staleness",
+            "Raise max_staleness",
+        ),
+        ({"waiting": 0.6, "environment": True}, "The environment", "num_threads"),
+        ({"sending": 0.9, "training": 0.1}, "Weight updates", "transport"),
+        ({"saving": 0.9, "training": 0.1}, "checkpoints bound", "checkpoint_every"),
+        ({"waiting": 0.6, "down": "http://a"}, "do not serve", "logs"),
+    ],
+)
+def test_what_bounds_a_run(change, bound, remedy):
+    said = advise(replace(BALANCED, **change))
+    assert bound in said
+    assert remedy in said
+
+
+def test_nothing_is_said_of_what_is_not_known():
+    assert "not known yet" in advise(None)

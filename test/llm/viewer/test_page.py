@@ -1,0 +1,256 @@
+"""What a page shows equals what a run has recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+from itertools import pairwise
+
+import pytest
+from helpers.recorded_runs import BEGAN, Recorded, write_run
+
+from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.viewer.groups import FILTERS, MOST_ROWS, conversations_of
+from torchrl_sglang.viewer.page import page_data, page_html, read_runs, self_contained
+from torchrl_sglang.viewer.run import Span
+from torchrl_sglang.viewer.timeline import in_flight, lanes, override, thin
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("recorded") / "run", steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def data(written):
+    return page_data(read_runs([Recording.open(written.folder)]), now=BEGAN + 1e6)
+
+
+def curve(data, name):
+    return next(each for each in data["curves"] if each["id"] == name)
+
+
+def points(data, name, line):
+    values = curve(data, name)["spec"]["data"]["values"]
+    return {point["x"]: point["y"] for point in values if point["line"] == line}
+
+
+def of_batches(written, value):
+    """The mean over the responses of each batch, computed from what was written."""
+    size = written.per_batch
+    groups = written.written
+    return {
+        float(place + 1): statistics.fmean(
+            value(each)
+            for group in groups[place * size : (place + 1) * size]
+            for each in group.responses
+        )
+        for place in range(len(groups) // size)
+    }
+
+
+def tokens(response):
+    return sum(len(turn.completion.token_ids) for turn in response.turns)
+
+
+def test_curves_are_the_means_of_batches(data, written):
+    expected = of_batches(written, lambda each: each.reward)
+    assert points(data, "reward", "reward") == pytest.approx(expected)
+    expected = of_batches(written, lambda each: each.rewards["short"])
+    assert points(data, "reward", "short") == pytest.approx(expected)
+    assert points(data, "length", "tokens") == pytest.approx(
+        of_batches(written, tokens)
+    )
+
+
+def test_facts_count_what_was_written(data, written):
+    facts = dict(data["runs"][0]["facts"])
+    groups = written.written
+    assert facts["groups"] == str(len(groups))
+    assert facts["responses"] == str(sum(len(group.responses) for group in groups))
+    count = sum(tokens(each) for group in groups for each in group.responses)
+    assert facts["response tokens"] == f"{count:,}"
+    assert facts["weight updates"] == str(STEPS)
+
+
+def test_rows_are_groups_the_newest_first(data, written):
+    table = data["runs"][0]["groups"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    by_id = {str(group.id): group for group in written.written}
+    assert len(rows) == len(by_id)
+    for row in rows:
+        group = by_id[row["id"]]
+        rewards = [each.reward for each in group.responses]
+        assert row["reward"] == pytest.approx(statistics.fmean(rewards), rel=1e-3)
+        assert row["tokens"] == sum(map(tokens, group.responses))
+        assert row["age"] == 0
+        assert row["gap"] == pytest.approx(0.01 * group.id, rel=1e-3)
+        assert row["advantage"] == 0.5
+        assert ("wrong" in row["tags"]) == (set(rewards) == {0.0})
+        assert ("right" in row["tags"]) == (set(rewards) == {1.0})
+        assert ("mixed" in row["tags"]) == (len(set(rewards)) == 2)
+        cut = [
+            any(turn.completion.finish_reason == "length" for turn in each.turns)
+            for each in group.responses
+        ]
+        assert row["truncated"] == sum(cut)
+        assert ("truncated" in row["tags"]) == any(cut)
+        assert ("tools" in row["tags"]) == (len(group.responses[0].turns) > 1)
+    assert len([r for r in rows if "mismatch" in r["tags"]]) == -(-len(rows) // 10)
+    assert {tag for row in rows for tag in row["tags"]} <= set(FILTERS)
+
+
+def test_strips_are_the_tokens(written):
+    recording = Recording.open(written.folder)
+    (run,) = read_runs([recording])
+    for group, given in zip(
+        sorted(run.groups, key=lambda each: int(each.id)), written.written, strict=True
+    ):
+        found = conversations_of(recording, group)
+        for response, known in zip(found["responses"], given.responses, strict=True):
+            for turn, told in zip(response["turns"], known.turns, strict=True):
+                assert turn["ids"] == told.completion.token_ids
+                assert turn["log_probs"] == pytest.approx(
+                    told.completion.log_probs, rel=1e-3
+                )
+                assert "".join(turn["pieces"]) == told.reply["content"]
+                half = len(turn["ids"]) // 2
+                first = told.spans[0][0]
+                assert turn["versions"][:half] == [first] * half
+                assert set(turn["versions"][half:]) == {first + 1}
+
+
+def test_lanes_add_up(written):
+    (run,) = read_runs([Recording.open(written.folder)])
+    found = lanes(run)
+    assert list(found) == ["server 0", "server 1", "trainer"]
+    for bars in found.values():
+        for before, after in pairwise(bars):
+            assert after.began >= before.ended - 1e-6
+
+    def seconds(lane, state):
+        return sum(b.ended - b.began for b in found[lane] if b.name == state)
+
+    assert seconds("trainer", "training") == pytest.approx(2 * STEPS)
+    assert seconds("trainer", "waiting") == pytest.approx(2.5 * STEPS)
+    assert seconds("trainer", "sending") == pytest.approx(0.5 * STEPS)
+    # Pause, flush and resume; begin, send and end.
+    assert seconds("server 0", "paused") == pytest.approx(0.1 * STEPS, abs=0.1)
+    assert seconds("server 0", "updating") == pytest.approx(0.4 * STEPS, abs=0.4)
+    assert seconds("server 0", "generating") == pytest.approx(3 * STEPS, abs=1)
+
+
+def test_groups_in_flight_are_those_that_run(written):
+    (run,) = read_runs([Recording.open(written.folder)])
+    found = in_flight(run)
+    assert max(count for _, count in found) == written.per_batch
+    for now, count in found:
+        runs = [group for group in written.written if group.began <= now < group.ended]
+        assert count == len(runs)
+
+
+def test_an_update_takes_the_place_of_what_was_polled():
+    bars = [Span(name="generating", began=0, ended=10)]
+    update = [Span(name="updating", began=4, ended=5)]
+    assert [(b.name, b.began, b.ended) for b in override(bars, update)] == [
+        ("generating", 0, 4),
+        ("updating", 4, 5),
+        ("generating", 5, 10),
+    ]
+
+
+def test_many_bars_keep_their_shares_of_the_time():
+    bars = [
+        Span(name="a" if n % 10 < 7 else "b", began=n, ended=n + 1)
+        for n in range(100_000)
+    ]
+    found = thin(bars, 1500)
+    assert len(found) <= 1500
+    assert (found[0].began, found[-1].ended) == (0, pytest.approx(100_000))
+
+
+def test_two_runs_are_in_the_same_curves(tmp_path):
+    for name, seed in (("one", 0), ("two", 1)):
+        write_run(tmp_path / name, steps=2, seed=seed)
+    recordings = [Recording.open(tmp_path / name) for name in ("one", "two")]
+    data = page_data(read_runs(recordings), now=0.0)
+    assert [run["name"] for run in data["runs"]] == ["one", "two"]
+    values = curve(data, "reward")["spec"]["data"]["values"]
+    assert {point["run"] for point in values} == {"one", "two"}
+
+
+def test_texts_cannot_leave_their_place_in_the_page(tmp_path):
+    run = Recorded(tmp_path)
+    run.event("failed", id=1, error="</script><script>alert(1)</script><!--data-->")
+    run.step()
+    run.close()
+    page = self_contained([Recording.open(tmp_path)], now=0.0)
+    data = re.search(
+        r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL
+    )
+    content = json.loads(data[1])
+    assert content["runs"][0]["failures"] == [
+        "</script><script>alert(1)</script><!--data-->"
+    ]
+    assert not re.search(r'(?:src|href)="(?!data:|#)', page.partition("<body>")[0])
+
+
+def test_a_run_without_anything_is_a_page(tmp_path):
+    Recorded(tmp_path).close()
+    recordings = [Recording.open(tmp_path)]
+    data = page_data(read_runs(recordings), now=0.0)
+    assert data["curves"] == []
+    assert "not known yet" in data["runs"][0]["sentence"]
+    assert "<title>" in page_html(data, {})
+
+
+def test_a_hundred_thousand_responses_open_in_two_seconds(tmp_path):
+    run = Recorded(tmp_path, size=8, groups=250, texts=False)
+    run.step(tokens=4)
+    run.close()
+    multiply(tmp_path, 50, 250)
+    began = time.process_time()
+    recordings = [Recording.open(tmp_path)]
+    data = page_data(read_runs(recordings), now=0.0)
+    page_html(data, {})
+    seconds = time.process_time() - began
+    assert data["runs"][0]["groups"]["responses"] == 100_000
+    assert len(data["runs"][0]["groups"]["rows"]) <= MOST_ROWS
+    # Of the processor, and twice what a quiet machine takes: others share its caches.
+    assert seconds < 4.0, seconds
+
+
+def multiply(folder, times, groups):
+    """Writes the groups and batches of a step again and again, as those of later ones.
+
+    Args:
+        folder: of the recording.
+        times: steps.
+        groups: of a step.
+    """
+    (path,) = folder.glob("groups-*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    (events,) = folder.glob("events-*.jsonl")
+    batch = next(
+        event
+        for event in map(json.loads, events.read_text().splitlines())
+        if event["kind"] == "batch"
+    )
+    with path.open("w") as file, events.open("a") as more:
+        for step in range(times):
+            for line in lines:
+                line["id"] += groups * bool(step)
+                line["time"] = [each + 5.0 * bool(step) for each in line["time"]]
+                for response in line["responses"]:
+                    response["keys"] = [
+                        f"{step}-{key[-16:]}" for key in response["keys"]
+                    ]
+                file.write(json.dumps(line) + "\n")
+            if step:
+                ids = [line["id"] for line in lines]
+                batch |= {"number": step + 1, "ids": ids, "time": batch["time"] + 5.0}
+                more.write(json.dumps(batch) + "\n")

@@ -1,0 +1,107 @@
+"""``view``: shows what a run recorded, in a browser or as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from torchrl_sglang.cli.interrupts import Interrupted
+from torchrl_sglang.cli.options import Parser
+from torchrl_sglang.errors import ConfigurationError
+
+DESCRIPTION = """\
+Shows a run: a timeline of servers and trainer and what bounds the run, curves, and all
+groups with their responses, token by token. FOLDER is the output of a run, or the
+folder of a RunRecorder; of two, curves are in one picture.
+
+It serves the page on this machine and follows a run that goes on, until SIGINT
+(Ctrl-C) or SIGTERM. With --output it writes one file instead, which needs no network:
+to keep, or to send to a colleague."""
+
+EPILOG = """\
+examples:
+  %(prog)s runs/grpo
+  %(prog)s runs/grpo --output run.html
+  %(prog)s runs/before runs/after"""
+
+MOST_RUNS = 2
+"""Runs that a page shows beside each other."""
+
+
+def add_command(commands: Any) -> Parser:
+    """Adds the command to the command line, and returns its parser."""
+    parser: Parser = commands.add_parser(
+        "view",
+        help="show what a run recorded",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    add = parser.add_argument
+    text = "folder of a run; two to compare them"
+    add("folders", metavar="FOLDER", nargs="+", type=Path, help=text)
+    add("--output", type=Path, metavar="FILE", help="write one HTML file instead")
+    add("--port", type=int, default=0, help="port to serve on (default: a free one)")
+    text = "only print the address, instead of opening a browser, too"
+    add("--no-browser", action="store_true", help=text)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves the page, or writes it."""
+    folders = arguments.folders
+    if len(folders) > MOST_RUNS:
+        raise ConfigurationError(
+            f"{len(folders)} folders were given; give one, or two to compare."
+        )
+    if not 0 <= arguments.port < 2**16:
+        raise ConfigurationError(f"--port {arguments.port} is not a port.")
+    from torchrl_sglang.recording.reading import open_all
+
+    recordings = open_all(folders)
+    if arguments.output is not None:
+        from torchrl_sglang.viewer.page import self_contained
+
+        write(arguments.output, self_contained(recordings, now=time.time()))
+        return 0
+    from torchrl_sglang.viewer.library import library
+    from torchrl_sglang.viewer.serve import Viewer, serve
+
+    # Found missing now, and not by the browser.
+    library()
+
+    def ready(url: str) -> None:
+        print(url, flush=True)
+        print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
+        if not arguments.no_browser:
+            webbrowser.open(url)
+
+    try:
+        asyncio.run(serve(Viewer(recordings), arguments.port, ready=ready))
+    except OSError as error:
+        raise ConfigurationError(
+            f"Port {arguments.port} cannot be used: {error}."
+        ) from error
+    except Interrupted:
+        print("Stopping.", file=sys.stderr, flush=True)
+    return 0
+
+
+def write(path: Path, text: str) -> None:
+    """Writes the page.
+
+    Raises:
+        ConfigurationError: if it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{str(path)!r} cannot be written: {error}."
+        ) from error
+    print(f"{path} ({len(text) / 1e6:.1f} MB)")

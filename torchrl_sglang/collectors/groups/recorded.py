@@ -1,0 +1,98 @@
+"""What a recorder writes of each kind of group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_sglang.collectors.groups.conversations import Conversation
+from torchrl_sglang.collectors.groups.versions import PolicyVersions
+from torchrl_sglang.objectives.columns import TOKENS
+from torchrl_sglang.recording.records import (
+    ResponseRecord,
+    TurnRecord,
+    row_key,
+)
+from torchrl_sglang.types import Completion
+
+
+def record_conversations(
+    conversations: Sequence[Conversation], versions: PolicyVersions
+) -> list[ResponseRecord]:
+    """Returns conversations of plain functions."""
+    return [_conversation(each, versions) for each in conversations]
+
+
+def _conversation(
+    conversation: Conversation, versions: PolicyVersions
+) -> ResponseRecord:
+    turns, said, keys = [], 0, []
+    for number, turn in enumerate(conversation.turns):
+        done, end = turn.response.completion, turn.num_messages
+        turns.append(
+            TurnRecord(
+                messages=conversation.messages[said:end],
+                reply=conversation.messages[end],
+                completion=done,
+                spans=list(versions.spans(done, turn.policy_version)),
+                prompt_tokens=len(turn.prompt.token_ids),
+                number=number,
+                parent=number - 1 if number else None,
+                began=turn.began,
+                ended=turn.ended,
+                reward=float(turn.reward),
+            )
+        )
+        said = end + 1
+        keys.append(row_key([*turn.prompt.token_ids, *done.token_ids]))
+    return ResponseRecord(
+        turns=turns,
+        keys=keys,
+        reward=float(sum(turn.reward for turn in conversation.turns)),
+        rewards={name: float(each) for name, each in conversation.rewards.items()},
+        truncated=conversation.truncated,
+        after=conversation.messages[said:],
+    )
+
+
+def record_episode(
+    steps: Sequence[tuple[TensorDictBase, Completion, int]], versions: PolicyVersions
+) -> ResponseRecord:
+    """Returns the steps of an environment: each row, response and version."""
+    turns, before, total = [], "", 0.0
+    for number, (row, completion, version) in enumerate(steps):
+        prompt, response = _texts(row)
+        new = prompt.removeprefix(before)
+        before = prompt + response
+        reward = float(row["next", "reward"].sum())
+        total += reward
+        turns.append(
+            TurnRecord(
+                messages=[{"role": "prompt", "content": new}],
+                reply={"role": "assistant", "content": response},
+                completion=completion,
+                spans=list(versions.spans(completion, version)),
+                prompt_tokens=row[TOKENS].shape[-1] - len(completion.token_ids),
+                number=number,
+                parent=number - 1 if number else None,
+                reward=reward,
+            )
+        )
+    return ResponseRecord(
+        turns=turns,
+        keys=[row_key(row[TOKENS].flatten().cpu().numpy()) for row, _, _ in steps],
+        reward=total,
+        truncated=bool(steps[-1][0]["next"].get("truncated", None)) if steps else False,
+    )
+
+
+def _texts(row: TensorDictBase) -> tuple[str, str]:
+    """Returns the texts of prompt and response, where a row has them."""
+    text: Any = row.get("text", None)
+    if text is None:
+        return "", ""
+    found = (getattr(text, "prompt", None), getattr(text, "response", None))
+    prompt, response = (getattr(each, "data", each) for each in found)
+    return str(prompt or ""), str(response or "")

@@ -1,0 +1,153 @@
+"""The files of a recording, and its format number. Pure, apart from the manifest.
+
+A folder holds:
+
+- ``recording.json``: format, version of this package, and bounds;
+- ``events-WRITER-00000.jsonl``: weight updates, phases of the trainer, servers,
+  metrics, batches, and what becomes of groups, in the order of time;
+- ``groups-WRITER-00000.jsonl``: a line for each group, when it ends;
+- ``texts-WRITER-00000.jsonl``: the conversations of a group with their tokens; a line
+  of ``groups`` says where;
+- ``vocabulary-WRITER-00000.jsonl``: texts of the tokens, each when it is first used.
+
+``WRITER`` is another one for each recorder, so that two never write to one file. A line
+is JSON; times are seconds since the epoch. When a stream reaches its share of the
+bound, its oldest file is removed, and an event of the kind ``"dropped"`` says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchrl_sglang.errors import ConfigurationError
+
+FORMAT = 1
+"""Number of this format. Readers refuse others."""
+
+MANIFEST = "recording.json"
+
+SUBFOLDER = "record"
+"""Folder of a recording in the folder of a run."""
+
+SHARES = {"events": 0.15, "groups": 0.2, "texts": 0.6, "vocabulary": 0.05}
+"""Stream -> share of the bound on the size of a folder."""
+
+FILES_OF_STREAM = 8
+"""A stream's share is cut into so many files; the oldest one is removed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What is recorded at most."""
+
+    max_bytes: int
+    """Size of the folder."""
+    sample: float
+    """Share of the groups whose conversations are recorded, beside their numbers."""
+    prompts: bool
+    """Whether the texts that the policy reads are recorded."""
+    responses: bool
+    """Whether the texts and tokens that it writes are recorded."""
+
+
+def write_manifest(folder: Path, bounds: Bounds, version: str) -> None:
+    """Makes a folder a recording; one that is one already goes on.
+
+    Raises:
+        ConfigurationError: if it cannot be written, or has another format.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / MANIFEST
+        if path.exists():
+            read_manifest(folder)
+            return
+        content = {
+            "format": FORMAT,
+            "torchrl_sglang": version,
+            "max_bytes": bounds.max_bytes,
+            "sample": bounds.sample,
+            "prompts": bounds.prompts,
+            "responses": bounds.responses,
+        }
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{str(folder)!r} cannot hold a recording: {error}. Give another folder."
+        ) from error
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest of a recording.
+
+    Raises:
+        ConfigurationError: if the folder is none, or has another format.
+    """
+    path = folder / MANIFEST
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        number = found["format"]
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"{str(folder)!r} is not the folder of a recording: it has no {MANIFEST}. "
+            f"Give the folder of a RunRecorder, or the output of a run that recorded."
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigurationError(
+            f"{str(path)!r} cannot be read ({error}), so that the format of the "
+            f'recording is not known. If it is of this version, write {{"format": '
+            f"{FORMAT}}} to it."
+        ) from error
+    if number != FORMAT:
+        writer = found.get("torchrl_sglang", "another version")
+        raise ConfigurationError(
+            f"The recording in {str(folder)!r} has format {number!r}, written by "
+            f"torchrl-sglang {writer}; this version reads format {FORMAT}. Open it "
+            f"with that version, or record to another folder."
+        )
+    return dict(found)
+
+
+def find_recording(given: str | os.PathLike[str]) -> Path:
+    """Returns the folder of a recording: a given one, or the one of a run in it.
+
+    Raises:
+        ConfigurationError: if there is none.
+    """
+    folder = Path(given)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigurationError(f"{str(folder)!r} {what}; give a run's folder.")
+    inner = folder / SUBFOLDER
+    if not (folder / MANIFEST).exists() and (inner / MANIFEST).exists():
+        return inner
+    return folder
+
+
+def pack(values: Sequence[float] | np.ndarray[Any, Any], kind: str) -> str:
+    """Returns numbers as text: base64 of little-endian ``"i4"`` or ``"f4"``.
+
+    Examples:
+        >>> unpack(pack([1, 2], "i4"), "i4").tolist()
+        [1, 2]
+    """
+    return base64.b64encode(np.asarray(values, f"<{kind}").tobytes()).decode()
+
+
+def unpack(text: str, kind: str) -> np.ndarray[Any, Any]:
+    """Returns the numbers that :func:`pack` wrote.
+
+    Raises:
+        ValueError: if it is no such text.
+    """
+    return np.frombuffer(base64.b64decode(text, validate=True), f"<{kind}")

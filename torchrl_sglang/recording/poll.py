@@ -1,0 +1,155 @@
+"""The thread that asks servers and collectors what they do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.recording.writer import Files, Writer
+from torchrl_sglang.support.event_loop import run_sync
+
+JOIN_SECONDS = 5.0
+"""Wait for a question that is under way, at the end."""
+
+Read = Callable[[], Mapping[str, Any] | None]
+"""Returns figures; ``None``: whom it asks is gone."""
+
+
+class Poll:
+    """Asks at an interval, and has the answers written.
+
+    Args:
+        writer: of the recording.
+        seconds: interval.
+    """
+
+    def __init__(self, writer: Writer, seconds: float) -> None:
+        self._writer = writer
+        self._seconds = seconds
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._watched: list[tuple[str, Read]] = []
+        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch_engine(self, engine: Any) -> None:
+        """Asks an engine for its statistics, which is not kept alive; once each."""
+        if not callable(getattr(engine, "stats", None)) or engine in self._engines:
+            return
+        self._engines.add(engine)
+        own = weakref.ref(engine)
+
+        def read() -> Mapping[str, Any] | None:
+            found = own()
+            return None if found is None else _engine_figures(found)
+
+        self.watch("engine", read)
+
+    def watch(self, kind: str, read: Read) -> None:
+        """Calls a function at the interval, and has its figures written."""
+        if os.getpid() != self._pid:
+            # The thread is the parent's.
+            return
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._watched.append((kind, read))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="torchrl_sglang-recorder-poll", daemon=True
+                )
+                self._thread.start()
+
+    def close(self) -> None:
+        """Asks no more."""
+        if os.getpid() != self._pid:
+            return
+        self._ended.set()
+        thread = self._thread
+        if thread in (None, threading.current_thread()):
+            return
+        assert thread is not None
+        thread.join(JOIN_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            for each in list(self._watched):
+                self._ask(*each)
+            if self._ended.wait(self._seconds):
+                return
+
+    def _ask(self, kind: str, read: Read) -> None:
+        try:
+            found = read()
+        except Exception as error:  # noqa: BLE001 - Servers may be gone.
+            torchrl_logger.debug(f"A recorder was not told of the {kind}: {error!r}")
+            return
+        if found is None:
+            with self._lock:
+                self._watched = [each for each in self._watched if each[1] is not read]
+            return
+        record = {"kind": kind, "time": time.time(), **found}
+
+        def write(files: Files) -> None:
+            files.append("events", record)
+
+        self._writer.put(write)
+
+
+def _engine_figures(engine: Any) -> Mapping[str, Any] | None:
+    """Returns what an engine and its servers do now."""
+    stats = engine.stats()
+    usages = _cache_usages(engine, stats)
+    return {
+        **_memory(),
+        "in_flight": stats.in_flight,
+        "queued": stats.queued,
+        "completed": stats.completed,
+        "retries": stats.retries,
+        "tokens_per_second": stats.tokens_per_second,
+        "prompt_tokens": stats.prompt_tokens,
+        "response_tokens": stats.response_tokens,
+        "cache_hit_rate": stats.cache_hit_rate,
+        "servers": [
+            {
+                "url": server.url,
+                "state": server.state,
+                "running": server.running,
+                "queued": server.queued,
+                "version": server.weight_version,
+                "restarts": server.restarts,
+                "kv": usage,
+            }
+            for server, usage in zip(stats.servers, usages, strict=True)
+        ],
+    }
+
+
+def _cache_usages(engine: Any, stats: Any) -> list[float | None]:
+    """Returns how much of each server's KV cache is in use, where all tell."""
+    try:
+        known: list[float] = run_sync(engine.control.cache_usages())
+    except Exception as error:  # noqa: BLE001 - A server may be down, or not tell.
+        torchrl_logger.debug(f"KV caches are not known: {error!r}")
+        known = []
+    if len(known) != len(stats.servers):
+        return [None] * len(stats.servers)
+    return list(known)
+
+
+def _memory() -> dict[str, int]:
+    """Returns the bytes that this process holds of its GPU, if it uses one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {
+        "gpu_allocated": torch.cuda.memory_allocated(),
+        "gpu_reserved": torch.cuda.memory_reserved(),
+    }

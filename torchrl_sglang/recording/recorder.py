@@ -1,0 +1,330 @@
+"""RunRecorder: what a run does, appended to files while it runs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from torchrl._utils import logger as torchrl_logger
+
+import torchrl_sglang
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.recording.format import Bounds, pack, write_manifest
+from torchrl_sglang.recording.poll import Poll
+from torchrl_sglang.recording.records import (
+    GroupRecord,
+    mismatch_of,
+    row_key,
+    summary_of,
+    texts_of,
+)
+from torchrl_sglang.recording.writer import Files, Writer
+from torchrl_sglang.support.checks import check_count, check_flag, check_seconds
+from torchrl_sglang.types import SyncReport
+
+LEAST_BYTES = 1_000_000
+"""Least bound on the size of a recording."""
+
+
+class RunRecorder:
+    """Records a run in a folder, which ``torchrl-sglang view`` shows.
+
+    It is one argument of :class:`.GRPO`, :class:`.AsyncLLMCollector` and
+    :class:`.Gateway`. They record the life of each group with its conversations and
+    tokens, weight updates, servers, and what the trainer does; a loop of your own adds
+    its phases and metrics:
+
+    Nothing that it does ends a run or makes it wait: lines are written by a thread,
+    from a queue that is bounded, and a full disk, a value that cannot be written or a
+    mistake in it costs what was to be recorded and one warning.
+
+    Args:
+        folder: of the recording; it is made. One that is a recording already goes on.
+
+    Keyword Args:
+        prompts (bool): record what the policy reads: prompts, messages, results of
+            tools. Defaults to True.
+        responses (bool): record what it writes, as text and tokens. Without them
+            log-probs and versions are still there. Defaults to True.
+        sample (float): share of the groups whose conversations are recorded; the
+            numbers of all are. Defaults to 1.
+        max_bytes (int): most that the folder holds; the oldest files make room then,
+            which the recording says. Defaults to 1 GiB.
+        poll_seconds (float): interval at which servers are asked what they do.
+            Defaults to 1.
+
+    Raises:
+        ConfigurationError: if an argument is wrong, or the folder cannot be written or
+            has a recording of another format.
+
+    Examples:
+        >>> recorder = RunRecorder(folder, max_bytes=100_000_000)
+        >>> with recorder.phase("train"):
+        ...     recorder.log({"train/loss": 0.5}, step=1)
+        >>> recorder.close()
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        prompts: bool = True,
+        responses: bool = True,
+        sample: float = 1.0,
+        max_bytes: int = 2**30,
+        poll_seconds: float = 1.0,
+    ) -> None:
+        if isinstance(sample, bool) or not (
+            isinstance(sample, (int, float)) and 0 <= sample <= 1
+        ):
+            raise ConfigurationError(
+                f"sample must be a share from 0 to 1, got {sample!r}."
+            )
+        self._bounds = Bounds(
+            max_bytes=check_count("max_bytes", max_bytes, least=LEAST_BYTES),
+            sample=float(sample),
+            prompts=check_flag("prompts", prompts),
+            responses=check_flag("responses", responses),
+        )
+        self.folder = Path(folder)
+        """Folder of the recording."""
+        seconds = check_seconds("poll_seconds", poll_seconds)
+        self._arguments: dict[str, Any] = {
+            "folder": str(folder),
+            "prompts": prompts,
+            "responses": responses,
+            "sample": sample,
+            "max_bytes": max_bytes,
+            "poll_seconds": poll_seconds,
+        }
+        write_manifest(self.folder, self._bounds, torchrl_sglang.__version__)
+        name = f"{time.time_ns() // 1_000_000:x}{secrets.token_hex(2)}"
+        files = Files(self.folder, name, self._bounds.max_bytes)
+        self._writer = Writer(files, str(self.folder))
+        self._poll = Poll(self._writer, seconds)
+        self._tokens = _Tokens(self._bounds)
+        self._groups = 0
+        # Dropping it writes what is queued, and ends its threads.
+        self._finalizer = weakref.finalize(self, _end, self._poll, self._writer)
+        self.event("start", pid=os.getpid())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In another process it has files of its own in the same folder.
+        return partial(RunRecorder, **self._arguments), ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RunRecorder({str(self.folder)!r}, lost={self._writer.lost})"
+
+    def close(self) -> None:
+        """Writes what is left, within ten seconds. Safe to call twice."""
+        self._finalizer()
+
+    @property
+    def lost(self) -> int:
+        """Number of records that could not be written."""
+        return self._writer.lost
+
+    # What users add.
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Records that the trainer does something, such as ``"train"``.
+
+        Args:
+            name: ``"train"``, ``"evaluate"`` and ``"save"`` have colours of their own.
+                Waiting for batches and sending weights is recorded by the collector.
+        """
+        began = time.time()
+        try:
+            yield
+        finally:
+            self.add_phase(name, began, time.time())
+
+    def add_phase(self, name: str, began: float, ended: float) -> None:
+        """Records a phase that has ended, in seconds since the epoch."""
+        self.event("phase", name=str(name), span=[began, ended])
+
+    def log(self, metrics: Mapping[str, Any], *, step: int | None = None) -> None:
+        """Records metrics of a step: numbers, or tensors of one."""
+        try:
+            values = {str(name): _number(value) for name, value in metrics.items()}
+        except Exception as error:  # noqa: BLE001 - A run never fails for its record.
+            torchrl_logger.warning(f"Metrics were not recorded: {error!r}.")
+            return
+        self.event("metrics", step=step, values=values)
+
+    def trained(self, batch: Any, *, step: int | None = None) -> None:
+        """Records that the responses of a batch were trained on, with advantages.
+
+        Args:
+            batch: rows of a collector, with ``"advantage"``.
+            step: number of the batch.
+        """
+        self._writer.put(partial(_write_trained, batch, step, time.time()))
+
+    def scored(self, parts: Sequence[tuple[Any, Any]]) -> None:
+        """Records the log-probs that the trainer has of tokens.
+
+        A :class:`.Learner` with ``recorder=`` calls it.
+
+        Args:
+            parts: rows, and log-probs ``(rows, tokens)`` of all of their tokens, padded
+                on the left; NaN where they are not known.
+        """
+        if parts:
+            self._writer.put(partial(_write_scored, parts, time.time()))
+
+    def watch(self, engine: Any) -> None:
+        """Records what the servers of an engine do, until :meth:`close`."""
+        self._poll.watch_engine(engine)
+
+    # What collectors and gateways call.
+
+    def watch_figures(
+        self, kind: str, read: Callable[[], Mapping[str, Any] | None]
+    ) -> None:
+        """Records what a function returns, at the interval of servers, until None."""
+        self._poll.watch(kind, read)
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Records something that happened now."""
+        record = {"kind": kind, "time": time.time(), **values}
+        self._writer.put(lambda files: _append(files, "events", record))
+
+    def next_id(self) -> int:
+        """Returns the number of a new group; called in one thread."""
+        self._groups += 1
+        return self._groups
+
+    def updated(self, report: SyncReport | None, version: int) -> None:
+        """Records a weight update that has just ended."""
+        if report is None:
+            self.event("update", version=version)
+            return
+        self.event(
+            "update",
+            version=version,
+            served=report.version,
+            transport=report.transport,
+            seconds=report.seconds,
+            bytes=report.num_bytes,
+            tensors=report.num_tensors,
+            phases=dict(report.phase_seconds),
+        )
+
+    def group(self, make: Callable[[], GroupRecord], tokenizer: Any, cost: int) -> None:
+        """Records a group.
+
+        Args:
+            make: returns it; called in the writer's thread.
+            tokenizer: tells the texts of its tokens.
+            cost: number of its tokens.
+        """
+        self._writer.put(partial(self._tokens.write, make, tokenizer), cost)
+
+
+def check_recorder(recorder: Any) -> RunRecorder | None:
+    """Returns an argument ``recorder``.
+
+    Raises:
+        ConfigurationError: if it is something else.
+    """
+    if recorder is None or isinstance(recorder, RunRecorder):
+        return recorder
+    raise ConfigurationError(
+        f"recorder must be a RunRecorder, got {recorder!r}; give RunRecorder(folder)."
+    )
+
+
+class _Tokens:
+    """Writes groups, and the texts of tokens that were not written yet."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._known: set[int] = set()
+
+    def write(
+        self, make: Callable[[], GroupRecord], tokenizer: Any, files: Files
+    ) -> None:
+        group = make()
+        summary = summary_of(group, self._bounds)
+        # Evenly spread, and the same ones in each run.
+        share = self._bounds.sample
+        if int(group.id * share) > int((group.id - 1) * share):
+            if self._bounds.responses:
+                self._write_vocabulary(group, tokenizer, files)
+            place = files.append("texts", texts_of(group, self._bounds))
+            summary["texts"] = [place.file, place.offset, place.length]
+        files.append("groups", summary)
+
+    def _write_vocabulary(
+        self, group: GroupRecord, tokenizer: Any, files: Files
+    ) -> None:
+        new: set[int] = set()
+        for response in group.responses:
+            for turn in response.turns:
+                new.update(turn.completion.token_ids)
+        new -= self._known
+        if new:
+            pieces = {str(token): tokenizer.decode([token]) for token in sorted(new)}
+            files.append("vocabulary", {"pieces": pieces})
+            self._known |= new
+
+
+def _append(files: Files, stream: str, record: Mapping[str, Any]) -> None:
+    files.append(stream, record)
+
+
+def _write_trained(batch: Any, step: int | None, now: float, files: Files) -> None:
+    """Writes the advantages of the rows of a batch."""
+    rows = []
+    for row in batch.unbind(0):
+        advantage = row.get("advantage", None)
+        value = None if advantage is None else float(advantage.mean())
+        rows.append({"key": _key_of(row), "advantage": value})
+    event = {"kind": "trained", "time": now, "step": step, "rows": rows}
+    files.append("events", event)
+
+
+def _write_scored(parts: Any, now: float, files: Files) -> None:
+    """Writes the trainer's log-probs of rows, and how far the engine's are."""
+    rows, scores = [], {}
+    for part, known in parts:
+        for row, own in zip(part.unbind(0), known.float().cpu().numpy(), strict=True):
+            key, length = _key_of(row), len(row["tokens", "response"])
+            engine = row["log_probs", "full"][-length:].float().cpu().numpy()
+            trainer = own[-length:]
+            rows.append({"key": key, **mismatch_of(trainer, engine)})
+            scores[key] = pack(trainer, "f4")
+    place = files.append("texts", {"scores": scores})
+    event = {"kind": "scored", "time": now, "rows": rows}
+    event["scores"] = [place.file, place.offset, place.length]
+    files.append("events", event)
+
+
+def _key_of(row: Any) -> str:
+    return row_key(row["tokens", "full"].cpu().numpy())
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return float(value)
+
+
+def _end(poll: Poll, writer: Writer) -> None:
+    poll.close()
+    writer.close()

@@ -1,0 +1,244 @@
+"""What a recording holds of a group, and the lines that it is written as. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from torchrl_sglang.recording.format import Bounds, pack
+from torchrl_sglang.types import Completion
+
+PREVIEW = 200
+"""Characters of a prompt in the line of its group."""
+
+LEFT_OUT = ""
+"""In place of a text that is not recorded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRecord:
+    """One response of the policy."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """What was said since the turn before, up to this response."""
+    reply: Mapping[str, Any]
+    """The response as a message."""
+    completion: Completion
+    """Tokens, log-probs and weight versions of the response."""
+    spans: Sequence[tuple[int, int]]
+    """Policy version and number of tokens of each part of the response."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    number: int
+    """Number of the turn; those of a gateway's session ascend."""
+    parent: int | None = None
+    """Number of the turn that it goes on from; ``None``: of none."""
+    branch: str = ""
+    """Why it does not go on from the end of an earlier turn, if so."""
+    began: float | None = None
+    """When its prompt was sent, in seconds since the epoch; ``None`` if unknown."""
+    ended: float | None = None
+    """When its response was complete."""
+    reward: float | None = None
+    """Reward of this turn alone."""
+    is_trained: bool = True
+    """Whether the loss has its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseRecord:
+    """A conversation, or an agent's session."""
+
+    turns: Sequence[TurnRecord]
+    keys: Sequence[str]
+    """The rows of a batch that it makes; see :func:`row_key`."""
+    reward: float | None
+    """Its return; ``None``: no reward was set."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Values of the reward functions that have a name."""
+    truncated: bool = False
+    """Whether the context or the number of turns ended it."""
+    after: Sequence[Mapping[str, Any]] = ()
+    """What was said to it after its last response."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRecord:
+    """A group that has ended."""
+
+    id: int
+    """Number of the group in this recorder."""
+    position: int
+    """Position of its prompt."""
+    name: str = ""
+    """Name of a gateway's session, if it is one."""
+    began: float
+    """When it started, in seconds since the epoch."""
+    ended: float
+    status: str
+    """``"complete"``, or ``"filtered"`` if it is not trained on."""
+    versions: tuple[int, int]
+    """Policy versions when it started and when it ended."""
+    responses: Sequence[ResponseRecord]
+
+
+def row_key(token_ids: Any) -> str:
+    """Returns what identifies a row of a batch: a digest of all of its tokens.
+
+    Whatever a trainer does with rows (cut, shuffle, share with other ranks, keep in a
+    buffer), what it says of one is found again by this.
+
+    Examples:
+        >>> row_key([1, 2, 3]) == row_key(np.array([1, 2, 3], "int32"))
+        True
+    """
+    data = np.ascontiguousarray(np.asarray(token_ids, "<i4"))
+    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+
+
+def summary_of(group: GroupRecord, bounds: Bounds) -> dict[str, Any]:
+    """Returns the line of a group, without the place of its texts."""
+    first = next((turn for each in group.responses for turn in each.turns), None)
+    prompt = first.messages[-1].get("content") if first and first.messages else None
+    return {
+        "id": group.id,
+        "position": group.position,
+        **({"name": group.name} if group.name else {}),
+        "time": [group.began, group.ended],
+        "status": group.status,
+        "versions": list(group.versions),
+        "prompt": _text(prompt)[:PREVIEW] if bounds.prompts else LEFT_OUT,
+        "responses": [_summary_of_response(each) for each in group.responses],
+    }
+
+
+def _summary_of_response(response: ResponseRecord) -> dict[str, Any]:
+    turns = response.turns
+    versions = [version for turn in turns for version, _ in turn.spans]
+    known = [sum_and_count(turn.completion.log_probs) for turn in turns]
+    count = sum(number for _, number in known)
+    reasons = {turn.completion.finish_reason for turn in turns}
+    return {
+        "reward": response.reward,
+        **({"rewards": dict(response.rewards)} if response.rewards else {}),
+        "tokens": sum(len(turn.completion.token_ids) for turn in turns),
+        "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
+        "cached": sum(turn.completion.cached_tokens for turn in turns),
+        "turns": len(turns),
+        "tools": sum(_is_tool(each) for turn in turns for each in turn.messages),
+        "cut": "length" in reasons or response.truncated,
+        "end": turns[-1].completion.finish_reason if turns else "abort",
+        "log_prob": sum(total for total, _ in known) / count if count else None,
+        "versions": [min(versions), max(versions)] if versions else None,
+        "keys": list(response.keys),
+    }
+
+
+def sum_and_count(log_probs: Sequence[float] | None) -> tuple[float, int]:
+    """Returns the sum of the log-probs that are known, and their number."""
+    if not log_probs:
+        return 0.0, 0
+    values = np.asarray(log_probs, "f8")
+    known = values[np.isfinite(values)]
+    return float(known.sum()), len(known)
+
+
+def mismatch_of(
+    trainer: np.ndarray[Any, Any], engine: np.ndarray[Any, Any]
+) -> dict[str, float]:
+    r"""Compares two log-probs of the tokens that both know.
+
+    Returns:
+        dict: ``kl``, the mean of :math:`\log \pi_{engine} - \log \pi_{trainer}`, an
+        estimate of their divergence, and ``gap``, the largest absolute difference.
+
+    Examples:
+        >>> mismatch_of(np.array([-1.0, np.nan]), np.array([-2.0, -1.0]))
+        {'kl': -1.0, 'gap': 1.0}
+    """
+    both = np.isfinite(trainer) & np.isfinite(engine)
+    if not both.any():
+        return {}
+    difference = engine[both] - trainer[both]
+    return {"kl": float(difference.mean()), "gap": float(np.abs(difference).max())}
+
+
+def _is_tool(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "tool"
+
+
+def texts_of(group: GroupRecord, bounds: Bounds) -> dict[str, Any]:
+    """Returns the conversations of a group with their tokens."""
+    return {
+        "id": group.id,
+        "responses": [
+            {
+                "turns": [_turn(turn, bounds) for turn in response.turns],
+                "after": _messages(response.after, bounds),
+            }
+            for response in group.responses
+        ],
+    }
+
+
+def _turn(turn: TurnRecord, bounds: Bounds) -> dict[str, Any]:
+    done = turn.completion
+    found: dict[str, Any] = {
+        "number": turn.number,
+        "parent": turn.parent,
+        "branch": turn.branch,
+        "messages": _messages(turn.messages, bounds),
+        "reply": _messages([turn.reply], bounds)[0],
+        "time": [turn.began, turn.ended],
+        "reward": turn.reward,
+        "trained": turn.is_trained,
+        "finish": done.finish_reason,
+        "prompt_tokens": turn.prompt_tokens,
+        "cached": done.cached_tokens,
+        "versions": [list(span) for span in turn.spans],
+        "count": len(done.token_ids),
+    }
+    if bounds.responses:
+        found["ids"] = pack(done.token_ids, "i4")
+    if done.log_probs is not None:
+        found["log_probs"] = pack(done.log_probs, "f4")
+    columns = {
+        name: pack(values.values, "f4")
+        for name, values in done.columns.items()
+        if values.layout.shape == ()
+    }
+    return {**found, "columns": columns} if columns else found
+
+
+def _messages(
+    messages: Iterable[Mapping[str, Any]], bounds: Bounds
+) -> list[dict[str, Any]]:
+    return [_message(each, bounds) for each in messages]
+
+
+def _message(message: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
+    role = str(message.get("role", ""))
+    shown = bounds.responses if role == "assistant" else bounds.prompts
+    if not shown:
+        return {"role": role, "content": LEFT_OUT}
+    found = {"role": role, "content": _text(message.get("content"))}
+    for name in ("name", "reasoning_content", "tool_calls"):
+        if message.get(name):
+            found[name] = message[name]
+    return found
+
+
+def _text(content: Any) -> str:
+    """Returns the text of a message's content, which may come in parts."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    if isinstance(content, (list, tuple)):
+        parts = (
+            each.get("text") if isinstance(each, Mapping) else each for each in content
+        )
+        return "".join(str(part or "") for part in parts)
+    return str(content)

@@ -1,0 +1,112 @@
+"""Files that are appended to, whose total size is bounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from torchrl_sglang.recording.format import FILES_OF_STREAM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a line is."""
+
+    file: str
+    """Name of the file."""
+    offset: int
+    """Bytes before the line."""
+    length: int
+    """Bytes of the line, its end included."""
+
+
+@dataclass(kw_only=True)
+class Stream:
+    """Files of one kind of lines; the oldest one makes room for the next.
+
+    Args:
+        folder: of the recording.
+        name: of the stream.
+        writer: of this process.
+        most_bytes: of all files of the stream, also those of earlier writers.
+    """
+
+    folder: Path
+    name: str
+    writer: str
+    most_bytes: int
+    removed: list[str] = field(default_factory=list)
+    """Files that made room, since somebody asked."""
+    _file: BinaryIO | None = None
+    _number: int = 0
+    _size: int = 0
+
+    def append(self, line: bytes) -> Place:
+        """Writes a line, and returns where it is.
+
+        Raises:
+            OSError: if it cannot be written; the next line begins a new file.
+        """
+        if self._file is None or self._size + len(line) > self._most_of_file:
+            self._begin_file()
+        assert self._file is not None
+        place = Place(
+            file=Path(self._file.name).name, offset=self._size, length=len(line)
+        )
+        try:
+            self._file.write(line)
+        except OSError:
+            self.close()
+            raise
+        self._size += len(line)
+        return place
+
+    def flush(self) -> None:
+        """Hands what was written to the system.
+
+        Raises:
+            OSError: as :meth:`append`.
+        """
+        if self._file is not None:
+            try:
+                self._file.flush()
+            except OSError:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Closes the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError:
+                # What was buffered is lost, which the failed write has told.
+                return
+
+    @property
+    def _most_of_file(self) -> int:
+        return self.most_bytes // FILES_OF_STREAM
+
+    def _begin_file(self) -> None:
+        self.close()
+        self._make_room()
+        name = f"{self.name}-{self.writer}-{self._number:05}.jsonl"
+        self._number += 1
+        self._size = 0
+        self._file = (self.folder / name).open("ab")
+
+    def _make_room(self) -> None:
+        """Removes the oldest files, so that there is room for another one."""
+        found = sorted(
+            (path.stat().st_mtime_ns, path.name, path.stat().st_size, path)
+            for path in self.folder.glob(f"{self.name}-*.jsonl")
+        )
+        total = sum(size for _, _, size, _ in found)
+        for _, name, size, path in found:
+            if total + self._most_of_file <= self.most_bytes:
+                return
+            path.unlink(missing_ok=True)
+            self.removed.append(name)
+            total -= size

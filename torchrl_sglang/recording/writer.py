@@ -1,0 +1,202 @@
+"""The thread that writes a recording, and its bounded queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.recording.format import SHARES
+from torchrl_sglang.recording.streams import Place, Stream
+
+MOST_QUEUED = 5_000_000
+"""Tokens and lines that wait to be written; what would be more is lost."""
+
+FLUSH_SECONDS = 0.5
+"""Interval at which what was written is handed to the system: a process that is killed
+loses so much."""
+
+RETRY_SECONDS = 30.0
+"""Wait after a failure of the disk before the next attempt."""
+
+CLOSE_SECONDS = 10.0
+"""Wait for the queue at the end."""
+
+
+def to_line(record: Mapping[str, Any]) -> bytes:
+    """Returns a record as a line of JSON; what JSON has no form for is a text."""
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str)
+    return text.encode("utf-8", "replace") + b"\n"
+
+
+class Files:
+    """The streams of a recording, in the writer's thread.
+
+    Args:
+        folder: of the recording.
+        writer: name of this writer.
+        max_bytes: of the folder.
+    """
+
+    def __init__(self, folder: Path, writer: str, max_bytes: int) -> None:
+        self._streams = {
+            name: Stream(
+                folder=folder,
+                name=name,
+                writer=writer,
+                most_bytes=int(share * max_bytes),
+            )
+            for name, share in SHARES.items()
+        }
+
+    def append(self, stream: str, record: Mapping[str, Any]) -> Place:
+        """Writes a record as a line of a stream."""
+        found = self._streams[stream]
+        place = found.append(to_line(record))
+        if found.removed:
+            names, found.removed = found.removed, []
+            event = {"kind": "dropped", "time": time.time(), "files": names}
+            self._streams["events"].append(to_line(event))
+        return place
+
+    def flush(self) -> None:
+        """Hands everything to the system."""
+        for stream in self._streams.values():
+            stream.flush()
+
+    def close(self) -> None:
+        """Closes all files."""
+        for stream in self._streams.values():
+            stream.close()
+
+
+Job = Callable[[Files], None]
+"""Writes something."""
+
+
+class Writer:
+    """Runs jobs in a thread; nothing that a job does reaches its caller.
+
+    It refers to nothing of its owner, which may be dropped while this runs.
+
+    Args:
+        files: to write to.
+        name: of the recording, for warnings.
+
+    Attributes:
+        lost (int): jobs that were not written.
+    """
+
+    def __init__(self, files: Files, name: str) -> None:
+        self.lost = 0
+        self._files = files
+        self._name = name
+        self._pid = os.getpid()
+        self._queue: deque[tuple[Job, int]] = deque()
+        self._queued = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._warned: set[str] = set()
+        self._not_before = 0.0
+        self._told = 0
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Job, cost: int = 1) -> None:
+        """Has a job run soon.
+
+        Args:
+            job: what to write.
+            cost: tokens that it holds until then.
+        """
+        if os.getpid() != self._pid:
+            # The thread is the parent's.
+            return
+        with self._changed:
+            if self._closing or self._queued + cost > MOST_QUEUED:
+                self.lost += 1
+                full = not self._closing
+            else:
+                full = False
+                self._queue.append((job, cost))
+                self._queued += cost
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name="torchrl_sglang-recorder", daemon=True
+                    )
+                    self._thread.start()
+                elif len(self._queue) == 1:
+                    self._changed.notify()
+        if full:
+            self._warn("queue", "it cannot be written as fast as the run goes on")
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> bool:
+        """Writes what is queued, and ends the thread; returns whether it ended."""
+        if os.getpid() != self._pid:
+            # In a forked process, where the thread's lock may be held for ever.
+            return True
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        thread = self._thread
+        if thread is None:
+            return True
+        if thread is not threading.current_thread():
+            thread.join(timeout)
+        return not thread.is_alive()
+
+    def _run(self) -> None:
+        flush_at = time.monotonic() + FLUSH_SECONDS
+        while True:
+            with self._changed:
+                if not self._queue:
+                    if self._closing:
+                        break
+                    self._changed.wait(FLUSH_SECONDS)
+                job, cost = self._queue.popleft() if self._queue else (None, 0)
+                self._queued -= cost
+            if job is not None:
+                self._attempt(job)
+            if job is None or time.monotonic() >= flush_at:
+                self._attempt(self._flush, counts=False)
+                flush_at = time.monotonic() + FLUSH_SECONDS
+        self._attempt(self._flush, counts=False)
+        self._files.close()
+
+    def _flush(self, files: Files) -> None:
+        if self.lost > self._told:
+            # Until the disk takes it.
+            event = {"kind": "lost", "time": time.time(), "records": self.lost}
+            files.append("events", event)
+            self._told = self.lost
+        files.flush()
+
+    def _attempt(self, job: Job, *, counts: bool = True) -> None:
+        """Runs a job; a disk that fails is tried again after a while."""
+        if time.monotonic() < self._not_before:
+            self.lost += counts
+            return
+        try:
+            job(self._files)
+        except OSError as error:
+            self.lost += counts
+            self._not_before = time.monotonic() + RETRY_SECONDS
+            self._warn("disk", f"{error}")
+        except Exception as error:  # noqa: BLE001 - A run never fails for its record.
+            self.lost += counts
+            self._warn("record", f"{type(error).__name__}: {error}")
+
+    def _warn(self, kind: str, reason: str) -> None:
+        """Says once of each kind of failure that something is not recorded."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            torchrl_logger.warning(
+                f"The recording in {self._name} is not complete: {reason}. The run "
+                f"goes on; this is said once."
+            )

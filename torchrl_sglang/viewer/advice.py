@@ -1,0 +1,169 @@
+"""What bounds a run, and what to change, in sentences. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrl_sglang.viewer.run import RunData, Span, number
+from torchrl_sglang.viewer.timeline import lanes
+
+LATELY = 0.5
+"""Share of the run, its last part, that the sentences are about: at least a minute of
+it, and at most ten."""
+
+SMALL, LARGE = 0.1, 0.25
+"""Shares of the time that are not worth a word, and that are a loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """Shares of the time lately, from 0 to 1."""
+
+    waiting: float
+    """The trainer waits for a batch."""
+    training: float
+    """It trains."""
+    sending: float
+    """It sends weights."""
+    saving: float
+    """It writes checkpoints, or evaluates."""
+    idle: float | None
+    """Servers have nothing to do, or are paused; ``None``: unknown."""
+    queued: float
+    """Requests that wait in servers' queues, for each that runs."""
+    environment: bool
+    """Most conversations wait for steps, tools or rewards."""
+    down: str = ""
+    """Servers that do not serve."""
+    max_staleness: int | None = None
+    """Bound of the collector; ``None``: unknown."""
+
+
+def figures_of(run: RunData) -> Figures | None:
+    """Returns the shares of the last part of a run; ``None``: it has too little."""
+    bars = lanes(run)
+    trainer = bars.pop("trainer", [])
+    if not trainer or run.ended <= run.began:
+        return None
+    seconds = (run.ended - run.began) * LATELY
+    since = run.ended - min(max(seconds, 60.0), 600.0)
+    since = max(since, trainer[0].began)
+    span = max(run.ended - since, 1e-9)
+
+    def share(found: list[Span], *names: str) -> float:
+        parts = (
+            bar.ended - max(bar.began, since)
+            for bar in found
+            if bar.name in names and bar.ended > since
+        )
+        return min(sum(parts) / span, 1.0)
+
+    idle = [
+        share(lane, "idle", "paused", "updating", "sleeping") for lane in bars.values()
+    ]
+    last = run.engine[-1]["servers"] if run.engine else []
+    running = sum(number(each.get("running")) or 0.0 for each in last)
+    waiting = sum(number(each.get("queued")) or 0.0 for each in last)
+    collector = run.collector[-1] if run.collector else {}
+    lately = collector.get("lately", {})
+    conversations = number(lately.get("conversations")) or 0.0
+    generating = number(lately.get("conversations_in_flight")) or 0.0
+    bound = collector.get("max_staleness")
+    return Figures(
+        waiting=share(trainer, "waiting"),
+        training=share(trainer, "training"),
+        sending=share(trainer, "sending"),
+        saving=share(trainer, "saving", "evaluating"),
+        idle=sum(idle) / len(idle) if idle else None,
+        queued=waiting / running if running else 0.0,
+        environment=conversations > 0 and generating < conversations / 2,
+        down=", ".join(
+            str(each["url"])
+            for each in last
+            if each.get("state") != "serving"
+            and not str(each.get("state")).startswith("asleep")
+        ),
+        max_staleness=bound if isinstance(bound, int) else None,
+    )
+
+
+def advise(found: Figures | None) -> str:
+    """Says what bounds a run, and what to change.
+
+    Examples:
+        >>> figures = Figures(
+        ...     waiting=0.0, training=0.9, sending=0.05, saving=0.05, idle=0.6,
+        ...     queued=0.0, environment=False, max_staleness=1,
+        ... )
+        >>> print(advise(figures).partition(".")[0])
+        Training bounds the run: the trainer trains 90% of the time and waits 0%
+    """
+    if found is None:
+        return (
+            "What bounds the run is not known yet: no phase of the trainer was "
+            "recorded. Iterate over a collector with recorder=, and put training into "
+            "with recorder.phase('train')."
+        )
+    shares = (
+        f"the trainer trains {found.training:.0%} of the time and waits "
+        f"{found.waiting:.0%}"
+    )
+    if found.down and found.waiting > SMALL:
+        return (
+            f"Servers that do not serve bound the run ({found.down}): {shares}. Read "
+            f"their logs; the others generate meanwhile."
+        )
+    if found.waiting > SMALL and found.environment:
+        return (
+            f"The environment bounds the run: {shares}, and most conversations wait "
+            f"for steps, tools or rewards. Make these faster or coroutines, or raise "
+            f"num_threads or max_in_flight."
+        )
+    largest = max(
+        ("training", "waiting", "sending", "saving"),
+        key=lambda name: getattr(found, name),
+    )
+    if largest == "saving":
+        return (
+            f"Evaluation and checkpoints bound the run, {found.saving:.0%} of the "
+            f"time. Raise eval_every or checkpoint_every."
+        )
+    if largest == "sending":
+        return (
+            f"Weight updates bound the run, {found.sending:.0%} of the time: {shares}. "
+            f"Look at the phases of updates below; a faster transport, FP8, an adapter "
+            f"or more batches between two updates (batches_per_update) helps."
+        )
+    return _of_both(found, shares)
+
+
+def _of_both(found: Figures, shares: str) -> str:
+    idle = (
+        "" if found.idle is None else f", and servers do not generate {found.idle:.0%}"
+    )
+    both = found.idle is not None and min(found.waiting, found.idle) >= LARGE
+    if both and found.max_staleness == 0:
+        return (
+            f"Generation and training take turns: {shares}{idle}. Let them overlap "
+            f"with max_staleness=1."
+        )
+    if both:
+        return (
+            f"The bound on staleness bounds the run: {shares}{idle}. Raise "
+            f"max_staleness, or make batches smaller (groups_per_batch)."
+        )
+    if found.waiting <= max(SMALL, found.idle or 0.0):
+        return (
+            f"Training bounds the run: {shares}{idle}. Give the trainer more GPUs or "
+            f"larger passes (max_tokens_per_pass); fewer servers would do."
+        )
+    if found.queued > 1 / 2:
+        return (
+            f"Generation bounds the run: {shares}, and servers have queues. Add "
+            f"servers (num_replicas), or memory for their KV cache."
+        )
+    return (
+        f"Generation bounds the run: {shares}. Servers have no queues, so that more "
+        f"conversations at once (max_in_flight, groups_per_batch, max_staleness) use "
+        f"them better; or add servers."
+    )

@@ -1,0 +1,382 @@
+"""Curves of a run: points of figures over steps, batches or time. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_sglang.viewer.run import Group, RunData, number
+
+MOST_POINTS = 400
+"""Points of a line; more are means of as many that follow each other."""
+
+MOST_OTHERS = 24
+"""Curves of metrics that have no place of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """Lines, or stacked bars, of one figure."""
+
+    id: str
+    title: str
+    about: str
+    """What it is, and what to look for."""
+    x: str
+    """Name of the horizontal axis."""
+    y: str
+    """Name of the vertical axis, with its unit."""
+    points: Sequence[Mapping[str, Any]]
+    """Each with ``x``, ``y`` and ``line``, the name of its line."""
+    stacked: bool = False
+    """Whether lines add up, as bars."""
+    percent: bool = False
+    """Whether values are shares."""
+
+
+def curves_of(run: RunData) -> list[Curve]:
+    """Returns the curves of which a run has points."""
+    batches = _batches(run)
+    found = [
+        _rewards(run, batches),
+        _accuracy(run, batches),
+        _lengths(run, batches),
+        _truncated(run, batches),
+        _staleness(batches),
+        _mismatch(run),
+        _sample_size(run),
+        _speed(run),
+        _updates(run),
+        _requests(run),
+        _cache(run),
+        _memory(run),
+    ]
+    known = {name for curve in found for name in _names(curve)}
+    return [curve for curve in [*found, *_others(run, known)] if curve.points]
+
+
+def _names(curve: Curve) -> set[str]:
+    return {str(point.get("metric", "")) for point in curve.points}
+
+
+def _batches(run: RunData) -> dict[int, list[Group]]:
+    """Returns the groups of each batch, in order."""
+    found: dict[int, list[Group]] = defaultdict(list)
+    for group in run.groups:
+        if group.batch is not None:
+            found[group.batch].append(group)
+    return dict(sorted(found.items()))
+
+
+def down_sample(
+    points: Sequence[tuple[float, float]], most: int = MOST_POINTS
+) -> list[tuple[float, float]]:
+    """Returns at most so many points: the means of those that follow each other.
+
+    Examples:
+        >>> down_sample([(0, 1.0), (1, 3.0), (2, 5.0), (3, 7.0)], 2)
+        [(0.5, 2.0), (2.5, 6.0)]
+    """
+    if len(points) <= most:
+        return list(points)
+    size = len(points) / most
+    parts = (points[int(n * size) : int((n + 1) * size)] for n in range(most))
+    return [
+        (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part))
+        for part in parts
+        if part
+    ]
+
+
+def _line(
+    name: str, points: Iterable[tuple[float, float]], metric: str = ""
+) -> list[dict[str, Any]]:
+    extra = {"metric": metric} if metric else {}
+    return [
+        {"x": x, "y": y, "line": name, **extra} for x, y in down_sample(list(points))
+    ]
+
+
+def _metric(run: RunData, name: str, line: str = "") -> list[dict[str, Any]]:
+    points = sorted(run.metrics.get(name, {}).items())
+    return _line(line or name, points, metric=name)
+
+
+def _means(
+    batches: Mapping[int, Sequence[Group]],
+    value: Callable[[Mapping[str, Any]], float | None],
+) -> list[tuple[float, float]]:
+    """Returns the mean over the responses of each batch, where it is known."""
+    found = []
+    for batch, groups in batches.items():
+        known = [value(each) for group in groups for each in group.responses]
+        values = [each for each in known if each is not None]
+        if values:
+            found.append((float(batch), sum(values) / len(values)))
+    return found
+
+
+def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
+    points = _line("reward", _means(batches, lambda each: number(each.get("reward"))))
+    named = dict.fromkeys(
+        name
+        for groups in batches.values()
+        for each in groups[0].responses
+        for name in each.get("rewards", ())
+    )
+    for name in named:
+
+        def value(each: Mapping[str, Any], name: str = name) -> float | None:
+            return number(each.get("rewards", {}).get(name))
+
+        points += _line(name, _means(batches, value))
+    points += _metric(run, "eval/reward", "held-out reward")
+    return Curve(
+        id="reward",
+        title="Reward by function",
+        about="Mean over the responses of a batch; of held-out prompts, greedily.",
+        x="batch",
+        y="reward",
+        points=points,
+    )
+
+
+def _accuracy(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
+    best, worst = extremes(run)
+    right = _means(batches, lambda each: _share(each, best))
+    shares = []
+    for batch, groups in batches.items():
+        flat = [group for group in groups if len(set(group.rewards)) <= 1]
+        shares.append((float(batch), len(flat) / len(groups)))
+    return Curve(
+        id="accuracy",
+        title="Best responses, and groups without a difference",
+        about="Share of the responses with the run's best reward; and of the groups "
+        "whose responses all have the same reward, which teach nothing.",
+        x="batch",
+        y="share",
+        percent=True,
+        points=[]
+        if best == worst
+        else [*_line("best reward", right), *_line("no difference", shares)],
+    )
+
+
+def _share(each: Mapping[str, Any], best: float | None) -> float | None:
+    reward = number(each.get("reward"))
+    return None if reward is None else float(reward == best)
+
+
+def extremes(run: RunData) -> tuple[float | None, float | None]:
+    """Returns the best and the worst return of a response."""
+    found = [reward for group in run.groups for reward in group.rewards]
+    return (max(found), min(found)) if found else (None, None)
+
+
+def _lengths(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
+    points = _means(batches, lambda each: number(each.get("tokens")))
+    return Curve(
+        id="length",
+        title="Response length",
+        about="Mean number of tokens that a response has, over all of its turns.",
+        x="batch",
+        y="tokens",
+        points=_line("tokens", points),
+    )
+
+
+def _truncated(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
+    points = _means(batches, lambda each: float(bool(each.get("cut"))))
+    return Curve(
+        id="truncated",
+        title="Truncated responses",
+        about="Share that the number of tokens, of turns or the context cut off.",
+        x="batch",
+        y="share",
+        percent=True,
+        points=_line("truncated", points),
+    )
+
+
+def _staleness(batches: Mapping[int, Sequence[Group]]) -> Curve:
+    points = []
+    numbers = list(batches)
+    size = max(len(numbers) / MOST_POINTS * 4, 1)
+    ages: dict[int, Counter[int]] = defaultdict(Counter)
+    for place, batch in enumerate(numbers):
+        first = numbers[int(int(place / size) * size)]
+        for group in batches[batch]:
+            if group.age is not None:
+                ages[first][group.age] += 1
+    for batch, counts in ages.items():
+        points += [
+            {"x": batch, "y": count, "line": f"{age} updates"}
+            for age, count in sorted(counts.items())
+        ]
+    return Curve(
+        id="staleness",
+        title="Staleness",
+        about="Groups of a batch by the age of their oldest token, in weight updates.",
+        x="batch",
+        y="groups",
+        points=points,
+        stacked=True,
+    )
+
+
+def _mismatch(run: RunData) -> Curve:
+    names = [
+        name
+        for name in run.metrics
+        if name.rpartition("/")[2] in ("kl", "k3_kl", "kl_approx", "mismatch_kl")
+    ]
+    return Curve(
+        id="mismatch",
+        title="Mismatch KL",
+        about="How far the trainer's policy is from the one that the engine sampled "
+        "with. It should stay near zero; if it grows, so does the bias of training.",
+        x="step",
+        y="nats for each token",
+        points=[point for name in names for point in _metric(run, name)],
+    )
+
+
+def _sample_size(run: RunData) -> Curve:
+    names = [
+        name
+        for name in run.metrics
+        if name.rpartition("/")[2] in ("ESS", "rollout_is_eff_sample_size")
+    ]
+    return Curve(
+        id="ess",
+        title="Effective sample size",
+        about="Share of the responses that count, by their importance weights.",
+        x="step",
+        y="share",
+        points=[point for name in names for point in _metric(run, name)],
+    )
+
+
+def _speed(run: RunData) -> Curve:
+    since = run.began
+    engine = [
+        (event["time"] - since, number(event.get("tokens_per_second")) or 0.0)
+        for event in run.engine
+    ]
+    collected = [
+        (event["time"] - since, number(event["lately"].get("tokens_per_second")) or 0.0)
+        for event in run.collector
+    ]
+    return Curve(
+        id="speed",
+        title="Tokens a second",
+        about="The engine's own, over the last ten seconds, and those of complete "
+        "groups over the last eight batches: what is between them runs, or was lost.",
+        x="seconds",
+        y="tokens a second",
+        points=[*_line("engine", engine), *_line("complete groups", collected)],
+    )
+
+
+def _updates(run: RunData) -> Curve:
+    events = run.updates[-MOST_POINTS // 4 :]
+    points = [
+        {"x": event.get("version"), "y": seconds, "line": name}
+        for event in events
+        for name, seconds in (
+            event.get("phases") or {"update": event.get("seconds", 0.0)}
+        ).items()
+    ]
+    return Curve(
+        id="updates",
+        title="Weight updates",
+        about="Seconds of each phase of the last hundred updates.",
+        x="version",
+        y="seconds",
+        points=points,
+        stacked=True,
+    )
+
+
+def _requests(run: RunData) -> Curve:
+    running = [(e["time"] - run.began, _sum(e, "running")) for e in run.engine]
+    queued = [(e["time"] - run.began, _sum(e, "queued")) for e in run.engine]
+    return Curve(
+        id="requests",
+        title="Requests of the servers",
+        about="Running and queued ones of all servers.",
+        x="seconds",
+        y="requests",
+        points=[*_line("running", running), *_line("queued", queued)],
+    )
+
+
+def _sum(event: Mapping[str, Any], name: str) -> float:
+    return sum(number(server.get(name)) or 0.0 for server in event["servers"])
+
+
+def _cache(run: RunData) -> Curve:
+    hits = [
+        (event["time"] - run.began, number(event.get("cache_hit_rate")) or 0.0)
+        for event in run.engine
+    ]
+    points = _line("cache hits", hits)
+    for rank in range(max((len(e["servers"]) for e in run.engine), default=0)):
+        used = [
+            (event["time"] - run.began, usage)
+            for event in run.engine
+            if len(event["servers"]) > rank
+            and (usage := number(event["servers"][rank].get("kv"))) is not None
+        ]
+        points += _line(f"KV cache of server {rank}", used)
+    return Curve(
+        id="cache",
+        title="Prefix cache and KV cache",
+        about="Share of the prompt tokens that the prefix cache had, since the start; "
+        "and of each server's KV cache that is in use. A full one retracts requests.",
+        x="seconds",
+        y="share",
+        percent=True,
+        points=points,
+    )
+
+
+def _memory(run: RunData) -> Curve:
+    points = []
+    for name, line in (("gpu_allocated", "allocated"), ("gpu_reserved", "reserved")):
+        known = [
+            (event["time"] - run.began, value / 1e9)
+            for event in run.engine
+            if (value := number(event.get(name))) is not None
+        ]
+        points += _line(line, known)
+    return Curve(
+        id="memory",
+        title="GPU memory of the trainer",
+        about="Of this process, as PyTorch counts it.",
+        x="seconds",
+        y="GB",
+        points=points,
+    )
+
+
+def _others(run: RunData, known: set[str]) -> list[Curve]:
+    """Returns curves of metrics that no other one shows."""
+    # Means of the same batches, which the curves above show.
+    shown = ("batch/", "reward/", "eval/reward")
+    names = [
+        name for name in run.metrics if name not in known and not name.startswith(shown)
+    ]
+    return [
+        Curve(
+            id=f"metric-{place}",
+            title=name,
+            about="",
+            x="step",
+            y="",
+            points=_metric(run, name),
+        )
+        for place, name in enumerate(names[:MOST_OTHERS])
+    ]

@@ -1,0 +1,274 @@
+"""The table of groups, and the conversations of one. Pure, apart from its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl_sglang.recording.format import unpack
+from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.viewer.curves import extremes
+from torchrl_sglang.viewer.run import Group, RunData, number
+
+MOST_ROWS = 20_000
+"""Groups in the table of a page, the newest ones."""
+
+LONGEST_SHARE = 0.1
+"""Share of the groups that count as the longest, and of those with most mismatch."""
+
+FILTERS = {
+    "wrong": ("All wrong", "every response has the run's worst reward"),
+    "right": ("All right", "every response has the run's best reward"),
+    "mixed": ("Mixed", "rewards differ, so that the group teaches something"),
+    "truncated": ("Truncated", "a response was cut off"),
+    "stale": ("Stale", "a token is older than the weights at its batch"),
+    "untrained": ("Not trained", "filtered out, too old, or no batch had it yet"),
+    "longest": ("Longest", "the tenth with the most tokens"),
+    "mismatch": ("Largest mismatch", "the tenth where log-probs are furthest apart"),
+    "tools": ("Tool calls", "a response called tools"),
+}
+"""Name of a filter -> its words, and which groups it shows."""
+
+COLUMNS = (
+    "id",
+    "batch",
+    "status",
+    "prompt",
+    "responses",
+    "reward",
+    "best",
+    "worst",
+    "advantage",
+    "tokens",
+    "turns",
+    "truncated",
+    "age",
+    "gap",
+    "seconds",
+    "tags",
+)
+"""Values of a row of the table."""
+
+
+def table_of(run: RunData) -> dict[str, Any]:
+    """Returns the rows of the newest groups, with the filters that show them."""
+    tags = _Tags(run)
+    shown = run.groups[-MOST_ROWS:]
+    return {
+        "columns": COLUMNS,
+        "rows": [_row(group, tags.of(group)) for group in reversed(shown)],
+        "total": len(run.groups),
+        "responses": sum(len(group.line["responses"]) for group in run.groups),
+    }
+
+
+def _row(group: Group, tags: Sequence[str]) -> list[Any]:
+    line, rewards = group.line, group.rewards
+    began, ended = line["time"]
+    responses = line["responses"]
+    advantages = list(group.advantages.values())
+    return [
+        group.id,
+        group.batch,
+        group.status,
+        str(line.get("prompt", ""))[:120],
+        len(responses),
+        _rounded(sum(rewards) / len(rewards)) if rewards else None,
+        _rounded(max(rewards, default=None)),
+        _rounded(min(rewards, default=None)),
+        _rounded(max(map(abs, advantages), default=None)),
+        _tokens(group),
+        max((each.get("turns", 1) for each in responses), default=0),
+        sum(bool(each.get("cut")) for each in responses),
+        group.age,
+        _rounded(_gap(group)),
+        _rounded(ended - began),
+        tags,
+    ]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _tokens(group: Group) -> int:
+    return sum(int(each["tokens"]) for each in group.line["responses"])
+
+
+def _gap(group: Group) -> float | None:
+    found = (number(each.get("gap")) for each in group.mismatch.values())
+    return max((each for each in found if each is not None), default=None)
+
+
+class _Tags:
+    """Says which filters show a group."""
+
+    def __init__(self, run: RunData) -> None:
+        self._best, self._worst = extremes(run)
+        self._long = _largest({g.id: float(_tokens(g)) for g in run.groups})
+        gaps = {g.id: gap for g in run.groups if (gap := _gap(g)) is not None}
+        self._apart = _largest(gaps)
+
+    def of(self, group: Group) -> list[str]:
+        """Returns the names of the filters."""
+        rewards = set(group.rewards)
+        responses = group.line["responses"]
+        differ = self._best != self._worst
+        held = {
+            "wrong": differ and rewards == {self._worst},
+            "right": differ and rewards == {self._best},
+            "mixed": len(rewards) > 1,
+            "truncated": any(each.get("cut") for each in responses),
+            "stale": group.status == "stale" or bool(group.age),
+            "untrained": group.status not in ("trained", "taken"),
+            "longest": group.id in self._long,
+            "mismatch": group.id in self._apart,
+            "tools": any(each.get("tools") for each in responses),
+        }
+        return [name for name, holds in held.items() if holds]
+
+
+def _largest(values: Mapping[str, float]) -> set[str]:
+    """Returns the names of the largest tenth; none if all are equal."""
+    if len(set(values.values())) < 2:
+        return set()
+    ordered = sorted(values, key=lambda name: -values[name])
+    return set(ordered[: math.ceil(len(ordered) * LONGEST_SHARE)])
+
+
+def counts_of(table: Mapping[str, Any]) -> dict[str, int]:
+    """Returns how many rows each filter shows."""
+    found = Counter(tag for row in table["rows"] for tag in row[-1])
+    return {name: found[name] for name in FILTERS}
+
+
+def choose(run: RunData, most_bytes: int) -> list[Group]:
+    """Returns groups whose conversations a file has room for.
+
+    The newest thirty, the ten of each filter that are the newest, and as many of the
+    rest, evenly spread over the run, as fit.
+    """
+    tags = _Tags(run)
+    with_texts = [group for group in run.groups if group.line.get("texts")]
+    chosen = dict.fromkeys(range(len(with_texts))[-30:])
+    of_filter: Counter[str] = Counter()
+    for place in range(len(with_texts) - 1, -1, -1):
+        for tag in tags.of(with_texts[place]):
+            if of_filter[tag] < 10:
+                of_filter[tag] += 1
+                chosen[place] = None
+    stride = max(len(with_texts) // 400, 1)
+    chosen |= dict.fromkeys(range(0, len(with_texts), stride))
+    found, size = list[Group](), 0
+    for place in chosen:
+        group = with_texts[place]
+        # Text, log-probs and versions of a token, as JSON.
+        size += 40 * _tokens(group) + 2_000
+        if size > most_bytes and found:
+            break
+        found.append(group)
+    return found
+
+
+def conversations_of(recording: Recording, group: Group) -> dict[str, Any] | None:
+    """Returns the conversations of a group with their tokens.
+
+    Returns:
+        ``None`` if they were not recorded, or made room for newer ones.
+    """
+    texts = recording.read_texts(group.line.get("texts"))
+    if texts is None:
+        return None
+    scores = _scores(recording, group)
+    found = []
+    for line, text in zip(group.line["responses"], texts["responses"], strict=False):
+        keys = line.get("keys", ())
+        advantage = next(
+            (group.advantages[key] for key in keys if key in group.advantages), None
+        )
+        turns = text["turns"]
+        of_turns = _scores_of_turns(turns, [scores.get(key) for key in keys])
+        found.append(
+            {
+                "reward": number(line.get("reward")),
+                "rewards": line.get("rewards", {}),
+                "advantage": advantage,
+                "tokens": line["tokens"],
+                "cut": line.get("cut", False),
+                "end": line.get("end", ""),
+                "turns": [
+                    _turn(turn, recording.pieces, known)
+                    for turn, known in zip(turns, of_turns, strict=True)
+                ],
+                "after": text.get("after", []),
+            }
+        )
+    return {"id": group.id, "responses": found}
+
+
+def _scores(recording: Recording, group: Group) -> dict[str, list[float | None]]:
+    """Returns the trainer's log-probs of each row of a group that were recorded."""
+    found: dict[str, list[float | None]] = {}
+    for key, place in group.scores.items():
+        line = recording.read_texts(place)
+        packed = (line or {}).get("scores", {}).get(key)
+        if isinstance(packed, str):
+            found[key] = _floats(packed)
+    return found
+
+
+def _scores_of_turns(
+    turns: Sequence[Mapping[str, Any]], rows: Sequence[list[float | None] | None]
+) -> list[list[float | None] | None]:
+    """Returns the log-probs of each turn, where a turn is a row of its own."""
+    if len(turns) != len(rows):
+        return [None] * len(turns)
+    return [
+        row[-turn["count"] :] if row is not None and len(row) >= turn["count"] else None
+        for turn, row in zip(turns, rows, strict=True)
+    ]
+
+
+def _floats(packed: str) -> list[float | None]:
+    try:
+        return [_rounded(number(each)) for each in unpack(packed, "f4").tolist()]
+    except ValueError:
+        return []
+
+
+def _turn(
+    turn: Mapping[str, Any],
+    pieces: Mapping[int, str],
+    trainer: list[float | None] | None,
+) -> dict[str, Any]:
+    ids = unpack(turn["ids"], "i4").tolist() if "ids" in turn else []
+    versions = [version for version, count in turn["versions"] for _ in range(count)]
+    calls = turn["reply"].get("tool_calls")
+    return {
+        "number": turn["number"],
+        "parent": turn["parent"],
+        "branch": turn.get("branch", ""),
+        "messages": turn["messages"],
+        "reply": {
+            **turn["reply"],
+            **({"tool_calls": json.dumps(calls, indent=1)} if calls else {}),
+        },
+        "finish": turn["finish"],
+        "reward": number(turn.get("reward")),
+        "trained": turn.get("trained", True),
+        "time": turn.get("time", [None, None]),
+        "count": turn["count"],
+        "prompt_tokens": turn.get("prompt_tokens"),
+        "cached": turn.get("cached"),
+        "pieces": [pieces.get(each, f"<{each}>") for each in ids],
+        "ids": ids,
+        "log_probs": _floats(turn["log_probs"]) if "log_probs" in turn else None,
+        "trainer": trainer,
+        "versions": versions,
+        "columns": {
+            name: _floats(packed) for name, packed in turn.get("columns", {}).items()
+        },
+    }

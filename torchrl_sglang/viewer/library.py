@@ -1,0 +1,58 @@
+"""Vega-Lite, as one script, from the package that ships it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from torchrl_sglang.errors import ConfigurationError
+
+PACKAGE = "vl-convert-python"
+
+
+@cache
+def library() -> str:
+    """Returns Vega, Vega-Lite and Vega-Embed as one script, without a network.
+
+    The package puts it together of its parts, which takes seconds: it is kept in the
+    user's cache.
+
+    Raises:
+        ConfigurationError: if the package is not installed.
+    """
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise ConfigurationError(
+            f"The viewer draws with Vega-Lite, which the package {PACKAGE} ships; "
+            f"install torchrl-sglang[viewer]."
+        ) from error
+    kept = _cache_folder() / f"vega-{version(PACKAGE)}.js"
+    with suppress(OSError, UnicodeDecodeError):
+        found = kept.read_text(encoding="utf-8")
+        if found.endswith(END):
+            return found
+    # Its types say that it needs an argument, and its documentation that it does not.
+    bundle: Callable[[], str] = vl_convert.javascript_bundle  # type: ignore[assignment]
+    # Nothing in it may end the element that it stands in.
+    script = bundle().replace("</script", "<\\/script")
+    script += END
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(script, encoding="utf-8")
+        partial.replace(kept)
+    return script
+
+
+END = "\n// The end of the library.\n"
+"""Says that a kept script is whole."""
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "torchrl_sglang"

@@ -1,0 +1,195 @@
+"""One page of one or two runs, as data and as a self-contained HTML file."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import resources
+from typing import Any
+
+from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.viewer.advice import advise, figures_of
+from torchrl_sglang.viewer.charts import curve_spec, in_flight_spec, timeline_spec
+from torchrl_sglang.viewer.curves import Curve, curves_of
+from torchrl_sglang.viewer.groups import (
+    FILTERS,
+    choose,
+    conversations_of,
+    counts_of,
+    table_of,
+)
+from torchrl_sglang.viewer.library import library
+from torchrl_sglang.viewer.run import RunData, read_run
+
+MOST_BYTES = 8_000_000
+"""Conversations that a file has, in bytes of the page, of all runs together."""
+
+TABLE_ROWS = 200
+"""Rows of the table of numbers under a chart, the last ones."""
+
+
+def read_runs(recordings: Sequence[Recording]) -> list[RunData]:
+    """Returns the runs of recordings, each with a name of its own."""
+    names = [each.folder.name for each in recordings]
+    if "record" in names:
+        names = [
+            each.folder.parent.name if name == "record" else name
+            for each, name in zip(recordings, names, strict=True)
+        ]
+    if len(set(names)) < len(names):
+        names = [str(each.folder) for each in recordings]
+    return [read_run(each, name) for each, name in zip(recordings, names, strict=True)]
+
+
+def page_data(runs: Sequence[RunData], *, now: float) -> dict[str, Any]:
+    """Returns all that a page shows, but for the conversations of groups."""
+    return {
+        "title": " and ".join(run.name for run in runs),
+        "filters": [[name, *words] for name, words in FILTERS.items()],
+        "runs": [_run(run, now) for run in runs],
+        "curves": [_curve(curve) for curve in merge(runs)],
+    }
+
+
+def _run(run: RunData, now: float) -> dict[str, Any]:
+    table = table_of(run)
+    return {
+        "name": run.name,
+        "folder": run.folder,
+        "live": run.is_live(now),
+        "facts": _facts(run, table),
+        "sentence": advise(figures_of(run)),
+        "notes": run.notes,
+        "failures": run.failures[-20:],
+        "timeline": timeline_spec(run),
+        "in_flight": in_flight_spec(run),
+        "groups": {**table, "counts": counts_of(table)},
+    }
+
+
+def _facts(run: RunData, table: dict[str, Any]) -> list[list[str]]:
+    tokens = sum(each["tokens"] for group in run.groups for each in group.responses)
+    seconds = max(run.ended - run.began, 0.0) if math.isfinite(run.began) else 0.0
+    batches = len(run.batches)
+    facts = {
+        "time": _duration(seconds),
+        "batches": f"{batches:,}",
+        "groups": f"{table['total']:,}",
+        "responses": f"{table['responses']:,}",
+        "response tokens": f"{tokens:,}",
+        "weight updates": f"{len(run.updates):,}",
+        "failed groups": f"{len(run.failures):,}",
+    }
+    return [[name, value] for name, value in facts.items()]
+
+
+def _duration(seconds: float) -> str:
+    """Returns a duration in words.
+
+    Examples:
+        >>> _duration(3_725)
+        '1 h 2 min'
+    """
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def merge(runs: Sequence[RunData]) -> list[Curve]:
+    """Returns the curves of all runs, those of the same figure in one."""
+    found: dict[str, Curve] = {}
+    for run in runs:
+        for curve in curves_of(run):
+            key = curve.title
+            points = [{**point, "run": run.name} for point in curve.points]
+            known = found.get(key)
+            if known is not None:
+                points = [*map(dict, known.points), *points]
+            found[key] = replace(known or curve, points=points)
+    return list(found.values())
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    runs = list(dict.fromkeys(point["run"] for point in curve.points))
+    names = ["run"] if len(runs) > 1 else []
+    names += ["line", "x", "y"]
+    titles = {"x": curve.x, "y": curve.y or "value"}
+    rows = [[point[name] for name in names] for point in curve.points[-TABLE_ROWS:]]
+    return {
+        "id": curve.id,
+        "title": curve.title,
+        "about": curve.about,
+        "spec": curve_spec(curve),
+        "columns": [titles.get(name, name) for name in names],
+        "rows": rows,
+        "points": len(curve.points),
+    }
+
+
+def page_html(data: dict[str, Any], conversations: dict[str, Any] | None) -> str:
+    """Returns the page.
+
+    Args:
+        data: of :func:`page_data`.
+        conversations: of groups, by run and number, for a page without a server;
+            ``None``: the page asks its server.
+
+    Raises:
+        ConfigurationError: if the plotting library is not installed.
+    """
+    parts = {
+        "title": html.escape(data["title"]),
+        "style": _static("page.css"),
+        "library": library(),
+        "script": _static("page.js"),
+        "data": as_script({**data, "conversations": conversations}),
+    }
+    page = _static("page.html")
+    for name, text in parts.items():
+        before, mark, after = page.partition(f"<!--{name}-->")
+        assert mark, name
+        page = f"{before}{text}{after}"
+    return page
+
+
+def self_contained(recordings: Sequence[Recording], *, now: float) -> str:
+    """Returns a page that needs no server: with the conversations of some groups."""
+    runs = read_runs(recordings)
+    found: dict[str, Any] = {}
+    for place, (recording, run) in enumerate(zip(recordings, runs, strict=True)):
+        for group in choose(run, MOST_BYTES // len(runs)):
+            texts = conversations_of(recording, group)
+            if texts is not None:
+                found[f"{place}/{group.id}"] = texts
+    data = page_data(runs, now=now)
+    for each in data["runs"]:
+        # Nothing follows it any more.
+        each["live"] = False
+    return page_html(data, found)
+
+
+def as_script(value: Any) -> str:
+    """Returns a value as JSON that can stand in a ``<script>``."""
+    text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"))
+    # Neither tags nor comments of HTML can begin in it.
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028")
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value without the numbers that JSON has no form for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
+
+
+def _static(name: str) -> str:
+    path = resources.files("torchrl_sglang.viewer") / "static" / name
+    return path.read_text(encoding="utf-8")
