@@ -19,7 +19,7 @@ async def twice(conversation, task):
     return "Go on." if len(conversation.turns) < 2 else None
 
 
-def test_groups_batches_and_updates_are_those_of_the_collector(make, update, tmp_path):
+def test_groups_and_batches_are_those_of_the_collector(make, tmp_path):
     recorder = RunRecorder(tmp_path, poll_seconds=0.05)
     collector = make(
         recorder=recorder, group_size=2, total_groups=6, step=twice, max_turns=2
@@ -28,14 +28,12 @@ def test_groups_batches_and_updates_are_those_of_the_collector(make, update, tmp
     for step, batch in enumerate(collector):
         batches.append(advantage(batch))
         recorder.trained(batches[-1], step=step)
-        update(collector)
     collector.shutdown()
     recorder.close()
     assert recorder.lost == 0
     recording = Recording.open(tmp_path)
     (run,) = read_runs([recording])
     assert len(run.groups) == 6
-    assert [event["version"] for event in run.updates] == [1, 2, 3]
     assert [phase.name for phase in run.phases] == ["wait"] * 4
     for number, batch in enumerate(batches, start=1):
         groups = [group for group in run.groups if group.batch == number]
