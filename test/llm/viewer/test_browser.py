@@ -276,6 +276,7 @@ def served(tmp_path):
     loop.call_soon_threadsafe(task.cancel)
     thread.join(60)
     loop.close()
+    run.close()
 
 
 def test_a_live_run_is_followed(page, served):
