@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_port, nearest
 from torchrl_sglang.support.urls import KEY_VARIABLE
-from torchrl_sglang.telemetry.prometheus import check_installed
-from torchrl_sglang.telemetry.server import serve_metrics
 
 START_OPTIONS = (
     *("num_replicas", "device", "cuda_devices", "python"),
@@ -112,6 +110,8 @@ def metrics(port: int | None, **parts: Any) -> Iterator[str | None]:
     if port is None:
         yield None
         return
+    from torchrl_sglang.telemetry.server import serve_metrics
+
     with serve_metrics(port=port, **parts) as endpoint:
         print(f"Metrics are at {endpoint.url}", file=sys.stderr, flush=True)
         yield endpoint.url
@@ -122,6 +122,8 @@ def check_metrics_port(port: int | None) -> None:
     if port is not None:
         if port != 0:
             check_port("--metrics-port", port)
+        from torchrl_sglang.telemetry.prometheus import check_installed
+
         check_installed()
 
 

@@ -279,9 +279,7 @@ class Gateway:
         self._recorder = check_recorder(recorder)
         self._store = None if path is None else Store(path)
         self._file_closed = False
-        self._threads = ThreadPoolExecutor(
-            PROMPT_THREADS, thread_name_prefix="torchrl_sglang-prompts"
-        )
+        self._threads = _prompt_threads()
         self._families: StatsFamilies | None = None
         self._runner = _Runner(self, host, self._port)
         for session in self._store.load() if self._store else ():
@@ -312,6 +310,8 @@ class Gateway:
             ConfigurationError: if the address cannot be used, or it has been started
                 already.
         """
+        self._threads.shutdown(wait=False)
+        self._threads = _prompt_threads()
         self._runner.start()
         for session in self._sessions.values():
             self._set_up(session)
@@ -787,6 +787,13 @@ class Gateway:
                     f"The session {session.name!r} has reached {limit}, and takes no "
                     f"more turns."
                 )
+
+
+def _prompt_threads() -> ThreadPoolExecutor:
+    """Returns threads that render and tokenize; they start when they are needed."""
+    return ThreadPoolExecutor(
+        PROMPT_THREADS, thread_name_prefix="torchrl_sglang-prompts"
+    )
 
 
 def _check_group(group: Any) -> None:

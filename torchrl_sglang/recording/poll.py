@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.recording.writer import Files, Writer
+from torchrl_sglang.recording.writer import Files, RecordWriter
 from torchrl_sglang.support.event_loop import run_sync
 
 JOIN_SECONDS = 5.0
@@ -22,7 +22,7 @@ Read = Callable[[], Mapping[str, Any] | None]
 """Returns figures; ``None``: whom it asks is gone."""
 
 
-class Poll:
+class ServerPoll:
     """Asks at an interval, and has the answers written.
 
     Args:
@@ -30,7 +30,7 @@ class Poll:
         seconds: interval.
     """
 
-    def __init__(self, writer: Writer, seconds: float) -> None:
+    def __init__(self, writer: RecordWriter, seconds: float) -> None:
         self._writer = writer
         self._seconds = seconds
         self._pid = os.getpid()

@@ -73,6 +73,8 @@ class Recording:
     """The lines of a recording; :meth:`refresh` reads what was added.
 
     Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
         >>> recorder = RunRecorder(folder)
         >>> recorder.log({"reward": 0.5}, step=1)
         >>> recorder.close()

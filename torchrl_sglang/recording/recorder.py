@@ -9,15 +9,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
 from torchrl._utils import logger as torchrl_logger
 
-import torchrl_sglang
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.format import Bounds, pack, write_manifest
-from torchrl_sglang.recording.poll import Poll
+from torchrl_sglang.recording.poll import ServerPoll
 from torchrl_sglang.recording.records import (
     GroupRecord,
     mismatch_of,
@@ -25,7 +25,7 @@ from torchrl_sglang.recording.records import (
     summary_of,
     texts_of,
 )
-from torchrl_sglang.recording.writer import Files, Writer
+from torchrl_sglang.recording.writer import Files, RecordWriter
 from torchrl_sglang.support.checks import check_count, check_flag, check_seconds
 from torchrl_sglang.types import SyncReport
 
@@ -65,6 +65,8 @@ class RunRecorder:
             has a recording of another format.
 
     Examples:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
         >>> recorder = RunRecorder(folder, max_bytes=100_000_000)
         >>> with recorder.phase("train"):
         ...     recorder.log({"train/loss": 0.5}, step=1)
@@ -104,12 +106,12 @@ class RunRecorder:
             "max_bytes": max_bytes,
             "poll_seconds": poll_seconds,
         }
-        write_manifest(self.folder, self._bounds, torchrl_sglang.__version__)
+        write_manifest(self.folder, self._bounds, _version())
         name = f"{time.time_ns() // 1_000_000:x}{secrets.token_hex(2)}"
         files = Files(self.folder, name, self._bounds.max_bytes)
-        self._writer = Writer(files, str(self.folder))
-        self._poll = Poll(self._writer, seconds)
-        self._tokens = _Tokens(self._bounds)
+        self._writer = RecordWriter(files, str(self.folder))
+        self._poll = ServerPoll(self._writer, seconds)
+        self._tokens = _TokenStrips(self._bounds)
         self._groups = 0
         # Dropping it writes what is queued, and ends its threads.
         self._finalizer = weakref.finalize(self, _end, self._poll, self._writer)
@@ -249,7 +251,7 @@ def check_recorder(recorder: Any) -> RunRecorder | None:
     )
 
 
-class _Tokens:
+class _TokenStrips:
     """Writes groups, and the texts of tokens that were not written yet."""
 
     def __init__(self, bounds: Bounds) -> None:
@@ -325,6 +327,15 @@ def _number(value: Any) -> Any:
     return float(value)
 
 
-def _end(poll: Poll, writer: Writer) -> None:
+def _end(poll: ServerPoll, writer: RecordWriter) -> None:
     poll.close()
     writer.close()
+
+
+def _version() -> str:
+    """Returns the version of the package that is installed."""
+    try:
+        return version("torchrl_sglang")
+    except PackageNotFoundError:
+        # A checkout that is on the path.
+        return "unknown"

@@ -10,7 +10,7 @@ from torchrl_sglang.recording.format import FILES_OF_STREAM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class StreamPlace:
     """Where a line is."""
 
     file: str
@@ -42,7 +42,7 @@ class Stream:
     _number: int = 0
     _size: int = 0
 
-    def append(self, line: bytes) -> Place:
+    def append(self, line: bytes) -> StreamPlace:
         """Writes a line, and returns where it is.
 
         Raises:
@@ -51,7 +51,7 @@ class Stream:
         if self._file is None or self._size + len(line) > self._most_of_file:
             self._begin_file()
         assert self._file is not None
-        place = Place(
+        place = StreamPlace(
             file=Path(self._file.name).name, offset=self._size, length=len(line)
         )
         try:

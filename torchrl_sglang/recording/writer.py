@@ -14,7 +14,7 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.recording.format import SHARES
-from torchrl_sglang.recording.streams import Place, Stream
+from torchrl_sglang.recording.streams import Stream, StreamPlace
 
 MOST_QUEUED = 5_000_000
 """Tokens and lines that wait to be written; what would be more is lost."""
@@ -56,7 +56,7 @@ class Files:
             for name, share in SHARES.items()
         }
 
-    def append(self, stream: str, record: Mapping[str, Any]) -> Place:
+    def append(self, stream: str, record: Mapping[str, Any]) -> StreamPlace:
         """Writes a record as a line of a stream."""
         found = self._streams[stream]
         place = found.append(to_line(record))
@@ -81,7 +81,7 @@ Job = Callable[[Files], None]
 """Writes something."""
 
 
-class Writer:
+class RecordWriter:
     """Runs jobs in a thread; nothing that a job does reaches its caller.
 
     It refers to nothing of its owner, which may be dropped while this runs.

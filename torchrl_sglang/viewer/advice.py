@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_sglang.viewer.run import RunData, Span, number
+from torchrl_sglang.viewer.run import Bar, RunData, number
 from torchrl_sglang.viewer.timeline import lanes
 
 LATELY = 0.5
@@ -50,7 +50,7 @@ def figures_of(run: RunData) -> Figures | None:
     since = max(since, trainer[0].began)
     span = max(run.ended - since, 1e-9)
 
-    def share(found: list[Span], *names: str) -> float:
+    def share(found: list[Bar], *names: str) -> float:
         parts = (
             bar.ended - max(bar.began, since)
             for bar in found
@@ -95,7 +95,7 @@ def advise(found: Figures | None) -> str:
         ...     waiting=0.0, training=0.9, sending=0.05, saving=0.05, idle=0.6,
         ...     queued=0.0, environment=False, max_staleness=1,
         ... )
-        >>> print(advise(figures).partition(".")[0])
+        >>> print(advise(figures).partition(",")[0])
         Training bounds the run: the trainer trains 90% of the time and waits 0%
     """
     if found is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -18,8 +20,8 @@ PACKAGE = "vl-convert-python"
 def library() -> str:
     """Returns Vega, Vega-Lite and Vega-Embed as one script, without a network.
 
-    The package puts it together of its parts, which takes seconds: it is kept in the
-    user's cache.
+    The package puts it together of its parts, which takes seconds: it is kept in a
+    folder for temporary files that only this user can write to.
 
     Raises:
         ConfigurationError: if the package is not installed.
@@ -31,21 +33,21 @@ def library() -> str:
             f"The viewer draws with Vega-Lite, which the package {PACKAGE} ships; "
             f"install torchrl-sglang[viewer]."
         ) from error
-    kept = _cache_folder() / f"vega-{version(PACKAGE)}.js"
-    with suppress(OSError, UnicodeDecodeError):
-        found = kept.read_text(encoding="utf-8")
-        if found.endswith(END):
-            return found
+    kept = _kept_at()
+    if kept is not None:
+        with suppress(OSError, UnicodeDecodeError):
+            found = kept.read_text(encoding="utf-8")
+            if found.endswith(END):
+                return found
     # Its types say that it needs an argument, and its documentation that it does not.
     bundle: Callable[[], str] = vl_convert.javascript_bundle  # type: ignore[assignment]
     # Nothing in it may end the element that it stands in.
-    script = bundle().replace("</script", "<\\/script")
-    script += END
-    with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(script, encoding="utf-8")
-        partial.replace(kept)
+    script = bundle().replace("</script", "<\\/script") + END
+    if kept is not None:
+        with suppress(OSError):
+            partial = kept.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text(script, encoding="utf-8")
+            partial.replace(kept)
     return script
 
 
@@ -53,6 +55,15 @@ END = "\n// The end of the library.\n"
 """Says that a kept script is whole."""
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "torchrl_sglang"
+def _kept_at() -> Path | None:
+    """Returns where the script is kept; ``None`` if others could write there."""
+    folder = Path(tempfile.gettempdir()) / f"torchrl_sglang-viewer-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not is_own or found.st_mode & 0o022:
+        return None
+    return folder / f"vega-{version(PACKAGE)}.js"

@@ -53,7 +53,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class Bar:
     """Something that lasted."""
 
     name: str
@@ -74,7 +74,7 @@ class RunData:
     ended: float = -math.inf
     """Time of the last line."""
     groups: list[Group] = field(default_factory=list)
-    phases: list[Span] = field(default_factory=list)
+    phases: list[Bar] = field(default_factory=list)
     """Of the trainer; ``"wait"``: it waits for a batch."""
     updates: list[Mapping[str, Any]] = field(default_factory=list)
     """Events of weight updates; ``time`` is that of their end."""
@@ -250,7 +250,7 @@ class _Assembly:
         began, ended = event["span"]
         self._see(float(began))
         name = str(event["name"])
-        self._run.phases.append(Span(name=name, began=float(began), ended=float(ended)))
+        self._run.phases.append(Bar(name=name, began=float(began), ended=float(ended)))
 
     def _on_update(self, event: Mapping[str, Any], time: float) -> None:
         float(event.get("seconds", 0.0))

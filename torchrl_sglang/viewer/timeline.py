@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from torchrl_sglang.viewer.run import RunData, Span
+from torchrl_sglang.viewer.run import Bar, RunData
 
 MOST_BARS = 1_500
 """Bars of a lane; more are put together."""
@@ -44,14 +44,14 @@ OF_PHASE = {
 TRAINER = "trainer"
 
 
-def lanes(run: RunData) -> dict[str, list[Span]]:
+def lanes(run: RunData) -> dict[str, list[Bar]]:
     """Returns the bars of each lane: servers first, then the trainer."""
     updates = update_spans(run)
-    found: dict[str, list[Span]] = {}
+    found: dict[str, list[Bar]] = {}
     for name, bars in server_spans(run).items():
         found[name] = thin(override(bars, updates))
     sent = [
-        Span(
+        Bar(
             name="sending",
             began=event["time"] - event.get("seconds", 0.0),
             ended=event["time"],
@@ -60,7 +60,7 @@ def lanes(run: RunData) -> dict[str, list[Span]]:
         for event in run.updates
     ]
     trainer = [
-        Span(
+        Bar(
             name=OF_PHASE.get(phase.name, "other"),
             began=phase.began,
             ended=phase.ended,
@@ -84,7 +84,7 @@ def about_update(event: Any) -> str:
     return "; ".join(word for word in words if word)
 
 
-def update_spans(run: RunData) -> list[Span]:
+def update_spans(run: RunData) -> list[Bar]:
     """Returns what each weight update did to servers, phase after phase."""
     found = []
     for event in run.updates:
@@ -99,24 +99,24 @@ def update_spans(run: RunData) -> list[Span]:
             state = "paused" if name in PAUSING else "updating"
             ended = began + seconds
             about = f"{name} of version {event.get('version')}"
-            found.append(Span(name=state, began=began, ended=ended, about=about))
+            found.append(Bar(name=state, began=began, ended=ended, about=about))
             began = ended
     return found
 
 
-def server_spans(run: RunData) -> dict[str, list[Span]]:
+def server_spans(run: RunData) -> dict[str, list[Bar]]:
     """Returns what each server said that it does, until the next answer."""
     times = [event["time"] for event in run.engine]
     steps = sorted(after - before for before, after in pairwise(times))
     usual = steps[len(steps) // 2] if steps else 1.0
-    found: dict[str, list[Span]] = {}
+    found: dict[str, list[Bar]] = {}
     for place, event in enumerate(run.engine):
         following = times[place + 1] if place + 1 < len(times) else run.ended
         until = min(following, event["time"] + GAP * usual)
         for rank, server in enumerate(event["servers"]):
             name = f"server {rank}"
             found.setdefault(name, []).append(
-                Span(
+                Bar(
                     name=state_of(server),
                     began=event["time"],
                     ended=max(until, event["time"]),
@@ -143,9 +143,9 @@ def about_server(server: Any) -> str:
     return f"{server['url']}{shown}"
 
 
-def join(bars: Iterable[Span]) -> list[Span]:
+def join(bars: Iterable[Bar]) -> list[Bar]:
     """Puts bars of the same state together that follow each other."""
-    found: list[Span] = []
+    found: list[Bar] = []
     for bar in bars:
         last = found[-1] if found else None
         if (
@@ -154,7 +154,7 @@ def join(bars: Iterable[Span]) -> list[Span]:
             and bar.began <= last.ended + 1e-6
         ):
             ended = max(last.ended, bar.ended)
-            found[-1] = Span(
+            found[-1] = Bar(
                 name=bar.name, began=last.began, ended=ended, about=bar.about
             )
         else:
@@ -162,12 +162,12 @@ def join(bars: Iterable[Span]) -> list[Span]:
     return found
 
 
-def override(bars: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+def override(bars: Sequence[Bar], others: Sequence[Bar]) -> list[Bar]:
     """Returns bars with others in their place, where there are some.
 
     Both are in the order of time, and those of one kind do not overlap.
     """
-    found: list[Span] = []
+    found: list[Bar] = []
     others = sorted(others, key=lambda bar: bar.began)
     first = 0
     for bar in bars:
@@ -185,15 +185,15 @@ def override(bars: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     return sorted([*found, *others], key=lambda bar: bar.began)
 
 
-def _part(bar: Span, began: float, ended: float) -> Span:
-    return Span(name=bar.name, began=began, ended=ended, about=bar.about)
+def _part(bar: Bar, began: float, ended: float) -> Bar:
+    return Bar(name=bar.name, began=began, ended=ended, about=bar.about)
 
 
-def thin(bars: Sequence[Span], most: int = MOST_BARS) -> list[Span]:
+def thin(bars: Sequence[Bar], most: int = MOST_BARS) -> list[Bar]:
     """Returns at most so many bars: each time has the state that it had the longest.
 
     Examples:
-        >>> bars = [Span(name="ab"[n % 2], began=n, ended=n + 1) for n in range(100)]
+        >>> bars = [Bar(name="ab"[n % 2], began=n, ended=n + 1) for n in range(100)]
         >>> len(thin(bars, 10)) <= 10
         True
     """
@@ -210,7 +210,7 @@ def thin(bars: Sequence[Span], most: int = MOST_BARS) -> list[Span]:
             seconds = min(bar.ended, high) - max(bar.began, low)
             shares[each][bar.name] = shares[each].get(bar.name, 0.0) + max(seconds, 0.0)
     return join(
-        Span(
+        Bar(
             name=max(share, key=lambda name: share[name]),
             began=start + place * width,
             ended=start + (place + 1) * width,

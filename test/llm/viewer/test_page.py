@@ -14,7 +14,7 @@ from helpers.recorded_runs import BEGAN, Recorded, write_run
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.viewer.groups import FILTERS, MOST_ROWS, conversations_of
 from torchrl_sglang.viewer.page import page_data, page_html, read_runs, self_contained
-from torchrl_sglang.viewer.run import Span
+from torchrl_sglang.viewer.run import Bar
 from torchrl_sglang.viewer.timeline import in_flight, lanes, override, thin
 
 STEPS = 12
@@ -154,8 +154,8 @@ def test_groups_in_flight_are_those_that_run(written):
 
 
 def test_an_update_takes_the_place_of_what_was_polled():
-    bars = [Span(name="generating", began=0, ended=10)]
-    update = [Span(name="updating", began=4, ended=5)]
+    bars = [Bar(name="generating", began=0, ended=10)]
+    update = [Bar(name="updating", began=4, ended=5)]
     assert [(b.name, b.began, b.ended) for b in override(bars, update)] == [
         ("generating", 0, 4),
         ("updating", 4, 5),
@@ -165,7 +165,7 @@ def test_an_update_takes_the_place_of_what_was_polled():
 
 def test_many_bars_keep_their_shares_of_the_time():
     bars = [
-        Span(name="a" if n % 10 < 7 else "b", began=n, ended=n + 1)
+        Bar(name="a" if n % 10 < 7 else "b", began=n, ended=n + 1)
         for n in range(100_000)
     ]
     found = thin(bars, 1500)
