@@ -22,7 +22,7 @@ class StreamPlace:
 
 
 @dataclass(kw_only=True)
-class Stream:
+class LineStream:
     """Files of one kind of lines; the oldest one makes room for the next.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.recording.format import SHARES
-from torchrl_sglang.recording.streams import Stream, StreamPlace
+from torchrl_sglang.recording.streams import LineStream, StreamPlace
 
 MOST_QUEUED = 5_000_000
 """Tokens and lines that wait to be written; what would be more is lost."""
@@ -47,7 +47,7 @@ class Files:
 
     def __init__(self, folder: Path, writer: str, max_bytes: int) -> None:
         self._streams = {
-            name: Stream(
+            name: LineStream(
                 folder=folder,
                 name=name,
                 writer=writer,
