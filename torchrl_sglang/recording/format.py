@@ -38,7 +38,7 @@ SUBFOLDER = "record"
 """Folder of a recording in the folder of a run."""
 
 SHARES = {"events": 0.15, "groups": 0.2, "texts": 0.6, "vocabulary": 0.05}
-"""LineStream -> share of the bound on the size of a folder."""
+"""Stream -> share of the bound on the size of a folder."""
 
 FILES_OF_STREAM = 8
 """A stream's share is cut into so many files; the oldest one is removed."""

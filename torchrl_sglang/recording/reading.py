@@ -14,7 +14,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.format import find_recording, read_manifest
 
 MOST_BYTES = {"events": 100_000_000, "groups": 200_000_000, "vocabulary": 50_000_000}
-"""LineStream -> bytes that are read of it, the newest ones."""
+"""Stream -> bytes that are read of it, the newest ones."""
 
 MOST_OF_LINE = 16_000_000
 """Bytes of the longest line that is read."""
