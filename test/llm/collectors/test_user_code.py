@@ -29,7 +29,7 @@ from torchrl_sglang import CollectorTimeouts, Gateway
 from torchrl_sglang.errors import CollectionError, ConfigurationError, TaskError
 
 TIMEOUTS = CollectorTimeouts(
-    step=0.3, reward=0.3, agent=0.3, batch=30.0, shutdown=5.0, turn=30.0
+    step=0.6, reward=0.6, agent=0.6, batch=30.0, shutdown=5.0, turn=30.0
 )
 TURNS = 2
 

@@ -315,7 +315,7 @@ def _sent(found: dict[str, Any]) -> Iterator[str]:
         seconds, share = found[key], found["limit"] / found[key]
         rate = f"{size / seconds:8.2f} GB/s {share:6.3f} of the limit"
         yield f"  {key:10} {seconds:10.4f} s {rate}"
-    for key, seconds in (found["own_loader"] or {}).items():
+    for key, seconds in (found.get("own_loader") or {}).items():
         rate = f"{size / seconds:8.2f} GB/s, by the model's own loader"
         yield f"  {key:10} {seconds:10.4f} s {rate}"
 
