@@ -13,7 +13,6 @@ import torch
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.recording.writer import Files, RecordWriter
-from torchrl_sglang.support.event_loop import run_sync
 
 JOIN_SECONDS = 5.0
 """Wait for a question that is under way, at the end."""
@@ -107,7 +106,6 @@ class ServerPoll:
 def _engine_figures(engine: Any) -> Mapping[str, Any] | None:
     """Returns what an engine and its servers do now."""
     stats = engine.stats()
-    usages = _cache_usages(engine, stats)
     return {
         **_memory(),
         "in_flight": stats.in_flight,
@@ -126,23 +124,11 @@ def _engine_figures(engine: Any) -> Mapping[str, Any] | None:
                 "queued": server.queued,
                 "version": server.weight_version,
                 "restarts": server.restarts,
-                "kv": usage,
+                "kv": server.cache_usage,
             }
-            for server, usage in zip(stats.servers, usages, strict=True)
+            for server in stats.servers
         ],
     }
-
-
-def _cache_usages(engine: Any, stats: Any) -> list[float | None]:
-    """Returns how much of each server's KV cache is in use, where all tell."""
-    try:
-        known: list[float] = run_sync(engine.control.cache_usages())
-    except Exception as error:  # noqa: BLE001 - A server may be down, or not tell.
-        torchrl_logger.debug(f"KV caches are not known: {error!r}")
-        known = []
-    if len(known) != len(stats.servers):
-        return [None] * len(stats.servers)
-    return list(known)
 
 
 def _memory() -> dict[str, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -39,10 +38,8 @@ def library() -> str:
             found = kept.read_text(encoding="utf-8")
             if found.endswith(END):
                 return found
-    # Its types say that it needs an argument, and its documentation that it does not.
-    bundle: Callable[[], str] = vl_convert.javascript_bundle  # type: ignore[assignment]
     # Nothing in it may end the element that it stands in.
-    script = bundle().replace("</script", "<\\/script") + END
+    script = str(vl_convert.javascript_bundle()).replace("</script", "<\\/script") + END
     if kept is not None:
         with suppress(OSError):
             partial = kept.with_suffix(f".{os.getpid()}.partial")

@@ -220,7 +220,8 @@ async def ask_stats(fleet: Fleet, control: ControlPlane) -> tuple[ServerStats, .
 
     async def one(replica: Replica) -> ServerStats:
         running = queued = usage = version = None
-        if replica.runs:
+        # One that is asleep does nothing, and is about to be woken up.
+        if replica.runs and not replica.released:
             urls, timeout = [replica.url], POLL_TIMEOUT_SECONDS
             try:
                 running, queued, usage = await control.load_of(*urls, timeout=timeout)
