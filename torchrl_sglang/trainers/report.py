@@ -36,6 +36,7 @@ SHOWN = (
     ("tokens/s", "time/tokens_per_second", "{:,.0f}"),
     ("collect", "time/collect", "{:.1f}s"),
     ("train", "time/train", "{:.1f}s"),
+    ("sleep", "time/sleep", "{:.1f}s"),
     ("update", "time/update", "{:.1f}s"),
 )
 """Words of a step's line: name, metric, format."""
@@ -44,6 +45,7 @@ SHOWN = (
 PHASES = {
     "collect": "Generation",
     "train": "Training",
+    "sleep": "Putting servers to sleep and waking them up",
     "update": "Sending weights",
     "evaluate": "Evaluation",
     "save": "Writing checkpoints",
@@ -67,14 +69,15 @@ class PhaseClock:
     def __init__(self, recorder: RunRecorder | None = None) -> None:
         self._recorder = recorder
         self.seconds: dict[str, float] = {}
-        self.totals: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        # Servers sleep in colocated runs alone.
+        self.totals = {name: 0.0 for name in PHASES if name != "sleep"}
         self._start = time.perf_counter()
 
     def done(self, phase: str) -> None:
         """Counts the time since the last call as a phase, of this step."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._start
-        self.totals[phase] += now - self._start
+        self.totals[phase] = self.totals.get(phase, 0.0) + now - self._start
         if self._recorder is not None and phase not in TOLD_BY_COLLECTOR:
             ended = time.time()
             self._recorder.add_phase(phase, ended - (now - self._start), ended)

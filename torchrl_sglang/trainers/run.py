@@ -335,6 +335,7 @@ class Run:
         adapts = self._training.lora is not None
         memory = "kv_cache" if adapts else ("weights", "kv_cache")
         self.ranks.first(lambda: self.engine and self.engine.sleep(memory))
+        self.clock.done("sleep")
         try:
             yield
         except BaseException:
@@ -343,10 +344,12 @@ class Run:
                 with suppress(SGLangError):
                     self.engine.wake_up()
             raise
+        self.clock.done("train")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.ranks.barrier()
         self.ranks.first(lambda: self.engine and self.engine.wake_up("weights"))
+        self.clock.done("sleep")
 
     @property
     def _max_tokens(self) -> int | None:

@@ -36,6 +36,7 @@ STATES = (
 OF_PHASE = {
     "wait": "waiting",
     "train": "training",
+    "sleep": "sleeping",
     "evaluate": "evaluating",
     "save": "saving",
 }

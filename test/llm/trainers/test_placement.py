@@ -73,6 +73,7 @@ def test_colocated(make, tmp_path, lora):
             assert not run.engine.asleep
         run.finish()
         assert run.step == 3
+        assert run.clock.totals["sleep"] > 0
         if lora is None:
             assert difference(run.engine, run.model) < TOLERANCE
     assert len((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()) == 48
