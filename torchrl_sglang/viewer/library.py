@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
 
@@ -38,8 +39,10 @@ def library() -> str:
             found = kept.read_text(encoding="utf-8")
             if found.endswith(END):
                 return found
+    # Its types say that it needs an argument, and its documentation that it does not.
+    bundle: Any = vl_convert.javascript_bundle
     # Nothing in it may end the element that it stands in.
-    script = str(vl_convert.javascript_bundle()).replace("</script", "<\\/script") + END
+    script = str(bundle()).replace("</script", "<\\/script") + END
     if kept is not None:
         with suppress(OSError):
             partial = kept.with_suffix(f".{os.getpid()}.partial")
