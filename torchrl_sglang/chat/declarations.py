@@ -7,7 +7,7 @@ they are compared, written by a template and kept once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,10 +25,10 @@ class Declaration(dict[str, Any]):
 
     __slots__ = ("__texts",)
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         super().__init__(
             (key, Declaration(each) if type(each) is dict else each)
-            for key, each in given.items()
+            for key, each in dict(given).items()
         )
         self.__texts: dict[Hashable, str] = {}
 
