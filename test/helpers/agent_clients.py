@@ -137,6 +137,10 @@ SCENARIOS = {
 }
 
 
+ERROR = b'"error":{'
+"""What each dialect's event of an error has, and what no text of a model has."""
+
+
 class Relay:
     """Passes requests on to a gateway, and keeps their statuses.
 
@@ -149,13 +153,15 @@ class Relay:
         """Method, path and status of each request, in the order of their answers."""
         self.refused: list[tuple[bytes, bytes]] = []
         """Bodies and answers of those that were refused."""
+        self.failed_streams = 0
+        """Streams that had begun when they were refused, and tell of it themselves."""
         self._runner = run_sync(self._start())
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     def point_at(self, target: str) -> None:
         """Passes requests on to this gateway from now on, and forgets the others."""
         self._target = URL(target)
-        self.seen, self.refused = [], []
+        self.seen, self.refused, self.failed_streams = [], [], 0
 
     def statuses(self) -> list[int]:
         """Returns the statuses of requests for responses."""
@@ -194,6 +200,8 @@ class Relay:
             async for chunk in answer.content.iter_any():
                 if answer.status >= 400:
                     self.refused.append((body, chunk))
+                elif ERROR in chunk:
+                    self.failed_streams += 1
                 await response.write(chunk)
             await response.write_eof()
             return response
@@ -426,10 +434,12 @@ def check(outcome: Outcome, program: Program, name: str) -> None:
     statuses = outcome.relay.statuses()
     if scenario.status is not None:
         refused = [status for status in statuses if status != 200]
-        assert statuses[-1] == scenario.status
-        assert set(refused) == {scenario.status}
+        late = outcome.relay.failed_streams
+        # A stream begins within a second, whatever its prompt takes on a busy machine.
+        assert late or statuses[-1] == scenario.status
+        assert set(refused) <= {scenario.status}
         # It ends at once.
-        assert len(refused) == 1 or name in program.repeats
+        assert len(refused) + late == 1 or name in program.repeats
     rows, _ = program.rows.get(name, (1, ""))
     assert (0 if outcome.rows is None else len(outcome.rows)) == rows
     if rows:

@@ -100,6 +100,10 @@ def write(row):
         file.write(json.dumps(row) + chr(10))
 
 
+def plain(value):
+    return value.rows if isinstance(value, Table) else float(value)
+
+
 KEYS = "id", "resume", "project", "config"
 
 
@@ -109,11 +113,16 @@ class Config:
             write({"group_size": values["group_size"]})
 
 
+class Table:
+    def __init__(self, columns, data):
+        self.rows = [dict(zip(columns, row)) for row in data]
+
+
 class Run:
     id, config = "run", Config()
 
     def log(self, values, **others):
-        write({key: float(each) for key, each in values.items()})
+        write({key: plain(each) for key, each in values.items()})
 
     def __getattr__(self, name):
         if name.startswith("__"):

@@ -383,5 +383,7 @@ def test_runs_side_by_side(tiny_model_path, tmp_path):
         assert "error" not in each, each["error"]
         assert "eval_reward/right" in each["rows"][-1]
         gaps = [row["gap/max"] for row in each["rows"] if "gap/max" in row]
-        # Both compute in float32, with the same weights; others are older.
-        assert max(gaps) < 1e-3 if each["kind"] == "sync" else not gaps
+        # Both compute in float32, with the same weights. Of an asynchronous run, the
+        # first batch may be as new as that; of a synchronous one, each is.
+        assert gaps or each["kind"] != "sync"
+        assert all(gap < 1e-3 for gap in gaps)
