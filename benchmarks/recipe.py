@@ -2,8 +2,10 @@ r"""A GRPO run of random weights: seconds of each phase, and memory.
 
 Colocated, each rank has a GPU with a server on it; apart, the ranks have the first GPUs
 and a server the next one. Responses end at random, so that their lengths are
-long-tailed. What training could be at best is measured by `training.py`, which runs
-under torchrun, too.
+long-tailed. Afterwards, generation and training of such batches are measured alone: no
+loop of these two is faster than the slower one, and one that does them in turn no
+faster than both. What training could be at best is measured by `training.py`, which
+runs under torchrun, too.
 
     torchrun --nproc-per-node 2 benchmarks/recipe.py 0.5b --arrangement colocated
     python benchmarks/recipe.py 3b --arrangement apart
@@ -14,10 +16,13 @@ under torchrun, too.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +35,8 @@ from torchrl_sglang import GRPO
 from torchrl_sglang.cli.bench.measure import save_model, server_arguments
 from torchrl_sglang.trainers.ranks import find_trainer_ranks
 
-PHASES = ("collect", "train", "update")
+PHASES = ("collect", "train", "update", "sleep")
+TIMES = {f"time/{name}" for name in PHASES}
 FIRST_STOP = 200
 """Tokens from here on end a response; the tokenizer knows none of them."""
 
@@ -65,6 +71,8 @@ def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
         "max_model_len": options.new_tokens + 512,
         "router_policy": None,
     }
+    if options.rollout_dtype != "auto":
+        engine["rollout_dtype"] = options.rollout_dtype
     if options.device == "cpu":
         first = min(FIRST_STOP, vocabulary - stops)
         engine |= {"device": "cpu", "dtype": "float32"}
@@ -85,6 +93,7 @@ def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
         groups_per_batch=options.groups,
         steps=options.steps,
         max_tokens_per_pass=options.max_tokens_per_pass,
+        max_staleness=options.max_staleness,
         colocated=options.arrangement == "colocated",
         engine=engine,
         output=folder,
@@ -93,9 +102,9 @@ def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
     )
 
 
-def take_steps(run: GRPO) -> list[dict[str, float]]:
-    """Takes the run's steps; returns their metrics."""
-    found = []
+def take_steps(run: GRPO) -> tuple[list[dict[str, float]], Any]:
+    """Takes the run's steps; returns their metrics, and the last batch."""
+    found, batch = [], None
     for batch in run.batches():
         run.step += 1
         with run.memory_for_training():
@@ -105,20 +114,84 @@ def take_steps(run: GRPO) -> list[dict[str, float]]:
         run.clock.done("update")
         run.report(metrics)
         found.append(dict(run.metrics))
+        if len(found) == run.steps:
+            break
+    return found, batch
+
+
+def seconds_of(work: Callable[[], Any], repeats: int) -> list[float]:
+    """Returns how long something takes, after a first time."""
+    found = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begin)
+    return found[1:]
+
+
+def measure_alone(run: GRPO, batch: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures generation and training, each by itself; all ranks call it."""
+    repeats = options.alone
+
+    def train() -> None:
+        run.learner.train(batch, run.collector.policy_version)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        run.ranks.barrier()
+
+    with run.memory_for_training():
+        trained = seconds_of(train, repeats)
+    run.update_weights()
+    number = options.groups * options.group_size
+    tokens: list[int] = []
+
+    def generate() -> None:
+        assert run.engine is not None
+        found = run.engine.generate(
+            input_ids=[[*range(40, 64)]] * number,
+            sampling_params={**run.sampling, "seed": None},
+            return_logprobs=True,
+        )
+        tokens.append(sum(len(each.token_ids) for each in found))
+
+    generated = run.ranks.first(lambda: seconds_of(generate, repeats))
+    return {
+        "train": statistics.median(trained),
+        "generate": statistics.median(generated),
+        "generated_tokens": statistics.median(tokens) if tokens else 0,
+    }
+
+
+def summarize(
+    steps: list[dict[str, float]], alone: dict[str, float], warmup: int
+) -> dict[str, Any]:
+    """Returns the medians of the steps after the first ones."""
+    steps = steps[warmup:]
+    found: dict[str, Any] = {"steps": len(steps), "alone": alone}
+    for name in ("batch/tokens", "batch/response_tokens", "batch/truncated"):
+        values = [step[name] for step in steps if name in step]
+        if values:
+            found[name] = statistics.median(values)
+    for name in PHASES:
+        seconds = [step.get(f"time/{name}", 0.0) for step in steps]
+        found[name] = [statistics.median(seconds), min(seconds), max(seconds)]
+    whole = [sum(v for k, v in each.items() if k in TIMES) for each in steps]
+    found["step"] = [statistics.median(whole), min(whole), max(whole)]
     return found
 
 
-def print_steps(steps: list[dict[str, float]], warmup: int) -> None:
-    """Prints the medians of phases, of the steps after the first ones."""
-    print_row("steps that count", len(steps[warmup:]), f"after {warmup}")
+def show(found: dict[str, Any], warmup: int) -> None:
+    """Prints what was measured."""
+    print_row("steps that count", found["steps"], f"after {warmup}")
     for name in ("batch/tokens", "batch/response_tokens", "batch/truncated"):
-        values = [step[name] for step in steps[warmup:] if name in step]
-        if values:
-            print_row(name, statistics.median(values))
+        if name in found:
+            print_row(name, found[name])
     print_row("", "median s", "least", "most")
-    for name in PHASES:
-        found = [step[f"time/{name}"] for step in steps[warmup:]]
-        print_row(name, statistics.median(found), min(found), max(found))
+    for name in (*PHASES, "step"):
+        print_row(name, *found[name])
+    for name in ("generate", "train"):
+        print_row(f"{name} alone", found["alone"][name])
+    print_row("peak of a rank", found["trainer_peak"] / 1e9, "GB")
 
 
 def main() -> None:
@@ -134,8 +207,12 @@ def main() -> None:
         mean_tokens=512,
         max_tokens_per_pass=16_384,
         server_memory=0.5,
+        max_staleness=0,
+        rollout_dtype="auto|fp8",
         steps=6,
         warmup=2,
+        alone=3,
+        json="",
     )
     set_list_to_stack(True).set()
     torch.set_float32_matmul_precision("high")
@@ -147,13 +224,19 @@ def main() -> None:
     try:
         with make_run(path, options, str(folder)) as run:
             run.begin()
-            steps = take_steps(run)
+            steps, batch = take_steps(run)
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
             peaks = ranks.gather(peak)
+            alone = measure_alone(run, batch, options)
         if ranks.is_first:
+            found = summarize(steps, alone, options.warmup)
+            found |= {"trainer_peak": max(peaks), "ranks": ranks.size}
+            number = options.groups * options.group_size
+            found["responses"] = number * found["batch/response_tokens"]
             print(f"{options.model}, {options.arrangement}, {ranks.size} ranks")
-            print_steps(steps, options.warmup)
-            print_row("peak of a rank", max(peaks) / 1e9, "GB")
+            show(found, options.warmup)
+            if options.json:
+                Path(options.json).write_text(json.dumps(found))
     finally:
         ranks.barrier()
         if ranks.is_first:

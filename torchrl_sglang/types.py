@@ -292,6 +292,12 @@ class ServerArgs:
     """Whether it continues the traces of its clients."""
     sampling_mask_max_tokens: int | None = None
     """Most tokens of a sampling support that it reports."""
+    enable_priority_scheduling: bool = False
+    """Whether it begins waiting requests in the order of their priorities."""
+    schedule_low_priority_values_first: bool = False
+    """Whether small numbers are begun first, not great ones."""
+    disable_priority_preemption: bool = False
+    """Whether a running request stays so when one of a higher priority comes."""
     max_lora_rank: int | None = None
     """Greatest rank of an adapter."""
     lora_target_modules: Any = None

@@ -82,6 +82,7 @@ class RLSGLangEngine(abc.ABC):
         return_exceptions: bool = False,
         return_partial: bool = False,
         adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int | None] | None = None,
         logprobs_mode: LogProbsMode = "model",
         token_columns: Sequence[str | TokenColumn] = (),
         **sampling: Any,
@@ -114,6 +115,10 @@ class RLSGLangEngine(abc.ABC):
                 with ``finish_reason`` ``"abort"``, instead of its error.
             adapter: name of the LoRA adapter to compute them with, for all or one for
                 each; ``""`` for the base model. Defaults to :attr:`default_adapter`.
+            priority: of requests that wait in a server, those with the greatest one
+                are begun first; one for all or one for each. It needs servers with
+                ``enable_priority_scheduling=True``. SGLang interrupts running requests
+                for much greater ones, unless ``disable_priority_preemption=True``.
             logprobs_mode: whose log-probs of response tokens and of top-k tokens.
                 ``"model"``: the model's own, ``log_softmax(logits)``, whatever the
                 sampling parameters, as the trained model computes them and as vLLM
@@ -159,6 +164,7 @@ class RLSGLangEngine(abc.ABC):
             request_ids=request_ids,
             session_ids=session_ids,
             adapter=adapter,
+            priority=priority,
             logprobs_mode=logprobs_mode,
             token_columns=token_columns,
             **sampling,

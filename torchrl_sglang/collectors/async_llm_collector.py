@@ -34,6 +34,10 @@ from torchrl_sglang.collectors.runtime.group_life import (
 from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
 from torchrl_sglang.collectors.scheduling.admission import Limits
 from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, OnStale
+from torchrl_sglang.collectors.scheduling.priority import (
+    RequestOrder,
+    choose_priority,
+)
 from torchrl_sglang.collectors.scheduling.prompts import make_prompts
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.weight_sync import (
@@ -159,6 +163,12 @@ class AsyncLLMCollector(GroupCollector):
             row are given up, the collector raises their error. A task that cannot be
             collected at all (:class:`.TaskError`) is given up at once. Errors of the
             engine are retried for ``timeouts.engine`` seconds. Defaults to 2.
+        request_order (str): which requests the servers begin first, where more wait
+            than they can run: ``"arrival"`` (default), or ``"oldest"``: those of the
+            groups that started first, so that a later turn of an older group does not
+            wait behind first turns of newer ones. It needs servers with
+            ``enable_priority_scheduling=True`` and
+            ``disable_priority_preemption=True``.
         shuffle (bool): read a dataset in random order. Defaults to False.
         seed (int): of that order. Defaults to 0.
         deterministic (bool): two runs collect the same, whatever finishes first: each
@@ -223,6 +233,7 @@ class AsyncLLMCollector(GroupCollector):
         total_groups: int = -1,
         max_in_flight: int | None = None,
         max_retries: int = 2,
+        request_order: RequestOrder = "arrival",
         shuffle: bool = False,
         seed: int = 0,
         deterministic: bool = False,
@@ -250,6 +261,7 @@ class AsyncLLMCollector(GroupCollector):
             if count is not None or name not in ("max_turns", "max_in_flight"):
                 check_count(name, count, least=least)
         check_choice("on_stale", on_stale, get_args(OnStale))
+        check_choice("request_order", request_order, get_args(RequestOrder))
         schemes = check_schemes(weight_sync_schemes)
         check_policy(policy)
         self.deterministic = check_flag("deterministic", deterministic)
@@ -282,6 +294,7 @@ class AsyncLLMCollector(GroupCollector):
             timeouts=self.timeouts,
             blocking=BlockingCalls("torchrl_sglang-functions", num_threads),
             seeds=self._seeds if has_seeds else None,
+            priority_of=choose_priority(request_order, policy.model.capabilities),
             rewards=rewards,
             group_rewards=group_rewards,
             step=step,

@@ -613,6 +613,7 @@ class Gateway:
                     prompt,
                     self._sampling(session, request, prompt),
                     session=session.name,
+                    priority=session.priority,
                     progress=progress,
                 )
             turns = [

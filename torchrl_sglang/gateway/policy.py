@@ -120,6 +120,7 @@ class Policy:
         sampling: Sampling,
         *,
         session: str,
+        priority: int | None = None,
         progress: Progress | None = None,
     ) -> list[PolicyReply]:
         """Returns responses to a conversation; those of a session go to one server.
@@ -128,6 +129,7 @@ class Policy:
             prompt: the conversation.
             sampling: of the responses.
             session: name of the session.
+            priority: of its requests.
             progress: is told of the responses while they are generated.
 
         Raises:
@@ -139,6 +141,7 @@ class Policy:
             return_logprobs=True,
             top_logprobs=sampling.top_logprobs,
             session_id=session,
+            priority=priority,
             token_columns=self._token_columns,
             logprobs_mode=self._logprobs_mode,
         )

@@ -285,6 +285,7 @@ class Session:
         expires (float | None): seconds since the epoch at which its key opens it no
             more; ``None``: never.
         generating (int): turns that are generated now.
+        priority (int | None): of its requests in a server's queue.
         is_trained (callable): says of a turn whether it is trained; the gateway's
             ``trained``.
         is_dropped (bool): whether the gateway has forgotten it; it takes no more turns.
@@ -305,6 +306,7 @@ class Session:
         # Turns that are being kept, and the turns that they go on from.
         self.pinned: list[Turn] = []
         self.generating = 0
+        self.priority: int | None = None
         self.is_dropped = False
         self.is_trained: TrainedRule = every_turn
         self._next = 0

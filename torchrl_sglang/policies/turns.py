@@ -141,6 +141,7 @@ class TurnCodec:
         sample: int = 0,
         seed: int | None = None,
         session_id: str | None = None,
+        priority: int | None = None,
         timeout: float,
     ) -> TurnResponse:
         """Returns the policy's response; each sample of a group has its own seed.
@@ -150,6 +151,7 @@ class TurnCodec:
             sample: number of the response in its group.
             seed: of the response, instead of one from the policy's.
             session_id: of the conversation.
+            priority: of the request in a server's queue.
             timeout: in seconds.
         """
         params = self._params.for_sample(sample)
@@ -160,6 +162,7 @@ class TurnCodec:
             input_ids=prompt.token_ids,
             sampling_params=params,
             session_id=session_id,
+            priority=priority,
         )
         policy = self._policy
         (completion,) = await ask_async(

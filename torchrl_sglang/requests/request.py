@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.requests.behaviour import plan_behaviour
 from torchrl_sglang.requests.sampling import (
     SAMPLING_ALIASES,
@@ -81,6 +81,9 @@ class GenerateRequest:
     """Requests of one session go to one server, which has their prefix cached."""
     adapter: str | None = None
     """LoRA adapter; ``""`` for the base model, ``None`` for the engine's default."""
+    priority: int | None = None
+    """Of waiting requests, a server begins those with the greatest one first. Servers
+    need ``enable_priority_scheduling=True``."""
     score_response: bool = False
     """Set by the engine: the finished response is scored as a prompt, because the log-
     probabilities that the server gives while it generates are of another mode."""
@@ -149,6 +152,7 @@ _PER_PROMPT = {
     "request_ids": "request_id",
     "session_ids": "session_id",
     "adapter": "adapter",
+    "priority": "priority",
 }
 
 
@@ -312,12 +316,35 @@ def check_request(
             f"top_logprobs={number!r} is not a number of tokens; give an integer in "
             f"[0, {most}] (the size of the vocabulary)."
         )
+    _check_priority(request.priority, capabilities)
     request = plan_behaviour(request, params, capabilities)
     check_columns(request.token_columns, params, capabilities)
     if capabilities.uses_seeds and "sampling_seed" not in params:
         # The server would give all requests the same one.
         params = {**params, "sampling_seed": secrets.randbits(63)}
     return replace(request, sampling_params=params)
+
+
+def _check_priority(priority: Any, capabilities: ServerCapabilities) -> None:
+    if priority is None:
+        return
+    if type(priority) is not int or abs(priority) >= 2**31:
+        raise ConfigurationError(
+            f"priority={priority!r} is not an integer below 2**31; requests with a "
+            f"greater one are begun first."
+        )
+    check_priorities(capabilities)
+
+
+def check_priorities(capabilities: ServerCapabilities) -> None:
+    """Raises :class:`.UnsupportedByServerError` if servers ignore priorities."""
+    if not capabilities.args.enable_priority_scheduling:
+        raise UnsupportedByServerError(
+            "The servers begin requests in the order of arrival, whatever their "
+            "priority: start them with AsyncSGLang.from_pretrained(..., "
+            "enable_priority_scheduling=True, disable_priority_preemption=True), or "
+            "leave priority out."
+        )
 
 
 def check_prompt(
@@ -377,6 +404,9 @@ def to_payload(
         "rid": rid,
     }
     payload |= column_fields(request.token_columns, request.columns_from, payload)
+    if request.priority is not None:
+        small_first = capabilities.args.schedule_low_priority_values_first
+        payload["priority"] = -request.priority if small_first else request.priority
     limit = payload["sampling_params"]["max_new_tokens"]
     interval = STREAM_INTERVAL
     if request.on_tokens is not None:

@@ -19,6 +19,7 @@ from torchrl_sglang.collectors.groups.user_functions import check_call, name_of,
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.collection import TokenSpan
 from torchrl_sglang.collectors.runtime.stats import Meter
+from torchrl_sglang.collectors.scheduling.priority import PriorityOf, no_priority
 from torchrl_sglang.errors import CollectionError
 from torchrl_sglang.gateway.agents import Agent, run_agent
 from torchrl_sglang.gateway.export import CONTAINERS, to_rows
@@ -60,6 +61,7 @@ class AgentGroups:
         size: agents of a group.
         seconds: timeout of an agent.
         blocking: threads, which end with the collector.
+        priority_of: the priority of a group's requests.
 
     Attributes:
         columns (frozenset of str): names that a row uses itself.
@@ -74,6 +76,7 @@ class AgentGroups:
         size: int,
         seconds: float,
         blocking: BlockingCalls,
+        priority_of: PriorityOf = no_priority,
     ) -> None:
         self.size = size
         self.columns = COLUMNS | {column.name for column in gateway.token_columns}
@@ -83,6 +86,7 @@ class AgentGroups:
         self._versions = versions
         self._seconds = seconds
         self._blocking = blocking
+        self._priority_of = priority_of
         self._role = f"The agent {name_of(agent)!r}"
         check_call(self._role, agent, "task", base_url="", api_key="")
 
@@ -102,20 +106,19 @@ class AgentGroups:
 
         async def one() -> AgentRun:
             async with turn():
-                return await self._run(
-                    f"group-{position}", dict(task), columns, policy_version()
-                )
+                return await self._run(position, dict(task), columns, policy_version())
 
         return await together(one() for _ in range(self.size))
 
     async def _run(
         self,
-        group: str,
+        position: int,
         task: dict[str, Any],
         columns: Mapping[str, Any],
         policy_version: int,
     ) -> AgentRun:
-        session = self._gateway.session(group=group)
+        session = self._gateway.session(group=f"group-{position}")
+        session.priority = self._priority_of(position)
         self.generating.add(1)
         try:
             with naming(self._role), span("agent", session=session.name):

@@ -192,14 +192,24 @@ class Conversations:
         session_id: str,
         policy_version: Callable[[], int],
         seed_of: SeedOf | None = None,
+        priority: int | None = None,
     ) -> None:
-        """Runs a conversation to its end; ``seed_of`` gives its responses' seeds."""
+        """Runs a conversation to its end.
+
+        Args:
+            conversation: that begins.
+            session_id: of its requests.
+            policy_version: returns that of now.
+            seed_of: returns a response's seed.
+            priority: of its requests.
+        """
         respond = partial(
             self._respond,
             conversation,
             session_id=session_id,
             policy_version=policy_version,
             seed_of=seed_of,
+            priority=priority,
         )
         said: list[Message] | None = []
         while said is not None:
@@ -246,6 +256,7 @@ class Conversations:
         session_id: str,
         policy_version: Callable[[], int],
         seed_of: SeedOf | None,
+        priority: int | None,
     ) -> bool:
         """Adds a response; returns False if the context has no room for one."""
         turns = conversation.turns
@@ -264,6 +275,7 @@ class Conversations:
                     sample=conversation.sample,
                     seed=seed_of and seed_of(len(turns), prompt.token_ids),
                     session_id=session_id,
+                    priority=priority,
                     timeout=self._timeouts.turn,
                 )
             finally:

@@ -37,6 +37,7 @@ from torchrl_sglang.collectors.groups.user_functions import naming
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.collection import TokenSpan
 from torchrl_sglang.collectors.runtime.stats import Meter
+from torchrl_sglang.collectors.scheduling.priority import PriorityOf, no_priority
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
@@ -176,6 +177,8 @@ class EnvironmentGroups:
         size: conversations of a group.
         timeouts: of responses, resets and steps.
         blocking: threads that environments run in.
+        seeds: of their responses; ``None``: the policy's.
+        priority_of: the priority of a group's requests.
 
     Attributes:
         policy (SGLangWrapper): responds in them; TorchRL's ``RetrieveKL`` reads it.
@@ -194,6 +197,7 @@ class EnvironmentGroups:
         timeouts: CollectorTimeouts,
         blocking: BlockingCalls,
         seeds: SampleSeeds | None = None,
+        priority_of: PriorityOf = no_priority,
     ) -> None:
         if isinstance(make_env, EnvBase) or not callable(make_env):
             raise ConfigurationError(
@@ -215,6 +219,7 @@ class EnvironmentGroups:
         )
         self._versions = versions
         self._seeds = seeds
+        self._priority_of = priority_of
         self._timeouts = timeouts
         self._blocking = blocking
 
@@ -238,10 +243,12 @@ class EnvironmentGroups:
         """Returns the complete conversations about a task."""
         check_task(task, self._columns)
 
+        priority = self._priority_of(position)
+
         async def one(sample: int) -> Episode:
             seed_of = seeds_at(self._seeds, position, sample)
             async with turn():
-                return await self._run_episode(task, policy_version, seed_of)
+                return await self._run_episode(task, policy_version, seed_of, priority)
 
         return await together(one(sample) for sample in range(self.size))
 
@@ -250,6 +257,7 @@ class EnvironmentGroups:
         task: Mapping[str, Any],
         policy_version: Callable[[], int],
         seed_of: SeedOf | None,
+        priority: int | None,
     ) -> Episode:
         """Runs one conversation; its environment is not used again if it fails."""
         environment = await self._get()
@@ -258,7 +266,9 @@ class EnvironmentGroups:
             prompt = await self._use(environment, "reset", self._reset, task)
             while prompt is not None:
                 version = policy_version()
-                completion = await self._respond(prompt, len(episode), seed_of)
+                completion = await self._respond(
+                    prompt, len(episode), seed_of, priority
+                )
                 row, prompt = await self._use(
                     environment, "stepped", self._step, prompt, completion
                 )
@@ -316,9 +326,13 @@ class EnvironmentGroups:
             return await self._blocking.run(function, seconds=self._timeouts.step)
 
     async def _respond(
-        self, prompt: _Observation, turn: int, seed_of: SeedOf | None
+        self,
+        prompt: _Observation,
+        turn: int,
+        seed_of: SeedOf | None,
+        priority: int | None,
     ) -> Completion:
-        asked = prompt.requests
+        asked = [replace(each, priority=priority) for each in prompt.requests]
         if seed_of is not None:
             asked = [_with_seed(each, seed_of(turn, each.input_ids)) for each in asked]
         self.generating.add(1)

@@ -19,6 +19,7 @@ from torchrl_sglang.collectors.groups.rows import (
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.collection import TokenSpan
+from torchrl_sglang.collectors.scheduling.priority import PriorityOf, no_priority
 from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
@@ -46,6 +47,7 @@ class FunctionGroups:
         size: conversations of a group.
         blocking: threads of their functions, which end with them.
         seeds: of their responses; ``None``: the policy's.
+        priority_of: the priority of a group's requests.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class FunctionGroups:
         size: int,
         blocking: BlockingCalls,
         seeds: SampleSeeds | None = None,
+        priority_of: PriorityOf = no_priority,
     ) -> None:
         self.size = size
         self.generating = conversations.generating
@@ -67,6 +70,7 @@ class FunctionGroups:
         self._writer = writer
         self._versions = versions
         self._seeds = seeds
+        self._priority_of = priority_of
         check_names(rewards.names, writer.columns, "a reward")
         self._columns = writer.columns | frozenset(rewards.names)
 
@@ -93,6 +97,7 @@ class FunctionGroups:
                         session_id=f"group-{position}",
                         policy_version=policy_version,
                         seed_of=seeds_at(self._seeds, position, conversation.sample),
+                        priority=self._priority_of(position),
                     )
 
         try:

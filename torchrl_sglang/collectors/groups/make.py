@@ -16,6 +16,7 @@ from torchrl_sglang.collectors.groups.rewards import Rewards
 from torchrl_sglang.collectors.groups.rows import GroupWriter
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.collection import Groups
+from torchrl_sglang.collectors.scheduling.priority import PriorityOf
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
@@ -34,6 +35,7 @@ def make_groups(
     timeouts: CollectorTimeouts,
     blocking: BlockingCalls,
     seeds: SampleSeeds | None,
+    priority_of: PriorityOf,
     agent: Any,
     gateway: Any,
     **functions: Any,
@@ -48,6 +50,7 @@ def make_groups(
         timeouts: of the collector.
         blocking: threads of the user's functions.
         seeds: of samples; None: the engine's own randomness.
+        priority_of: the priority of a group's requests.
         agent: writes a whole conversation.
         gateway: an agent's endpoint.
         functions: arguments of :class:`.Conversations`, and both kinds of rewards.
@@ -74,6 +77,7 @@ def make_groups(
             size=group_size,
             seconds=timeouts.agent,
             blocking=blocking,
+            priority_of=priority_of,
         )
     if gateway is not None:
         raise ConfigurationError("gateway is for agents; give an agent, too.")
@@ -81,6 +85,7 @@ def make_groups(
         "timeouts": timeouts,
         "blocking": blocking,
         "seeds": seeds,
+        "priority_of": priority_of,
     }
     if env is None:
         return _of_functions(policy, versions, group_size, **options, **functions)
@@ -102,6 +107,7 @@ def _of_functions(
     timeouts: CollectorTimeouts,
     blocking: BlockingCalls,
     seeds: SampleSeeds | None,
+    priority_of: PriorityOf,
     **functions: Any,
 ) -> Groups:
     rewarded = Rewards(
@@ -132,6 +138,7 @@ def _of_functions(
         size=size,
         blocking=blocking,
         seeds=seeds,
+        priority_of=priority_of,
     )
 
 

@@ -418,6 +418,7 @@ def test_sampling_parameters_that_are_lost(pair):
 def test_fields_that_the_engine_sends(pair):
     payload = {
         "input_ids": [5, 6, 7],
+        "priority": -3,
         "sampling_params": {"temperature": 0.7},
         "return_logprob": True,
         "top_logprobs_num": 2,
