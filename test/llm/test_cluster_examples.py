@@ -251,6 +251,7 @@ def wait_until(job: Any, condition: Callable[[], bool], log: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_job_that_is_preempted(tmp_path, tiny_model_path):
     """Two torchruns of "nodes" that meet on loopback, and a real server."""

@@ -32,6 +32,7 @@ PROGRAM = Path(__file__).with_name("launcher_program.py")
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow
 def test_rank_0_under_torchrun(tiny_model_path, tmp_path):
     """Torchrun's variables would have the server wait for ever."""
     found = tmp_path / "found.json"
@@ -191,7 +192,7 @@ try:
 except OSError:
     pass
 try:
-    copy.generate(input_ids=[5], timeout=0.5)
+    copy.generate(input_ids=[5], timeout=5.0)
 except ServerTimeoutError as error:
     found["error"] = str(error)
 for file in taken:
@@ -220,6 +221,7 @@ def script_says(tiny_model_path: str, python: str) -> dict:
     return {**json.loads(found), "log": "\n".join(lines)}
 
 
+@pytest.mark.slow
 def test_a_script_on_standard_input(script_says):
     assert script_says["tokens"] == [5, 6, 7, 5]
     # The script ends without a word about its servers.
@@ -231,11 +233,13 @@ def test_a_limit_on_open_files_is_raised(script_says):
     assert script_says["raised_to"] >= min(most, 2049)
 
 
+@pytest.mark.slow
 def test_4000_prompts_with_1024_open_files(script_says):
     assert script_says["all"]
     assert "1024 files open" in script_says["log"]
 
 
+@pytest.mark.slow
 def test_a_connection_that_finds_no_file_waits(script_says):
     """It is this process's own fault: no server is asked again for it."""
     assert script_says["all_with_few_files"]

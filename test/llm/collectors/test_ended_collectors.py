@@ -32,7 +32,7 @@ def scheme(
     scheme.shutdown()
 
 
-@pytest.fixture(params=["here", "ray"])
+@pytest.fixture(params=["here", pytest.param("ray", marks=pytest.mark.slow)])
 def start(request, policy, scheme):
     """Makes collectors of one scheme, on this machine or in actors."""
     kind = AsyncLLMCollector

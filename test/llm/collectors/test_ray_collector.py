@@ -75,6 +75,7 @@ def test_the_same_methods_as_on_this_machine():
         assert (there[name].__doc__ is None) == (method.__doc__ is None), name
 
 
+@pytest.mark.slow
 def test_what_an_actor_cannot_have(restored_engine, ray_here):
     """It is named: the argument, the function and what that uses."""
     lock = threading.Lock()
@@ -104,6 +105,7 @@ def has_ended(collector) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_collector_in_an_actor(
     restored_engine, hf_model, scheme, tokenizer, ray_here
 ):

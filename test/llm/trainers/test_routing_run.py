@@ -122,6 +122,7 @@ def test_what_is_refused(engine, tiny_model_path, tmp_path):
         make(tiny_model_path, tmp_path, replay_routing="yes")
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun(moe_engine, moe_path, tmp_path):
     """Rows reach each rank with its share of the batch."""
     options = {"replay_routing": True, "gradient_checkpointing": True}

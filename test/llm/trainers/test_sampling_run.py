@@ -95,6 +95,7 @@ def test_without_replay_it_is_not(make, metrics):
     assert abs(metrics[0]["train/kl_approx"]) > 1e-2
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun(restored_engine, tiny_model_path, tmp_path):
     """Supports reach each rank with its share of the batch."""
     command = [trainer_python(), "-m", "torch.distributed.run", "--nproc-per-node=2"]

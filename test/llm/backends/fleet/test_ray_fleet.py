@@ -65,6 +65,7 @@ def urls(engine: AsyncSGLang) -> list[str]:
     return [server.url for server in servers if server.state == "serving"]
 
 
+@pytest.mark.slow
 def test_a_node_is_lost(nodes, tiny_model_path, tmp_path):
     """Its server starts on another node; router and copies follow it there."""
     import ray

@@ -683,7 +683,9 @@ def _newest(server: Server) -> int:
 
 
 @pytest.mark.parametrize("owned", [True, False], ids=["own", "of others"])
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
+)
 def test_random_histories(owned, part):
     for seed in range(part, HISTORIES, 4):
         world = World(random=Random(seed), owned=owned)

@@ -130,6 +130,7 @@ def running(engine) -> int:
     return run_sync(engine.control.running_requests())
 
 
+@pytest.mark.slow
 def test_a_step_of_a_trainer_on_the_same_gpu(sleepy, sender, hf_model, score):
     assert error_of(ask(sleepy), score) < TOLERANCE
     sleepy.sleep()

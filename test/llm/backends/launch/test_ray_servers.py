@@ -187,6 +187,7 @@ def test_a_server_on_two_nodes(bind, spec):
     assert not processes(spec["python"])
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_tells_the_log_of_its_node(cluster, spec, tmp_path):
     (tmp_path / "empty").mkdir()
     launcher = RayLauncher(nodes=[address(1)]).bind(

@@ -100,6 +100,7 @@ def test_what_is_no_placement(tiny_model_path, launcher):
         AsyncSGLang.from_pretrained(tiny_model_path, launcher=launcher)
 
 
+@pytest.mark.slow
 class TestContract(LauncherContract):
     """The suite for launchers, over the example."""
 

@@ -17,7 +17,10 @@ UPDATES = 50
 """Updates after the first one."""
 
 
-@pytest.fixture(scope="module", params=["0.5.23", "0.5.20"])
+@pytest.fixture(
+    scope="module",
+    params=["0.5.23", pytest.param("0.5.20", marks=pytest.mark.slow)],
+)
 def delta_engine(request, tiny_model_path):
     """A server of each generation, with update sessions and without."""
     with AsyncSGLang.from_pretrained(
