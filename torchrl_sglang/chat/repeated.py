@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -44,42 +45,43 @@ def read_once(read: Callable[[str, Any], _T]) -> Callable[[str, Any], _T]:
     return read_known
 
 
-class LatestRequest:
-    """The lists of the latest request of a session. For one thread.
+class LatestMessages:
+    """Messages of the latest request of a session, as its client sent them.
+
+    For one thread.
 
     Examples:
-        >>> from torchrl_sglang.chat.repeated import LatestRequest
-        >>> latest = LatestRequest()
+        >>> from torchrl_sglang.chat.repeated import LatestMessages
+        >>> latest = LatestMessages()
         >>> one, two = ({"messages": [{"content": "Hi"}]} for _ in range(2))
         >>> latest.share(one)["messages"][0] is latest.share(two)["messages"][0]
         True
     """
 
     def __init__(self) -> None:
-        self._lists: dict[str, list[Any]] = {}
+        self._known: list[Any] = []
 
-    def share(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a request whose parts are the latest one's where they are the same.
+    def share(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns a request whose messages are the latest one's where they are equal.
 
         Those of texts only: equal numbers can be written in several ways. Fields have
         to be in the same order, as templates write arguments in theirs.
         """
-        shared = {
-            name: self._parts(name, value) if type(value) is list else value
-            for name, value in body.items()
-        }
-        self._lists = {
-            name: list(value) for name, value in shared.items() if type(value) is list
-        }
-        return shared
-
-    def _parts(self, name: str, parts: list[Any]) -> list[Any]:
-        known = self._lists.get(name, [])
-        shared = [
-            own if type(own) is Repeated and _is_same(own, given) else _repeated(given)
-            for own, given in zip(known, parts, strict=False)
-        ]
-        return shared + [_repeated(each) for each in parts[len(shared) :]]
+        given = body.get("messages")
+        if type(given) is not list:
+            return body
+        try:
+            messages = [
+                own
+                if type(own) is Repeated and _is_same(own, each)
+                else _repeated(each)
+                for own, each in zip_longest(self._known[: len(given)], given)
+            ]
+        except RecursionError:
+            # The reader of messages says what is wrong.
+            return body
+        self._known = list(messages)
+        return {**body, "messages": messages}
 
 
 def _repeated(given: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from helpers.chat_families import FAMILIES, family_tokenizer
 from helpers.talk import Talk
 
-from torchrl_sglang.chat.repeated import LatestRequest, Repeated, read_once
+from torchrl_sglang.chat.repeated import LatestMessages, Repeated, read_once
 from torchrl_sglang.gateway.dialects.anthropic import read_messages
 from torchrl_sglang.gateway.dialects.openai import read_chat
 
@@ -33,7 +33,7 @@ def drawn(draw: random.Random) -> Any:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_request_is_what_its_json_says(seed: int) -> None:
-    draw, latest = random.Random(seed), LatestRequest()
+    draw, latest = random.Random(seed), LatestMessages()
     parts: list[Any] = []
     shared = 0
     for _ in range(100):
@@ -46,6 +46,15 @@ def test_a_request_is_what_its_json_says(seed: int) -> None:
     assert shared
 
 
+@pytest.mark.parametrize("depth", [100, 900])
+def test_messages_of_any_depth_are_returned(depth: int) -> None:
+    body = json.loads('{"messages": [' + '{"x": ' * depth + '"1"' + "}" * depth + "]}")
+    latest = LatestMessages()
+    for _ in range(2):
+        assert latest.share(body) == body
+    assert latest.share({"input": [1]}) == {"input": [1]}
+
+
 def test_parts_are_read_once_unless_reading_failed() -> None:
     asked = []
 
@@ -56,7 +65,7 @@ def test_parts_are_read_once_unless_reading_failed() -> None:
             raise ValueError(name)
         return [given["content"]]
 
-    latest = LatestRequest()
+    latest = LatestMessages()
     body = '{"messages": [{"content": "Hi"}, {"bad": "x"}]}'
     for number in range(2):
         good, bad = latest.share(json.loads(body))["messages"]
@@ -87,7 +96,7 @@ def as_anthropic(messages: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
 def test_tokens_are_those_of_the_whole_template(name: str, write: Any) -> None:
     # A tokenizer of pieces puts spaces where the whole text has none; the prompts of
     # deepseek-r1 end in a text that its template writes there only.
-    draw, latest, talk = random.Random(name), LatestRequest(), Talk(name)
+    draw, latest, talk = random.Random(name), LatestMessages(), Talk(name)
     tokenizer, said = family_tokenizer(name), []
     for number in range(12):
         said.append({"role": "user", "content": f"{number} {draw.choice(TEXTS)}"})
