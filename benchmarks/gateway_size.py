@@ -6,7 +6,9 @@ engine returns after ``--engine-seconds``. The tokenizer is byte-level BPE, trai
 Python's own library, and the template is Qwen3's.
 
 *Latency* is what a client waits beyond the engine's time. All sessions begin at once:
-the first turns are a row of their own. *Thread* is the processor time of the gateway's
+the first turns are a row of their own. *Agents* is how late the agents' own process is
+when it wakes from a sleep of 10 ms: waits for a processor, of which the gateway and the
+engine have as many. *Thread* is the processor time of the gateway's
 event loop for a turn, and *process* that of all its process, engine's part included.
 Memory is that of the process, with what its imports need.
 
@@ -48,6 +50,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = Path(__file__).parents[1] / "test/llm/chat/templates/qwen3.jinja"
 TOOLS, USER_CHARACTERS, RESPONSE_TOKENS = 24, 1_500, 300
 THREAD = "torchrl_sglang-gateway"
+WATCH_SECONDS = 0.01
 
 
 def library() -> str:
@@ -160,13 +163,25 @@ async def talk(
     return found
 
 
-async def talk_all(load: dict[str, Any]) -> list[list[float]]:
-    """Returns the latencies of all conversations."""
+async def watch(late: list[float]) -> None:
+    """Notes how late this process wakes, until it is cancelled."""
+    while True:
+        start = time.perf_counter()
+        await asyncio.sleep(WATCH_SECONDS)
+        late.append(time.perf_counter() - start - WATCH_SECONDS)
+
+
+async def talk_all(load: dict[str, Any]) -> dict[str, Any]:
+    """Returns the latencies of all conversations, and how late this process was."""
+    late: list[float] = []
+    watching = asyncio.create_task(watch(late))
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
         talks = (talk(client, load, number) for number in range(len(load["urls"])))
-        return list(await asyncio.gather(*talks))
+        turns = await asyncio.gather(*talks)
+    watching.cancel()
+    return {"turns": turns, "late": late}
 
 
 def thread_seconds() -> float:
@@ -200,9 +215,11 @@ def run(gateway: Gateway, text: str, arguments: argparse.Namespace) -> None:
         text=True,
         check=True,
     )
-    latencies = 1e3 * np.array(json.loads(agents.stdout))
+    found = json.loads(agents.stdout)
+    latencies, late = (1e3 * np.array(found[name]) for name in ("turns", "late"))
+    rows = {"first": latencies[:, 0], "later": latencies[:, 1:], "agents": late}
     print_row("ms", "p50", "p99", "most")
-    for name, values in (("first", latencies[:, 0]), ("later", latencies[:, 1:])):
+    for name, values in rows.items():
         if values.size:
             print_row(name, *(float(np.quantile(values, q)) for q in (0.5, 0.99, 1)))
     turns = sum(len(session.turns) for session in sessions)

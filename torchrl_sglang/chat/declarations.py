@@ -77,6 +77,9 @@ def known_settings(given: PromptSettings) -> PromptSettings:
     parts = [list(given.tools), dict(given.template_kwargs)]
     try:
         encoded = msgspec.json.encode(parts)
+        if (found := _known.get(encoded)) is not None:
+            same = [list(found.tools), dict(found.template_kwargs)] == parts
+            return found if same else given
         tools, variables = msgspec.json.decode(encoded)
         if [tools, variables] != parts:
             return given

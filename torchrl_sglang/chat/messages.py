@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchrl_sglang.chat.content import text_of
+from torchrl_sglang.chat.repeated import has_texts_only, read_once
 from torchrl_sglang.errors import ConfigurationError
 
 Message = Mapping[str, Any]
@@ -33,6 +34,7 @@ def from_openai(messages: Any) -> list[Message]:
     return [_from_openai(f"messages[{i}]", each) for i, each in enumerate(messages)]
 
 
+@read_once
 def _from_openai(name: str, given: Any) -> Message:
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise ConfigurationError(f"{name} must be an object with a role.")
@@ -185,7 +187,7 @@ def begins_with(said: Sequence[Message], known: Sequence[Message]) -> bool:
     others: dict[str, str] = {}
     same_ids = True
     for number, (own, given) in enumerate(zip(known, said, strict=False)):
-        same = own == given and _has_texts_only(own)
+        same = own is given or (own == given and has_texts_only(own))
         if not (same and same_ids) and _TO_JSON(_compared(own, mine)) != _TO_JSON(
             _compared(given, others)
         ):
@@ -194,15 +196,6 @@ def begins_with(said: Sequence[Message], known: Sequence[Message]) -> bool:
         for calls, message in ((mine, own), (others, given)):
             _note_calls(calls, message, number)
     return True
-
-
-def _has_texts_only(value: Any) -> bool:
-    """Returns whether equal values are the same; numbers can be equal to booleans."""
-    if isinstance(value, str):
-        return True
-    if isinstance(value, Mapping):
-        return all(map(_has_texts_only, value.values()))
-    return isinstance(value, list) and all(map(_has_texts_only, value))
 
 
 def changes(known: Sequence[Message], said: Sequence[Message]) -> int | None:

@@ -27,6 +27,7 @@ from aiohttp import web
 from torchrl._utils import logger as torchrl_logger
 from yarl import URL
 
+from torchrl_sglang.chat.repeated import LatestMessages
 from torchrl_sglang.errors import (
     ConfigurationError,
     GatewayError,
@@ -188,6 +189,7 @@ class _Routes:
         self._gateway = gateway
         # The answers of a session are forgotten with it.
         self._answers: WeakKeyDictionary[Session, Answers] = WeakKeyDictionary()
+        self._latest: WeakKeyDictionary[Session, LatestMessages] = WeakKeyDictionary()
 
     @web.middleware
     async def as_errors(
@@ -219,7 +221,8 @@ class _Routes:
         read = endpoint.read
         if endpoint.recalls:
             read = partial(read, recall=session.answered)
-        return self._gateway.read(read, await _json(request))
+        latest = self._latest.setdefault(session, LatestMessages())
+        return self._gateway.read(read, latest.share(await _json(request)))
 
     async def look_up(self, lookup: Lookup, request: web.Request) -> web.StreamResponse:
         """Answers with an earlier answer of a session."""

@@ -50,8 +50,11 @@ COMPARED_TURNS = 8
 GROWING_TURNS = 8
 """Latest turns that a conversation is first looked for in, and goes on from fast."""
 
-NEW_CHARACTERS = 8_000
-"""Most characters of new messages that are rendered and tokenized in a moment."""
+NEW_CHARACTERS = 2_000
+"""Most characters of new messages that are tokenized in a moment."""
+
+ALL_CHARACTERS = 16_000
+"""Most characters of a conversation that is rendered in a moment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,9 +379,11 @@ class Session:
     ) -> Prompt | None:
         """Returns what :meth:`prompt` does, if that takes a moment only.
 
-        ``None`` if the conversation goes on from none of the latest turns, or brings
-        much that is new.
+        ``None`` if the conversation is long, goes on from none of the latest turns, or
+        brings much that is new.
         """
+        if sum(len(each["content"]) for each in messages) > ALL_CHARACTERS:
+            return None
         setting = known_settings(setting)
         latest = self._latest(messages, setting)
         if latest is None:

@@ -12,7 +12,7 @@ from helpers.talk import TOOLS, Talk
 
 from torchrl_sglang.chat.messages import begins_with, common, conversation_keys
 from torchrl_sglang.chat.prompt_settings import PromptSettings
-from torchrl_sglang.gateway.session import NEW_CHARACTERS, Session
+from torchrl_sglang.gateway.session import ALL_CHARACTERS, NEW_CHARACTERS, Session
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -98,6 +98,20 @@ def test_much_that_is_new_is_left_to_a_thread() -> None:
         found = talk.session.next_prompt(messages, talk.setting, talk.template)
         assert (found is not None) == is_fast
     assert talk.session.next_prompt([USER], talk.setting, talk.template) is None
+
+
+def test_long_conversations_are_left_to_a_thread() -> None:
+    for size, is_fast in ((ALL_CHARACTERS - 8, True), (ALL_CHARACTERS - 7, False)):
+        talk = Talk("qwen2.5")
+        first = {"role": "user", "content": "x" * size}
+        messages = [first, talk.ask([first]).reply, {"role": "user", "content": "more"}]
+        assert messages[1]["content"] == "fine"
+        found = talk.session.next_prompt(messages, talk.setting, talk.template)
+        assert (found is not None) == is_fast
+        made = talk.session.prompt(messages, talk.setting, talk.template)
+        assert made.parent == 0
+        known = talk.session.turns[0].token_ids
+        assert made.token_ids[: len(known)] == known
 
 
 def test_what_begins_with_a_conversation_has_its_keys() -> None:

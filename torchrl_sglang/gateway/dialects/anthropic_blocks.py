@@ -10,6 +10,7 @@ from typing import Any
 
 from torchrl_sglang.chat.content import text_of
 from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.repeated import read_once
 from torchrl_sglang.errors import ConfigurationError
 
 _WISHES = ("strict", "input_examples", "defer_loading")
@@ -26,6 +27,7 @@ def read_system(given: Any) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
 
 
+@read_once
 def read_message(name: str, given: Any) -> list[Message]:
     """Returns a message; results of tools are messages of their own.
 
