@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.format import find_recording, read_manifest
+from torchrl_sglang.recording.lines import ERRORS, GroupLine, read_group, read_line
+
+Line = TypeVar("Line")
 
 MOST_BYTES = {"events": 100_000_000, "groups": 200_000_000, "vocabulary": 50_000_000}
 """Stream -> bytes that are read of it, the newest ones."""
@@ -21,6 +23,25 @@ MOST_OF_LINE = 16_000_000
 
 BLOCK = 4_000_000
 """Bytes that are read at once."""
+
+MOST_TOLD = 20
+"""Damaged lines that are named; all are counted."""
+
+
+@dataclass(kw_only=True)
+class Damage:
+    """Lines that could not be read."""
+
+    first: list[str] = field(default_factory=list)
+    """What is wrong with the first ones."""
+    count: int = 0
+    """How many they are."""
+
+    def add(self, what: str) -> None:
+        """Counts a line."""
+        self.count += 1
+        if len(self.first) < MOST_TOLD:
+            self.first.append(what)
 
 
 @dataclass(kw_only=True)
@@ -35,37 +56,26 @@ class _Tail:
     rest: bytes = b""
     """The beginning of a line whose end is not written yet."""
 
-    def read(self, damaged: list[str]) -> list[dict[str, Any]]:
-        """Returns the lines that were added."""
-        found: list[dict[str, Any]] = []
+    def read(self, parse: Callable[[bytes], Line], damage: Damage) -> list[Line]:
+        """Returns the lines that were added, as a function reads them."""
+        found: list[Line] = []
         with self.path.open("rb") as file:
             file.seek(self.offset)
             while block := file.read(BLOCK):
                 self.offset += len(block)
                 *lines, self.rest = (self.rest + block).split(b"\n")
-                for line in lines:
-                    if self.skips:
-                        self.skips = False
-                        continue
-                    self._add(line, found, damaged)
+                if self.skips and lines:
+                    self.skips, lines = False, lines[1:]
+                for line in filter(None, lines):
+                    try:
+                        found.append(parse(line))
+                    except ERRORS:
+                        damage.add(f"{self.path.name}: a line is no record")
                 if len(self.rest) > MOST_OF_LINE:
-                    damaged.append(f"{self.path.name}: a line is too long")
+                    if not self.skips:
+                        damage.add(f"{self.path.name}: a line is too long")
                     self.rest, self.skips = b"", True
         return found
-
-    def _add(
-        self, line: bytes, found: list[dict[str, Any]], damaged: list[str]
-    ) -> None:
-        if not line:
-            return
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
-            found.append(record)
-        else:
-            damaged.append(f"{self.path.name}: a line is no record")
 
 
 @dataclass(kw_only=True)
@@ -87,14 +97,15 @@ class Recording:
     manifest: dict[str, Any]
     events: list[dict[str, Any]] = field(default_factory=list)
     """Lines of the stream of events."""
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[GroupLine] = field(default_factory=list)
     """Lines of the stream of groups."""
+    malformed: int = 0
+    """Lines that are records, but not of their stream."""
     pieces: dict[int, str] = field(default_factory=dict)
     """Texts of tokens."""
     left_out: list[str] = field(default_factory=list)
     """Sentences on what is too large to be read."""
-    damaged: list[str] = field(default_factory=list)
-    """Lines that could not be read."""
+    damage: Damage = field(default_factory=Damage)
     _tails: dict[str, _Tail] = field(default_factory=dict)
 
     @classmethod
@@ -116,7 +127,7 @@ class Recording:
 
     def refresh(self) -> bool:
         """Reads what was added; returns whether something was."""
-        with _uncollected():
+        with uncollected():
             return self._refresh()
 
     def _refresh(self) -> bool:
@@ -131,23 +142,33 @@ class Recording:
 
     def _read(self, stream: str, tail: _Tail) -> bool:
         try:
-            found = tail.read(self.damaged)
+            if stream == "groups":
+                return self._add_groups(tail.read(read_group, self.damage))
+            found = tail.read(read_line, self.damage)
         except FileNotFoundError:
             # It made room for a newer one.
             return False
         except OSError as error:
-            self.damaged.append(f"{tail.path.name}: {error}")
+            self.damage.add(f"{tail.path.name}: {error}")
             return False
         if stream == "events":
             self.events += found
-        elif stream == "groups":
-            self.groups += found
         else:
-            for each in found:
-                pieces = each.get("pieces")
-                for token, text in (pieces if isinstance(pieces, dict) else {}).items():
-                    self.pieces[int(token)] = str(text)
+            self._add_pieces(found)
         return bool(found)
+
+    def _add_groups(self, found: list[GroupLine | None]) -> bool:
+        groups = [line for line in found if line is not None]
+        self.groups += groups
+        self.malformed += len(found) - len(groups)
+        return bool(found)
+
+    def _add_pieces(self, lines: list[dict[str, Any]]) -> None:
+        for each in lines:
+            try:
+                self.pieces |= {int(k): str(v) for k, v in each["pieces"].items()}
+            except (KeyError, AttributeError, ValueError):
+                self.malformed += 1
 
     def _new_files(self, stream: str, most: int) -> list[_Tail]:
         """Returns files that are not known: the newest, of so many bytes together."""
@@ -183,14 +204,13 @@ class Recording:
                 return None
             with (self.folder / name).open("rb") as file:
                 file.seek(offset)
-                found = json.loads(file.read(length))
-        except (OSError, ValueError, TypeError):
+                return read_line(file.read(length))
+        except (OSError, *ERRORS, TypeError):
             return None
-        return found if isinstance(found, dict) else None
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Has no garbage collected in the block: it would visit each line many times."""
     enabled = gc.isenabled()
     gc.disable()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrl_sglang.viewer.run import Bar, RunData, number
-from torchrl_sglang.viewer.timeline import lanes
+from torchrl_sglang.viewer.timeline import TRAINER
 
 LATELY = 0.5
 """Share of the run, its last part, that the sentences are about: at least a minute of
@@ -39,10 +40,10 @@ class Figures:
     """Bound of the collector; ``None``: unknown."""
 
 
-def figures_of(run: RunData) -> Figures | None:
+def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | None:
     """Returns the shares of the last part of a run; ``None``: it has too little."""
-    bars = lanes(run)
-    trainer = bars.pop("trainer", [])
+    servers = [bars for name, bars in lanes.items() if name != TRAINER]
+    trainer = lanes.get(TRAINER, ())
     if not trainer or run.ended <= run.began:
         return None
     seconds = (run.ended - run.began) * LATELY
@@ -50,7 +51,7 @@ def figures_of(run: RunData) -> Figures | None:
     since = max(since, trainer[0].began)
     span = max(run.ended - since, 1e-9)
 
-    def share(found: list[Bar], *names: str) -> float:
+    def share(found: Sequence[Bar], *names: str) -> float:
         parts = (
             bar.ended - max(bar.began, since)
             for bar in found
@@ -58,9 +59,7 @@ def figures_of(run: RunData) -> Figures | None:
         )
         return min(sum(parts) / span, 1.0)
 
-    idle = [
-        share(lane, "idle", "paused", "updating", "sleeping") for lane in bars.values()
-    ]
+    idle = [share(lane, "idle", "paused", "updating", "sleeping") for lane in servers]
     last = run.engine[-1]["servers"] if run.engine else []
     running = sum(number(each.get("running")) or 0.0 for each in last)
     waiting = sum(number(each.get("queued")) or 0.0 for each in last)

@@ -5,12 +5,12 @@ Colours, fonts and sizes that depend on light or dark are in ``static/page.js``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_sglang.viewer.curves import Curve
-from torchrl_sglang.viewer.run import RunData
-from torchrl_sglang.viewer.timeline import STATES, in_flight, lanes
+from torchrl_sglang.viewer.run import Bar, RunData
+from torchrl_sglang.viewer.timeline import STATES, in_flight
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
@@ -21,8 +21,10 @@ CURVE_PIXELS = 190
 """Height of a curve."""
 
 
-def timeline_spec(run: RunData) -> dict[str, Any] | None:
-    """Returns the lanes of a run; ``None`` if it recorded none."""
+def timeline_spec(
+    run: RunData, lanes: Mapping[str, Sequence[Bar]]
+) -> dict[str, Any] | None:
+    """Returns how the lanes of a run are drawn; ``None`` if it recorded none."""
     bars = [
         {
             "lane": lane,
@@ -32,7 +34,7 @@ def timeline_spec(run: RunData) -> dict[str, Any] | None:
             "seconds": round(bar.ended - bar.began, 4),
             "about": bar.about,
         }
-        for lane, found in lanes(run).items()
+        for lane, found in lanes.items()
         for bar in found
     ]
     if not bars:

@@ -106,32 +106,44 @@ def _metric(run: RunData, name: str, line: str = "") -> list[dict[str, Any]]:
 
 def _means(
     batches: Mapping[int, Sequence[Group]],
-    value: Callable[[Mapping[str, Any]], float | None],
+    values: Callable[[Group], Iterable[float]],
 ) -> list[tuple[float, float]]:
-    """Returns the mean over the responses of each batch, where it is known."""
+    """Returns the mean over the responses of each batch that have a value."""
     found = []
     for batch, groups in batches.items():
-        known = [value(each) for group in groups for each in group.responses]
-        values = [each for each in known if each is not None]
-        if values:
-            found.append((float(batch), sum(values) / len(values)))
+        known = [value for group in groups for value in values(group)]
+        if known:
+            found.append((float(batch), sum(known) / len(known)))
+    return found
+
+
+def _shares(
+    batches: Mapping[int, Sequence[Group]], total: Callable[[Group], int]
+) -> list[tuple[float, float]]:
+    """Returns a total of groups for each response of a batch."""
+    found = []
+    for batch, groups in batches.items():
+        count = sum(len(group.responses) for group in groups)
+        if count:
+            found.append((float(batch), sum(map(total, groups)) / count))
     return found
 
 
 def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _line("reward", _means(batches, lambda each: number(each.get("reward"))))
+    points = _line("reward", _means(batches, lambda group: group.rewards))
     named = dict.fromkeys(
         name
         for groups in batches.values()
         for each in groups[0].responses
-        for name in each.get("rewards", ())
+        for name in each.rewards
     )
     for name in named:
 
-        def value(each: Mapping[str, Any], name: str = name) -> float | None:
-            return number(each.get("rewards", {}).get(name))
+        def values(group: Group, name: str = name) -> Iterable[float]:
+            found = [number(each.rewards.get(name)) for each in group.responses]
+            return [value for value in found if value is not None]
 
-        points += _line(name, _means(batches, value))
+        points += _line(name, _means(batches, values))
     points += _metric(run, "eval/reward", "held-out reward")
     return Curve(
         id="reward",
@@ -145,7 +157,7 @@ def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
 
 def _accuracy(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     best, worst = extremes(run)
-    right = _means(batches, lambda each: _share(each, best))
+    right = _means(batches, lambda group: [float(r == best) for r in group.rewards])
     shares = []
     for batch, groups in batches.items():
         flat = [group for group in groups if len(set(group.rewards)) <= 1]
@@ -164,11 +176,6 @@ def _accuracy(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     )
 
 
-def _share(each: Mapping[str, Any], best: float | None) -> float | None:
-    reward = number(each.get("reward"))
-    return None if reward is None else float(reward == best)
-
-
 def extremes(run: RunData) -> tuple[float | None, float | None]:
     """Returns the best and the worst return of a response."""
     found = [reward for group in run.groups for reward in group.rewards]
@@ -176,7 +183,7 @@ def extremes(run: RunData) -> tuple[float | None, float | None]:
 
 
 def _lengths(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _means(batches, lambda each: number(each.get("tokens")))
+    points = _shares(batches, lambda group: group.tokens)
     return Curve(
         id="length",
         title="Response length",
@@ -188,7 +195,7 @@ def _lengths(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
 
 
 def _truncated(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _means(batches, lambda each: float(bool(each.get("cut"))))
+    points = _shares(batches, lambda group: group.cut)
     return Curve(
         id="truncated",
         title="Truncated responses",

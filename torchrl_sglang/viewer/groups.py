@@ -61,30 +61,28 @@ def table_of(run: RunData) -> dict[str, Any]:
         "columns": COLUMNS,
         "rows": [_row(group, tags.of(group)) for group in reversed(shown)],
         "total": len(run.groups),
-        "responses": sum(len(group.line["responses"]) for group in run.groups),
+        "responses": sum(len(group.responses) for group in run.groups),
     }
 
 
 def _row(group: Group, tags: Sequence[str]) -> list[Any]:
-    line, rewards = group.line, group.rewards
-    began, ended = line["time"]
-    responses = line["responses"]
-    advantages = list(group.advantages.values())
+    line, rewards, responses = group.line, group.rewards, group.responses
+    began, ended = line.time
     return [
         group.id,
         group.batch,
         group.status,
-        str(line.get("prompt", ""))[:120],
+        line.prompt[:120],
         len(responses),
         _rounded(sum(rewards) / len(rewards)) if rewards else None,
         _rounded(max(rewards, default=None)),
         _rounded(min(rewards, default=None)),
-        _rounded(max(map(abs, advantages), default=None)),
-        _tokens(group),
-        max((each.get("turns", 1) for each in responses), default=0),
-        sum(bool(each.get("cut")) for each in responses),
+        _rounded(max(map(abs, group.advantages.values()), default=None)),
+        group.tokens,
+        max([each.turns for each in responses], default=0),
+        group.cut,
         group.age,
-        _rounded(_gap(group)),
+        _rounded(max(group.gaps.values(), default=None)),
         _rounded(ended - began),
         tags,
     ]
@@ -94,39 +92,29 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _tokens(group: Group) -> int:
-    return sum(int(each["tokens"]) for each in group.line["responses"])
-
-
-def _gap(group: Group) -> float | None:
-    found = (number(each.get("gap")) for each in group.mismatch.values())
-    return max((each for each in found if each is not None), default=None)
-
-
 class _Tags:
     """Says which filters show a group."""
 
     def __init__(self, run: RunData) -> None:
         self._best, self._worst = extremes(run)
-        self._long = _largest({g.id: float(_tokens(g)) for g in run.groups})
-        gaps = {g.id: gap for g in run.groups if (gap := _gap(g)) is not None}
+        self._long = _largest({g.id: float(g.tokens) for g in run.groups})
+        gaps = {g.id: max(g.gaps.values()) for g in run.groups if g.gaps}
         self._apart = _largest(gaps)
 
     def of(self, group: Group) -> list[str]:
         """Returns the names of the filters."""
         rewards = set(group.rewards)
-        responses = group.line["responses"]
         differ = self._best != self._worst
         held = {
             "wrong": differ and rewards == {self._worst},
             "right": differ and rewards == {self._best},
             "mixed": len(rewards) > 1,
-            "truncated": any(each.get("cut") for each in responses),
+            "truncated": group.cut > 0,
             "stale": group.status == "stale" or bool(group.age),
             "untrained": group.status not in ("trained", "taken"),
             "longest": group.id in self._long,
             "mismatch": group.id in self._apart,
-            "tools": any(each.get("tools") for each in responses),
+            "tools": any(each.tools for each in group.responses),
         }
         return [name for name, holds in held.items() if holds]
 
@@ -152,7 +140,7 @@ def choose(run: RunData, most_bytes: int) -> list[Group]:
     rest, evenly spread over the run, as fit.
     """
     tags = _Tags(run)
-    with_texts = [group for group in run.groups if group.line.get("texts")]
+    with_texts = [group for group in run.groups if group.line.texts]
     chosen = dict.fromkeys(range(len(with_texts))[-30:])
     of_filter: Counter[str] = Counter()
     for place in range(len(with_texts) - 1, -1, -1):
@@ -166,7 +154,7 @@ def choose(run: RunData, most_bytes: int) -> list[Group]:
     for place in chosen:
         group = with_texts[place]
         # Text, log-probs and versions of a token, as JSON.
-        size += 40 * _tokens(group) + 2_000
+        size += 40 * group.tokens + 2_000
         if size > most_bytes and found:
             break
         found.append(group)
@@ -179,13 +167,13 @@ def conversations_of(recording: Recording, group: Group) -> dict[str, Any] | Non
     Returns:
         ``None`` if they were not recorded, or made room for newer ones.
     """
-    texts = recording.read_texts(group.line.get("texts"))
+    texts = recording.read_texts(group.line.texts)
     if texts is None:
         return None
     scores = _scores(recording, group)
     found = []
-    for line, text in zip(group.line["responses"], texts["responses"], strict=False):
-        keys = line.get("keys", ())
+    for line, text in zip(group.responses, texts["responses"], strict=False):
+        keys = line.keys
         advantage = next(
             (group.advantages[key] for key in keys if key in group.advantages), None
         )
@@ -193,12 +181,12 @@ def conversations_of(recording: Recording, group: Group) -> dict[str, Any] | Non
         of_turns = _scores_of_turns(turns, [scores.get(key) for key in keys])
         found.append(
             {
-                "reward": number(line.get("reward")),
-                "rewards": line.get("rewards", {}),
+                "reward": number(line.reward),
+                "rewards": line.rewards,
                 "advantage": advantage,
-                "tokens": line["tokens"],
-                "cut": line.get("cut", False),
-                "end": line.get("end", ""),
+                "tokens": line.tokens,
+                "cut": line.cut,
+                "end": line.end,
                 "turns": [
                     _turn(turn, recording.pieces, known)
                     for turn, known in zip(turns, of_turns, strict=True)

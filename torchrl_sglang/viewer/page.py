@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from typing import Any
 
-from torchrl_sglang.recording.reading import Recording
+import msgspec
+
+from torchrl_sglang.recording.reading import Recording, uncollected
 from torchrl_sglang.viewer.advice import advise, figures_of
 from torchrl_sglang.viewer.charts import curve_spec, in_flight_spec, timeline_spec
 from torchrl_sglang.viewer.curves import Curve, curves_of
@@ -23,6 +24,7 @@ from torchrl_sglang.viewer.groups import (
 )
 from torchrl_sglang.viewer.library import library
 from torchrl_sglang.viewer.run import RunData, read_run
+from torchrl_sglang.viewer.timeline import lanes
 
 MOST_BYTES = 8_000_000
 """Conversations that a file has, in bytes of the page, of all runs together."""
@@ -46,32 +48,33 @@ def read_runs(recordings: Sequence[Recording]) -> list[RunData]:
 
 def page_data(runs: Sequence[RunData], *, now: float) -> dict[str, Any]:
     """Returns all that a page shows, but for the conversations of groups."""
-    return {
-        "title": " and ".join(run.name for run in runs),
-        "filters": [[name, *words] for name, words in FILTERS.items()],
-        "runs": [_run(run, now) for run in runs],
-        "curves": [_curve(curve) for curve in merge(runs)],
-    }
+    with uncollected():
+        return {
+            "title": " and ".join(run.name for run in runs),
+            "filters": [[name, *words] for name, words in FILTERS.items()],
+            "runs": [_run(run, now) for run in runs],
+            "curves": [_curve(curve) for curve in merge(runs)],
+        }
 
 
 def _run(run: RunData, now: float) -> dict[str, Any]:
-    table = table_of(run)
+    table, bars = table_of(run), lanes(run)
     return {
         "name": run.name,
         "folder": run.folder,
         "live": run.is_live(now),
         "facts": _facts(run, table),
-        "sentence": advise(figures_of(run)),
+        "sentence": advise(figures_of(run, bars)),
         "notes": run.notes,
         "failures": run.failures[-20:],
-        "timeline": timeline_spec(run),
+        "timeline": timeline_spec(run, bars),
         "in_flight": in_flight_spec(run),
         "groups": {**table, "counts": counts_of(table)},
     }
 
 
 def _facts(run: RunData, table: dict[str, Any]) -> list[list[str]]:
-    tokens = sum(each["tokens"] for group in run.groups for each in group.responses)
+    tokens = sum(group.tokens for group in run.groups)
     seconds = max(run.ended - run.began, 0.0) if math.isfinite(run.began) else 0.0
     batches = len(run.batches)
     facts = {
@@ -130,23 +133,24 @@ def _curve(curve: Curve) -> dict[str, Any]:
     }
 
 
-def page_html(data: dict[str, Any], conversations: dict[str, Any] | None) -> str:
+def page_html(title: str, data: str) -> str:
     """Returns the page.
 
     Args:
-        data: of :func:`page_data`.
-        conversations: of groups, by run and number, for a page without a server;
-            ``None``: the page asks its server.
+        title: of the page.
+        data: of :func:`page_data`, by :func:`as_script`. Its ``conversations`` are
+            those of groups, by run and number, for a page without a server; where they
+            are missing, the page asks its server.
 
     Raises:
         ConfigurationError: if the plotting library is not installed.
     """
     parts = {
-        "title": html.escape(data["title"]),
+        "title": html.escape(title),
         "style": _static("page.css"),
         "library": library(),
         "script": _static("page.js"),
-        "data": as_script({**data, "conversations": conversations}),
+        "data": data,
     }
     page = _static("page.html")
     for name, text in parts.items():
@@ -169,25 +173,17 @@ def self_contained(recordings: Sequence[Recording], *, now: float) -> str:
     for each in data["runs"]:
         # Nothing follows it any more.
         each["live"] = False
-    return page_html(data, found)
+    return page_html(data["title"], as_script({**data, "conversations": found}))
 
 
 def as_script(value: Any) -> str:
-    """Returns a value as JSON that can stand in a ``<script>``."""
-    text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"))
+    """Returns a value as JSON that can stand in a ``<script>``.
+
+    Numbers that JSON has no form for are ``null``.
+    """
+    text = msgspec.json.encode(value).decode()
     # Neither tags nor comments of HTML can begin in it.
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028")
-
-
-def _finite(value: Any) -> Any:
-    """Returns a value without the numbers that JSON has no form for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return value
 
 
 def _static(name: str) -> str:

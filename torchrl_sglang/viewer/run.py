@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_sglang.recording.reading import Recording
+import msgspec
+
+from torchrl_sglang.recording.lines import GroupLine, ResponseLine
+from torchrl_sglang.recording.reading import Recording, uncollected
 
 LIVE_SECONDS = 15.0
 """A run that has recorded nothing for so long has ended, or was killed."""
+
+MOST_OF_INT = 2**1000
+"""A whole number below it is a float, too."""
 
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 """What a line raises that is not as it should be: somebody has changed it."""
@@ -23,7 +28,7 @@ class Group:
 
     id: str
     """Number of the group."""
-    line: Mapping[str, Any]
+    line: GroupLine
     """Its line in the recording."""
     status: str
     """``"complete"``, ``"trained"``, ``"filtered"`` or ``"stale"``."""
@@ -33,28 +38,39 @@ class Group:
     """Weight updates between its oldest token and that batch."""
     advantages: dict[str, float] = field(default_factory=dict)
     """Key of a row -> its advantage."""
-    mismatch: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    """Key of a row -> how far the trainer's log-probs are from the engine's."""
+    gaps: dict[str, float] = field(default_factory=dict)
+    """Key of a row -> how far the trainer's log-probs are from the engine's at most."""
     scores: dict[str, Any] = field(default_factory=dict)
     """Key of a row -> where the trainer's log-probs are."""
 
+    # Of all of its responses: whoever shows a run asks for them more than once.
     rewards: list[float] = field(init=False)
     """Returns of its responses, where they have one."""
+    tokens: int = field(init=False)
+    """Tokens of its responses."""
+    cut: int = field(init=False)
+    """Responses that were truncated."""
 
     def __post_init__(self) -> None:
-        found = [number(each.get("reward")) for each in self.responses]
+        responses = self.line.responses
+        found = [number(each.reward) for each in responses]
         self.rewards = [each for each in found if each is not None]
+        self.tokens = sum([each.tokens for each in responses])
+        self.cut = sum([each.cut for each in responses])
 
     @property
-    def responses(self) -> Sequence[Mapping[str, Any]]:
+    def responses(self) -> Sequence[ResponseLine]:
         """Lines of its responses."""
-        responses: Sequence[Mapping[str, Any]] = self.line["responses"]
-        return responses
+        return self.line.responses
+
+    @property
+    def ended(self) -> float:
+        """When it ended, in seconds since the epoch."""
+        return self.line.time[1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
-    """Something that lasted."""
+class Bar(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Something that lasted; a long run has a hundred thousand."""
 
     name: str
     began: float
@@ -100,25 +116,27 @@ class RunData:
 
 def number(value: Any) -> float | None:
     """Returns a finite number; ``None`` for anything else."""
-    if isinstance(value, (bool, int, float)) and math.isfinite(value):
-        return float(value)
-    return None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    is_small = isinstance(value, int) and abs(value) < MOST_OF_INT
+    return float(value) if is_small else None
 
 
 def read_run(recording: Recording, name: str) -> RunData:
     """Returns the run of a recording."""
     run = RunData(name=name, folder=str(recording.folder))
-    _Assembly(run).add_all(recording)
+    with uncollected():
+        _Assembly(run).add_all(recording)
     run.notes += _notes(recording)
     return run
 
 
 def _notes(recording: Recording) -> list[str]:
     notes = list(recording.left_out)
-    if recording.damaged:
+    if recording.damage.count:
         notes.append(
-            f"{len(recording.damaged)} lines could not be read; the first one: "
-            f"{recording.damaged[0]}."
+            f"{recording.damage.count} lines could not be read; the first one: "
+            f"{recording.damage.first[0]}."
         )
     if recording.unfinished:
         names = ", ".join(sorted(recording.unfinished))
@@ -142,19 +160,17 @@ class _Assembly:
     def __init__(self, run: RunData) -> None:
         self._run = run
         self._known: dict[str, Group] = {}
-        self._by_key: dict[str, list[Group]] = defaultdict(list)
+        self._by_key: dict[str, Group] = {}
+        self._again: dict[str, list[Group]] = {}
         self._lost = 0
         self._dropped = 0
 
     def add_all(self, recording: Recording) -> None:
         """Adds all lines; those that are not as they should be are left out."""
-        malformed = 0
+        malformed = recording.malformed
         for line in recording.groups:
-            try:
-                self._group(line)
-            except MALFORMED:
-                malformed += 1
-        self._run.groups.sort(key=lambda group: group.line["time"][1])
+            self._group(line)
+        self._run.groups.sort(key=lambda group: group.ended)
         events = sorted(recording.events, key=_time_of)
         for event in events:
             try:
@@ -175,17 +191,18 @@ class _Assembly:
                 f"reached its bound."
             )
 
-    def _group(self, line: Mapping[str, Any]) -> None:
-        ended = line["time"][1]
-        group = Group(id=str(line["id"]), line=line, status=str(line["status"]))
-        _ = [each["tokens"] for each in line["responses"]]
-        self._see(float(ended))
+    def _group(self, line: GroupLine) -> None:
+        group = Group(id=str(line.id), line=line, status=line.status)
+        self._see(group.ended)
         self._run.groups.append(group)
         self._known[group.id] = group
-        for response in line["responses"]:
-            for key in response["keys"]:
-                self._by_key[key].append(group)
-        self._run.running.append((float(ended), -1))
+        by_key = self._by_key
+        for response in line.responses:
+            for key in response.keys:
+                first = by_key.setdefault(key, group)
+                if first is not group:
+                    self._again.setdefault(key, [first]).append(group)
+        self._run.running.append((group.ended, -1))
 
     def _see(self, time: float) -> None:
         self._run.began = min(self._run.began, time)
@@ -219,13 +236,14 @@ class _Assembly:
             if group is None:
                 continue
             group.batch, group.status = int(event["number"]), "taken"
-            oldest = [r["versions"][0] for r in group.responses if r.get("versions")]
+            oldest = [each.versions[0] for each in group.responses if each.versions]
             if oldest:
                 group.age = max(int(event["version"]) - min(oldest), 0)
 
     def _on_trained(self, event: Mapping[str, Any], time: float) -> None:
         for row in event["rows"]:
-            for group in self._newest(row["key"], time):
+            group = self._newest(row["key"], time)
+            if group is not None:
                 group.status = "trained"
                 advantage = number(row.get("advantage"))
                 if advantage is not None:
@@ -234,17 +252,19 @@ class _Assembly:
 
     def _on_scored(self, event: Mapping[str, Any], time: float) -> None:
         for row in event["rows"]:
-            if "gap" not in row:
-                continue
-            for group in self._newest(row["key"], time):
-                group.mismatch[row["key"]] = row
+            gap = number(row.get("gap"))
+            group = None if gap is None else self._newest(row["key"], time)
+            if gap is not None and group is not None:
+                group.gaps[row["key"]] = gap
                 group.scores[row["key"]] = event.get("scores")
 
-    def _newest(self, key: str, time: float) -> list[Group]:
+    def _newest(self, key: str, time: float) -> Group | None:
         """Returns the newest group with a row that was complete at a time."""
-        found = self._by_key.get(key, ())
-        before = [group for group in found if group.line["time"][1] <= time]
-        return before[-1:]
+        if key in self._again:
+            found = [group for group in self._again[key] if group.ended <= time]
+            return found[-1] if found else None
+        group = self._by_key.get(key)
+        return group if group is not None and group.ended <= time else None
 
     def _on_phase(self, event: Mapping[str, Any], time: float) -> None:
         began, ended = event["span"]

@@ -15,6 +15,10 @@ from torchrl_sglang.viewer.groups import conversations_of
 from torchrl_sglang.viewer.page import as_script, page_data, page_html, read_runs
 from torchrl_sglang.viewer.run import RunData, find_group
 
+MOST_BUSY = 0.1
+"""Share of its time that a viewer reads and puts pages together: what it follows runs
+on the same machine."""
+
 HOST = "127.0.0.1"
 """Pages hold prompts and responses: they are for users of this machine."""
 
@@ -30,15 +34,16 @@ class Viewer:
         self._recordings = recordings
         self._lock = threading.Lock()
         self._runs: list[RunData] = []
-        self._data = ""
+        self._title = self._data = ""
         self._tag = ""
         self._made_at = 0.0
+        self._next_at = 0.0
 
     def page(self) -> str:
         """Returns the page."""
         with self._lock:
             self._refresh()
-            return page_html(page_data(self._runs, now=time.time()), None)
+            return page_html(self._title, self._data)
 
     def data(self) -> tuple[str, str]:
         """Returns the data of the page as JSON, and a tag of its content."""
@@ -61,18 +66,26 @@ class Viewer:
 
     def _refresh(self) -> None:
         """Reads what was added; a run that ends looks different, too."""
+        began = time.monotonic()
+        if self._data and began < self._next_at:
+            return
         changed = [each.refresh() for each in self._recordings]
         was_live = any(run.is_live(self._made_at) for run in self._runs)
         now = time.time()
         ends = was_live and not any(run.is_live(now) for run in self._runs)
-        if self._data and not any(changed) and not ends:
-            return
+        if not self._data or any(changed) or ends:
+            self._make(now)
+            took = time.monotonic() - began
+            self._next_at = began + took / MOST_BUSY
+
+    def _make(self, now: float) -> None:
         self._runs = read_runs(self._recordings)
         self._made_at = now
         data = page_data(self._runs, now=now)
+        self._title = data["title"]
         text = as_script(data)
         self._tag = f'"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"'
-        self._data = as_script({**data, "tag": self._tag})
+        self._data = f"{text[:-1]},{as_script({'tag': self._tag})[1:]}"
 
 
 def make_app(viewer: Viewer) -> web.Application:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,9 @@ MOST_BARS = 1_500
 
 GAP = 5.0
 """An answer of a server holds for so many intervals, if no other follows."""
+
+SAME = 1e-6
+"""Bars that are not further apart, in seconds, follow each other."""
 
 PAUSING = ("pause", "flush", "resume")
 """Phases of a weight update in which servers wait; they load in the others."""
@@ -106,25 +110,35 @@ def update_spans(run: RunData) -> list[Bar]:
 
 
 def server_spans(run: RunData) -> dict[str, list[Bar]]:
-    """Returns what each server said that it does, until the next answer."""
+    """Returns what each server said that it does, until the next answer.
+
+    Equal answers that follow each other are one bar.
+    """
     times = [event["time"] for event in run.engine]
     steps = sorted(after - before for before, after in pairwise(times))
     usual = steps[len(steps) // 2] if steps else 1.0
-    found: dict[str, list[Bar]] = {}
-    for place, event in enumerate(run.engine):
-        following = times[place + 1] if place + 1 < len(times) else run.ended
-        until = min(following, event["time"] + GAP * usual)
+    found: dict[str, list[Bar]] = defaultdict(list)
+    # Of each server: state, words, beginning and end of the bar that goes on.
+    last: dict[int, tuple[str, str, float, float]] = {}
+    for event, following in zip(run.engine, [*times[1:], run.ended], strict=False):
+        began = event["time"]
+        ended = max(min(following, began + GAP * usual), began)
         for rank, server in enumerate(event["servers"]):
-            name = f"server {rank}"
-            found.setdefault(name, []).append(
-                Bar(
-                    name=state_of(server),
-                    began=event["time"],
-                    ended=max(until, event["time"]),
-                    about=about_server(server),
-                )
-            )
-    return {name: join(bars) for name, bars in found.items()}
+            state, about = state_of(server), about_server(server)
+            known = last.get(rank)
+            if known is not None:
+                if known[:2] == (state, about) and began <= known[3] + SAME:
+                    last[rank] = (state, about, known[2], max(known[3], ended))
+                    continue
+                found[f"server {rank}"].append(_bar(*known))
+            last[rank] = (state, about, began, ended)
+    for rank, known in last.items():
+        found[f"server {rank}"].append(_bar(*known))
+    return dict(found)
+
+
+def _bar(name: str, about: str, began: float, ended: float) -> Bar:
+    return Bar(name=name, began=began, ended=ended, about=about)
 
 
 def state_of(server: Any) -> str:
@@ -152,7 +166,7 @@ def join(bars: Iterable[Bar]) -> list[Bar]:
         if (
             last is not None
             and (last.name, last.about) == (bar.name, bar.about)
-            and bar.began <= last.ended + 1e-6
+            and bar.began <= last.ended + SAME
         ):
             ended = max(last.ended, bar.ended)
             found[-1] = Bar(

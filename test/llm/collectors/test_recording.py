@@ -37,8 +37,8 @@ def test_groups_and_batches_are_those_of_the_collector(make, tmp_path):
     assert [phase.name for phase in run.phases] == ["wait"] * 4
     for number, batch in enumerate(batches, start=1):
         groups = [group for group in run.groups if group.batch == number]
-        groups.sort(key=lambda group: group.line["position"])
-        keys = [key for g in groups for each in g.responses for key in each["keys"]]
+        groups.sort(key=lambda group: group.line.position)
+        keys = [key for g in groups for each in g.responses for key in each.keys]
         assert keys == keys_of(batch)
         rewards = [reward for group in groups for reward in group.rewards]
         returned = batch["next", "reward"].flatten()
@@ -47,11 +47,11 @@ def test_groups_and_batches_are_those_of_the_collector(make, tmp_path):
         told = [
             group.advantages[key]
             for group in groups
-            for key in [k for each in group.responses for k in each["keys"]]
+            for key in [k for each in group.responses for k in each.keys]
         ]
         assert told == pytest.approx(batch["advantage"].flatten().tolist())
         tokens = [len(each) for each in batch.get(("tokens", "response"), as_list=True)]
-        counted = [each["tokens"] for group in groups for each in group.responses]
+        counted = [each.tokens for group in groups for each in group.responses]
         assert sum(counted) == sum(tokens)
         assert all(group.status == "trained" for group in groups)
     # Nothing runs any more.

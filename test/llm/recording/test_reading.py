@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,7 +12,12 @@ from helpers.recorded_runs import Recorded, write_run
 
 from torchrl_sglang import RunRecorder
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.recording.reading import MOST_OF_LINE, Recording
+from torchrl_sglang.recording.reading import (
+    BLOCK,
+    MOST_OF_LINE,
+    MOST_TOLD,
+    Recording,
+)
 from torchrl_sglang.viewer.page import read_runs
 
 
@@ -67,7 +74,7 @@ def test_a_file_that_is_cut_anywhere_can_be_read(folder, stream):
     for cut in range(0, len(whole), max(len(whole) // 40, 1)):
         path.write_bytes(whole[:cut])
         recording = Recording.open(folder)
-        assert not recording.damaged
+        assert not recording.damage.count
         found = recording.events if stream == "events" else recording.groups
         assert len(found) == whole[:cut].count(b"\n") <= lines
         torn = cut > 0 and whole[cut - 1 : cut] != b"\n"
@@ -105,7 +112,7 @@ def test_damage_within_a_file_costs_its_lines_only(folder):
 
 def test_texts_of_another_place_are_none(folder):
     recording = Recording.open(folder)
-    name, offset, length = recording.groups[0]["texts"]
+    name, offset, length = recording.groups[0].texts
     for place in (
         ["../" + name, offset, length],
         ["/etc/passwd", 0, 10],
@@ -130,6 +137,65 @@ def test_of_ten_gigabytes_the_newest_are_read(folder):
     assert time.monotonic() - began < 60
     assert len(recording.events) == whole.count(b"\n")
     assert any("are not shown" in sentence for sentence in recording.left_out)
+
+
+def test_a_huge_log_with_a_hole_takes_bounded_memory(tmp_path):
+    """The newest lines are read, of 10 GB that another process reads."""
+    run = Recorded(tmp_path, texts=False)
+    run.step(tokens=4)
+    run.close()
+    path = only(tmp_path, "groups")
+    line = path.read_bytes().splitlines(keepends=True)[0]
+    many = line * (BLOCK // len(line))
+    with path.open("wb") as file:
+        file.truncate(10_000_000_000)
+        file.seek(0, 2)
+        # Cut off in a line, a hole of zeros, garbage, and the run goes on.
+        for _ in range(10):
+            file.write(many + line[:40])
+            file.seek(MOST_OF_LINE // 2, 1)
+            file.write(b"x\n" * 1000 + many)
+    program = (
+        "import resource, sys\n"
+        "from torchrl_sglang.recording.reading import Recording\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "read = Recording.open(sys.argv[1])\n"
+        "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "print(len(read.groups), read.damage.count, len(read.damage.first))\n"
+        "print((after - before) / 1e6, len(read.left_out))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
+    )
+    groups, damaged, told, gigabytes, left_out = map(float, done.stdout.split())
+    # The first one ends the line that reading begins in.
+    assert groups == 20 * (BLOCK // len(line)) - 1
+    # Each part has a line that is cut off and goes on with zeros.
+    assert damaged == 10 * 1000
+    assert told <= MOST_TOLD
+    assert gigabytes < 1.0
+    assert left_out == 1
+
+
+def test_lines_of_another_kind_are_counted(folder):
+    with only(folder, "vocabulary").open("ab") as file:
+        file.write(b'{"pieces": {"x": "y"}}\n{"pieces": 1}\n')
+    with only(folder, "groups").open("ab") as file:
+        file.write(b'{"id": 1, "time": [1, 2], "status": "x", "responses": 3}\n')
+        file.write(b"[" * 100_000 + b"\n")
+        # What Python writes for numbers that are not finite.
+        response = '{"reward": NaN, "tokens": 7, "keys": []}'
+        line = f'{{"id": 99, "time": [1, 2], "status": "x", "responses": [{response}]}}'
+        file.write(line.encode() + b"\n")
+    recording = Recording.open(folder)
+    assert (recording.malformed, recording.damage.count) == (3, 1)
+    (run,) = read_runs([recording])
+    (group,) = [group for group in run.groups if group.id == "99"]
+    assert (group.tokens, group.rewards) == (7, [])
 
 
 def test_a_recorder_that_goes_on_adds_to_the_folder(folder):

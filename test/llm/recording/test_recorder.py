@@ -53,15 +53,15 @@ def test_a_group_can_be_read_as_it_was(tmp_path):
         group = record(recorder, turns=2)
     recording = Recording.open(tmp_path / "run")
     (line,) = recording.groups
-    texts = recording.read_texts(line["texts"])
+    texts = recording.read_texts(line.texts)
     for given, summary, read in zip(
-        group.responses, line["responses"], texts["responses"], strict=True
+        group.responses, line.responses, texts["responses"], strict=True
     ):
         ids = [each for turn in given.turns for each in turn.completion.token_ids]
-        assert summary["reward"] == given.reward
-        assert summary["tokens"] == len(ids)
+        assert summary.reward == given.reward
+        assert summary.tokens == len(ids)
         known = [x for turn in given.turns for x in turn.completion.log_probs]
-        assert summary["log_prob"] == pytest.approx(sum(known) / len(known))
+        assert summary.log_prob == pytest.approx(sum(known) / len(known))
         written = [unpack(turn["ids"], "i4").tolist() for turn in read["turns"]]
         assert [each for turn in written for each in turn] == ids
         floats = [unpack(turn["log_probs"], "f4") for turn in read["turns"]]
@@ -80,7 +80,7 @@ def test_texts_can_be_left_out(tmp_path):
     assert "answer" not in content
     assert "<1>" not in content
     recording = Recording.open(tmp_path)
-    turn = recording.read_texts(recording.groups[0]["texts"])["responses"][0]["turns"]
+    turn = recording.read_texts(recording.groups[0].texts)["responses"][0]["turns"]
     assert "ids" not in turn[0]
     assert turn[0]["count"] == len(unpack(turn[0]["log_probs"], "f4"))
 
@@ -92,7 +92,7 @@ def test_of_a_sample_the_numbers_of_all_are_there(tmp_path, sample, count):
             record(recorder)
     groups = Recording.open(tmp_path).groups
     assert len(groups) == 20
-    assert sum("texts" in group for group in groups) == count
+    assert sum(group.texts is not None for group in groups) == count
 
 
 def test_a_folder_stays_within_its_bound_and_says_so(tmp_path):
@@ -107,8 +107,8 @@ def test_a_folder_stays_within_its_bound_and_says_so(tmp_path):
     assert dropped
     assert dropped[0]["files"][0].startswith("texts")
     groups = Recording.open(tmp_path).groups
-    assert Recording.open(tmp_path).read_texts(groups[0]["texts"]) is None
-    assert Recording.open(tmp_path).read_texts(groups[-1]["texts"]) is not None
+    assert Recording.open(tmp_path).read_texts(groups[0].texts) is None
+    assert Recording.open(tmp_path).read_texts(groups[-1].texts) is not None
 
 
 class Awkward:
@@ -205,7 +205,7 @@ while True:
     steps = [each["step"] for each in recording.events if each["kind"] == "metrics"]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > 100
-    assert not recording.damaged
+    assert not recording.damage.count
 
 
 def test_dropping_a_recorder_writes_what_is_queued(tmp_path):

@@ -12,7 +12,13 @@ from helpers.recorded_runs import BEGAN, Recorded, write_run
 
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.viewer.groups import FILTERS, MOST_ROWS, conversations_of
-from torchrl_sglang.viewer.page import page_data, page_html, read_runs, self_contained
+from torchrl_sglang.viewer.page import (
+    as_script,
+    page_data,
+    page_html,
+    read_runs,
+    self_contained,
+)
 from torchrl_sglang.viewer.run import Bar
 from torchrl_sglang.viewer.timeline import in_flight, lanes, override, thin
 
@@ -204,7 +210,7 @@ def test_a_run_without_anything_is_a_page(tmp_path):
     data = page_data(read_runs(recordings), now=0.0)
     assert data["curves"] == []
     assert "not known yet" in data["runs"][0]["sentence"]
-    assert "<title>" in page_html(data, {})
+    assert "<title>" in page_html(data["title"], as_script(data))
 
 
 def test_a_hundred_thousand_responses_are_a_page(tmp_path):
@@ -214,7 +220,7 @@ def test_a_hundred_thousand_responses_are_a_page(tmp_path):
     multiply(tmp_path, 50, 250)
     recordings = [Recording.open(tmp_path)]
     data = page_data(read_runs(recordings), now=0.0)
-    page_html(data, {})
+    page_html(data["title"], as_script(data))
     assert data["runs"][0]["groups"]["responses"] == 100_000
     assert len(data["runs"][0]["groups"]["rows"]) <= MOST_ROWS
 
