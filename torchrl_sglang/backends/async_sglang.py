@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -888,6 +888,29 @@ class AsyncSGLang(TorchRLCalls):
         with self._alone(), self._fleet.weight_update() as update:
             yield update
 
+    @contextmanager
+    def new_servers(self) -> Iterator[AsyncSGLang | None]:
+        self._check_open()
+        check_takes_weights(self.capabilities)
+        fleet = self._fleet
+        with self._alone():
+            fleet.state.check_awake()
+            new = [each for each in fleet.replicas if each.state == "stale"]
+            if not new or not fleet.serving or fleet.weights.inconsistent is not None:
+                yield None
+                return
+            part = AsyncSGLang(
+                Fleet([replica.without_handle() for replica in new]),
+                self.capabilities,
+                model=self._model,
+                http=self._http,
+                settings=self._settings,
+            )
+            yield part
+            for replica in new:
+                fleet.learn(replica, lambda now: replace(now, foreign_version=""))
+            self.look_at_servers()
+
     def interrupt_requests(self, *, timeout: float) -> None:
         run_sync(
             self._dispatcher.in_flight.interrupt(
@@ -980,12 +1003,11 @@ class AsyncSGLang(TorchRLCalls):
             WeightSyncStateError: if the engine is asleep.
 
         Examples:
-            >>> with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as some:
-            ...     (url,) = some.add_servers(1)
-            ...     [server.state for server in some.stats().servers]
-            ...     removed = some.remove_servers(url)
-            ...     some.num_replicas
-            ['serving', 'serving']
+            >>> (url,) = engine.add_servers(1)
+            >>> engine.num_replicas, [url] == [s.url for s in engine.stats().servers[1:]]
+            (2, True)
+            >>> removed = engine.remove_servers(url)
+            >>> engine.num_replicas
             1
         """
         self._check_open()
