@@ -806,7 +806,8 @@ class AsyncSGLang(TorchRLCalls):
             queued=self._dispatcher.in_flight.queued,
             completed=done.completed,
             retries=done.retries,
-            restarts=sum(replica.restarts for replica in self._fleet.replicas),
+            restarts=self._fleet.state.past_restarts
+            + sum(replica.restarts for replica in self._fleet.replicas),
             tokens_per_second=done.tokens_per_second,
             prompt_tokens=done.prompt_tokens,
             response_tokens=done.response_tokens,
@@ -983,7 +984,8 @@ class AsyncSGLang(TorchRLCalls):
         Args:
             servers: the number of servers to start, with the arguments and in the place
                 of the others; or the addresses of servers that run elsewhere, with the
-                same model, the same version of SGLang and the same ``api_key``.
+                same ``api_key`` and like the others in model, SGLang and arguments. If
+                the model is in another folder there, the server waits for weights.
             cuda_devices: GPUs of servers on this machine, as for
                 :meth:`from_pretrained`. By default those that no server has and that
                 this process has no memory on. On a Ray cluster, Ray assigns them.
@@ -1004,7 +1006,7 @@ class AsyncSGLang(TorchRLCalls):
 
         Examples:
             >>> (url,) = engine.add_servers(1)
-            >>> engine.num_replicas, [url] == [s.url for s in engine.stats().servers[1:]]
+            >>> engine.num_replicas, engine.servers[-1].url == url
             (2, True)
             >>> removed = engine.remove_servers(url)
             >>> engine.num_replicas

@@ -140,8 +140,11 @@ class Resize:
         async def ask(url: str) -> Replica:
             found = await self._find(url)
             check_same(self._capabilities, first, found, url)
-            # A number is of a trainer, and nobody knows of which.
-            foreign = found.weight_version if found.weight_version.isdigit() else ""
+            # A number is of a trainer, and nobody knows of which; nor is it known
+            # whether two folders hold the same checkpoint.
+            version, path = found.weight_version, found.model_path
+            same = not version.isdigit() and path == self._capabilities.model_path
+            foreign = "" if same else version
             return Replica(url=url, start_id=found.start_id, foreign_version=foreign)
 
         return await fan_out(ask, urls)

@@ -75,8 +75,12 @@ class LeaveGivenUp(Event):
 
     def _apply(self, step: Step) -> None:
         for replica in step.state.replicas:
-            if replica.rank in self.ranks and replica.state == "leaving":
+            if replica.rank not in self.ranks:
+                continue
+            if replica.state == "leaving":
                 step.put(replica, state="stale", reason="It was to be removed.")
+            elif replica.state == "lost":
+                step.put(replica, state="down")
         step.do(Check(), Publish())
 
 
@@ -117,7 +121,8 @@ def join(step: Step, replica: Replica, rank: int) -> None:
 def leave(step: Step, replica: Replica) -> None:
     """Removes a server; what still waits for it goes on elsewhere."""
     rest = (each for each in step.state.replicas if each.rank != replica.rank)
-    step.set(replicas=tuple(rest))
+    past = step.state.past_restarts + replica.restarts
+    step.set(replicas=tuple(rest), past_restarts=past)
     _begin_membership_epoch(step)
     step.do(
         FailRequests(url=replica.url),

@@ -34,6 +34,8 @@ class FleetState:
     """Id of the process that started the servers that have a handle."""
     next_rank: int = 0
     """Rank of the next server that joins; the rank of a removed one is not reused."""
+    past_restarts: int = 0
+    """Number of times that servers were started again which were removed since."""
     asleep: frozenset[str] = frozenset()
     """Kinds of memory that are released: no requests, and no server starts."""
     draining: bool = False

@@ -84,6 +84,8 @@ class Launcher(abc.ABC):
     def add(self, count: int, *, cuda_devices: Sequence[Any] | None = None) -> range:
         """Makes places for more servers like these, and starts none of them.
 
+        Copies of the engine learn of them by the :attr:`directory`, if there is one.
+
         Args:
             count: number of servers.
             cuda_devices: their GPUs, as for :meth:`.Placement.bind`. By default those
