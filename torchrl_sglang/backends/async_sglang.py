@@ -1032,7 +1032,7 @@ class AsyncSGLang(TorchRLCalls):
             servers: addresses of servers, or a number of them: first those that do not
                 serve, then those that were added last.
             drain_timeout: for running requests to end, in seconds; 0 aborts them at
-                once.
+                once. Defaults to 60.
 
         Returns:
             The addresses of the removed servers.

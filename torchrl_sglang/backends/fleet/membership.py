@@ -75,6 +75,7 @@ class Fleet:
             replicas=tuple(ranked),
             weights=ServedWeights.reported(weight_version),
             owner=os.getpid(),
+            starts_more=start_more is not None,
             next_rank=len(replicas),
             in_router=frozenset(replica.url for replica in replicas),
         )

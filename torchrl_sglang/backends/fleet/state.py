@@ -32,6 +32,8 @@ class FleetState:
     weights: ServedWeights
     owner: int
     """Id of the process that started the servers that have a handle."""
+    starts_more: bool = False
+    """Whether the process with this id can start more."""
     next_rank: int = 0
     """Rank of the next server that joins; the rank of a removed one is not reused."""
     past_restarts: int = 0
@@ -129,7 +131,9 @@ class FleetState:
 
     @property
     def owns_any(self) -> bool:
-        """Whether this process started a server."""
+        """Whether this process started a server, or can start more."""
+        if self.starts_more and self.owner == os.getpid():
+            return True
         return any(map(self.owns, self.replicas))
 
     def owns(self, replica: Replica) -> bool:

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,8 @@ class LocalDirectory:
         self._path = Path(tempfile.gettempdir(), name)
         self._first: list[str] | None = None
         self._told: list[str] = []
+        # With the engine, also where nobody shuts it down.
+        self._remove = weakref.finalize(self, _remove, self._path, os.getpid())
 
     def publish(self, urls: Sequence[str]) -> None:
         """Writes each server's address, by rank, once they are not the first ones."""
@@ -35,6 +38,8 @@ class LocalDirectory:
         # Whether a server is down, copies see by themselves.
         changed = len(now) != len(self._first) or not set(now) <= {*self._first, ""}
         if now == self._told or not (changed or self._path.exists()):
+            return
+        if not self._remove.alive:
             return
         part = self._path.with_suffix(f".{os.getpid()}")
         # Nobody else of this machine needs to know.
@@ -57,9 +62,15 @@ class LocalDirectory:
         return tuple(json.loads(content))
 
     def end(self) -> None:
-        """Removes the file."""
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        """Removes the file, for good."""
+        self._remove()
 
     def __getstate__(self) -> dict[str, object]:
         return {"_path": self._path, "_first": None, "_told": []}
+
+
+def _remove(path: Path, owner: int) -> None:
+    # A forked process ends before its parent.
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)

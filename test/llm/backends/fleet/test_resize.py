@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from random import Random
+from urllib.request import Request, urlopen
 
 import pytest
+import torch
+from aiohttp import web
 from helpers.fake_launcher import FakeDirectory, FakeHandle, FakeLauncher, make_engine
 from helpers.fake_server import FakeServer
 
-from torchrl_sglang import AsyncSGLang
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.backends.fleet.membership import Fleet
+from torchrl_sglang.backends.fleet.reconcile import (
+    Answered,
+    Changed,
+    Suspected,
+    UpdateBegan,
+    UpdateEnded,
+    reconcile,
+)
+from torchrl_sglang.backends.fleet.replica import Replica
+from torchrl_sglang.backends.fleet.resize_events import (
+    Joined,
+    LeaveBegan,
+    LeaveGivenUp,
+    Left,
+)
+from torchrl_sglang.backends.fleet.step import Event
+from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.backends.launch.local import more_specs
 from torchrl_sglang.backends.launch.local_directory import LocalDirectory
 from torchrl_sglang.errors import (
@@ -21,9 +46,13 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
     UnsupportedByServerError,
+    WeightMismatchError,
     WeightSyncStateError,
+    WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.testing.tiny_model import make_tiny_model
+from torchrl_sglang.types import Completion
 
 SECONDS = 60.0
 LONG = {"max_new_tokens": 40}
@@ -159,21 +188,33 @@ def test_a_server_joins_in_the_middle_of_an_update(engine, launcher):
     assert states(engine)[url] == "serving"
 
 
-def hold(server: FakeServer, engine: AsyncSGLang, pool: ThreadPoolExecutor):
-    """Begins a response of each server; that of this one hangs."""
-    before = server.payloads("/generate")
+def post(url: str, content: dict[str, str]) -> None:
+    body = json.dumps(content).encode()
+    headers = {"Content-Type": "application/json"}
+    urlopen(Request(url, body, headers), timeout=SECONDS).close()
+
+
+@contextmanager
+def held(
+    server: FakeServer, engine: AsyncSGLang, pool: ThreadPoolExecutor
+) -> Iterator[Future[list[Completion]]]:
+    """Begins a response of each server; that of this one takes as long as the block."""
+    before = len(server.payloads())
+    server.silent_while_paused = True
+    post(f"{server.url}/pause_generation", {"mode": "in_place"})
     call = pool.submit(
         engine.generate, input_ids=[[5, 7]] * 2, sampling_params=LONG, timeout=SECONDS
     )
-    server.wait_for("/generate", len(before) + 1)
-    return call
+    server.wait_for("/generate", before + 1)
+    yield call
+    if not server._vanished:
+        post(f"{server.url}/continue_generation", {})
 
 
 def test_a_server_that_leaves_finishes_its_requests(engine, launcher):
     first, _ = launcher.handles
     with ThreadPoolExecutor(2) as pool:
-        with first.server.misbehaving("hang"):
-            call = hold(first.server, engine, pool)
+        with held(first.server, engine, pool) as call:
             removal = pool.submit(engine.remove_servers, first.url)
             until(lambda: states(engine)[first.url] == "leaving")
             before = sent(first)
@@ -183,7 +224,6 @@ def test_a_server_that_leaves_finishes_its_requests(engine, launcher):
                 engine.remove_servers(first.url)
             assert not removal.done()
             assert first.state == "ready"
-        first.server.recover()
         assert removal.result(SECONDS) == (first.url,)
         answers = call.result(SECONDS)
     assert [answer.token_ids for answer in answers] == [[5, 7] * 20] * 2
@@ -195,8 +235,7 @@ def test_what_does_not_finish_goes_on_elsewhere(engine, launcher):
     first, second = launcher.handles
     first.server.tokens_until_abort = 3
     with ThreadPoolExecutor(2) as pool:
-        with first.server.misbehaving("hang"):
-            call = hold(first.server, engine, pool)
+        with held(first.server, engine, pool) as call:
             engine.remove_servers(first.url, drain_timeout=0)
         answers = call.result(SECONDS)
     assert [answer.token_ids for answer in answers] == [[5, 7] * 20] * 2
@@ -226,8 +265,7 @@ def test_a_server_ends_while_it_leaves(engine, launcher):
     """It is not started again, and its requests go to the others."""
     first, second = launcher.handles
     with ThreadPoolExecutor(2) as pool:
-        with first.server.misbehaving("hang"):
-            call = hold(first.server, engine, pool)
+        with held(first.server, engine, pool) as call:
             removal = pool.submit(engine.remove_servers, first.url)
             until(lambda: engine._fleet.replicas[0].state == "leaving")
             first.vanish()
@@ -308,15 +346,13 @@ def test_a_copy_follows(engine, launcher):
     until(follows)
     first, second, third = launcher.handles
     with ThreadPoolExecutor(2) as pool:
-        with first.server.misbehaving("hang"):
-            call = hold(first.server, engine, pool)
+        with held(first.server, engine, pool) as call:
             removal = pool.submit(engine.remove_servers, first.url)
             until(lambda: states(engine)[first.url] == "leaving")
             until(follows)
             before = sent(first)
             generate(copy)
             assert sent(first) == before
-        first.server.recover()
         removal.result(SECONDS)
         call.result(SECONDS)
     until(follows)
@@ -491,3 +527,162 @@ def test_arguments_of_servers_that_are_added():
             **{**options, "cuda_devices": [0]},
             available="",
         )
+
+
+def test_random_histories():
+    """What holds whatever happens in which order, without any server."""
+    for seed in range(200):
+        history(Random(seed))
+
+
+def history(random: Random) -> None:  # noqa: C901 - One branch for each event.
+    urls = [f"http://{index}" for index in range(3)]
+    state = Fleet([Replica(url=url, version="default") for url in urls]).state
+    groups: dict[int, tuple[str, ...]] = {}
+    ranks, version, count = {0, 1, 2}, 0, 3
+
+    def apply(event: Event) -> None:
+        nonlocal state
+        before = state
+        with suppress(ConfigurationError):
+            state, _ = reconcile(state, event, 0.0)
+        assert len(state.replicas) >= 1
+        assert [r.rank for r in state.replicas] == sorted(
+            {r.rank for r in state.replicas}
+        )
+        new = {r.rank for r in state.replicas} - {r.rank for r in before.replicas}
+        assert ranks.isdisjoint(new)
+        ranks.update(new)
+        if before.updating is not None and state.updating is not None:
+            # An update talks to the servers that it began with, and they are there.
+            assert state.urls == before.urls
+            assert {*state.urls} <= {r.url for r in state.replicas}
+            assert state.weights.membership_epoch == before.weights.membership_epoch
+        if state.updating is None:
+            current = state.weights.version
+            served = (r for r in state.replicas if r.state == "serving")
+            assert all(r.version == current for r in served)
+
+    for _ in range(60):
+        some = random.choice(state.replicas)
+        what = random.randrange(8)
+        if what == 0:
+            apply(Joined(replicas=(Replica(url=f"http://{count}"),)))
+            count += 1
+        elif what == 1:
+            apply(LeaveBegan(urls=(some.url,)))
+        elif what == 2:
+            leaving = {r.rank for r in state.replicas if r.state == "leaving"}
+            apply(Left(ranks=frozenset(leaving)))
+        elif what == 3:
+            apply(LeaveGivenUp(ranks=frozenset({some.rank})))
+        elif what == 4 and state.updating is None:
+            apply(UpdateBegan())
+            # A process group is used again while the epoch is the same.
+            epoch = state.weights.membership_epoch
+            assert groups.setdefault(epoch, state.urls) == state.urls
+        elif what == 5 and state.updating is not None:
+            version += 1
+            done = ServedWeights.reported(str(version))
+            weights = replace(done, membership_epoch=state.weights.membership_epoch)
+            apply(Changed(change=lambda now, new=weights: replace(now, weights=new)))
+            apply(UpdateEnded(version=str(version)))
+        elif what == 6:
+            held = random.choice([some.version or "default", "default"])
+            apply(Answered(asked=some, version=held, confirmed=True))
+        elif what == 7 and some.state != "leaving":
+            apply(Suspected(url=some.url))
+
+
+@pytest.fixture
+def filling(launcher, tmp_path, tokenizer):
+    """An engine whose weights were updated, and its sender."""
+    with make_engine(launcher) as engine:
+        for handle in launcher.handles:
+            tell(handle.server, [[0.5, 0.25]])
+        model = make_tiny_model(tokenizer)
+        scheme = SGLangWeightSyncScheme(
+            engine, model, transport="disk", directory=str(tmp_path)
+        )
+        sender = scheme.create_sender()
+        sender.update_weights()
+        yield engine, sender, model
+        sender.shutdown()
+
+
+def tell(server: FakeServer, rows: list[list[float]]) -> None:
+    server.routes["/get_weights_by_name"] = lambda content: web.json_response(rows)
+
+
+def calls(handle: FakeHandle) -> list[str]:
+    return [path for method, path, _ in handle.server.requests if method == "POST"]
+
+
+def test_new_servers_are_filled_alone(filling, launcher):
+    """Nobody else is paused, flushed or sent anything."""
+    engine, sender, _ = filling
+    version = engine.weight_version
+    launcher._at_start = lambda server: tell(server, [[0.5, 0.25]])
+    (url,) = engine.add_servers(1)
+    assert states(engine)[url] == "stale"
+    before = [calls(each) for each in launcher.handles[:2]]
+    report = sender.update_new_servers()
+    assert report is not None
+    assert report.num_tensors > 0
+    assert states(engine)[url] == "serving"
+    assert engine.weight_version == version
+    assert set(generate(engine)) == {version}
+    for handle, earlier in zip(launcher.handles, before, strict=False):
+        new = set(calls(handle)[len(earlier) :])
+        assert new <= {"/get_weights_by_name", "/generate"}
+    assert sender.update_new_servers() is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault", "error"),
+    [
+        ([[0.5, 0.125]], None, WeightMismatchError),
+        ([[0.5, 0.25]], "hang_up", WeightTransferError),
+        ([[0.5, 0.25]], "error_500", WeightTransferError),
+        (None, None, UnsupportedByServerError),
+    ],
+)
+def test_what_is_not_the_current_weights_serves_nothing(
+    filling, launcher, rows, fault, error
+):
+    engine, sender, _ = filling
+    version = engine.weight_version
+    if rows is None:
+        for handle in launcher.handles:
+            handle.server.routes.pop("/get_weights_by_name")
+    else:
+        launcher._at_start = lambda server: tell(server, rows)
+    (url,) = engine.add_servers(1)
+    new = launcher.handles[-1].server
+    with ExitStack() as stack:
+        if fault is not None:
+            path = "/update_weights_from_disk"
+            stack.enter_context(new.misbehaving(fault, path))
+        with pytest.raises(error):
+            sender.update_new_servers()
+    assert not new.paused
+    engine.look_at_servers()
+    assert states(engine)[url] == "stale"
+    assert set(generate(engine)) == {version}
+    assert sent(launcher.handles[-1]) == 0
+    sender.update_weights()
+    assert set(states(engine).values()) == {"serving"}
+    assert set(generate(engine)) == {engine.weight_version}
+
+
+def test_a_model_that_was_trained_since_fills_nothing(filling, launcher):
+    engine, sender, model = filling
+    engine.add_servers(1)
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    with pytest.raises(WeightSyncStateError, match="trained since"):
+        sender.update_new_servers()
+    assert "/update_weights_from_disk" not in calls(launcher.handles[-1])
+    other = SGLangWeightSyncScheme(engine, model).create_sender()
+    with pytest.raises(WeightSyncStateError, match="not those of this sender"):
+        other.update_new_servers()
