@@ -339,11 +339,10 @@ class SGLangWeightSender:
         Raises:
             WeightSyncStateError: if the last update did not send the registered
                 model's weights, they have changed since, or ranks hold them together.
-            WeightMismatchError: if a server then holds other values than the others.
-            WeightTransferError: if sending failed.
-            UnsupportedByServerError: if the servers do not tell the values of their
-                weights, so that they cannot be compared. After any error, the new
-                servers get no request before the next update.
+            WeightMismatchError: if a server then holds other values than one of the
+                others, as far as servers tell them, or scores prompts differently.
+            WeightTransferError: if sending failed. After any error, the new servers get
+                no request before the next update.
 
         Examples:
             >>> sender = SGLangWeightSyncScheme(engine, model).create_sender()

@@ -272,6 +272,7 @@ class ControlPlane:
         *,
         cache_key: str,
         adapter: str | None = None,
+        urls: Urls = None,
     ) -> list[list[list[float]]]:
         """Returns, per server and prompt, the log-prob of each token but the first.
 
@@ -287,7 +288,7 @@ class ControlPlane:
         }
         if adapter is not None:
             payload["lora_path"] = [adapter] * len(prompts)
-        answers = await self._all("/generate", payload, CONTROL_TIMEOUT_SECONDS)
+        answers = await self._all("/generate", payload, CONTROL_TIMEOUT_SECONDS, urls)
         return [
             [
                 [entry[0] for entry in item["meta_info"]["input_token_logprobs"][1:]]

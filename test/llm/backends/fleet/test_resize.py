@@ -238,7 +238,9 @@ def test_what_does_not_finish_goes_on_elsewhere(engine, launcher):
         with held(first.server, engine, pool) as call:
             engine.remove_servers(first.url, drain_timeout=0)
         answers = call.result(SECONDS)
-    assert [answer.token_ids for answer in answers] == [[5, 7] * 20] * 2
+    # A fake answers with its prompt, which ends with the first three tokens then.
+    gone_on = [5, 7, 5, *([5, 7, 5, 7, 5] * 8)[:37]]
+    assert sorted(answer.token_ids for answer in answers) == [gone_on, [5, 7] * 20]
     rest = [len(p["input_ids"][0]) for p in second.server.payloads()]
     assert sorted(rest) == [2, 5]
     assert states(engine) == {second.url: "serving"}
@@ -644,7 +646,6 @@ def test_new_servers_are_filled_alone(filling, launcher):
         ([[0.5, 0.125]], None, WeightMismatchError),
         ([[0.5, 0.25]], "hang_up", WeightTransferError),
         ([[0.5, 0.25]], "error_500", WeightTransferError),
-        (None, None, UnsupportedByServerError),
     ],
 )
 def test_what_is_not_the_current_weights_serves_nothing(
@@ -652,11 +653,7 @@ def test_what_is_not_the_current_weights_serves_nothing(
 ):
     engine, sender, _ = filling
     version = engine.weight_version
-    if rows is None:
-        for handle in launcher.handles:
-            handle.server.routes.pop("/get_weights_by_name")
-    else:
-        launcher._at_start = lambda server: tell(server, rows)
+    launcher._at_start = lambda server: tell(server, rows)
     (url,) = engine.add_servers(1)
     new = launcher.handles[-1].server
     with ExitStack() as stack:
@@ -686,3 +683,27 @@ def test_a_model_that_was_trained_since_fills_nothing(filling, launcher):
     other = SGLangWeightSyncScheme(engine, model).create_sender()
     with pytest.raises(WeightSyncStateError, match="not those of this sender"):
         other.update_new_servers()
+
+
+def test_a_new_server_that_computes_something_else(filling, launcher):
+    """Also where servers tell no values."""
+    engine, sender, _ = filling
+    for handle in launcher.handles:
+        handle.server.routes.pop("/get_weights_by_name")
+    added = engine.add_servers(2)
+    odd = launcher.handles[-1].server
+    reply = odd._reply
+
+    def other(item):
+        found = reply(item)
+        for entry in found["meta_info"].get("input_token_logprobs", [])[1:]:
+            entry[0] -= 1.0
+        return found
+
+    odd._reply = other
+    with pytest.raises(WeightMismatchError, match=r"differ by 1 on average"):
+        sender.update_new_servers()
+    assert {states(engine)[url] for url in added} == {"stale"}
+    odd._reply = reply
+    assert sender.update_new_servers() is not None
+    assert {states(engine)[url] for url in added} == {"serving"}
