@@ -854,7 +854,10 @@ class AsyncSGLang(TorchRLCalls):
             raise ServerUnavailableError(
                 f"The engine at {self.server_url} was shut down; make a new one."
             )
-        if self._fleet.state.needs_poll or self._fleet.directory is not None:
+        state = self._fleet.state
+        # Whoever has started the servers watches them all the time.
+        follows = self._fleet.directory is not None and not state.owns_any
+        if state.needs_poll or follows:
             self._supervisor.begin()
 
     def _check_usable(self) -> None:
