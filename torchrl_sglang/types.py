@@ -504,9 +504,10 @@ class ServerStats:
     url: str
     """Address of the server."""
     state: str
-    """``"serving"``, ``"stale"`` (it waits for the next weight update), ``"down"``,
-    ``"unreachable"`` (down, and no other server could take its requests), ``"lost"``
-    (restarted too often), or ``"asleep: "`` and the released memory."""
+    """``"serving"``, ``"stale"`` (it waits for the next weight update), ``"leaving"``
+    (it finishes its requests and is removed then), ``"down"``, ``"unreachable"`` (down,
+    and no other server could take its requests), ``"lost"`` (restarted too often), or
+    ``"asleep: "`` and the released memory."""
     running: int | None
     """Running requests, of all users; ``None`` if it does not respond."""
     queued: int | None

@@ -93,6 +93,8 @@ class FakeLauncher(Launcher):
         self.directory = directory
         self.handles: list[FakeHandle] = []
         """Every handle so far, in the order of the starts."""
+        self.removed: list[int] = []
+        """The ranks of servers that were removed."""
         self._make = lambda: FakeServer(model_path, **arguments)
         self._at_start = at_start
         self._latest: dict[int, FakeHandle] = {}
@@ -104,6 +106,14 @@ class FakeLauncher(Launcher):
         self.handles.append(handle)
         self._latest[rank] = handle
         return handle
+
+    def add(self, count: int, *, cuda_devices: Sequence[Any] | None = None) -> range:
+        ranks = range(self.num_servers, self.num_servers + count)
+        self.num_servers += count
+        return ranks
+
+    def remove(self, rank: int) -> None:
+        self.removed.append(rank)
 
     def bind(self, num_replicas: int, spec: Any, **options: Any) -> Launcher:
         """As a placement, which is of one engine."""

@@ -438,6 +438,7 @@ class FakeServer:
             "/update_weights_from_distributed": self._update,
             "/update_weights_from_tensor": self._update_from_tensor,
             "/update_weights_from_disk": self._update_from_disk,
+            "/update_weight_version": self._set_version,
             "/load_lora_adapter": self._load_adapter,
             _LORA_TENSORS: self._load_adapter,
             "/unload_lora_adapter": self._unload_adapter,
@@ -620,6 +621,10 @@ class FakeServer:
             return _outcome(f"Failed to get model loader: no {path}.")
         self.model_path = str(path)
         self.weight_version = content.get("weight_version") or self.weight_version
+        return _outcome()
+
+    def _set_version(self, content: Any) -> web.Response:
+        self.weight_version = content["new_version"]
         return _outcome()
 
     def _generate(self, content: Any, fault: Fault | None = None) -> web.StreamResponse:

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -42,6 +42,7 @@ from torchrl_sglang.backends.fleet.replica import (
     ServerHandle,
     format_tags,
 )
+from torchrl_sglang.backends.fleet.resize import Resize
 from torchrl_sglang.backends.fleet.sleep import (
     DRAIN_TIMEOUT_SECONDS,
     SleepControl,
@@ -197,6 +198,12 @@ class AsyncSGLang(TorchRLCalls):
             in_flight=lambda: in_flight.queued + counters.in_flight,
             abort=lambda: in_flight.abort(None),
         )
+        find = partial(
+            find_out,
+            self._http,
+            model=self._model,
+            trust_remote_code=self._settings.trust_remote_code,
+        )
         self._supervisor = Supervisor(
             self._fleet,
             self._http,
@@ -209,15 +216,19 @@ class AsyncSGLang(TorchRLCalls):
                 self._http,
                 self.capabilities,
                 adapter_calls,
-                partial(
-                    find_out,
-                    self._http,
-                    model=self._model,
-                    trust_remote_code=self._settings.trust_remote_code,
-                ),
+                find,
             ),
             max_restarts=self._settings.max_restarts,
             progress_seconds=self._settings.progress_timeout,
+        )
+        self._resize = Resize(
+            self._fleet,
+            self.control,
+            self.capabilities,
+            find,
+            sent_to=in_flight.sent_to,
+            evict=in_flight.evict,
+            poll=self._supervisor.poll_now,
         )
         self._generation = Generation(
             self._dispatcher,
@@ -388,6 +399,7 @@ class AsyncSGLang(TorchRLCalls):
                 start_router=launched.start_router,
                 stop_servers=launched.stop_servers,
                 directory=launched.directory,
+                start_more=launched.start_more,
             )
             return cls._connected(fleet, HttpClient(launcher.api_key), settings)
         except BaseException:
@@ -794,7 +806,8 @@ class AsyncSGLang(TorchRLCalls):
             queued=self._dispatcher.in_flight.queued,
             completed=done.completed,
             retries=done.retries,
-            restarts=sum(replica.restarts for replica in self._fleet.replicas),
+            restarts=self._fleet.state.past_restarts
+            + sum(replica.restarts for replica in self._fleet.replicas),
             tokens_per_second=done.tokens_per_second,
             prompt_tokens=done.prompt_tokens,
             response_tokens=done.response_tokens,
@@ -841,7 +854,10 @@ class AsyncSGLang(TorchRLCalls):
             raise ServerUnavailableError(
                 f"The engine at {self.server_url} was shut down; make a new one."
             )
-        if self._fleet.state.needs_poll or self._fleet.directory is not None:
+        state = self._fleet.state
+        # Whoever has started the servers watches them all the time.
+        follows = self._fleet.directory is not None and not state.owns_any
+        if state.needs_poll or follows:
             self._supervisor.begin()
 
     def _check_usable(self) -> None:
@@ -875,6 +891,29 @@ class AsyncSGLang(TorchRLCalls):
         check_takes_weights(self.capabilities)
         with self._alone(), self._fleet.weight_update() as update:
             yield update
+
+    @contextmanager
+    def new_servers(self) -> Iterator[AsyncSGLang | None]:
+        self._check_open()
+        check_takes_weights(self.capabilities)
+        fleet = self._fleet
+        with self._alone():
+            fleet.state.check_awake()
+            new = [each for each in fleet.replicas if each.state == "stale"]
+            if not new or not fleet.serving or fleet.weights.inconsistent is not None:
+                yield None
+                return
+            part = AsyncSGLang(
+                Fleet([replica.without_handle() for replica in new]),
+                self.capabilities,
+                model=self._model,
+                http=self._http,
+                settings=self._settings,
+            )
+            yield part
+            for replica in new:
+                fleet.learn(replica, lambda now: replace(now, foreign_version=""))
+            self.look_at_servers()
 
     def interrupt_requests(self, *, timeout: float) -> None:
         run_sync(
@@ -932,6 +971,85 @@ class AsyncSGLang(TorchRLCalls):
         self._fleet.state.check_weights_awake()
         run_sync(revive(self._fleet, self.control, timeout=timeout))
 
+    def add_servers(
+        self,
+        servers: int | str | Sequence[str] = 1,
+        *,
+        cuda_devices: Sequence[Any] | None = None,
+    ) -> tuple[str, ...]:
+        """Adds servers while the others generate and take weight updates.
+
+        None of the others is stopped for it. A new server gets requests when it has the
+        current weights and LoRA adapters. If those are the checkpoint's, that is at
+        once; if a weight update has replaced them, the server gets them with the next
+        one, or with :meth:`.SGLangWeightSender.update_new_servers` before.
+
+        Args:
+            servers: the number of servers to start, with the arguments and in the place
+                of the others; or the addresses of servers that run elsewhere, with the
+                same ``api_key`` and like the others in model, SGLang and arguments. If
+                the model is in another folder there, the server waits for weights.
+            cuda_devices: GPUs of servers on this machine, as for
+                :meth:`from_pretrained`. By default those that no server has and that
+                this process has no memory on. On a Ray cluster, Ray assigns them.
+
+        Returns:
+            The addresses of the new servers.
+
+        Raises:
+            ConfigurationError: if an address is wrong or known already, if a server is
+                not like the others, or if there is no place or GPU for more.
+            ServerStartError: if a server ends or is not ready within ``start_timeout``;
+                none was added then.
+            ServerUnavailableError: if no SGLang server answers at an address, or the
+                engine was shut down meanwhile.
+            ServerTimeoutError: if one does not answer in time.
+            UnsupportedByServerError: if the launcher cannot start more.
+            WeightSyncStateError: if the engine is asleep.
+
+        Examples:
+            >>> (url,) = engine.add_servers(1)
+            >>> engine.num_replicas, engine.servers[-1].url == url
+            (2, True)
+            >>> removed = engine.remove_servers(url)
+            >>> engine.num_replicas
+            1
+        """
+        self._check_open()
+        return self._resize.add(servers, cuda_devices)
+
+    def remove_servers(
+        self,
+        servers: int | str | Sequence[str],
+        *,
+        drain_timeout: float = DRAIN_TIMEOUT_SECONDS,
+    ) -> tuple[str, ...]:
+        """Removes servers while the others generate and take weight updates.
+
+        They get no more requests from the call on. Those that run there finish, or are
+        aborted after the timeout and go on at other servers from their last tokens. A
+        server that this engine started is stopped then, and its GPUs are free; another
+        one goes on without this engine.
+
+        Args:
+            servers: addresses of servers, or a number of them: first those that do not
+                serve, then those that were added last.
+            drain_timeout: for running requests to end, in seconds; 0 aborts them at
+                once. Defaults to 60.
+
+        Returns:
+            The addresses of the removed servers.
+
+        Raises:
+            ConfigurationError: if an address is none of a server's, if the server is
+                being removed already, or if no server would be left that serves.
+            ServerTimeoutError: if a weight update did not end meanwhile in which they
+                take part; they stay.
+        """
+        self._check_open()
+        seconds = check_seconds("drain_timeout", drain_timeout, zero=True)
+        return self._resize.remove(servers, seconds)
+
     def flush_cache(self) -> bool:
         self._check_open()
         return run_sync(self.control.flush_cache())
@@ -945,6 +1063,7 @@ class AsyncSGLang(TorchRLCalls):
             return
         self._closed = True
         self._fleet.close()
+        self._resize.close()
         self._supervisor.stop()
         try:
             run_sync(self._dispatcher.in_flight.close())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -385,6 +385,21 @@ class RLSGLangEngine(abc.ABC):
             UnsupportedByServerError: if servers would go on from stored prefixes of the
                 old weights (``hicache_storage_backend`` before SGLang 0.5.20).
         """
+
+    def new_servers(self) -> AbstractContextManager[RLSGLangEngine | None]:
+        """Reserves the servers that wait for weights, which others already serve.
+
+        No weight update and no other call of this begins meanwhile. After the block,
+        the servers are polled.
+
+        Returns:
+            A context manager, which yields an engine of these servers alone, or
+            ``None`` if there are none, or none that serves.
+
+        Raises:
+            WeightSyncStateError: if an update is in progress.
+        """
+        return nullcontext(None)
 
     @abc.abstractmethod
     def interrupt_requests(self, *, timeout: float) -> None:

@@ -19,7 +19,9 @@ Kind = Literal["counter", "gauge", "histogram"]
 AGE_BOUNDS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 """Bounds of the age of tokens, in weight updates."""
 
-SERVER_STATES = ("serving", "stale", "down", "unreachable", "lost", "asleep")
+SERVER_STATES = (
+    *("serving", "stale", "leaving", "down", "unreachable", "lost", "asleep"),
+)
 """States of a server; see :class:`.ServerStats`."""
 
 Values: TypeAlias = float | Distribution | Mapping[tuple[str, ...], float | None] | None

@@ -8,7 +8,7 @@ import time
 from torchrl_sglang.backends.client.http import get
 from torchrl_sglang.backends.fleet.replica import ServerHandle
 from torchrl_sglang.backends.launch.launcher import Launcher, launch, start_servers
-from torchrl_sglang.errors import SGLangError
+from torchrl_sglang.errors import SGLangError, UnsupportedByServerError
 
 SECONDS = 600.0
 
@@ -88,6 +88,30 @@ class LauncherContract(abc.ABC):
             launched.stop()
         handles = [replica.handle for replica in launched.replicas]
         assert [each.state for each in handles if each] == ["stopped", "stopped"]
+
+    def test_a_server_is_added_and_removed(self) -> None:
+        """Ranks are not used twice; a launcher may refuse."""
+        launcher = self.make(1)
+        servers = start_servers(launcher)
+        try:
+            try:
+                (rank,) = launcher.add(1)
+            except UnsupportedByServerError:
+                return
+            assert (rank, launcher.num_servers) == (1, 2)
+            added = launcher.start(rank)
+            servers.append(added)
+            added.wait_ready()
+            assert answers(added)
+            added.stop()
+            launcher.remove(rank)
+            # One that is never started, in the place of the other.
+            (again,) = launcher.add(1)
+            assert again == 2
+            launcher.remove(again)
+            assert answers(servers[0])
+        finally:
+            launcher.stop(servers)
 
     def test_a_launcher_that_is_not_used(self) -> None:
         """The reserved resources of an unused launcher are released."""

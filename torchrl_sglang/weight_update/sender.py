@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torchrl._utils import logger as torchrl_logger
 from torchrl.weight_update import WeightSyncScheme
@@ -47,6 +48,7 @@ from torchrl_sglang.weight_update.encodings.registry import (
     encoding_for,
     find_encoding,
 )
+from torchrl_sglang.weight_update.new_servers import State, fill, state_of
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.ranks import Peers, Plan, Ranks, find_ranks
 from torchrl_sglang.weight_update.sources.base import Source, module_tensors
@@ -99,6 +101,7 @@ class SGLangWeightSender:
         self._last_report: SyncReport | None = None
         self._totals = UpdateTotals()
         self._sent_registered = False
+        self._sent_state: State | None = None
 
     @property
     def last_report(self) -> SyncReport | None:
@@ -274,7 +277,15 @@ class SGLangWeightSender:
                 **{f"{name}_seconds": s for name, s in report.phase_seconds.items()},
             )
         self._sent_registered = given.weights is self._model
+        self._sent_state = self._state(given.weights)
         return self._count(report, counts_itself)
+
+    def _state(self, weights: Any) -> State | None:
+        return (
+            state_of(module_tensors(weights))
+            if isinstance(weights, nn.Module)
+            else None
+        )
 
     def is_spread(self, weights: Any = None) -> bool:
         """Whether ranks hold weights together, so that all of them have to send them.
@@ -312,6 +323,76 @@ class SGLangWeightSender:
             if served_again is not None:
                 served_again(report.version)
         return report
+
+    def update_new_servers(self) -> SyncReport | None:
+        """Sends the weights of the last update to servers that have joined since.
+
+        Without it they wait for the next update. The others go on generating, and their
+        version stays the same. The registered model must have the weights of the last
+        update still: call it before the optimizer's next step. A server that was
+        started again counts as one that has joined.
+
+        Returns:
+            SyncReport | None: ``None`` if no server waits for weights, or no other one
+            serves.
+
+        Raises:
+            WeightSyncStateError: if the last update did not send the registered
+                model's weights, they have changed since, or ranks hold them together.
+            WeightMismatchError: if a server then holds other values than one of the
+                others, as far as servers tell them, or scores prompts differently.
+            WeightTransferError: if sending failed. After any error, the new servers get
+                no request before the next update.
+
+        Examples:
+            >>> sender = SGLangWeightSyncScheme(engine, model).create_sender()
+            >>> _ = sender.update_weights()
+            >>> sender.update_new_servers() is None
+            True
+            >>> sender.shutdown()
+        """
+        engine, report = self._engine, self._last_report
+        engine.look_at_servers()
+        with engine.new_servers() as new:
+            if new is None:
+                return None
+            self._check_unchanged()
+            assert report is not None
+            source = self._find_source(unwrap(self._model))
+            weights = open_weights(source, *self._served)
+            encoding = encoding_for(self._encoding, engine.capabilities.quantized)
+            check_servers(encoding, engine.capabilities)
+            return fill(
+                new,
+                engine,
+                encode_weights(weights, encoding),
+                self._options,
+                version=report.version,
+                quantized=encoding.quantized,
+            )
+
+    def _check_unchanged(self) -> None:
+        """Raises unless the registered model has what the last update has sent."""
+        report, now = self._last_report, "They get the weights of the next update."
+        if (
+            report is None
+            or not self._sent_registered
+            or report.version != self._engine.weight_version
+            or report.transport in ("none", "lora", "checkpoint")
+        ):
+            raise WeightSyncStateError(
+                f"New servers wait for weights, and the current ones are not those of "
+                f"this sender's registered model. {now}"
+            )
+        if self.is_spread(self._model):
+            raise WeightSyncStateError(
+                f"New servers wait for weights, which ranks hold together. {now}"
+            )
+        if self._sent_state is None or self._sent_state != self._state(self._model):
+            raise WeightSyncStateError(
+                f"New servers wait for weights, and the registered model was trained "
+                f"since the last update. {now}"
+            )
 
     def _send_until(self, given: Given, verify: bool) -> SyncReport:
         """Sends weights; again, if a server ends meanwhile that is started again."""

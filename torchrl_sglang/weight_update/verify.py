@@ -29,7 +29,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.support.event_loop import run_sync
-from torchrl_sglang.types import BLOCK_FP8
+from torchrl_sglang.types import BLOCK_FP8, ServerCapabilities
 from torchrl_sglang.weight_update.encodings.block_fp8 import FP8
 from torchrl_sglang.weight_update.sources.given import Given
 from torchrl_sglang.weight_update.weights import TensorSpec, Weights
@@ -170,13 +170,7 @@ def _watch_log_probs(
     """Scores prompts with the trainer's model; returns the servers' comparison."""
     if model is None:
         return lambda: None
-    # Other prompts at every update, and the same ones when it is repeated.
-    choice, capabilities = random.Random(version), engine.capabilities
-    length = min(PROMPT_TOKENS, capabilities.max_prompt)
-    prompts = [
-        [choice.randrange(capabilities.vocab_size) for _ in range(length)]
-        for _ in range(NUM_PROMPTS)
-    ]
+    prompts = choose_prompts(engine.capabilities, version)
     expected = _score(model, prompts)
     # Either side may compute in half precision.
     dtypes = {value.dtype for value in model.parameters()} | served
@@ -204,6 +198,16 @@ def _watch_log_probs(
             )
 
     return compare
+
+
+def choose_prompts(capabilities: ServerCapabilities, version: str) -> list[list[int]]:
+    """Returns random prompts: others at every update, the same when it is repeated."""
+    choice = random.Random(version)
+    length = min(PROMPT_TOKENS, capabilities.max_prompt)
+    return [
+        [choice.randrange(capabilities.vocab_size) for _ in range(length)]
+        for _ in range(NUM_PROMPTS)
+    ]
 
 
 def comparable(specs: Sequence[TensorSpec]) -> list[str]:

@@ -226,11 +226,21 @@ class ControlPlane:
         return [adapters_in(answer) for answer in answers]
 
     async def get_weights_by_name(
-        self, name: str, rows: int, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+        self,
+        name: str,
+        rows: int,
+        *,
+        timeout: float = CONTROL_TIMEOUT_SECONDS,
+        urls: Urls = None,
     ) -> list[Any]:
         """Returns a parameter's first rows on each first rank; for Llama's family."""
         payload = {"name": name, "truncate_size": rows}
-        return await self._all("/get_weights_by_name", payload, timeout)
+        return await self._all("/get_weights_by_name", payload, timeout, urls)
+
+    async def set_weight_version(self, version: str, *, timeout: float) -> None:
+        """Gives the weights that each server holds a version."""
+        payload = {"new_version": version, "abort_all_requests": False}
+        await self._all("/update_weight_version", payload, timeout)
 
     async def loader_states(
         self, name: str, *, timeout: float, urls: Urls = None
@@ -262,6 +272,7 @@ class ControlPlane:
         *,
         cache_key: str,
         adapter: str | None = None,
+        urls: Urls = None,
     ) -> list[list[list[float]]]:
         """Returns, per server and prompt, the log-prob of each token but the first.
 
@@ -277,7 +288,7 @@ class ControlPlane:
         }
         if adapter is not None:
             payload["lora_path"] = [adapter] * len(prompts)
-        answers = await self._all("/generate", payload, CONTROL_TIMEOUT_SECONDS)
+        answers = await self._all("/generate", payload, CONTROL_TIMEOUT_SECONDS, urls)
         return [
             [
                 [entry[0] for entry in item["meta_info"]["input_token_logprobs"][1:]]

@@ -90,13 +90,14 @@ class AdapterCalls:
         before = fleet.state.adapters
         held = await self.ask(fleet, _serving(fleet))
         for rank in [r for r in held if before.names - before.dropped - held[r]]:
-            if await self._is_restarted(fleet, fleet.replicas[rank]):
+            replica = fleet.state.find(rank)
+            if replica is None or await self._is_restarted(fleet, replica):
                 # It gets no requests until it holds them again.
                 del held[rank]
         version = ""
         found = before.find(held, fleet.weights.version) if held else before.wanted
         if not before.wanted.keys() <= found.keys():
-            urls = [fleet.replicas[rank].url for rank in held]
+            urls = [each.url for each in fleet.replicas if each.rank in held]
             asked = self._control(fleet).weight_versions(urls=urls)
             version = max(["", *await _answer(asked, [])], key=version_order)
         fleet.apply(AdaptersListed(before=before.wanted, held=held, version=version))

@@ -116,9 +116,9 @@ def catch_up_with(step: Step, replica: Replica, version: str) -> None:
 
 def give_wanted(step: Step, rank: int) -> None:
     """Has a server that was started again load one adapter that it lacks."""
-    state, replica = step.state, step.state.replicas[rank]
+    state, replica = step.state, step.state.find(rank)
     busy = any(rank == sent_to for sent_to, _ in state.adapters.sending)
-    if state.closed or busy or not state.misses_adapters(replica):
+    if replica is None or state.closed or busy or not state.misses_adapters(replica):
         return
     for each in state.adapters.wanted.values():
         # The engine object that loaded another one loads it again.

@@ -116,10 +116,11 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
     asked = fleet.replicas
     outcomes = await control.schedulers_answer(timeout=ANSWER_SECONDS)
     for replica in asked:
-        error, now = outcomes.get(replica.url), fleet.replicas[replica.rank]
-        same = (now.url, now.handle) == (replica.url, replica.handle)
-        # The server may have been started again meanwhile.
-        if error is None or not now.runs or not same:
+        error, now = outcomes.get(replica.url), fleet.state.find(replica.rank)
+        # The server may have been started again meanwhile, or removed.
+        if error is None or now is None or not now.runs:
+            continue
+        if (now.url, now.handle) != (replica.url, replica.handle):
             continue
         if replica.handle is None:
             raise type(error)(
@@ -347,7 +348,8 @@ class Supervisor:
     async def _probe(self, fleet: Fleet, replica: Replica) -> None:
         """Marks a server that hangs as down and stops it, unless it is paused."""
         hanging = await hangs(self._http, self._capabilities, replica.url)
-        serves = fleet.replicas[replica.rank].state == "serving"
+        now = fleet.state.find(replica.rank)
+        serves = now is not None and now.state == "serving"
         if hanging and fleet.state.generates and serves:
             reason = f"The server at {replica.url} answered and did not generate."
             fleet.apply(Ended(replica=replica, reason=reason))
@@ -410,7 +412,8 @@ class Supervisor:
         elif isinstance(action, DropAdapter):
             self._begin_call(self._poller.adapters.drop(fleet, action))
         elif isinstance(action, Restart):
-            self._restart(fleet.replicas[action.rank])
+            if (replica := fleet.state.find(action.rank)) is not None:
+                self._restart(replica)
         elif isinstance(action, StartRouter):
             self._start_router(fleet, action.urls)
 

@@ -28,11 +28,14 @@ from torchrl_sglang.backends.fleet.reconcile import (
     reconcile,
 )
 from torchrl_sglang.backends.fleet.replica import (
+    LEAVING,
+    REMOVED,
     Directory,
     RemoteRouter,
     Replica,
     RouterHandle,
     ServerHandle,
+    StartMore,
     stop_all,
 )
 from torchrl_sglang.backends.fleet.routing import Routing
@@ -65,17 +68,22 @@ class Fleet:
         start_router: Callable[[Sequence[str]], RouterHandle] | None = None,
         stop_servers: Callable[[Iterable[ServerHandle]], None] = stop_all,
         directory: Directory | None = None,
+        start_more: StartMore | None = None,
     ) -> None:
         ranked = (replace(each, rank=rank) for rank, each in enumerate(replicas))
         self._state = FleetState(
             replicas=tuple(ranked),
             weights=ServedWeights.reported(weight_version),
             owner=os.getpid(),
+            starts_more=start_more is not None,
+            next_rank=len(replicas),
             in_router=frozenset(replica.url for replica in replicas),
         )
         self.router = router
         self.start_router = start_router
         """Begins to start the router again for these servers."""
+        self.start_more = start_more
+        """Starts more servers like these; ``None``: they run elsewhere."""
         self._stop_servers = stop_servers
         self.directory = directory
         """Addresses of moved servers, for copies of this engine."""
@@ -297,13 +305,21 @@ class Fleet:
             self.router = router
             self._set(in_router=frozenset(known))
 
+    def drop_remote_router(self) -> None:
+        """Sends requests to servers directly: another owner's router has other ones."""
+        if isinstance(self.router, RemoteRouter):
+            self.router = None
+
     # The end.
 
     def publish(self) -> None:
         """Tells copies of the engine where its servers run."""
         state = self._state
         if self.directory is not None and state.owns_any:
-            urls = [each.url if each.runs else "" for each in state.replicas]
+            urls = [REMOVED] * state.next_rank
+            for each in state.replicas:
+                mark = LEAVING if each.state == "leaving" else ""
+                urls[each.rank] = f"{each.url}{mark}" if each.runs else ""
             self.directory.publish(urls)
 
     def close(self) -> None:
@@ -330,6 +346,7 @@ class Fleet:
                 "adapters": state.adapters.for_copy(),
                 "asleep": state.asleep,
                 "closed": state.closed,
+                "next_rank": state.next_rank,
             },
             "router": None if router is None else RemoteRouter(url=router.url),
             "directory": self.directory,
@@ -343,7 +360,8 @@ class Fleet:
             router=state["router"],
             directory=state["directory"],
         )
-        self._set(**state["known"])
+        # With their ranks, which have gaps where servers were removed.
+        self._set(replicas=tuple(state["replicas"]), **state["known"])
         self._routing = Routing(state["sessions"])
 
     def __repr__(self) -> str:

@@ -147,7 +147,10 @@ class ServerPoller:
 
     async def _poll(self, fleet: Fleet, rank: int, look: _Look | None = None) -> None:
         fleet.change(lambda now: now.without_suspicion([rank]))
-        event = await self.observe(fleet, fleet.replicas[rank])
+        asked = fleet.state.find(rank)
+        if asked is None:
+            return
+        event = await self.observe(fleet, asked)
         actions = fleet.apply(event)
         if isinstance(event, Answered) and Confirm(rank=rank) in actions:
             if look is None:
@@ -160,12 +163,18 @@ class ServerPoller:
     async def _confirm(self, fleet: Fleet, event: Answered, look: _Look) -> None:
         """Asks other servers what they hold, before a server counts as current."""
         rank = event.asked.rank
-        if event.held is not None and fleet.replicas[rank].restarted:
+        replica = fleet.state.find(rank)
+        if event.held is not None and replica is not None and replica.restarted:
             # The other servers hold what other engine objects have loaded.
             await self.adapters.discover(fleet)
         state = fleet.state
-        misses = state.misses_adapters(state.replicas[rank])
-        if not misses and event.version == state.weights.version:
+        replica = state.find(rank)
+        if replica is None:
+            return
+        if (
+            not state.misses_adapters(replica)
+            and event.version == state.weights.version
+        ):
             # Another engine object may have sent the others newer weights.
             await look.at_serving(fleet)
 
@@ -228,7 +237,7 @@ async def ask_stats(fleet: Fleet, control: ControlPlane) -> tuple[ServerStats, .
                 (version,) = await control.weight_versions(timeout=timeout, urls=urls)
             except SGLangError as error:
                 torchrl_logger.debug(f"No statistics of a server: {error}")
-        replica = fleet.replicas[replica.rank]
+        replica = fleet.state.find(replica.rank) or replica
         return ServerStats(
             url=replica.url,
             state=replica.status,

@@ -29,7 +29,14 @@ from torchrl_sglang.backends.fleet.adapter_events import (
     catch_up_with,
     give_wanted,
 )
-from torchrl_sglang.backends.fleet.replica import Location, Replica, ServerHandle
+from torchrl_sglang.backends.fleet.replica import (
+    LEAVING,
+    REMOVED,
+    Location,
+    Replica,
+    ServerHandle,
+)
+from torchrl_sglang.backends.fleet.resize_events import join, leave
 from torchrl_sglang.backends.fleet.state import FleetState
 from torchrl_sglang.backends.fleet.step import Event, Step
 
@@ -113,7 +120,7 @@ class Silent(Event):
     def _apply(self, step: Step) -> None:
         replica = step.same_start(self.asked)
         # The process of a server of our own is watched.
-        if replica is None or step.state.owns(replica):
+        if replica is None or step.state.owns(replica) or replica.state == "leaving":
             return
         last = step.state.serving == (replica.url,)
         if replica.state == "serving" and not self.unreachable:
@@ -146,8 +153,13 @@ class Ended(Event):
 
     def _apply(self, step: Step) -> None:
         replica = step.same_start(self.replica)
-        if replica is not None and replica.runs:
-            step.take_down(replica, self.reason, ended=True)
+        if replica is None or not replica.runs:
+            return
+        leaves = replica.state == "leaving"
+        replica = step.take_down(replica, self.reason, ended=True)
+        if leaves:
+            # It is not started again.
+            step.put(replica, state="lost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +170,9 @@ class RestartNoticed(Event):
     start_id: str
 
     def _apply(self, step: Step) -> None:
-        replica = step.state.replicas[self.rank]
+        replica = step.state.find(self.rank)
+        if replica is None:
+            return
         replica = step.put(replica, start_id=self.start_id, restarted=True)
         if replica.state == "serving":
             step.move(replica, "stale", step.state.why_stale(replica))
@@ -169,12 +183,24 @@ class Moved(Event):
     """The directory of another owner says where its servers run."""
 
     urls: tuple[str, ...]
-    """An address for each rank; ``""``: it has ended."""
+    """An address for each rank; ``""``: it has ended; :data:`.REMOVED`: no more."""
 
     def _apply(self, step: Step) -> None:
-        for replica, url in zip(step.state.replicas, self.urls, strict=False):
-            if not step.state.owns(replica) and url != replica.url:
+        for rank, told in enumerate(self.urls):
+            url, replica = told.removesuffix(LEAVING), step.state.find(rank)
+            leaves = url != told
+            if replica is None:
+                if url not in ("", REMOVED) and not leaves:
+                    join(step, Replica(url=url), rank)
+            elif step.state.owns(replica):
+                continue
+            elif url == REMOVED:
+                leave(step, replica)
+            elif url != replica.url:
                 self._follow(step, replica, url)
+            elif leaves != (replica.state == "leaving") and replica.runs:
+                step.put(replica, state="leaving" if leaves else "stale")
+                step.do(Check())
 
     def _follow(self, step: Step, replica: Replica, url: str) -> None:
         if replica.runs:
@@ -195,10 +221,10 @@ class Started(Event):
     location: Location | None = None
 
     def _apply(self, step: Step) -> None:
-        state, replica = step.state, step.state.replicas[self.rank]
-        if replica.handle is self.handle:
+        state, replica = step.state, step.state.find(self.rank)
+        if replica is not None and replica.handle is self.handle:
             return
-        if state.closed or state.asleep:
+        if replica is None or state.closed or state.asleep:
             step.do(Stop(handle=self.handle))
             return
         replica = step.put(
@@ -223,7 +249,9 @@ class StartFailed(Event):
     """Whether the server failed; ``False``: the start was cancelled, or had no room."""
 
     def _apply(self, step: Step) -> None:
-        replica = step.state.replicas[self.rank]
+        replica = step.state.find(self.rank)
+        if replica is None:
+            return
         step.put(
             replica,
             restarts=replica.restarts + self.counts,
@@ -344,11 +372,17 @@ class UpdateEnded(Event):
             return
         updated = dict(step.state.updating)
         step.set(updating=None)
+        if any(updated.get(r.url, self) is not r.handle for r in step.state.running):
+            # The update may have formed its process group after it had joined.
+            step.set(weights=step.state.weights.begin_membership_epoch())
         for replica in step.state.running if self.version is not None else ():
             # A server that was started again meanwhile has not taken part.
             took_part = updated.get(replica.url, self) is replica.handle
             version = self.version if self.version and took_part else ""
-            now = step.put(replica, version=version)
+            foreign = "" if took_part else replica.foreign_version
+            now = step.put(replica, version=version, foreign_version=foreign)
+            if replica.state == "leaving":
+                continue
             if took_part and not step.state.misses_adapters(now):
                 step.move(now, "serving", "")
             else:

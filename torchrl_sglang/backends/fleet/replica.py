@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torchrl_sglang.errors import ServerStartError
 
-ReplicaState = Literal["serving", "stale", "down", "lost"]
+ReplicaState = Literal["serving", "stale", "leaving", "down", "lost"]
 """Only serving servers get requests. ``stale``: runs with older weights or without
-adapters; ``down``: ended or does not answer; ``lost``: was restarted too often."""
+adapters; ``leaving``: finishes its requests and is removed then; ``down``: ended or
+does not answer; ``lost``: was restarted too often, or ended while it was leaving."""
+
+
+REMOVED = "removed"
+"""Stands for the address of a server that was removed."""
+
+LEAVING = "#leaving"
+"""Ends the address of a server that finishes its requests and gets no more."""
 
 
 class NotStartedError(ServerStartError):
@@ -96,6 +104,8 @@ class Replica:
     """Set where this engine started it."""
     restart: Callable[[], ServerHandle] | None = None
     """Begins to start it again, on this machine or on another."""
+    release: Callable[[], object] | None = None
+    """Releases what is reserved for the server, when it was stopped for good."""
     locate: Callable[[], Location] | None = None
     """Returns the place of the server."""
     location: Location | None = None
@@ -116,6 +126,8 @@ class Replica:
     """Differs after each start; see :class:`.ServerCapabilities`."""
     version: str = ""
     """Weight version that it reported last; empty: not asked."""
+    foreign_version: str = ""
+    """Weight version that somebody else has given it before it joined; empty: none."""
     held_adapters: frozenset[str] = frozenset()
     """LoRA adapters that it holds, under the servers' names."""
     released: frozenset[str] = frozenset()
@@ -124,7 +136,7 @@ class Replica:
     @property
     def runs(self) -> bool:
         """Whether the process runs, as far as is known."""
-        return self.state in ("serving", "stale")
+        return self.state in ("serving", "stale", "leaving")
 
     @property
     def status(self) -> str:
@@ -155,6 +167,7 @@ class Replica:
             self,
             handle=None,
             restart=None,
+            release=None,
             locate=None,
             # One that is down now may be back when the copy polls it.
             state="serving" if self.state == "serving" else "stale",
@@ -233,7 +246,35 @@ class Directory(Protocol):
     """
 
     def publish(self, urls: Sequence[str]) -> None:
-        """Records each server's address, by rank; empty: it is down. Does not wait."""
+        """Records each server's address, by rank. Does not wait.
+
+        It is empty while the server is down, ends with :data:`LEAVING` while it
+        leaves, and is :data:`REMOVED` afterwards.
+        """
 
     async def urls(self) -> Sequence[str]:
         """Returns the addresses that were published last, or raises an SGLangError."""
+
+
+class StartMore(Protocol):
+    """Starts more servers for an engine that runs."""
+
+    def __call__(
+        self,
+        count: int,
+        *,
+        cuda_devices: Sequence[Any] | None,
+        begun: Callable[[ServerHandle], object],
+    ) -> Sequence[Replica]:
+        """Starts servers and waits until they are ready: all of them, or none.
+
+        Args:
+            count: number of servers.
+            cuda_devices: their GPUs; ``None``: those that are free.
+            begun: is told of each server whose start has begun; if it raises, all are
+                stopped.
+
+        Raises:
+            ConfigurationError: if there is no place for them.
+            ServerStartError: if one ends or is not ready in time.
+        """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -24,12 +25,12 @@ class Routing:
     """Chooses servers in turn, one server per session, failed servers last.
 
     A choice looks at a few servers, however many there are. Sessions name a server by
-    its place in the list, which stays the same.
+    its rank, which stays the same.
     """
 
     def __init__(self, sessions: dict[str, int] | None = None) -> None:
         self.sessions = sessions or {}
-        """Session -> server that has its prefix."""
+        """Session -> rank of the server that has its prefix."""
         self._counts = Counter(self.sessions.values())
         self._failed_at: dict[str, float] = {}
         self._turn = 0
@@ -47,30 +48,35 @@ class Routing:
         """
         if session is None:
             found = self._next(replicas, avoid, 1)
-            if found:
-                self._turn = found[0] + 1
-            return replicas[found[0]] if found else None
+            return self._take(replicas, found[0]) if found else None
         # Most recently used last: the oldest are forgotten first.
         home = self.sessions.pop(session, None)
-        if home is None or self._rank(replicas[home], avoid) > 0:
+        chosen = _find(replicas, home)
+        if chosen is None or self._rank(chosen, avoid) > 0:
             found = self._next(replicas, avoid, MOST_COMPARED)
             if home is not None:
                 self._counts[home] -= 1
             if not found:
                 return None
-            if home not in found:
-                home = min(found, key=self._counts.__getitem__)
-                self._turn = home + 1
-            self._counts[home] += 1
-        self.sessions[session] = home
+            if all(replicas[place].rank != home for place in found):
+                place = min(found, key=lambda each: self._counts[replicas[each].rank])
+                chosen = self._take(replicas, place)
+            assert chosen is not None
+            self._counts[chosen.rank] += 1
+        self.sessions[session] = chosen.rank
         while len(self.sessions) > MAX_SESSIONS:
             self._counts[self.sessions.pop(next(iter(self.sessions)))] -= 1
-        return replicas[home]
+        return chosen
+
+    def _take(self, replicas: Sequence[Replica], place: int) -> Replica:
+        """Returns the server at a place of the list; the next one's turn comes."""
+        self._turn = place + 1
+        return replicas[place]
 
     def _next(
         self, replicas: Sequence[Replica], avoid: Collection[str], most: int
     ) -> list[int]:
-        """Returns the best servers, from the one whose turn it is."""
+        """Returns the places of the best servers, from the one whose turn it is."""
         found: dict[int, list[int]] = {}
         for step in range(len(replicas)):
             index = (self._turn + step) % len(replicas)
@@ -88,3 +94,12 @@ class Routing:
         failed_at = self._failed_at.get(replica.url)
         soon = failed_at is not None and time.monotonic() < failed_at + FAILURE_SECONDS
         return 2 * (replica.url in avoid) + soon
+
+
+def _find(replicas: Sequence[Replica], rank: int | None) -> Replica | None:
+    """Returns the server of a rank in a list in their order; ``None``: removed."""
+    if rank is None:
+        return None
+    place = bisect.bisect_left(replicas, rank, key=lambda each: each.rank)
+    found = place < len(replicas) and replicas[place].rank == rank
+    return replicas[place] if found else None

@@ -23,7 +23,7 @@ from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import FellAsleep, WokeUp
-from torchrl_sglang.backends.fleet.replica import format_tags
+from torchrl_sglang.backends.fleet.replica import Replica, format_tags
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerTimeoutError,
@@ -138,7 +138,7 @@ class SleepControl:
             failures = [error]
         else:
             failures = await self._each("release", ranks, tags)
-        replicas = [fleet.replicas[rank] for rank in ranks]
+        replicas = _among(fleet, ranks)
         lost = not control.capabilities.keeps_weights
         if lost and any("weights" in replica.released for replica in replicas):
             reason = "Their memory was released by sleep(), so they hold nothing."
@@ -166,7 +166,7 @@ class SleepControl:
         before = fleet.asleep
         fleet.apply(WokeUp(tags=tags))
         if failures:
-            awake = sum(not fleet.replicas[rank].released & tags for rank in ranks)
+            awake = sum(not each.released & tags for each in _among(fleet, ranks))
             raise await self._failure(
                 failures,
                 f"{awake} of {len(ranks)} servers have {format_tags(tags)} again. "
@@ -198,7 +198,9 @@ class SleepControl:
         """Releases or resumes memory of each server; returns the errors."""
 
         async def one(rank: int) -> SGLangError | None:
-            replica = self._fleet.replicas[rank]
+            replica = self._fleet.state.find(rank)
+            if replica is None:
+                return None
             held = tags & replica.released
             missing = tags - held if verb == "release" else held
             failure: SGLangError | None = None
@@ -233,11 +235,17 @@ class SleepControl:
         deadline = time.monotonic() + END_SECONDS
         while running and time.monotonic() < deadline:
             fleet.notice_deaths()
-            replicas = [fleet.replicas[rank] for rank in running]
+            replicas = _among(fleet, running)
             if ended := [each for each in replicas if not each.runs]:
                 return [each.reason for each in ended]
             await asyncio.sleep(0.1)
         return []
+
+
+def _among(fleet: Fleet, ranks: Sequence[int]) -> list[Replica]:
+    """Returns the servers of some ranks as they are now."""
+    found = map(fleet.state.find, ranks)
+    return [replica for replica in found if replica is not None]
 
 
 def _pauses(paused: bool) -> Sequence[PauseMode]:

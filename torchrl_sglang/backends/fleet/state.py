@@ -28,10 +28,16 @@ class FleetState:
     """The condition of the servers of one engine."""
 
     replicas: tuple[Replica, ...]
-    """The servers, in the order of their ranks."""
+    """The servers, in the order of their ranks. A removed server leaves a gap."""
     weights: ServedWeights
     owner: int
     """Id of the process that started the servers that have a handle."""
+    starts_more: bool = False
+    """Whether the process with this id can start more."""
+    next_rank: int = 0
+    """Rank of the next server that joins; the rank of a removed one is not reused."""
+    past_restarts: int = 0
+    """Number of times that servers were started again which were removed since."""
     asleep: frozenset[str] = frozenset()
     """Kinds of memory that are released: no requests, and no server starts."""
     draining: bool = False
@@ -49,15 +55,16 @@ class FleetState:
 
     def with_replicas(self, *changed: Replica) -> FleetState:
         """Returns the state with other values for some servers."""
-        replicas = list(self.replicas)
-        for replica in changed:
-            replicas[replica.rank] = replica
-        return replace(self, replicas=tuple(replicas))
+        new = {replica.rank: replica for replica in changed}
+        replicas = tuple(new.get(replica.rank, replica) for replica in self.replicas)
+        return replace(self, replicas=replicas)
 
     def without_suspicion(self, ranks: Iterable[int]) -> FleetState:
         """Returns the state when servers begin to be polled."""
-        asked = (self.replicas[rank] for rank in ranks)
-        return self.with_replicas(*(replace(each, suspected=False) for each in asked))
+        asked = {*ranks}
+        return self.with_replicas(
+            *(replace(r, suspected=False) for r in self.replicas if r.rank in asked)
+        )
 
     def without_adapters(
         self, names: Set[str], *, kept: Collection[str] = ()
@@ -72,6 +79,13 @@ class FleetState:
         return replace(self.with_replicas(*dropped), adapters=adapters)
 
     # Servers.
+
+    def find(self, rank: int) -> Replica | None:
+        """Returns the server of a rank; ``None`` if it was removed."""
+        # Usually no server was removed.
+        if rank < len(self.replicas) and self.replicas[rank].rank == rank:
+            return self.replicas[rank]
+        return next((each for each in self.replicas if each.rank == rank), None)
 
     @property
     def running(self) -> list[Replica]:
@@ -117,7 +131,9 @@ class FleetState:
 
     @property
     def owns_any(self) -> bool:
-        """Whether this process started a server."""
+        """Whether this process started a server, or can start more."""
+        if self.starts_more and self.owner == os.getpid():
+            return True
         return any(map(self.owns, self.replicas))
 
     def owns(self, replica: Replica) -> bool:
@@ -159,6 +175,11 @@ class FleetState:
     def why_stale(self, replica: Replica) -> str:
         """Returns why a server must not get requests; ``""`` if it may."""
         current = self.weights.version
+        if replica.version == current == replica.foreign_version:
+            return (
+                f"The server at {replica.url} joined with weights of version "
+                f"{current!r}, which this engine has not sent there."
+            )
         if replica.version != current:
             return (
                 f"The server at {replica.url} has weights of version "

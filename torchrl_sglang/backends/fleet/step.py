@@ -42,9 +42,10 @@ class Step:
 
     def same_start(self, asked: Replica) -> Replica | None:
         """Returns what is known of a server now; ``None`` if it is another start."""
-        now = self.state.replicas[asked.rank]
-        same = now.url == asked.url and now.handle is asked.handle
-        return now if same else None
+        now = self.state.find(asked.rank)
+        if now is None or now.url != asked.url or now.handle is not asked.handle:
+            return None
+        return now
 
     def move(self, replica: Replica, state: ReplicaState, reason: str) -> Replica:
         """Changes whether a server gets requests."""
@@ -111,7 +112,7 @@ class Step:
     def decide(self, replica: Replica, version: str) -> None:
         """Lets a server serve, or not, by the weights and adapters that it holds."""
         replica, state = self.put(replica, version=version), self.state
-        if state.closed or not replica.runs:
+        if state.closed or not replica.runs or replica.state == "leaving":
             return
         if state.updating is not None:
             # It counts for nothing now, and is asked again afterwards.

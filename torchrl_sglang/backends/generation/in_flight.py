@@ -334,6 +334,38 @@ class InFlight:
             await self._until(lambda: not waiting(), REPEAT_SECONDS)
         self._http.give_up(router, before=begun)
 
+    def sent_to(self, url: str) -> int:
+        """Returns how many requests are in flight at a server or a router."""
+        return sum(each.sent_to == url and bool(each.sent_as) for each in self._running)
+
+    async def evict(self, url: str) -> None:
+        """Aborts the requests of a server that is to be removed; they go on elsewhere.
+
+        Those that a router has sent there are among them.
+        """
+        places = [url] if self._fleet.router is None else [url, self._fleet.router.url]
+        sent = {
+            each: each.sent_as
+            for each in self._running
+            if each.sent_as and each.sent_to in places and each.returns_partial
+        }
+
+        def waiting() -> list[InFlightRequest]:
+            here = (each for each, rid in sent.items() if each.sent_as == rid)
+            return [each for each in here if each.sent_to == url]
+
+        # Counts as an abort of a weight update: the aborted requests are sent again.
+        self._fleet.change_weights(ServedWeights.abort_requests)
+        end = time.monotonic() + RECALL_SECONDS
+        while True:
+            rids = [rid for each, rid in sent.items() if each.sent_as == rid]
+            calls = [({"rid": rid}, url) for rid in rids]
+            await fan_out(self._post, calls, at_once=ABORTS_AT_ONCE)
+            # An abort that arrives before its request is lost.
+            await self._until(lambda: not waiting(), REPEAT_SECONDS)
+            if not waiting() or time.monotonic() >= end:
+                return
+
     async def _until(self, holds: Callable[[], bool], timeout: float) -> None:
         """Waits until something holds of what is sent, at most for the timeout."""
         with suppress(TimeoutError):

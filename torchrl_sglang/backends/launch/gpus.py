@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
@@ -151,6 +151,19 @@ def default_device() -> str:
 def visible_devices() -> tuple[str, ...]:
     """Returns this process's GPUs, under the names of ``CUDA_VISIBLE_DEVICES``."""
     return parse_visible_devices(os.environ.get(VISIBLE_DEVICES), _count_devices())
+
+
+def free_devices(visible: Sequence[str], taken: Collection[str]) -> list[str]:
+    """Returns the visible GPUs that no server has, nor this process memory on."""
+    import torch
+
+    # Neither of the two begins to use CUDA.
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [
+        name
+        for index, name in enumerate(visible)
+        if name not in taken and not (used and torch.cuda.memory_reserved(index))
+    ]
 
 
 def _count_devices() -> int:

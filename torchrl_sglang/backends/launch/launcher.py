@@ -23,11 +23,13 @@ from torchrl_sglang.backends.fleet.replica import (
     Replica,
     RouterHandle,
     ServerHandle,
+    StartMore,
     stop_all,
 )
 from torchrl_sglang.backends.launch.process import READY_POLL_SECONDS
 from torchrl_sglang.backends.launch.router import RouterProcess
 from torchrl_sglang.backends.launch.start_log import find_phase
+from torchrl_sglang.errors import UnsupportedByServerError
 from torchrl_sglang.support.urls import LOOPBACK
 
 PROGRESS_SECONDS = 10.0
@@ -78,6 +80,31 @@ class Launcher(abc.ABC):
     def stop(self, servers: Iterable[ServerHandle]) -> None:
         """Stops servers, and releases what is reserved for any; none starts again."""
         stop_all(servers)
+
+    def add(self, count: int, *, cuda_devices: Sequence[Any] | None = None) -> range:
+        """Makes places for more servers like these, and starts none of them.
+
+        Copies of the engine learn of them by the :attr:`directory`, if there is one.
+
+        Args:
+            count: number of servers.
+            cuda_devices: their GPUs, as for :meth:`.Placement.bind`. By default those
+                that are free.
+
+        Returns:
+            range: their ranks, which no other server has had.
+
+        Raises:
+            UnsupportedByServerError: by default: these servers cannot become more.
+            ConfigurationError: if there is no place for them.
+        """
+        raise UnsupportedByServerError(
+            f"A {type(self).__name__} cannot add servers to an engine that runs; it "
+            f"does not override Launcher.add()."
+        )
+
+    def remove(self, rank: int) -> None:  # noqa: B027 - Not every launcher reserves.
+        """Releases what is reserved for a server that was stopped for good."""
 
     def where(self, rank: int) -> Location:
         """Returns where a server runs, or ran last. By default that is unknown."""
@@ -134,21 +161,62 @@ def start_servers(
 ) -> list[ServerHandle]:
     """Starts all servers of a launcher and waits for them; starts all or none."""
     servers: list[ServerHandle] = []
-    starting: list[ServerHandle] = []
     with ExitStack() as undo:
         undo.callback(launcher.stop, servers)
-        for rank in range(launcher.num_servers):
-            _wait_for_fewer(starting, launcher.at_once, progress)
-            gpus = launcher.where(rank).gpus
-            server = launcher.start(rank)
-            servers.append(server)
-            starting.append(server)
-            on_gpus = f" on GPU {','.join(gpus)}" if gpus else ""
-            log = f" Its log: {server.log_file}" if server.log_file else ""
-            progress(f"{server.name} is starting at {server.url}{on_gpus}.{log}")
-        _wait_for_fewer(starting, 1, progress)
+        _start_each(launcher, range(launcher.num_servers), servers.append, progress)
         undo.pop_all()
     return servers
+
+
+def _start_each(
+    launcher: Launcher,
+    ranks: range,
+    begun: Callable[[ServerHandle], object],
+    progress: Callable[[str], None] = torchrl_logger.info,
+) -> list[ServerHandle]:
+    """Starts servers and waits for them; ``begun`` is told of each."""
+    servers: list[ServerHandle] = []
+    starting: list[ServerHandle] = []
+    for rank in ranks:
+        _wait_for_fewer(starting, launcher.at_once, progress)
+        gpus = launcher.where(rank).gpus
+        server = launcher.start(rank)
+        servers.append(server)
+        starting.append(server)
+        begun(server)
+        on_gpus = f" on GPU {','.join(gpus)}" if gpus else ""
+        log = f" Its log: {server.log_file}" if server.log_file else ""
+        progress(f"{server.name} is starting at {server.url}{on_gpus}.{log}")
+    _wait_for_fewer(starting, 1, progress)
+    return servers
+
+
+def start_more(
+    launcher: Launcher,
+    count: int,
+    *,
+    cuda_devices: Sequence[Any] | None,
+    begun: Callable[[ServerHandle], object],
+) -> list[Replica]:
+    """Starts more servers, all or none; see :class:`.StartMore`."""
+    ranks = launcher.add(count, cuda_devices=cuda_devices)
+    started: list[ServerHandle] = []
+
+    def begin(server: ServerHandle) -> None:
+        started.append(server)
+        begun(server)
+
+    with ExitStack() as undo:
+        for rank in ranks:
+            undo.callback(launcher.remove, rank)
+        # First, so that what is reserved is free.
+        undo.callback(stop_all, started)
+        servers = _start_each(launcher, ranks, begin)
+        undo.pop_all()
+    return [
+        _make_replica(launcher, rank, server)
+        for rank, server in zip(ranks, servers, strict=True)
+    ]
 
 
 def _wait_for_fewer(
@@ -191,6 +259,8 @@ class Launched:
     """Stops servers for good, and releases what is reserved for them."""
     directory: Directory | None = None
     """Addresses of the servers, for copies of the engine."""
+    start_more: StartMore | None = None
+    """Starts more servers like these."""
 
     def stop(self) -> None:
         """Stops the router and the servers."""
@@ -227,6 +297,7 @@ def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
         start_router=start_router,
         stop_servers=launcher.stop,
         directory=launcher.directory,
+        start_more=functools.partial(start_more, launcher),
     )
 
 
@@ -235,6 +306,7 @@ def _make_replica(launcher: Launcher, rank: int, server: ServerHandle) -> Replic
         url=server.url,
         handle=server,
         restart=functools.partial(launcher.restart, rank),
+        release=functools.partial(launcher.remove, rank),
         locate=functools.partial(launcher.where, rank),
         location=launcher.where(rank),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 from yarl import URL
@@ -19,6 +20,7 @@ from torchrl_sglang.backends.launch.gpus import (
     assign_devices,
     default_device,
     devices_per_server,
+    free_devices,
     visible_devices,
 )
 from torchrl_sglang.backends.launch.launcher import (
@@ -26,6 +28,7 @@ from torchrl_sglang.backends.launch.launcher import (
     ParallelStart,
     start_servers,
 )
+from torchrl_sglang.backends.launch.local_directory import LocalDirectory
 from torchrl_sglang.backends.launch.paths import absolute_paths
 from torchrl_sglang.backends.launch.ports import wait_for_port
 from torchrl_sglang.backends.launch.process import (
@@ -68,6 +71,8 @@ class LocalPlacement:
             replica_specs(num_replicas, spec, cuda_devices=cuda_devices),
             start_timeout=start_timeout,
             parallel=parallel,
+            alike=spec,
+            directory=LocalDirectory(),
         )
 
 
@@ -150,7 +155,7 @@ class LocalLauncher(Launcher):
     ``specs`` has the arguments of :func:`make_sglang_server` for each server. They
     start all at once (``parallel=True``), one after the other (``False``), or as many
     as there are cores for (``"staggered"``); by default all at once on GPUs, and
-    staggered on CPU.
+    staggered on CPU. ``alike`` are the arguments of servers that are added.
     """
 
     def __init__(
@@ -159,6 +164,8 @@ class LocalLauncher(Launcher):
         *,
         start_timeout: float = START_TIMEOUT_SECONDS,
         parallel: ParallelStart = None,
+        alike: Mapping[str, Any] | None = None,
+        directory: LocalDirectory | None = None,
     ) -> None:
         # Unreachable servers keep their GPUs until Python collects them.
         stop_unreachable()
@@ -175,20 +182,62 @@ class LocalLauncher(Launcher):
             on_cpu=not all(_is_on_gpu(spec) for spec in specs),
         )
         self.api_key = next((spec.get("api_key") for spec in specs), None)
-        self._specs: list[dict[str, Any]] = []
+        # Copies of the engine may be in other folders.
+        self._alike = None if alike is None else absolute_paths(alike)
+        self.directory = self._directory = directory
+        self._specs: dict[int, dict[str, Any]] = {}
         self._commands: dict[int, Command] = {}
-        for rank, given in enumerate(specs):
-            spec = absolute_paths(given)
+        self._adding = Lock()
+        for rank, spec in enumerate(specs):
             try:
-                command = make_server_command(**spec)
+                self._reserve(rank, spec)
             except ConfigurationError as error:
                 self.stop([])
                 if len(specs) > 1:
                     error.add_note(f"It is server {rank + 1} of {len(specs)}.")
                 raise
-            self._commands[rank] = command
-            # A restart keeps the address.
-            self._specs.append({**spec, "port": URL(command.url).port})
+
+    def _reserve(self, rank: int, given: Mapping[str, Any]) -> None:
+        """Checks the arguments of a server, and reserves its ports."""
+        spec = absolute_paths(given)
+        self._commands[rank] = command = make_server_command(**spec)
+        # A restart keeps the address.
+        self._specs[rank] = {**spec, "port": URL(command.url).port}
+
+    def add(self, count: int, *, cuda_devices: Sequence[Any] | None = None) -> range:
+        """Makes places for more servers; by default on GPUs that no server has."""
+        if self._alike is None:
+            return super().add(count, cuda_devices=cuda_devices)
+        with self._adding:
+            taken = {
+                gpu
+                for rank in self._specs
+                for gpu in self.where(rank).visible_gpus or ()
+            }
+            specs = more_specs(
+                count,
+                self._alike,
+                first=self.num_servers,
+                running=len(self._specs),
+                cuda_devices=cuda_devices,
+                available=free_devices(visible_devices(), taken),
+            )
+            ranks = range(self.num_servers, self.num_servers + count)
+            try:
+                for rank, spec in zip(ranks, specs, strict=True):
+                    self._reserve(rank, spec)
+            except BaseException:
+                for rank in ranks:
+                    self.remove(rank)
+                raise
+            self.num_servers += count
+        return ranks
+
+    def remove(self, rank: int) -> None:
+        """Releases the GPUs of a server that was stopped, and the ports of another."""
+        self._specs.pop(rank, None)
+        if (command := self._commands.pop(rank, None)) is not None:
+            command.release()
 
     def start(self, rank: int) -> ServerProcess:
         """Begins to start a server; does not wait until it is ready."""
@@ -214,6 +263,8 @@ class LocalLauncher(Launcher):
         finally:
             while self._commands:
                 self._commands.popitem()[1].release()
+            if self._directory is not None:
+                self._directory.end()
 
     def where(self, rank: int) -> Location:
         """Returns where a server runs."""
@@ -269,12 +320,54 @@ def replica_specs(
     return specs
 
 
-def counted_specs(num_replicas: int, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the arguments of each of several servers, with their own seeds."""
+def more_specs(
+    count: int,
+    spec: Mapping[str, Any],
+    *,
+    first: int,
+    running: int,
+    cuda_devices: Sequence[Any] | None,
+    available: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Returns the arguments of servers that are added to ``running`` others.
+
+    They count on from the rank ``first``; ``available`` are the GPUs that are free.
+    """
+    known = known_arguments(spec)
+    _check_replicable(known)
+    specs = counted_specs(count, spec, first=first)
+    threads = max(len(os.sched_getaffinity(0)) // (running + count), 1)
+    for own in specs:
+        limit = {"OMP_NUM_THREADS": str(threads)}
+        own["environment"] = {**limit, **(spec.get("environment") or {})}
+    if not _is_on_gpu(spec):
+        if cuda_devices is not None:
+            raise ConfigurationError(
+                f"cuda_devices={cuda_devices!r} is for device='cuda'; leave it out."
+            )
+        return specs
+    groups = assign_devices(
+        count,
+        devices_per_server(known),
+        cuda_devices=cuda_devices,
+        available=available if cuda_devices is None else visible_devices(),
+    )
+    for own, group in zip(specs, groups, strict=True):
+        own["cuda_devices"] = group
+    return specs
+
+
+def counted_specs(
+    num_replicas: int, spec: Mapping[str, Any], *, first: int = 0
+) -> list[dict[str, Any]]:
+    """Returns the arguments of each of several servers, with their own seeds.
+
+    The first one has the rank ``first``.
+    """
     specs = [dict(spec) for _ in range(check_count("num_replicas", num_replicas))]
-    for index, own in enumerate(specs):
+    for index, own in enumerate(specs, first):
         for name in COUNTED:
-            if own.get(name) is not None and num_replicas > 1:
+            if index and own.get(name) is not None:
                 own[name] = int(own[name]) + index
     return specs
 

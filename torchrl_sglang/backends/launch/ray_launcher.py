@@ -26,7 +26,7 @@ from torchrl_sglang.backends.launch.ray_placement import (
     own_seats,
     shortage,
 )
-from torchrl_sglang.backends.launch.ray_servers import Place, RayServers
+from torchrl_sglang.backends.launch.ray_servers import Place, RayServers, Reserved
 from torchrl_sglang.errors import ConfigurationError, ServerStartError
 from torchrl_sglang.support.checks import (
     check_count,
@@ -195,12 +195,12 @@ class RayLauncher:
             own["environment"] = {**limit, **(spec.get("environment") or {})}
         specs = counted_specs(num_replicas, own)
         # Last, because from here on the servers release what is reserved.
-        group, seats, release = self._reserve(ray, demand, num_replicas)
+        reserved = self._reserve(ray, demand, num_replicas)
         return RayServers(
             specs,
-            seats,
+            reserved.seats,
             Place(
-                group=group,
+                group=reserved.group,
                 runtime_env=self.runtime_env,
                 timeout=self.placement_timeout,
                 demand=demand,
@@ -208,7 +208,9 @@ class RayLauncher:
             start_timeout=start_timeout,
             at_once=1 if parallel is False else num_replicas,
             api_key=api_key,
-            release=release,
+            release=reserved.release,
+            make_spec=lambda rank: counted_specs(1, own, first=rank)[0],
+            reserve=partial(self._reserve, ray, demand, 1),
         )
 
     def _demand(self, known: Mapping[str, Any], device: str) -> Demand:
@@ -220,10 +222,13 @@ class RayLauncher:
             resources=default if self.resources is None else self.resources,
         )
 
-    def _reserve(self, ray: Any, demand: Demand, count: int) -> Any:
-        """Returns a placement group, the seats of the servers, and what removes it."""
+    def _reserve(self, ray: Any, demand: Demand, count: int) -> Reserved:
+        """Has Ray reserve what servers take."""
         if self.placement_group is not None:
-            return self.placement_group, self._take(ray, demand, count), lambda: None
+            seats = self._take(ray, demand, count)
+            return Reserved(
+                group=self.placement_group, seats=seats, release=lambda: None
+            )
         seats = own_seats(demand, count)
         bundles = [demand.as_bundle()] * (count * demand.nodes)
         # Tests of what is missing are cheap here; Ray waits for it to appear.
@@ -245,7 +250,7 @@ class RayLauncher:
             strategy=self.strategy or ("STRICT_SPREAD" if demand.nodes > 1 else "PACK"),
             **options,
         )
-        return group, seats, partial(_remove, group)
+        return Reserved(group=group, seats=seats, release=partial(_remove, group))
 
     def _allowed(self, nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Returns the living nodes that servers may run on."""

@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
@@ -52,6 +53,18 @@ _LEFT = "this process has left the Ray cluster"
 
 MAX_CONCURRENCY = 8
 """Calls that an actor runs at once; two of them last as long as its server."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserved:
+    """A placement group for some servers."""
+
+    group: Any
+    """The placement group."""
+    seats: Sequence[Seats]
+    """Seats of each server."""
+    release: Callable[[], object]
+    """Removes the group, unless the user has made it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +106,8 @@ class RayServers(Launcher):
     """Starts servers on the nodes of a Ray cluster; see :class:`.Launcher`.
 
     ``specs`` has the arguments of each server, and ``seats`` those of its actors: for
-    each node of a server, a list.
+    each node of a server, a list. ``make_spec`` returns the arguments of a server that
+    is added, and ``reserve`` has Ray reserve what it takes.
     """
 
     def __init__(
@@ -106,22 +120,31 @@ class RayServers(Launcher):
         at_once: int,
         api_key: str | None,
         release: Callable[[], object],
+        make_spec: Callable[[int], Mapping[str, Any]],
+        reserve: Callable[[], Reserved],
     ) -> None:
         self.num_servers = len(specs)
         self.at_once = at_once
         self.api_key = api_key
         self._specs = [dict(spec) for spec in specs]
-        self._seats = seats
-        self._place = place
+        self._seats = list(seats)
+        self._places = [place] * len(specs)
         self._start_timeout = start_timeout
+        self._make_spec = make_spec
+        self._reserve = reserve
+        self._adding = Lock()
         # Also without a call of stop(): what is reserved is released.
         self._release = weakref.finalize(self, release)
+        # The same of what added servers take, by rank.
+        self._releases: dict[int, weakref.finalize[[], RayServers]] = {}
+        # What removed servers leave of a group that stays.
+        self._vacant: list[tuple[Place, Seats]] = []
         self.directory = self._directory = RayDirectory()
         self._servers: list[RayServer] = []
         try:
             for rank in range(self.num_servers):
                 self._servers.append(self._make(rank))
-            self._prepare()
+            self._prepare(range(self.num_servers))
         except BaseException:
             self.stop(self._servers)
             raise
@@ -140,14 +163,14 @@ class RayServers(Launcher):
             f"SGLang server{number}",
             self._specs[rank],
             self._seats[rank],
-            self._place,
+            self._places[rank],
             start_timeout=self._start_timeout,
             before=before,
         )
 
-    def _prepare(self) -> None:
-        """Waits until Ray has placed every server and its arguments are checked."""
-        waiting = list(enumerate(self._servers))
+    def _prepare(self, ranks: range) -> None:
+        """Waits until Ray has placed servers and their arguments are checked."""
+        waiting = [(rank, self._servers[rank]) for rank in ranks]
         last_log = time.monotonic()
         while waiting:
             for rank, server in list(waiting):
@@ -189,11 +212,64 @@ class RayServers(Launcher):
             stop_all({*servers, *self._servers})
         finally:
             self._directory.end()
-            self._release()
+            for release in [self._release, *self._releases.values()]:
+                release()
 
     def where(self, rank: int) -> Location:
         """Returns where a server runs."""
         return self._servers[rank].location
+
+    def add(self, count: int, *, cuda_devices: Sequence[Any] | None = None) -> range:
+        """Has Ray place more servers, first where others were removed."""
+        if cuda_devices is not None:
+            raise ConfigurationError(
+                f"cuda_devices={cuda_devices!r} is for launcher='local': Ray assigns "
+                f"the GPUs; leave it out."
+            )
+        with self._adding:
+            ranks = range(self.num_servers, self.num_servers + count)
+            try:
+                for rank in ranks:
+                    self._take_place(rank)
+                self._prepare(ranks)
+            except BaseException:
+                for rank in ranks:
+                    self.remove(rank)
+                raise
+        return ranks
+
+    def _take_place(self, rank: int) -> None:
+        spec = dict(self._make_spec(rank))
+        vacant = self._vacant[-1:]
+        if vacant:
+            place, seats = vacant[0]
+        else:
+            reserved = self._reserve()
+            self._releases[rank] = weakref.finalize(self, reserved.release)
+            place, seats = (
+                replace(self._places[0], group=reserved.group),
+                reserved.seats[0],
+            )
+        # One that failed before has left these.
+        self._specs[rank:] = [spec]
+        self._seats[rank:] = [seats]
+        self._places[rank:] = [place]
+        self._servers.append(self._make(rank))
+        del self._vacant[len(self._vacant) - len(vacant) :]
+        self.num_servers += 1
+
+    def remove(self, rank: int) -> None:
+        """Stops a server, and releases what Ray has reserved for it.
+
+        A placement group for several servers stays: the next one that is added gets the
+        place in it.
+        """
+        if rank < len(self._servers):
+            self._servers[rank].stop()
+        if (release := self._releases.pop(rank, None)) is not None:
+            release()
+        elif rank < len(self._servers) and self._release.alive:
+            self._vacant.append((self._places[rank], self._seats[rank]))
 
 
 class RayServer:

@@ -13,6 +13,7 @@ from helpers.ray_cluster import add_node, address, ray_cluster
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
+from torchrl_sglang.errors import ServerStartError
 from torchrl_sglang.support.event_loop import run_sync
 
 pytest.importorskip("ray")
@@ -107,3 +108,34 @@ def test_a_node_is_lost(nodes, tiny_model_path, tmp_path):
         )
         assert ray.get(holder.generate.remote(), timeout=SECONDS) == expected
         assert generate(engine) == expected
+
+
+def test_servers_join_and_leave_on_nodes(nodes, tiny_model_path, tmp_path):
+    """Ray places new ones, what a removed one had is free, and copies follow."""
+    import ray
+
+    launcher = RayLauncher(resources={"CPU": 1, "server": 1}, placement_timeout=20.0)
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path,
+        device="cpu",
+        python=make_interpreter(tmp_path),
+        launcher=launcher,
+    ) as engine:
+        holder = ray.remote(num_cpus=0)(Holder).remote(engine)
+        expected = generate(engine)
+        (second,) = engine.add_servers(1)
+        first = engine.servers[0].url
+        assert urls(engine) == [first, second]
+        assert len({server.host for server in engine.servers}) == 2
+        wait_until(lambda: ray.get(holder.urls.remote()) == [first, second], SECONDS)
+        with pytest.raises(ServerStartError, match="Ray has not placed"):
+            engine.add_servers(1)
+        # The first one's place in the engine's own group goes to the next.
+        engine.remove_servers(first)
+        wait_until(lambda: ray.get(holder.urls.remote()) == [second], SECONDS)
+        (third,) = engine.add_servers(1)
+        engine.remove_servers(second)
+        (fourth,) = engine.add_servers(1)
+        assert urls(engine) == [third, fourth]
+        wait_until(lambda: ray.get(holder.urls.remote()) == [third, fourth], SECONDS)
+        assert ray.get(holder.generate.remote()) == expected

@@ -1,0 +1,178 @@
+"""What follows when servers join an engine that runs, or leave it. Pure.
+
+A server that joins serves when it holds the current weights: it is polled first, as one
+that was started again. A server that leaves finishes its requests before it is removed,
+and takes part in weight updates until then, so that no update breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchrl_sglang.backends.fleet.actions import (
+    CancelStart,
+    Check,
+    FailRequests,
+    Publish,
+    Stop,
+)
+from torchrl_sglang.backends.fleet.replica import Replica
+from torchrl_sglang.backends.fleet.state import FleetState
+from torchrl_sglang.backends.fleet.step import Event, Step
+from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
+from torchrl_sglang.support.checks import some_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joined(Event):
+    """Servers that run have become servers of the engine.
+
+    Raises:
+        ServerUnavailableError: if the engine was shut down.
+        WeightSyncStateError: if it is asleep.
+        ConfigurationError: if one is a server of the engine already.
+    """
+
+    replicas: tuple[Replica, ...]
+    """The servers; their ranks follow here."""
+
+    def _apply(self, step: Step) -> None:
+        check_can_join(step.state, [replica.url for replica in self.replicas])
+        for replica in self.replicas:
+            join(step, replica, step.state.next_rank)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaveBegan(Event):
+    """Servers get no more requests, and finish those that they have.
+
+    Raises:
+        ConfigurationError: if one is no server of the engine, or leaves already, or if
+            no server would be left that serves.
+    """
+
+    urls: tuple[str, ...]
+    """Addresses of the servers."""
+
+    def _apply(self, step: Step) -> None:
+        check_can_leave(step.state, self.urls)
+        for replica in step.state.replicas:
+            if replica.url in self.urls:
+                # One that has ended is not started again.
+                state = "leaving" if replica.runs else "lost"
+                step.put(replica, state=state, reason="It is being removed.")
+                step.do(CancelStart(rank=replica.rank))
+        step.do(Check(), Publish())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaveGivenUp(Event):
+    """Servers that were leaving stay; they are polled before they serve again."""
+
+    ranks: frozenset[int]
+    """Their ranks."""
+
+    def _apply(self, step: Step) -> None:
+        for replica in step.state.replicas:
+            if replica.rank not in self.ranks:
+                continue
+            if replica.state == "leaving":
+                step.put(replica, state="stale", reason="It was to be removed.")
+            elif replica.state == "lost":
+                step.put(replica, state="down")
+        step.do(Check(), Publish())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left(Event):
+    """Servers have finished their requests; not in the middle of a weight update."""
+
+    ranks: frozenset[int]
+    """Their ranks."""
+
+    def _apply(self, step: Step) -> None:
+        if step.state.updating is not None:
+            return
+        for replica in step.state.replicas:
+            if replica.rank in self.ranks:
+                leave(step, replica)
+                if replica.handle is not None:
+                    step.do(Stop(handle=replica.handle))
+
+
+def join(step: Step, replica: Replica, rank: int) -> None:
+    """Adds a server that runs; it is polled before it serves."""
+    state = step.state
+    new = replace(
+        replica,
+        rank=rank,
+        state="stale",
+        # It lacks the LoRA adapters.
+        restarted=True,
+        reason=f"The server at {replica.url} has joined.",
+    )
+    replicas = sorted([*state.replicas, new], key=lambda each: each.rank)
+    step.set(replicas=tuple(replicas), next_rank=max(state.next_rank, rank + 1))
+    _begin_membership_epoch(step)
+    step.do(Check(), Publish())
+
+
+def leave(step: Step, replica: Replica) -> None:
+    """Removes a server; what still waits for it goes on elsewhere."""
+    rest = (each for each in step.state.replicas if each.rank != replica.rank)
+    past = step.state.past_restarts + replica.restarts
+    step.set(replicas=tuple(rest), past_restarts=past)
+    _begin_membership_epoch(step)
+    step.do(
+        FailRequests(url=replica.url),
+        CancelStart(rank=replica.rank),
+        Check(),
+        Publish(),
+    )
+
+
+def _begin_membership_epoch(step: Step) -> None:
+    # A weight update forms its group of the servers that ran when it began, and the
+    # next epoch begins at its end.
+    if step.state.updating is None:
+        step.set(weights=step.state.weights.begin_membership_epoch())
+
+
+def check_can_join(state: FleetState, urls: Sequence[str]) -> None:
+    """Raises an error if servers cannot join now; see :class:`Joined`."""
+    if state.closed:
+        raise ServerUnavailableError(
+            "The engine was shut down while servers were added; make a new one."
+        )
+    state.check_awake()
+    known = {replica.url for replica in state.replicas}
+    for url in urls:
+        if url in known:
+            raise ConfigurationError(f"{url} is a server of this engine already.")
+
+
+def check_can_leave(state: FleetState, urls: Sequence[str]) -> None:
+    """Raises an error if servers cannot leave now; see :class:`LeaveBegan`."""
+    known = {replica.url: replica for replica in state.replicas}
+    for url in urls:
+        if url not in known:
+            raise ConfigurationError(
+                f"{url} is no server of this engine; its servers are "
+                f"{', '.join(some_of(known))}."
+            )
+        if known[url].state == "leaving":
+            raise ConfigurationError(f"{url} is being removed already.")
+    rest = [each for each in state.replicas if each.url not in urls]
+    if not any(each.state != "leaving" for each in rest):
+        raise ConfigurationError(
+            f"Without {', '.join(some_of(urls))}, the engine has no server left. Add "
+            f"another server first, or call shutdown()."
+        )
+    if state.serving and not any(each.state == "serving" for each in rest):
+        waiting = ", ".join(some_of(f"{r.url} is {r.status}" for r in rest))
+        raise ConfigurationError(
+            f"Without {', '.join(some_of(urls))}, no server of the engine serves: "
+            f"{waiting}. Remove it when another one serves; a server that was added "
+            f"serves from the next weight update on."
+        )

@@ -1,0 +1,142 @@
+"""Sends the weights of the last update to servers that have joined since.
+
+The servers that serve are not stopped. A new server reports the current version only
+when values that it holds equal those of one of them, bit for bit, where servers tell
+them, and when it scores the same prompts alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+import torch
+
+from torchrl_sglang.backends import session
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.errors import (
+    RequestRefusedError,
+    SGLangError,
+    WeightMismatchError,
+)
+from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.types import SyncReport
+from torchrl_sglang.weight_update.options import SchemeOptions
+from torchrl_sglang.weight_update.verify import (
+    ROWS,
+    allowed_difference,
+    choose_names,
+    choose_prompts,
+    comparable,
+)
+from torchrl_sglang.weight_update.weights import Weights
+
+UNPROVEN = "unproven"
+"""Weight version of a new server until its values were compared."""
+
+State = tuple[tuple[str, int, int], ...]
+"""Name, address and number of in-place changes of each parameter."""
+
+
+def state_of(tensors: Mapping[str, torch.Tensor]) -> State:
+    """Returns what differs after an optimizer's step, without reading a value."""
+    return tuple(
+        (name, id(tensor), tensor._version) for name, tensor in tensors.items()
+    )
+
+
+def fill(
+    new: RLSGLangEngine,
+    serving: RLSGLangEngine,
+    weights: Weights,
+    options: SchemeOptions,
+    *,
+    version: str,
+    quantized: str | None,
+) -> SyncReport:
+    """Sends weights to new servers, and gives them the version of those that serve.
+
+    Args:
+        new: the new servers alone.
+        serving: servers that have the weights.
+        weights: as they were sent to those.
+        options: of the scheme.
+        version: of these weights.
+        quantized: the servers that the weights were encoded for.
+
+    Raises:
+        WeightMismatchError: if a new server then holds or computes something else than
+            the others.
+        WeightTransferError: if sending failed. In all cases the new servers get no
+            request, and wait for the next update.
+    """
+    transport = options.make_transport(new, weights.device)
+    try:
+        report = session.update_weights(
+            new,
+            transport,
+            weights,
+            version=UNPROVEN,
+            pause_mode=options.pause_mode,
+            flush=options.flush_cache,
+            control_timeout=options.control_timeout,
+            quantized=quantized,
+            draft=options.draft,
+        )
+    except BaseException:
+        # They get no request; an update that does not pause would not resume them.
+        with suppress(SGLangError):
+            run_sync(new.control.resume(timeout=options.control_timeout))
+        raise
+    finally:
+        transport.close()
+    _compare(new, serving, weights, version)
+    run_sync(new.control.set_weight_version(version, timeout=options.control_timeout))
+    return report
+
+
+def _compare(
+    new: RLSGLangEngine, serving: RLSGLangEngine, weights: Weights, version: str
+) -> None:
+    """Compares new servers with one that serves; see :func:`fill`."""
+    waits = set(new.control.urls)
+    url = next(each for each in serving.control.urls if each not in waits)
+    _compare_values(new, serving, url, comparable(weights.specs))
+    prompts = choose_prompts(new.capabilities, version)
+    (scores,) = run_sync(
+        serving.control.prompt_log_probs(prompts, cache_key=version, urls=[url])
+    )
+    expected = torch.tensor(scores, dtype=torch.float32)
+    dtypes = {spec.dtype for spec in weights.specs}
+    allowed = max(allowed_difference(dtype, expected) for dtype in dtypes)
+    answers = run_sync(new.control.prompt_log_probs(prompts, cache_key=UNPROVEN))
+    for place, answer in zip(new.control.urls, answers, strict=True):
+        differs = (torch.tensor(answer, dtype=torch.float32) - expected).abs().mean()
+        # A NaN is a difference.
+        if not bool(differs <= allowed):
+            raise WeightMismatchError(
+                f"{place} was sent the model's weights and does not generate as {url} "
+                f"does: log-probs differ by {differs:.3g} on average; rounding "
+                f"explains {allowed:.3g}. {_WAITS}"
+            )
+
+
+def _compare_values(
+    new: RLSGLangEngine, serving: RLSGLangEngine, url: str, names: list[str]
+) -> None:
+    """Compares values bit by bit, where servers tell them."""
+    for name in choose_names(names):
+        with suppress(RequestRefusedError):
+            values = serving.control.get_weights_by_name(name, ROWS, urls=[url])
+            (expected,) = run_sync(values)
+            found = run_sync(new.control.get_weights_by_name(name, ROWS))
+            for place, each in zip(new.control.urls, found, strict=True):
+                if each != expected:
+                    raise WeightMismatchError(
+                        f"The model has other weights than {url} serves: {name} on "
+                        f"{place}, which was sent them now, differs. Was it trained "
+                        f"since the last update? {_WAITS}"
+                    )
+
+
+_WAITS = "The new servers get no request before the next update."
