@@ -22,7 +22,7 @@ from torchrl_sglang.backends.launch.launcher import Launcher, launch, start_serv
 from torchrl_sglang.backends.launch.local import LocalLauncher
 from torchrl_sglang.backends.launch.ports import find_free_port
 from torchrl_sglang.backends.launch.ray_placement import Demand, own_seats
-from torchrl_sglang.backends.launch.ray_servers import Place, RayServers
+from torchrl_sglang.backends.launch.ray_servers import Place, RayServers, Reserved
 from torchrl_sglang.backends.launch.start_log import find_phase, find_remedy
 from torchrl_sglang.errors import ConfigurationError, ServerStartError
 from torchrl_sglang.testing.launcher_contract import LauncherContract
@@ -33,15 +33,24 @@ def on_ray(specs: Sequence[dict[str, Any]], *, start_timeout: float) -> RayServe
     import ray
 
     demand = Demand(resources={"CPU": 0.1})
-    group = ray.util.placement_group([demand.as_bundle()] * len(specs))
+
+    def reserve(count: int) -> Reserved:
+        group = ray.util.placement_group([demand.as_bundle()] * count)
+        release = partial(ray.util.remove_placement_group, group)
+        seats = own_seats(demand, count)
+        return Reserved(group=group, seats=seats, release=release)
+
+    reserved = reserve(len(specs))
     return RayServers(
         specs,
-        own_seats(demand, len(specs)),
-        Place(group=group, runtime_env=None, timeout=60, demand=demand),
+        reserved.seats,
+        Place(group=reserved.group, runtime_env=None, timeout=60, demand=demand),
         start_timeout=start_timeout,
         at_once=len(specs),
         api_key=None,
-        release=partial(ray.util.remove_placement_group, group),
+        release=reserved.release,
+        make_spec=lambda rank: specs[-1],
+        reserve=partial(reserve, 1),
     )
 
 
