@@ -113,6 +113,9 @@ def test_a_synchronous_run(make, restored_engine, tmp_path, capsys):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
     assert set(scalar(folder.parent, "eval/reward")) == {0, 6, 12}
     assert (folder.parent / "best" / "config.json").exists()
+    for name in ("eval/reward", "batch/reward"):
+        kept = {each["step"]: each[name] for each in run.history if name in each}
+        assert kept == pytest.approx(scalar(folder.parent, name), abs=1e-6)
     # Trainer and engine are the same policy at the start of each batch.
     assert max(scalar(folder.parent, "train/kl_approx").values()) < 5e-6
     assert set(scalar(folder.parent, "batch/age").values()) == {0.0}
