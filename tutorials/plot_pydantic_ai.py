@@ -183,10 +183,10 @@ run = GRPO(
     agent=solve,
     prompts=tasks[HELD_OUT:],
     eval_prompts=tasks[:HELD_OUT],
-    eval_every=8,
+    eval_every=4,
     group_size=8,
     groups_per_batch=8,
-    steps=16,
+    steps=12,
     lr=1e-3,
     generate_kwargs={"max_new_tokens": 32},
     engine={"device": "cpu"},
@@ -211,4 +211,16 @@ axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1.05))
 axes.legend()
 
 held_out = [each["eval/reward"] for each in run.history if "eval/reward" in each]
-assert held_out[-1] > held_out[0] + 0.4
+assert held_out[-1] > held_out[0] + 0.4, held_out
+
+# %%
+# The model has found out which call comes first, and that another one follows.
+# ``torchrl-sglang view`` shows each run of the agent, with what the model wrote, token by
+# token, and what the tools returned:
+#
+# .. figure:: /images/viewer_agent.png
+#    :alt: Two runs of the agent, turn by turn: the right one, and one that adds first.
+#
+#    Two of the eight runs of a task, coloured by log-prob.
+
+print(f"torchrl-sglang view {run.folder}")

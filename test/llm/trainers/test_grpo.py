@@ -270,12 +270,17 @@ async def greet(task, *, base_url, api_key):
     return -len(said) / 10
 
 
-def test_agents(make, restored_engine, tmp_path):
+def test_agents(make, restored_engine, tmp_path, capsys):
     run = make(rewards=None, agent=greet, steps=2, eval_prompts=HELD_OUT, eval_every=1)
     run.train()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert difference(restored_engine, trained) < TOLERANCE
     assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 5e-6
+    rows = rollouts_of(tmp_path / "run")
+    said = re.compile(r"assistant: .*\nuser: Go on\.\nassistant: .*", re.DOTALL)
+    assert all(said.fullmatch(row["response"]) for row in rows)
+    assert all(row["policy_version"] >= 0 for row in rows)
+    assert "-> 'assistant: " in capsys.readouterr().out
 
 
 def test_tensorboard_and_another_logger_afterwards(make, restored_engine, tmp_path):
