@@ -215,8 +215,8 @@ assert held_out[-1] > held_out[0] + 0.4, held_out
 
 # %%
 # The model has found out which call comes first, and that another one follows.
-# ``torchrl-sglang view`` shows each run of the agent, with what the model wrote, token by
-# token, and what the tools returned:
+# ``torchrl-sglang view`` shows each run of the agent: what the model wrote, token by
+# token, and what the tools returned.
 #
 # .. figure:: /images/viewer_agent.png
 #    :alt: Two runs of the agent, turn by turn: the right one, and one that adds first.
