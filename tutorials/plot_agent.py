@@ -212,7 +212,8 @@ axes.xaxis.get_major_locator().set_params(integer=True)
 
 # %%
 # The agent could as well be a program of yours in another process: it needs a base URL
-# and a key. :doc:`/agents` says how branches, retries and sub-agents become rows.
+# and a key. :doc:`/agents` says how branches, retries and sub-agents become rows. In
+# :doc:`plot_pydantic_ai`, an agent framework's agent is trained in one call.
 #
 # The server ends with the engine:
 

@@ -12,6 +12,7 @@ ORDER = (
     "async_grpo",
     "multi_turn",
     "agent",
+    "pydantic_ai",
     "without_gpu",
 )
 

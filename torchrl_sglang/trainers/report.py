@@ -21,7 +21,7 @@ from torchrl_sglang.objectives.advantages import (
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.urls import hide_passwords
-from torchrl_sglang.trainers.samples import plain, rows_of
+from torchrl_sglang.trainers.samples import plain, rows_of, said_in
 
 SECRETS, HIDDEN = ("api_key", "admin_api_key", "ssl_keyfile_password"), "***"
 """Arguments whose values no logger is told, and what it is told in their place."""
@@ -300,8 +300,7 @@ def sample_of(batch: TensorDictBase, query_key: str) -> str:
     """Returns the best response of a batch with its prompt, shortened, for a reader."""
     rewards = batch[REWARD].flatten(1).sum(-1)
     row = batch[int(rewards.argmax())]
-    text = row.get("text", None)
-    said = "" if text is None else str(plain(text.response))
+    said = str(said_in(row) or "")
     prompt = str(plain(row.get(query_key, "")))
     return f"  {prompt[-200:]!r} -> {said[:400]!r} (reward {float(rewards.max()):g})"
 

@@ -134,6 +134,9 @@ class Run:
         """Greatest ``eval/reward`` so far."""
         self.metrics: dict[str, float] = {}
         """Of the last step."""
+        self.history: list[dict[str, float]] = []
+        """Metrics of each step of this process, each with its ``step``; those of step 0
+        are of the evaluation before the first one."""
         self._described: dict[str, float] = {}
         self._saved = 0
         self._saved_state: dict[str, Any] | None = None
@@ -403,6 +406,7 @@ class Run:
         if self.recorder is not None:
             self.recorder.log(metrics, step=self.step)
         self.metrics = metrics
+        self.history.append({"step": self.step, **metrics})
         line = line_of(self.step, self.steps, metrics)
         self._step_began = time.monotonic()
         if self._progress is None:

@@ -32,18 +32,33 @@ def rows_of(
     ``policy_version`` and ``tokens``, a response's number of tokens.
     """
     for row in batch.unbind(0):
-        text = row.get("text", None)
+        version = row.get("policy_version", None)
         yield {
             "step": step,
             "prompt": plain(row.get(query_key, None)),
-            "response": None if text is None else plain(text.response),
+            "response": said_in(row),
             "reward": row[REWARD].sum().item(),
             "advantage": row["advantage"].mean().item(),
-            "policy_version": int(row["next", "policy_version"])
-            if ("next", "policy_version") in row.keys(True)
-            else None,
+            "policy_version": None if version is None else int(version),
             "tokens": len(row["tokens", "response"]),
         }
+
+
+def said_in(row: TensorDictBase) -> Any:
+    """Returns the response of a row as text, or ``None`` if it has none.
+
+    Of an agent it is all that was said behind the first prompt, a line ``role:
+    content`` for each message, with calls as the model wrote them.
+    """
+    text = row.get("text", None)
+    if text is not None:
+        return plain(text.response)
+    history = row.get("history", None)
+    if history is None:
+        return None
+    said = history.response
+    pairs = zip(said.role, said.content, strict=True)
+    return "\n".join(f"{role}: {content}" for role, content in pairs)
 
 
 def plain(value: Any) -> Any:

@@ -227,6 +227,15 @@ def _floats(packed: str) -> list[float | None]:
         return []
 
 
+def _write_calls(calls: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a line for each call of a tool: its name and its arguments."""
+    called = (call.get("function", call) for call in calls)
+    return "\n".join(
+        f"{each.get('name')} {json.dumps(each.get('arguments'), ensure_ascii=False)}"
+        for each in called
+    )
+
+
 def _turn(
     turn: Mapping[str, Any],
     pieces: Mapping[int, str],
@@ -242,7 +251,7 @@ def _turn(
         "messages": turn["messages"],
         "reply": {
             **turn["reply"],
-            **({"tool_calls": json.dumps(calls, indent=1)} if calls else {}),
+            **({"tool_calls": _write_calls(calls)} if calls else {}),
         },
         "finish": turn["finish"],
         "reward": number(turn.get("reward")),

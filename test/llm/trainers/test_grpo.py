@@ -113,6 +113,9 @@ def test_a_synchronous_run(make, restored_engine, tmp_path, capsys):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
     assert set(scalar(folder.parent, "eval/reward")) == {0, 6, 12}
     assert (folder.parent / "best" / "config.json").exists()
+    for name in ("eval/reward", "batch/reward"):
+        kept = {each["step"]: each[name] for each in run.history if name in each}
+        assert kept == pytest.approx(scalar(folder.parent, name), abs=1e-6)
     # Trainer and engine are the same policy at the start of each batch.
     assert max(scalar(folder.parent, "train/kl_approx").values()) < 5e-6
     assert set(scalar(folder.parent, "batch/age").values()) == {0.0}
@@ -267,12 +270,17 @@ async def greet(task, *, base_url, api_key):
     return -len(said) / 10
 
 
-def test_agents(make, restored_engine, tmp_path):
+def test_agents(make, restored_engine, tmp_path, capsys):
     run = make(rewards=None, agent=greet, steps=2, eval_prompts=HELD_OUT, eval_every=1)
     run.train()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert difference(restored_engine, trained) < TOLERANCE
     assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 5e-6
+    rows = rollouts_of(tmp_path / "run")
+    said = re.compile(r"assistant: .*\nuser: Go on\.\nassistant: .*", re.DOTALL)
+    assert all(said.fullmatch(row["response"]) for row in rows)
+    assert all(row["policy_version"] >= 0 for row in rows)
+    assert "-> 'assistant: " in capsys.readouterr().out
 
 
 def test_tensorboard_and_another_logger_afterwards(make, restored_engine, tmp_path):

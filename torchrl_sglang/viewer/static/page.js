@@ -341,11 +341,13 @@
 
   function turnBox(turn, depth) {
     const [began, ended] = turn.time;
-    const facts = [`turn ${turn.number}`, turn.parent === null ? null : `goes on from turn ${turn.parent}`, turn.branch || null,
+    // A session begins with a turn that says so, too.
+    const branch = turn.number === 0 ? "" : turn.branch.replace(/\.$/, "");
+    const facts = [`turn ${turn.number}`, turn.parent === null ? null : `goes on from turn ${turn.parent}`, branch || null,
       `${turn.count} tokens`, `prompt ${shown(turn.prompt_tokens)} tokens, ${shown(turn.cached)} cached`,
       began && ended ? `${shown(ended - began)} s` : null, `ended by ${turn.finish}`,
       turn.reward ? `reward ${shown(turn.reward)}` : null].filter(Boolean);
-    return make("div", { class: turn.branch ? "turn branch" : "turn", style: `--depth: ${Math.min(depth, 12)}` },
+    return make("div", { class: branch ? "turn branch" : "turn", style: `--depth: ${Math.min(depth, 12)}` },
       ...turn.messages.map(message),
       make("span", { class: "role" }, "assistant"),
       ...(turn.pieces.length ? strip(turn) : [make("div", { class: "message" }, turn.reply.content || "(not recorded)"), ...(turn.log_probs ? strip(turn) : [])]),
