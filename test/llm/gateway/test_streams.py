@@ -290,11 +290,11 @@ def test_a_response_that_begins_anew(grammar_engine, path, monkeypatch):
         policy = session.policy
         asked = policy.respond
 
-        async def respond(prompt, sampling, *, session, progress):
+        async def respond(prompt, sampling, *, progress, **others):
             progress.begin(3)
             progress.tell(0, Draft(content="0123"))
             await asyncio.sleep(0.1)
-            return await asked(prompt, sampling, session=session)
+            return await asked(prompt, sampling, **others)
 
         monkeypatch.setattr(policy, "respond", respond)
         body = {"stream": True, "max_tokens": 50, "messages": HELLO}
