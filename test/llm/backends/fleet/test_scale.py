@@ -161,7 +161,8 @@ def test_a_model_is_read_once_for_servers_asked_together(tiny_model_path):
 
 
 def test_a_choice_among_many_servers_is_even():
-    replicas = [Replica(url=f"http://s{n}") for n in range(4 * MOST_COMPARED)]
+    count = 4 * MOST_COMPARED
+    replicas = [Replica(url=f"http://s{n}", rank=n) for n in range(count)]
     replicas[7] = replace(replicas[7], state="down")
     routing = Routing()
     for session in range(3 * len(replicas)):
