@@ -363,6 +363,7 @@ def test_models_that_cannot(moe):
         moe(torch.zeros(1, 1, dtype=torch.long))
 
 
+@pytest.mark.slow
 def test_a_sharded_model(tmp_path):
     """FSDP2 over two ranks, with gradient checkpointing."""
     path = save_tiny_moe(tmp_path / "model", num_layers=2, num_experts=8)

@@ -9,6 +9,7 @@ from helpers.torchrun import run_ranks
 PROGRAM = Path(__file__).with_name("learner_state_program.py")
 
 
+@pytest.mark.slow
 def test_every_rank_loads_its_share():
     """Each loads what ``state_dict()`` gave it."""
     run_ranks(PROGRAM)

@@ -110,6 +110,7 @@ def test_a_node_is_lost(nodes, tiny_model_path, tmp_path):
         assert generate(engine) == expected
 
 
+@pytest.mark.slow
 def test_servers_join_and_leave_on_nodes(nodes, tiny_model_path, tmp_path):
     """Ray places new ones, what a removed one had is free, and copies follow."""
     import ray
