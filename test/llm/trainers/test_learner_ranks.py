@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from helpers.torchrun import run_ranks
 
 PROGRAM = Path(__file__).with_name("learner_state_program.py")
