@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import logging
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 import torchrl_sglang
 
 sys.path.insert(0, str(Path(__file__).parent))  # For tutorial_order.
+# For helpers.forked_starts.
+sys.path.append(str(Path(__file__).parents[2] / "test"))
 
 # The tutorials run in this process, and their output becomes part of the pages.
 disable_progress_bar()
@@ -110,7 +114,32 @@ def show_colons(
     lines[:] = [line.replace(HIDDEN_COLON, ":") for line in lines]
 
 
+def start_quickly(app: Sphinx) -> None:
+    """Has the servers of tutorials be forks of a process that has SGLang imported.
+
+    They are real servers, each its tutorial's own. Only their imports are shared, which
+    are nearly all of the time that a tutorial takes.
+    """
+    if str(app.config.plot_gallery).lower() in ("0", "false"):
+        return
+    from helpers.forked_starts import forked_starts
+
+    quick_starts.enter_context(forked_starts())
+
+
+def end_starts(app: Sphinx, error: Exception | None) -> None:
+    """Ends that process."""
+    quick_starts.close()
+
+
+quick_starts = ExitStack()
+atexit.register(quick_starts.close)
+
+
 def setup(app: Sphinx) -> None:
+    # Before sphinx-gallery runs the tutorials.
+    app.connect("builder-inited", start_quickly, priority=100)
+    app.connect("build-finished", end_starts)
     app.connect("autodoc-process-signature", show_own_signature)
     # Before and after Napoleon, whose priority is 500.
     app.connect("autodoc-process-docstring", hide_colons, priority=400)

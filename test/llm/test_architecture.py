@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import subprocess
@@ -101,8 +102,13 @@ PUBLIC = {
 """Public name -> where it is defined."""
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """Every module that a file imports, and whether it does so at module level."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(path.read_text())
     inner = {
         id(node)

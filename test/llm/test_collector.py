@@ -369,6 +369,7 @@ def make_ray_collector(engine, tokenizer, **kwargs) -> RayLLMCollector:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_collector_on_ray(
     scheme, restored_engine, hf_model, new_model, tokenizer, ray_here

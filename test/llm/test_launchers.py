@@ -228,6 +228,7 @@ def test_a_script_on_standard_input(script_says):
     assert ended(script_says["pid"])
 
 
+@pytest.mark.slow
 def test_a_limit_on_open_files_is_raised(script_says):
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert script_says["raised_to"] >= min(most, 2049)

@@ -302,6 +302,7 @@ def test_a_trainer_that_runs_its_own_collectives(restored_engine, hf_model):
     run_sync(engine.control.destroy_weights_update_group(WEIGHT_UPDATE_GROUP))
 
 
+@pytest.mark.slow
 def test_a_tensor_is_refused_while_requests_run(engine):
     with pytest.raises(ConfigurationError, match="needs the master_port"):
         engine.init_weight_update_group()

@@ -117,6 +117,7 @@ def judged():
     return kept, said["calls"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_grammar_accepts_what_a_choice_allows(judged, name):
     accepted, _ = judged
@@ -126,6 +127,7 @@ def test_a_grammar_accepts_what_a_choice_allows(judged, name):
         assert found == good, (choice, more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_sglangs_parser_reads_what_a_grammar_writes(judged, name):
     assert judged[1][name] == [["f", ARGUMENTS], ["g", ARGUMENTS]]

@@ -155,6 +155,7 @@ def test_weights_are_replaced_on_request(restored_engine, capsys):
     )
 
 
+@pytest.mark.slow
 def test_weights_are_spared(engine, capsys):
     before = engine.generate(input_ids=[[5, 6]], sampling_params={"temperature": 0})
     assert main(["bench", "all", "--url", engine.server_url, *SMALL]) == 0

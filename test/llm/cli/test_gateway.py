@@ -84,6 +84,7 @@ def test_beside_a_running_server(fake, tmp_path):
         end(process, signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_beside_servers_that_it_starts(tiny_model_path):
     with gateway(tiny_model_path, "--device=cpu", "--context-length=256") as process:
         url, key = (process.stdout.readline().strip() for _ in range(2))

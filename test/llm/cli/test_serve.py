@@ -166,6 +166,7 @@ def test_a_start_that_fails_is_told_in_words(tmp_path):
     assert "torchrl_sglang/cli" not in errors
 
 
+@pytest.mark.slow
 def test_several_servers_behind_a_router(tiny_model_path, capsys):
     with serving(tiny_model_path, "--device=cpu", "--num-replicas=2") as process:
         router, *urls = [process.stdout.readline().strip() for _ in range(3)]

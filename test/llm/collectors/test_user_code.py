@@ -711,6 +711,7 @@ with AsyncSGLang.connect(sys.argv[1]) as engine, Gateway(engine) as gateway:
 """
 
 
+@pytest.mark.slow
 def test_blocking_agents_keep_no_process_from_ending(fake):
     begin = time.monotonic()
     done = subprocess.run(

@@ -219,7 +219,14 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("ask", ASKED)
+@pytest.mark.parametrize(
+    "ask",
+    [
+        chat_deltas,
+        pytest.param(message_deltas, marks=pytest.mark.slow),
+        pytest.param(response_deltas, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stream_comes_as_it_is_generated(grammar_engine, score, ask):
     with session_of(grammar_engine) as session:
         reasoning, content, calls = ask(session)

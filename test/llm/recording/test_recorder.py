@@ -7,12 +7,12 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
 import torch
+from helpers.forked_starts import trainer_python
 from helpers.recorded_runs import make_group
 from tensordict import LazyStackedTensorDict, TensorDict
 
@@ -155,7 +155,7 @@ recorder.close()
 print("lost", recorder.lost > 0)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+        [trainer_python(), "-c", program], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "lost True" in done.stdout
@@ -196,7 +196,7 @@ while True:
         print(step, flush=True)
 """
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+        [trainer_python(), "-c", program], stdout=subprocess.PIPE, text=True
     ) as process:
         for _ in range(20):
             process.stdout.readline()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from helpers.collecting import length_reward, tasks
+from helpers.forked_starts import trainer_python
 
 from torchrl_sglang import (
     AsyncLLMCollector,
@@ -372,7 +373,7 @@ scrape.start()
 print("served", flush=True)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [trainer_python(), "-c", code], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (0, "served\n"), done.stderr
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import urllib.request
 from typing import Any
 
 import pytest
 from helpers.fake_server import FakeServer
+from helpers.forked_starts import trainer_python
 from helpers.tool_template import TOOL_TEMPLATE
 
 from torchrl_sglang import (
@@ -297,6 +297,6 @@ with tracing.span("a"):
     assert tracing.traced_headers() == {}
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [trainer_python(), "-c", code], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr

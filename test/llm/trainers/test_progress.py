@@ -7,11 +7,11 @@ import os
 import pty
 import struct
 import subprocess
-import sys
 import termios
 import threading
 
 import pytest
+from helpers.forked_starts import trainer_python
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.trainers.progress import (
@@ -40,7 +40,7 @@ tell("The model is in runs.")
 
 def test_a_log_file_has_lines_and_no_carriage_returns():
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, timeout=300
+        [trainer_python(), "-c", PROGRAM], capture_output=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert b"\r" not in done.stdout + done.stderr
@@ -55,7 +55,7 @@ def test_a_terminal_has_a_bar_below_whole_lines():
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
+        [trainer_python(), "-c", PROGRAM],
         stdout=child,
         stderr=child,
         env={**os.environ, "TERM": "xterm"},

@@ -14,7 +14,7 @@ from torchrl_sglang.trainers.checkpoints import Checkpoints
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
 # TorchRL's own, about what is deprecated in torch.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PROGRAM = Path(__file__).with_name("shard_program.py")
 ALONE = TrainerRanks()

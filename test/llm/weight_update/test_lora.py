@@ -354,6 +354,7 @@ def test_arguments_of_an_adapter(engine, lora_engine, hf_model):
         sender.update_weights(hf_model)
 
 
+@pytest.mark.slow
 def test_whole_weights_leave_no_answer_between(lora_engine, peft_models):
     """Requests in flight carry an adapter that the new weights include."""
     first, second = (
@@ -409,6 +410,7 @@ def test_an_adapter_does_not_heal(lora_engine, peft_models):
     assert peft_models.difference(ask(lora_engine), PROMPT, model) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_an_update_that_fails_leaves_the_adapter(lora_engine, peft_models, hf_model):
     model = peft_models.make(5, target_modules=["v_proj"])
     scheme = SGLangWeightSyncScheme(lora_engine)

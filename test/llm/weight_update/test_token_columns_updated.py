@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from helpers.log_probs import TOLERANCE
+from helpers.slow import older_engine_is_slow
 from helpers.yes_no import YES_NO, expected
 
 from torchrl_sglang import SGLangWeightSyncScheme
@@ -13,6 +14,7 @@ from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 
+@older_engine_is_slow
 def test_values_are_of_the_weights_that_each_token_names(
     any_engine, tokenizer, hf_model
 ):

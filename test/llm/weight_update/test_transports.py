@@ -434,6 +434,7 @@ def answer_with(content, request):
     return web.json_response(content, status=200 if content["success"] else 400)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_is_healed(
     tiny_model_path, new_model, tokenizer, tmp_path
 ):

@@ -225,6 +225,7 @@ def test_a_model_that_is_not_what_was_sent_is_found(
     scheme.shutdown()
 
 
+@pytest.mark.slow
 def test_every_server_is_asked(tiny_model_path, tokenizer):
     """The router may choose the one that is right."""
     with AsyncSGLang.from_pretrained(

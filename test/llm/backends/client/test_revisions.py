@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
 NAME = "someone/model"
@@ -53,6 +55,7 @@ def save_revision(cache: Path, revision: str, commit: str, width: int, word: str
     (folder / "refs" / revision).write_text(commit)
 
 
+@pytest.mark.slow
 def test_the_servers_revision_is_read(tmp_path):
     save_revision(tmp_path, "main", "a" * 40, 64, "")
     save_revision(tmp_path, "older", "b" * 40, 128, "newword")

@@ -682,7 +682,13 @@ def _newest(server: Server) -> int:
     return version_order(server.version)
 
 
-@pytest.mark.parametrize("owned", [True, False], ids=["own", "of others"])
+@pytest.mark.parametrize(
+    "owned",
+    [
+        pytest.param(True, id="own"),
+        pytest.param(False, id="of others", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
 )

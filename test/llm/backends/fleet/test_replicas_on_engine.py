@@ -140,6 +140,7 @@ def test_a_server_killed_in_the_middle(engine, session_engine):
     assert tokens(generate(engine, batch)) == tokens(generate(session_engine, batch))
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs(tiny_model_path, session_engine):
     """It answers nothing and has not ended; a probe finds it."""
     with AsyncSGLang.from_pretrained(

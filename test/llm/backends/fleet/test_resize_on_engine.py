@@ -59,6 +59,7 @@ def twin_log_probs(model, answer, prompt):
     return found[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_server_joins_and_leaves_under_load(engine, tokenizer):
     """Every token is of the version that its answer says, and none is lost."""

@@ -220,6 +220,7 @@ def test_what_runs_is_waited_for(sleepy):
         assert len(answer.result(60).token_ids) == 300
 
 
+@pytest.mark.slow
 def test_what_does_not_end_goes_on(sleepy, other_user):
     for user, who in ((sleepy, "1 request.s. of this"), (other_user, "have 1 of all")):
         with ThreadPoolExecutor() as pool:

@@ -40,6 +40,7 @@ def ssh(monkeypatch, tmp_path):
     return ssh_launcher
 
 
+@pytest.mark.slow
 def test_servers_over_ssh(ssh, tiny_model_path, score):
     """They generate, are started again, and end with the engine."""
     hosts = ["127.0.0.21", "127.0.0.22"]
@@ -75,6 +76,7 @@ def test_servers_over_ssh(ssh, tiny_model_path, score):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_start_that_fails(ssh, tmp_path):
     with pytest.raises(ServerStartError, match=r"config\.json|not a model|hub"):
         AsyncSGLang.from_pretrained(

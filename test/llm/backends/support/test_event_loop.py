@@ -11,6 +11,7 @@ import time
 import weakref
 
 import pytest
+from helpers.forked_starts import trainer_python
 
 from torchrl_sglang.support import event_loop
 from torchrl_sglang.support.event_loop import (
@@ -184,7 +185,10 @@ print("ended")
 def test_what_the_garbage_collector_frees_may_use_the_loop():
     """A client that is collected in the middle of a call closes its connections."""
     done = subprocess.run(
-        [sys.executable, "-c", COLLECTION], capture_output=True, text=True, timeout=300
+        [trainer_python(), "-c", COLLECTION],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.stdout == "ended\n", done.stderr
 
@@ -304,6 +308,6 @@ print("both")
 
 def test_a_forked_child_gets_a_loop_of_its_own():
     done = subprocess.run(
-        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300
+        [trainer_python(), "-c", FORK], capture_output=True, text=True, timeout=300
     )
     assert done.stdout == "both\n", done.stderr

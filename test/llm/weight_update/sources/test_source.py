@@ -111,7 +111,13 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if "compiled" in kind else ())
+        for kind in SOURCES
+    ],
+)
 def test_every_source(hf_model, tokenizer, served, kind):
     wrapper = TransformersWrapper(hf_model, tokenizer=tokenizer, generate=False)
     found = sent(SOURCES[kind](hf_model, wrapper), served)
