@@ -1,8 +1,10 @@
 """Makes the pictures of the guide on seeing a run, of runs that were recorded.
 
 torchrl-sglang demo --output runs/demo
-python docs/viewer_pictures.py runs/demo
-python docs/viewer_pictures.py --agent RUN  # the folder that plot_pydantic_ai.py prints
+python docs/viewer_pictures.py run runs/demo
+make demo-async
+python docs/viewer_pictures.py asynchronous runs/grpo_tiny_async
+python docs/viewer_pictures.py agent RUN  # the folder that plot_pydantic_ai.py prints
 """
 
 from __future__ import annotations
@@ -39,12 +41,17 @@ def open_run(run: str) -> Iterator[Page]:
         yield page
 
 
-def picture_run(page: Page) -> None:
-    """Takes the overview, and the tokens of the first group."""
+def draw(page: Page) -> None:
+    """Has all charts of a page drawn, and goes to its beginning."""
     for chart in page.eval("[...document.querySelectorAll('.chart')].map(b => b.id)"):
         page.eval(f"document.getElementById('{chart}').scrollIntoView()")
         page.wait(f"document.getElementById('{chart}').querySelector('svg')")
     page.eval("window.scrollTo(0, 0)")
+
+
+def picture_run(page: Page) -> None:
+    """Takes the overview, and the tokens of the first group."""
+    draw(page)
     page.screenshot(IMAGES / "viewer_overview.png", full=False)
     page.look(width=WIDTH, height=HEIGHT, dark=True)
     page.eval("document.querySelector('#table tbody tr').click()")
@@ -55,6 +62,12 @@ def picture_run(page: Page) -> None:
     page.screenshot(IMAGES / "viewer_tokens.png", full=False)
 
 
+def picture_asynchronous(page: Page) -> None:
+    """Takes the overview: trainer and servers work at once."""
+    draw(page)
+    page.screenshot(IMAGES / "viewer_asynchronous.png", full=False)
+
+
 def picture_agent(page: Page) -> None:
     """Takes the turns of the first session of an agent."""
     page.eval("document.querySelector('#table tbody tr').click()")
@@ -63,15 +76,22 @@ def picture_agent(page: Page) -> None:
     page.screenshot(IMAGES / "viewer_agent.png", full=False)
 
 
+KINDS = {
+    "run": picture_run,
+    "asynchronous": picture_asynchronous,
+    "agent": picture_agent,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run")
-    parser.add_argument("--agent", action="store_true", help="the run of an agent")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("run", help="its folder")
     given = parser.parse_args()
     with open_run(given.run) as page:
-        (picture_agent if given.agent else picture_run)(page)
+        KINDS[given.kind](page)
 
 
 if __name__ == "__main__":

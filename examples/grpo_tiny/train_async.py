@@ -5,12 +5,16 @@ updates ahead at most:
 
     python examples/grpo_tiny/train_async.py --seed 0 --output runs/grpo_async
 
-Both runs begin with the same model, the same prompts and the same server.
+Both runs begin with the same model, the same prompts and the same server. The
+asynchronous one is recorded:
+
+    torchrl-sglang view runs/grpo_async
 """
 
 from __future__ import annotations
 
 import copy
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,7 @@ from torchrl_sglang import (
     AsyncLLMCollector,
     AsyncSGLang,
     GroupAdvantage,
+    RunRecorder,
     SGLangWeightSyncScheme,
 )
 from train import (
@@ -78,6 +83,9 @@ def grpo_async(
         One row for the state before training and one for every iteration.
     """
     policy, greedy = make_policies(config, engine, tokenizer)
+    # Of this run alone, as all that it writes.
+    shutil.rmtree(config.output / "record", ignore_errors=True)
+    recorder = RunRecorder(config.output / "record")
     held_out_env = make_env(held_out_problems, tokenizer, len(held_out_problems))
     scheme = SGLangWeightSyncScheme(engine, model)
     collector = AsyncLLMCollector(
@@ -91,6 +99,7 @@ def grpo_async(
         shuffle=True,
         seed=config.seed,
         weight_sync_schemes={"policy": scheme},
+        recorder=recorder,
     )
     advantage = GroupAdvantage(config.group_size)
     learner = make_learner(config, model, tokenizer)
@@ -100,12 +109,17 @@ def grpo_async(
     progress = tqdm(collector, desc="GRPO, asynchronous", total=config.iterations)
     for iteration, batch in enumerate(progress, start=1):
         train_start = time.perf_counter()
-        learner.train(advantage(batch), collector.policy_version)
+        with_advantages = advantage(batch)
+        recorder.trained(with_advantages, step=iteration)
+        with recorder.phase("train"):
+            metrics = learner.train(with_advantages, collector.policy_version)
+        recorder.log(metrics, step=iteration)
         sync_start = time.perf_counter()
         report = collector.update_policy_weights_()
         held_out_accuracy = None
         if iteration % config.evaluate_every == 0 or iteration == config.iterations:
-            held_out_accuracy = accuracy = evaluate(held_out_env, greedy)
+            with recorder.phase("evaluate"):
+                held_out_accuracy = accuracy = evaluate(held_out_env, greedy)
         row = Metrics(
             iteration=iteration,
             seconds=time.perf_counter() - start,
@@ -126,6 +140,7 @@ def grpo_async(
     print(collector.stats()["bottleneck"])
     collector.shutdown()
     scheme.shutdown()
+    recorder.close()
     return rows
 
 
