@@ -5,77 +5,45 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-import threading
-import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from aiohttp import web
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
-from torchrl_sglang.chat.declarations import known_settings
-from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agents import Agent, run_agents
-from torchrl_sglang.gateway.branches import BranchReason
 from torchrl_sglang.gateway.credit import check_discount, trained_rule
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
-from torchrl_sglang.gateway.policy import Policy, PolicyReply, Sampling
-from torchrl_sglang.gateway.progress import Progress
-from torchrl_sglang.gateway.reading import RequestReader, ToolChoiceMode
+from torchrl_sglang.gateway.options import Limits, ServingOptions
+from torchrl_sglang.gateway.processes.addresses import Addresses, check_processes
+from torchrl_sglang.gateway.processes.owner import Owner
+from torchrl_sglang.gateway.processes.pool import START_SECONDS as WORKER_SECONDS
+from torchrl_sglang.gateway.processes.pool import WorkerPool, pickle_options
+from torchrl_sglang.gateway.reading import ToolChoiceMode
 from torchrl_sglang.gateway.recorded import tell_session
-from torchrl_sglang.gateway.request import Request
+from torchrl_sglang.gateway.responder import Responder, prompt_threads
+from torchrl_sglang.gateway.runner import START_SECONDS, Runner
 from torchrl_sglang.gateway.server import make_app
-from torchrl_sglang.gateway.session import (
-    NEW_CHARACTERS,
-    Prompt,
-    Session,
-    Turn,
-    as_reward,
-)
+from torchrl_sglang.gateway.session import Session, Turn, as_reward
 from torchrl_sglang.gateway.store import Store
-from torchrl_sglang.gateway.tool_grammar import GRAMMARS, with_choice
 from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
 from torchrl_sglang.requests.behaviour import with_columns
 from torchrl_sglang.requests.request import check_logprobs_mode
-from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
 from torchrl_sglang.requests.token_columns import TokenColumn
-from torchrl_sglang.support.checks import (
-    check_count,
-    check_mapping,
-    check_port,
-    check_seconds,
-)
-from torchrl_sglang.support.urls import check_public_url, is_loopback
+from torchrl_sglang.support.checks import check_count, check_seconds
+from torchrl_sglang.support.urls import is_loopback
 from torchrl_sglang.telemetry.prometheus import StatsFamilies, write_text
-from torchrl_sglang.telemetry.tracing import span
 from torchrl_sglang.types import LogProbsMode
-
-STOP_SECONDS = 10.0
-START_SECONDS = 30.0
-
-PROMPT_THREADS = 2
-"""Threads that render and tokenize long prompts; tokenizers leave Python meanwhile."""
-
-DROPPED = 10_000
-"""Latest sessions that are known to have been dropped."""
-
-KEY_EXPIRED = "key_expired"
-"""Code of the error for a key that opens its session no more."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-class Gateway:
+class Gateway(Responder):
     """Serves OpenAI's and Anthropic's protocols, and records every token.
 
     Point an agent's client at a session's ``base_url`` (OpenAI) or ``url`` (Anthropic),
@@ -104,11 +72,19 @@ class Gateway:
             pages of other hosts; any other address needs ``api_key``, and each request
             a key.
         port: defaults to 0, a free one.
+        num_processes: processes that serve, so that more than one core does. With
+            more than 1, that many are started beside this one, which keeps the sessions
+            and calls the engine, while they read requests, render, tokenize, parse and
+            stream. A session is served by one of them, which its URL names; process
+            ``i`` listens on ``port + i``, and this one hands on what it is asked for
+            their sessions. Defaults to 1: this process serves.
         public_url: the address by which agents on other machines and in containers
             reach this gateway, such as that of a proxy with TLS:
             ``"https://gateway.example.org"``, with a path if it has one. The URLs of
-            sessions begin with it. Each request needs a key then, and the gateway needs
-            ``api_key``. Defaults to None: the address that it listens on.
+            sessions begin with it. With several processes, ``{process}`` in it stands
+            for the number of the one that serves, from 1 on. Each request needs a key
+            then, and the gateway needs ``api_key``. Defaults to None: the address that
+            it listens on.
         api_key: opens all sessions, and makes new ones over HTTP. Defaults to a random
             one.
         key_seconds: how long the key of a session opens it, in seconds from when it
@@ -192,6 +168,7 @@ class Gateway:
         reasoning_parser: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        num_processes: int = 1,
         public_url: str | None = None,
         api_key: str | None = None,
         key_seconds: float | None = None,
@@ -213,84 +190,90 @@ class Gateway:
         path: str | Path | None = None,
         recorder: RunRecorder | None = None,
     ) -> None:
-        self.dialects: Sequence[Dialect] = _check_dialects(dialects)
-        self.public_url = None if public_url is None else check_public_url(public_url)
+        self._addresses = Addresses(
+            host=host,
+            port=port,
+            public_url=public_url,
+            num_workers=check_processes(num_processes),
+        )
+        self.public_url = None if public_url is None else self._addresses.base(0, 0)
         # A proxy of this machine hands in what others ask.
-        self.open = is_loopback(host) and public_url is None
-        if not self.open and not api_key:
+        is_open = is_loopback(host) and public_url is None
+        if not is_open and not api_key:
             raise ConfigurationError(
                 f"host={host!r} and public_url={public_url!r} can be reached from "
                 f"other machines; give an api_key."
             )
-        self.api_key = api_key or secrets.token_urlsafe(32)
-        self._host = host
-        self._port = check_port("port", port) if port else 0
-        self._default = _params("default_sampling_params", default_sampling_params)
-        self._forced = _params("forced_sampling_params", forced_sampling_params)
-        self.keep_alive_seconds = check_seconds(
-            "keep_alive_seconds", keep_alive_seconds
-        )
         self._max_sessions = check_count("max_sessions", max_sessions)
-        self._max_turns = check_count("max_turns", max_turns)
-        self._max_tokens = (
-            None if max_tokens is None else check_count("max_tokens", max_tokens)
-        )
         self._key_seconds = (
             None if key_seconds is None else check_seconds("key_seconds", key_seconds)
-        )
-        self._seconds = (
-            None
-            if session_seconds is None
-            else check_seconds("session_seconds", session_seconds)
         )
         self.token_columns = with_columns(
             check_logprobs_mode(logprobs_mode), token_columns
         )
-        tokenizer = engine.get_tokenizer() if tokenizer is None else tokenizer
-        self._template = ChatTemplate(tokenizer, chat_template)
-        self._parsers = tool_call_parser, reasoning_parser
-        self._reader = RequestReader(
-            ignored_params=ignored_params,
-            tool_choice=tool_choice,
-            variables=self._template.variables,
-            forces_grammar=not GRAMMARS.isdisjoint(self._forced),
-        )
-        self._policy = Policy(
-            engine,
-            tokenizer,
-            self._template,
+        options = ServingOptions(
+            tokenizer=engine.get_tokenizer() if tokenizer is None else tokenizer,
+            chat_template=chat_template,
+            dialects=dialects,
+            api_key=api_key or secrets.token_urlsafe(32),
+            open=is_open,
+            keep_alive_seconds=keep_alive_seconds,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            default_sampling_params=default_sampling_params or {},
+            forced_sampling_params=forced_sampling_params or {},
+            request_timeout=request_timeout,
+            limits=Limits(
+                max_turns=max_turns,
+                max_tokens=max_tokens,
+                session_seconds=session_seconds,
+            ),
+            tool_choice=tool_choice,
+            ignored_params=ignored_params,
             token_columns=self.token_columns,
             logprobs_mode=logprobs_mode,
-            timeout=check_seconds("request_timeout", request_timeout),
         )
-        self.engine = engine
-        self.models = [engine.model_path]
-        self._texts: dict[int, str] = {}
-        self._lock = threading.Lock()
-        self._sessions: dict[str, Session] = {}
-        self._by_key: dict[str, Session] = {}
-        self._dropped: OrderedDict[str, None] = OrderedDict()
-        self._turns = self._tokens = 0
-        self._branches: Counter[BranchReason] = Counter()
         self._is_trained = trained_rule(trained)
         self._discount = check_discount(discount)
         self._recorder = check_recorder(recorder)
-        self._store = None if path is None else Store(path)
+        super().__init__(engine, options, None)
+        self.engine = engine
+        self._pool = self._make_pool(options) if self._addresses.num_workers else None
+        elsewhere = None if self._pool is None else self._pool.elsewhere
+        self._runner = Runner(
+            partial(make_app, self, elsewhere),
+            host,
+            port,
+            beside=None if self._pool is None else self._pool.running,
+            start_seconds=START_SECONDS + (0 if self._pool is None else WORKER_SECONDS),
+        )
         self._file_closed = False
-        self._threads = _prompt_threads()
         self._families: StatsFamilies | None = None
-        self._runner = _Runner(self, host, self._port)
+        self._store = self._keeper.store = None if path is None else Store(path)
         for session in self._store.load() if self._store else ():
             self._set_up(session)
-            self._sessions[session.name] = self._by_key[session.key] = session
+            self._registry.add(session)
+
+    def _make_pool(self, options: ServingOptions) -> WorkerPool:
+        """Returns the processes that serve sessions, which are started later."""
+        return WorkerPool(
+            Owner(
+                engine=self.engine,
+                registry=self._registry,
+                keeper=self._keeper,
+                token_columns=self.token_columns,
+            ),
+            pickle_options(options),
+            self._addresses,
+            model_path=self.engine.model_path,
+            set_up=self._set_up_all,
+            lock=self._lock,
+        )
 
     @property
     def url(self) -> str:
         """Address on which the gateway listens."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._runner.port}"
+        return self._addresses.listening(self._runner.port)
 
     def __enter__(self) -> Self:
         self.start()
@@ -301,7 +284,7 @@ class Gateway:
 
     def __repr__(self) -> str:
         state = self.url if self._runner.port else "not started"
-        return f"Gateway({state}, sessions={len(self._sessions)})"
+        return f"Gateway({state}, sessions={len(self._registry)})"
 
     def start(self) -> None:
         """Listens from now on.
@@ -311,18 +294,27 @@ class Gateway:
                 already.
         """
         self._threads.shutdown(wait=False)
-        self._threads = _prompt_threads()
+        self._threads = prompt_threads()
         self._runner.start()
-        for session in self._sessions.values():
-            self._set_up(session)
+        if self._pool is None:
+            self._set_up_all(None)
+
+    def _set_up_all(self, sessions: Sequence[Session] | None) -> None:
+        """Gives sessions their addresses; ``None``: all sessions."""
+        for session in self.sessions if sessions is None else sessions:
+            with self._lock:
+                if not session.is_dropped:
+                    self._set_up(session)
 
     def _set_up(self, session: Session) -> None:
-        """Tells a session what the gateway knows of it."""
+        """Tells a session what the gateway knows of it. The caller has the lock."""
         session.is_trained, session.discount = self._is_trained, self._discount
         if self._key_seconds is not None:
             session.expires = session.created + self._key_seconds
-        if self._runner.port:
-            session.url = f"{self.public_url or self.url}/sessions/{session.name}"
+        if port := self._runner.port:
+            base = None if self._pool is None else self._pool.place(session)
+            base = base or self._addresses.base(0, port)
+            session.url = f"{base}/sessions/{session.name}"
 
     def shutdown(self) -> None:
         """Listens no more; requests under way are aborted. Sessions stay readable.
@@ -336,7 +328,7 @@ class Gateway:
         self._recorder = None
         if self._store is not None:
             self._store.close()
-            self._store = None
+            self._store = self._keeper.store = None
             self._file_closed = True
 
     def _check_file(self) -> None:
@@ -369,9 +361,9 @@ class Gateway:
             )
         self._check_file()
         with self._lock:
-            if (found := self._sessions.get(name)) is not None:
+            if (found := self._registry.named(name)) is not None:
                 return found
-            if len(self._sessions) >= self._max_sessions:
+            if len(self._registry) >= self._max_sessions:
                 raise GatewayError(
                     f"There are {self._max_sessions} sessions, which is max_sessions; "
                     f"drop() those that are done.",
@@ -379,9 +371,7 @@ class Gateway:
                 )
             session = Session(name, key=f"sk-{secrets.token_urlsafe(32)}", group=group)
             self._set_up(session)
-            self._sessions[name] = self._by_key[session.key] = session
-            # The key of a dropped session of this name stays dropped.
-            self._dropped.pop(name, None)
+            self._registry.add(session)
             if self._store is not None:
                 self._store.save_session(session)
         return session
@@ -389,8 +379,7 @@ class Gateway:
     @property
     def sessions(self) -> list[Session]:
         """All sessions, in the order in which they began."""
-        with self._lock:
-            return list(self._sessions.values())
+        return self._registry.all()
 
     def stats(self) -> dict[str, Any]:
         """Returns what was recorded since this gateway was made, dropped sessions too.
@@ -405,38 +394,14 @@ class Gateway:
         """
         generating = sum(session.generating for session in self.sessions)
         with self._lock:
+            counts = self._keeper.counts
             return {
-                "sessions": len(self._sessions),
+                "sessions": len(self._registry),
                 "generating": generating,
-                "turns": self._turns,
-                "tokens": self._tokens,
-                "branches": dict(self._branches),
+                "turns": counts.turns,
+                "tokens": counts.tokens,
+                "branches": dict(counts.branches),
             }
-
-    def find(self, *, name: str | None = None, key: str | None = None) -> Session:
-        """Returns the session of this name or key.
-
-        Raises:
-            GatewayError: if there is none, or its key has expired.
-        """
-        with self._lock:
-            found = (
-                self._sessions.get(name) if name else self._by_key.get(str(key or ""))
-            )
-            is_dropped = (name or key) in self._dropped
-        if found is not None:
-            if not name:
-                _check_key(found)
-            return found
-        what = f"session {name!r}" if name else "session with this key"
-        if is_dropped:
-            raise GatewayError(
-                f"The {what} was dropped, and takes nothing more.", status=410
-            )
-        raise GatewayError(
-            f"There is no {what}; gateway.session() makes one.",
-            status=404 if name else 401,
-        )
 
     def drop(self, session: Session) -> None:
         """Forgets a session, also in the file.
@@ -445,13 +410,10 @@ class Gateway:
         ones with its key or its path.
         """
         with self._lock:
-            if self._sessions.get(session.name) is not session:
+            if not self._registry.remove(session):
                 return
-            session.is_dropped = True
-            del self._sessions[session.name], self._by_key[session.key]
-            self._dropped |= {session.name: None, session.key: None}
-            while len(self._dropped) > 2 * DROPPED:
-                self._dropped.popitem(last=False)
+            if self._pool is not None:
+                self._pool.drop(session)
             if self._store is not None:
                 self._store.delete(session)
         self._record(session)
@@ -580,157 +542,6 @@ class Gateway:
             timeout=check_seconds("timeout", timeout),
         )
 
-    def read(self, read: Callable[[Any], Request], body: Mapping[str, Any]) -> Request:
-        """Returns what a body asks for. For the HTTP routes.
-
-        Raises:
-            ConfigurationError: for what is wrong or unsupported.
-        """
-        return self._reader(read, body)
-
-    async def respond(
-        self, session: Session, request: Request, progress: Progress | None = None
-    ) -> list[Turn]:
-        """Generates and keeps the responses to a request. For the HTTP routes."""
-        number = request.sampling.number
-        _check_takes_turns(session)
-        self._check_limits(session, number)
-        session.generating += number
-        try:
-            prompt = await self._prompt(session, request)
-            self._policy.check_fits(prompt)
-            if self._store is not None and self._store.has_failed:
-                await self.written()
-            with span(
-                "chat",
-                kind="server",
-                of=session,
-                session=session.name,
-                gen_ai__operation__name="chat",
-                gen_ai__request__model=request.model,
-            ):
-                replies = await self._policy.respond(
-                    prompt,
-                    self._sampling(session, request, prompt),
-                    session=session.name,
-                    priority=session.priority,
-                    progress=progress,
-                )
-            turns = [
-                _to_turn(session.next_number(), prompt, each, request)
-                for each in replies
-            ]
-            await self.keep(session, turns)
-        finally:
-            session.generating -= number
-        self._count(turns)
-        return turns
-
-    def _count(self, turns: Sequence[Turn]) -> None:
-        """Counts the turns of one request."""
-        branch = turns[0].branch
-        with self._lock:
-            self._turns += len(turns)
-            self._tokens += sum(len(turn.completion.token_ids) for turn in turns)
-            if branch is not None:
-                self._branches[branch.reason] += 1
-
-    async def keep(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Adds turns to their session, and to the file before. For the HTTP routes.
-
-        Raises:
-            GatewayError: if the session was dropped, or the file cannot be written.
-                None of them is kept then.
-        """
-        origin = turns[0].prompt.origin
-        with self._lock:
-            # A client that goes on from a turn has seen it.
-            turns = [*_unkept(session, origin), *turns]
-            pinned = turns if origin is None else [origin, *turns]
-            session.pinned += pinned
-        try:
-            if self._store is not None:
-                await self._save(session, turns)
-            with self._lock:
-                _check_takes_turns(session)
-                for turn in turns:
-                    if turn not in session:
-                        session.add(turn)
-        finally:
-            with self._lock:
-                for turn in pinned:
-                    session.pinned.remove(turn)
-
-    async def _save(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Writes turns to the file; none that only a cancelled call has kept."""
-        assert self._store is not None
-        try:
-            await self._store.save_turns(session, turns)
-        except asyncio.CancelledError:
-            with self._lock:
-                alone = [t for t in turns if session.pinned.count(t) == 1]
-                gone = [turn for turn in alone if turn not in session]
-            if self._store is not None:
-                self._store.delete_turns(session, gone)
-            raise
-
-    def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Removes turns that no client has seen. For the HTTP routes."""
-        with self._lock:
-            # Others go on from those that are pinned: their clients have seen them.
-            loose = [turn for turn in turns if turn not in session.pinned]
-            gone = [turn for turn in loose if session.remove(turn)]
-            if self._store is not None and gone:
-                self._store.delete_turns(session, gone)
-
-    def _sampling(self, session: Session, request: Request, prompt: Prompt) -> Sampling:
-        """Returns how the responses to a request are drawn."""
-        params = {**self._default, **request.sampling.params}
-        if GRAMMARS.isdisjoint(self._forced):
-            call_parser, reasoning_parser = self._parsers
-            params = with_choice(
-                params,
-                request.setting.tools,
-                request.choice,
-                call_parser=call_parser,
-                reasoning_parser=reasoning_parser,
-                prompt=prompt.rendered,
-                has_grammar=self.engine.capabilities.has_grammar,
-            )
-        params |= self._forced
-        if self._max_tokens is not None:
-            left = self._max_tokens - session.num_tokens
-            left //= request.sampling.number
-            asked = params.get("max_new_tokens")
-            params["max_new_tokens"] = min(
-                asked if isinstance(asked, int) else left, max(left, 1)
-            )
-        return replace(request.sampling, params=params)
-
-    async def unname(self, session: Session, turn: Turn) -> None:
-        """Forgets the name of a turn's answer, also in the file. For the HTTP routes.
-
-        Raises:
-            GatewayError: if the file cannot be written.
-        """
-        with self._lock:
-            session.unname(turn)
-        if self._store is not None:
-            await self._store.save_turns(session, [turn])
-
-    async def written(self) -> None:
-        """Returns when everything so far is in the file. For the HTTP routes.
-
-        Raises:
-            GatewayError: if it could not be written.
-        """
-        if self._store is not None:
-            await self._store.written()
-
-    async def count(self, session: Session, request: Request) -> int:
-        """Returns the number of tokens of a prompt. For the HTTP routes."""
-        return (await self._prompt(session, request)).num_tokens
-
     async def metrics(self, accept: str) -> tuple[str, bytes]:
         """Returns metrics of this gateway and its engine. For the HTTP routes.
 
@@ -750,52 +561,6 @@ class Gateway:
                 raise GatewayError(str(error), status=501) from error
         return await asyncio.to_thread(write_text, self._families, accept)
 
-    def token_text(self, token: int) -> str:
-        """Returns the text of a token. For the HTTP routes."""
-        if (text := self._texts.get(token)) is None:
-            text = self._texts[token] = self._template.decode([token])
-        return text
-
-    async def _prompt(self, session: Session, request: Request) -> Prompt:
-        """Returns a prompt; one that takes longer is made beside the event loop."""
-        text, template = request.text, self._template
-        if text is not None:
-            if len(text) <= NEW_CHARACTERS:
-                return session.text_prompt(text, template)
-            return await self._apart(partial(session.text_prompt, text, template))
-        asked = request.messages, known_settings(request.setting), template
-        prompt = session.next_prompt(*asked)
-        if prompt is not None:
-            return prompt
-        return await self._apart(partial(session.prompt, *asked))
-
-    async def _apart(self, make: Callable[[], Prompt]) -> Prompt:
-        """Calls a function in a thread of the gateway's own."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
-
-    def _check_limits(self, session: Session, number: int) -> None:
-        turns = len(session.turns) + session.generating + number
-        reached = {
-            f"max_turns={self._max_turns}": turns > self._max_turns,
-            f"max_tokens={self._max_tokens}": self._max_tokens is not None
-            and session.num_tokens >= self._max_tokens,
-            f"session_seconds={self._seconds}": self._seconds is not None
-            and session.age > self._seconds,
-        }
-        for limit, holds in reached.items():
-            if holds:
-                raise GatewayError(
-                    f"The session {session.name!r} has reached {limit}, and takes no "
-                    f"more turns."
-                )
-
-
-def _prompt_threads() -> ThreadPoolExecutor:
-    """Returns threads that render and tokenize; they start when they are needed."""
-    return ThreadPoolExecutor(
-        PROMPT_THREADS, thread_name_prefix="torchrl_sglang-prompts"
-    )
-
 
 def _check_group(group: Any) -> None:
     if group is None:
@@ -807,141 +572,3 @@ def _check_group(group: Any) -> None:
     except UnicodeEncodeError:
         pass
     raise ConfigurationError(f"group={group!r} must be a text in Unicode.")
-
-
-def _check_key(session: Session) -> None:
-    """Raises :class:`GatewayError` if the key of a session has expired."""
-    if session.expires is not None and time.time() >= session.expires:
-        ended = datetime.fromtimestamp(session.expires, UTC)
-        raise GatewayError(
-            f"The key of the session {session.name!r} expired at {ended:%F %T} UTC, "
-            f"after the gateway's key_seconds; begin another session, or give the "
-            f"gateway a greater key_seconds.",
-            status=401,
-            code=KEY_EXPIRED,
-        )
-
-
-def _check_takes_turns(session: Session) -> None:
-    if session.is_dropped:
-        raise GatewayError(
-            f"The session {session.name!r} was dropped, and takes nothing more.",
-            status=410,
-        )
-
-
-def _to_turn(number: int, prompt: Prompt, reply: PolicyReply, request: Request) -> Turn:
-    return Turn(
-        number=number,
-        prompt=prompt,
-        completion=reply.completion,
-        text=reply.text,
-        reply=reply.message,
-        ended=reply.ended,
-        model=request.model,
-        user=request.user,
-        metadata=request.metadata,
-        request_id=request.request_id,
-        name=request.name,
-        about=request.about if request.name else {},
-    )
-
-
-def _unkept(session: Session, turn: Turn | None) -> list[Turn]:
-    """Returns the turns up to this one that their session does not have."""
-    found: list[Turn] = []
-    while turn is not None and turn not in session:
-        found.append(turn)
-        turn = turn.prompt.origin
-    return found[::-1]
-
-
-def _check_dialects(dialects: Sequence[Dialect]) -> tuple[Dialect, ...]:
-    wrong = [each for each in dialects if not isinstance(each, Dialect)]
-    if wrong or not dialects:
-        raise ConfigurationError(
-            f"dialects must be objects of classes of Dialect, got {dialects!r}."
-        )
-    paths = Counter(each.path for dialect in dialects for each in dialect.endpoints)
-    if twice := [path for path, count in paths.items() if count > 1]:
-        raise ConfigurationError(f"Two of dialects have {', '.join(twice)}.")
-    return tuple(dialects)
-
-
-def _params(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns sampling parameters under SGLang's names."""
-    params = {}
-    for key, value in {} if given is None else check_mapping(name, given).items():
-        own = SAMPLING_ALIASES.get(key, key)
-        if own not in SAMPLING_PARAMETERS:
-            raise ConfigurationError(
-                f"{name}: {key!r} is not a sampling parameter.{hint(str(key))}"
-            )
-        params[own] = value
-    return params
-
-
-class _Runner:
-    """Serves an application in a thread of its own, once."""
-
-    def __init__(self, gateway: Gateway, host: str, port: int) -> None:
-        self._gateway = gateway
-        self._host = host
-        self._wanted = port
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self.port = 0
-        """0 while it does not listen."""
-        self._error: BaseException | None = None
-        self._ready = threading.Event()
-        self._end: asyncio.Event | None = None
-
-    def start(self) -> None:
-        """Starts the endpoint; returns when it listens."""
-        if self._thread is not None:
-            raise ConfigurationError(
-                "The gateway has been started already, which it can be once; make "
-                "another one."
-            )
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve()),
-            name="torchrl_sglang-gateway",
-            daemon=True,
-        )
-        self._thread.start()
-        if not self._ready.wait(START_SECONDS) or self._error is not None:
-            raise ConfigurationError(
-                f"The gateway cannot listen on {self._host}:{self._wanted}: "
-                f"{self._error or 'it took too long'}."
-            ) from self._error
-
-    async def _serve(self) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        runner = web.AppRunner(
-            make_app(self._gateway),
-            # A client that hangs up frees the server.
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=0.1,
-        )
-        try:
-            await runner.setup()
-            site = web.TCPSite(runner, self._host, self._wanted)
-            await site.start()
-            self.port = runner.addresses[0][1]
-            self._ready.set()
-            await self._end.wait()
-        except Exception as error:  # noqa: BLE001 - start() raises it.
-            self._error = error
-            self._ready.set()
-        finally:
-            self.port = 0
-            await runner.cleanup()
-
-    def stop(self) -> None:
-        """Stops the endpoint; returns when it listens no more."""
-        if self._thread is None or self._loop is None or self._end is None:
-            return
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join(STOP_SECONDS)

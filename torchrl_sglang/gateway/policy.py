@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.chat.messages import Message, without_stop
 from torchrl_sglang.chat.pieces import shared_ids
 from torchrl_sglang.chat.template import ChatTemplate
@@ -20,6 +19,7 @@ from torchrl_sglang.gateway.drafts import Draft, DraftReader
 from torchrl_sglang.gateway.progress import Follower, Progress
 from torchrl_sglang.gateway.session import Prompt
 from torchrl_sglang.policies.engine_call import (
+    AsyncGenerates,
     SampleRequest,
     ask_async,
     turn_end_tokens,
@@ -65,6 +65,27 @@ class PromptTooLongError(ConfigurationError):
     """Most tokens that it may have."""
 
 
+class Parsers(Protocol):
+    """Parsers of the servers."""
+
+    async def parse_response(
+        self, path: str, content: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns what one finds in a text; to be awaited on the background loop."""
+
+
+class ResponseEngine(AsyncGenerates, Protocol):
+    """Members of an engine that answers need."""
+
+    @property
+    def model_path(self) -> str:
+        """Folder or hub name of the served model."""
+
+    @property
+    def control(self) -> Parsers:
+        """Parsers of the servers."""
+
+
 class Policy:
     """Asks an engine for responses to conversations.
 
@@ -81,7 +102,7 @@ class Policy:
 
     def __init__(
         self,
-        engine: RLSGLangEngine,
+        engine: ResponseEngine,
         tokenizer: Any,
         template: ChatTemplate,
         *,

@@ -19,7 +19,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -90,8 +90,8 @@ _SSE = {
 }
 
 
-class Recorder(Protocol):
-    """Members of a gateway that the routes need."""
+class SessionServer(Protocol):
+    """Members of a process of a gateway that the routes of sessions need."""
 
     models: list[str]
     """Names of the models that clients are told."""
@@ -101,30 +101,14 @@ class Recorder(Protocol):
     """Dialects that clients may speak."""
     open: bool
     """Whether a session's path is enough to use the session."""
-    public_url: str | None
-    """Address by which clients reach the gateway, if it is not the one they used."""
     keep_alive_seconds: float
     """Interval between comments in a stream without content."""
 
-    def session(self, name: str | None = None, *, group: str | None = None) -> Session:
+    def session(self, name: str | None = None) -> Session:
         """Returns a session, a new one where there is none of that name."""
 
     def find(self, *, name: str | None = None, key: str | None = None) -> Session:
         """Returns a session that there is."""
-
-    def drop(self, session: Session) -> None:
-        """Forgets a session."""
-
-    def set_reward(
-        self,
-        session: Session,
-        reward: float,
-        *,
-        turn: int | str | None = None,
-        agent: str | None = None,
-        branch: int | str | None = None,
-    ) -> None:
-        """Sets a reward."""
 
     def read(self, read: Callable[[Any], Request], body: Mapping[str, Any]) -> Request:
         """Returns what a body asks for, and what of it has no effect."""
@@ -149,30 +133,61 @@ class Recorder(Protocol):
     async def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt."""
 
-    async def metrics(self, accept: str) -> tuple[str, bytes]:
-        """Returns the content type and the text of the metrics."""
-
     def token_text(self, token: int) -> str:
         """Returns the text of a token."""
 
 
-def make_app(gateway: Recorder) -> web.Application:
-    """Returns the routes of a gateway."""
-    routes = _Routes(gateway)
-    endpoints = [each for dialect in gateway.dialects for each in dialect.endpoints]
-    lookups = [each for dialect in gateway.dialects for each in dialect.lookups]
+_RequestHandler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Recorder(SessionServer, Protocol):
+    """Members of a gateway that all routes need."""
+
+    public_url: str | None
+    """Address by which clients reach the gateway, if it is not the one they used."""
+
+    def session(self, name: str | None = None, *, group: str | None = None) -> Session:
+        """Returns a session, a new one where there is none of that name."""
+
+    def drop(self, session: Session) -> None:
+        """Forgets a session."""
+
+    def set_reward(
+        self,
+        session: Session,
+        reward: float,
+        *,
+        turn: int | str | None = None,
+        agent: str | None = None,
+        branch: int | str | None = None,
+    ) -> None:
+        """Sets a reward."""
+
+    async def metrics(self, accept: str) -> tuple[str, bytes]:
+        """Returns the content type and the text of the metrics."""
+
+
+class Elsewhere(Protocol):
+    """Has other processes of a gateway answer requests for their sessions."""
+
+    async def __call__(
+        self, request: web.Request, find: Callable[[], Session]
+    ) -> web.StreamResponse | None:
+        """Returns the answer; ``None`` if this process serves the session."""
+
+
+def make_app(gateway: Recorder, elsewhere: Elsewhere | None = None) -> web.Application:
+    """Returns all routes of a gateway.
+
+    Args:
+        gateway: to be served.
+        elsewhere: answers for sessions that other processes serve.
+    """
+    routes = _GatewayRoutes(gateway, elsewhere)
     app = web.Application(
         client_max_size=MAX_REQUEST_BYTES, middlewares=[routes.as_errors]
     )
-    for prefix in ("", "/sessions/{session}"):
-        for endpoint in endpoints:
-            handler = routes.count if endpoint.write is None else routes.answer
-            app.router.add_post(f"{prefix}{endpoint.path}", partial(handler, endpoint))
-        for lookup in lookups:
-            add = app.router.add_delete if lookup.forgets else app.router.add_get
-            add(f"{prefix}{lookup.path}", partial(routes.look_up, lookup))
-        app.router.add_get(f"{prefix}/v1/models", routes.models)
-        app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", routes.model)
+    _add_session_routes(app, routes)
     app.router.add_get("/health", routes.health)
     app.router.add_get("/metrics", routes.metrics)
     app.router.add_post("/sessions", routes.create)
@@ -182,11 +197,52 @@ def make_app(gateway: Recorder) -> web.Application:
     return app
 
 
-class _Routes:
-    """Handles requests."""
+def make_session_app(
+    server: SessionServer,
+    elsewhere: Elsewhere,
+    otherwise: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> web.Application:
+    """Returns the routes of sessions alone, for one of several processes.
 
-    def __init__(self, gateway: Recorder) -> None:
-        self._gateway = gateway
+    Args:
+        server: serves sessions.
+        elsewhere: answers for other sessions.
+        otherwise: answers what no route is for.
+    """
+    routes = _SessionRoutes(server, elsewhere)
+    app = web.Application(
+        client_max_size=MAX_REQUEST_BYTES, middlewares=[routes.as_errors]
+    )
+    _add_session_routes(app, routes)
+    app.router.add_get("/health", routes.health)
+    app.router.add_route("*", "/{path:.*}", otherwise)
+    return app
+
+
+def _add_session_routes(app: web.Application, routes: _SessionRoutes) -> None:
+    dialects = routes.dialects
+    endpoints = [each for dialect in dialects for each in dialect.endpoints]
+    lookups = [each for dialect in dialects for each in dialect.lookups]
+    for prefix in ("", "/sessions/{session}"):
+        for endpoint in endpoints:
+            handler = routes.count if endpoint.write is None else routes.answer
+            add_post = partial(app.router.add_post, f"{prefix}{endpoint.path}")
+            add_post(routes.here(partial(handler, endpoint)))
+        for lookup in lookups:
+            add = app.router.add_delete if lookup.forgets else app.router.add_get
+            look_up = routes.here(partial(routes.look_up, lookup))
+            add(f"{prefix}{lookup.path}", look_up)
+        app.router.add_get(f"{prefix}/v1/models", routes.here(routes.models))
+        app.router.add_get(
+            f"{prefix}/v1/models/{{model:.+}}", routes.here(routes.model)
+        )
+
+
+class _SessionRoutes:
+    """Handles requests for sessions."""
+
+    def __init__(self, gateway: SessionServer, elsewhere: Elsewhere | None) -> None:
+        self._gateway, self._elsewhere = gateway, elsewhere
         # The answers of a session are forgotten with it.
         self._answers: WeakKeyDictionary[Session, Answers] = WeakKeyDictionary()
         self._latest: WeakKeyDictionary[Session, LatestMessages] = WeakKeyDictionary()
@@ -205,6 +261,24 @@ class _Routes:
             headers = {"x-should-retry": "false"} if failure.status in FINAL else {}
             content = self._dialect(request).error(failure)
             return _json_response(content, status=failure.status, headers=headers)
+
+    @property
+    def dialects(self) -> Sequence[Dialect]:
+        """Dialects that clients may speak."""
+        return self._gateway.dialects
+
+    def here(self, handler: _RequestHandler) -> _RequestHandler:
+        """Returns a handler for requests that other processes may have to answer."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if self._elsewhere is not None:
+                find = partial(self._session, request)
+                answer = await self._elsewhere(request, find)
+                if answer is not None:
+                    return answer
+            return await handler(request)
+
+        return handle
 
     async def count(
         self, endpoint: Endpoint, request: web.Request
@@ -261,72 +335,6 @@ class _Routes:
     async def health(self, request: web.Request) -> web.StreamResponse:
         return _json_response({"status": "ok"})
 
-    async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """Answers with metrics, to the owner or to anybody on this machine."""
-        if self._gateway.open and self._key(request) is None:
-            _check_local(request)
-        else:
-            self._check_owner(request)
-        kind, content = await self._gateway.metrics(request.headers.get("Accept", ""))
-        return web.Response(body=content, headers={"Content-Type": kind})
-
-    async def create(self, request: web.Request) -> web.StreamResponse:
-        self._check_owner(request)
-        given = await _json(request)
-        session = self._gateway.session(given.get("name"), group=given.get("group"))
-        base = self._gateway.public_url or f"{request.scheme}://{request.host}"
-        url = f"{base}/sessions/{session.name}"
-        about = {"name": session.name, "key": session.key, "url": url}
-        more = {"base_url": f"{url}/v1", "expires": session.expires}
-        await self._gateway.written()
-        return _json_response({**about, **more})
-
-    async def show(self, request: web.Request) -> web.StreamResponse:
-        session = self._own(request)
-        return _json_response(
-            {
-                "name": session.name,
-                "group": session.group,
-                "reward": session.reward,
-                "turns": len(session.turns),
-                "trajectories": [
-                    {
-                        "token_ids": each.token_ids,
-                        "turns": [turn.number for turn in each.turns],
-                        "trained": list(each.trained),
-                        "branches": [turn.branch for turn in each.turns],
-                        "reward": each.reward,
-                        "rewards": list(each.rewards),
-                        "returns": each.returns,
-                        "messages": each.messages,
-                    }
-                    for each in session.trajectories()
-                ],
-            }
-        )
-
-    async def delete(self, request: web.Request) -> web.StreamResponse:
-        self._gateway.drop(self._own(request))
-        await self._gateway.written()
-        return _json_response({})
-
-    async def reward(self, request: web.Request) -> web.StreamResponse:
-        session, given = self._own(request), await _json(request)
-        value = given.pop("reward", None)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ConfigurationError(f"reward={value!r} must be a number.")
-        turn, agent, branch = (given.pop(name, None) for name in REWARDED)
-        if given:
-            raise ConfigurationError(
-                f"{', '.join(given)}: a reward is of the session, or of a "
-                f"{', '.join(REWARDED)}."
-            )
-        self._gateway.set_reward(
-            session, float(value), turn=turn, agent=agent, branch=branch
-        )
-        await self._gateway.written()
-        return _json_response({})
-
     def _session(self, request: web.Request) -> Session:
         """Returns the session that a request belongs to."""
         name, key = request.match_info.get("session"), self._key(request)
@@ -357,16 +365,6 @@ class _Routes:
                 raise
         return self._gateway.session(name)
 
-    def _own(self, request: web.Request) -> Session:
-        """Returns a session to somebody who has its key."""
-        name, key = request.match_info["session"], self._key(request)
-        if self._is_owner(key):
-            return self._gateway.find(name=name)
-        belongs = self._session_of(key)
-        if belongs is None or belongs.name != name:
-            raise _wrong_key(name, key)
-        return belongs
-
     def _session_of(self, key: str | None) -> Session | None:
         try:
             return self._gateway.find(key=key)
@@ -379,14 +377,6 @@ class _Routes:
     def _is_owner(self, key: str | None) -> bool:
         own = self._gateway.api_key
         return hmac.compare_digest(_bytes(key or ""), _bytes(own))
-
-    def _check_owner(self, request: web.Request) -> None:
-        key = self._key(request)
-        if not self._is_owner(key):
-            raise GatewayError(
-                "Sessions are made with the gateway's own key.",
-                status=401 if key is None else 403,
-            )
 
     def _dialect(self, request: web.Request) -> Dialect:
         return find_dialect(self._gateway.dialects, request.path)
@@ -443,6 +433,99 @@ class _Routes:
         except ConnectionResetError:
             torchrl_logger.debug("A client has hung up.")
             return web.Response()
+
+
+class _GatewayRoutes(_SessionRoutes):
+    """Handles all requests."""
+
+    _gateway: Recorder
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """Answers with metrics, to the owner or to anybody on this machine."""
+        if self._gateway.open and self._key(request) is None:
+            _check_local(request)
+        else:
+            self._check_owner(request)
+        kind, content = await self._gateway.metrics(request.headers.get("Accept", ""))
+        return web.Response(body=content, headers={"Content-Type": kind})
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        self._check_owner(request)
+        given = await _json(request)
+        session = self._gateway.session(given.get("name"), group=given.get("group"))
+        url = session.url
+        if self._gateway.public_url is None:
+            # The client can reach the machine that it has reached.
+            host = request.host if self._elsewhere is None else _host(request, url)
+            url = f"{request.scheme}://{host}/sessions/{session.name}"
+        about = {"name": session.name, "key": session.key, "url": url}
+        more = {"base_url": f"{url}/v1", "expires": session.expires}
+        await self._gateway.written()
+        return _json_response({**about, **more})
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        session = self._own(request)
+        return _json_response(
+            {
+                "name": session.name,
+                "group": session.group,
+                "reward": session.reward,
+                "turns": len(session.turns),
+                "trajectories": [
+                    {
+                        "token_ids": each.token_ids,
+                        "turns": [turn.number for turn in each.turns],
+                        "trained": list(each.trained),
+                        "branches": [turn.branch for turn in each.turns],
+                        "reward": each.reward,
+                        "rewards": list(each.rewards),
+                        "returns": each.returns,
+                        "messages": each.messages,
+                    }
+                    for each in session.trajectories()
+                ],
+            }
+        )
+
+    async def delete(self, request: web.Request) -> web.StreamResponse:
+        self._gateway.drop(self._own(request))
+        await self._gateway.written()
+        return _json_response({})
+
+    async def reward(self, request: web.Request) -> web.StreamResponse:
+        session, given = self._own(request), await _json(request)
+        value = given.pop("reward", None)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ConfigurationError(f"reward={value!r} must be a number.")
+        turn, agent, branch = (given.pop(name, None) for name in REWARDED)
+        if given:
+            raise ConfigurationError(
+                f"{', '.join(given)}: a reward is of the session, or of a "
+                f"{', '.join(REWARDED)}."
+            )
+        self._gateway.set_reward(
+            session, float(value), turn=turn, agent=agent, branch=branch
+        )
+        await self._gateway.written()
+        return _json_response({})
+
+    def _own(self, request: web.Request) -> Session:
+        """Returns a session to somebody who has its key."""
+        name, key = request.match_info["session"], self._key(request)
+        if self._is_owner(key):
+            return self._gateway.find(name=name)
+        belongs = self._session_of(key)
+        if belongs is None or belongs.name != name:
+            raise _wrong_key(name, key)
+        return belongs
+
+    def _check_owner(self, request: web.Request) -> None:
+        key = self._key(request)
+        if not self._is_owner(key):
+            raise GatewayError(
+                "Sessions are made with the gateway's own key.",
+                status=401 if key is None else 403,
+            )
 
 
 def _headers(request: Request) -> dict[str, str]:
@@ -624,6 +707,12 @@ def _about_model(name: str) -> dict[str, Any]:
 def _json_response(content: Any, **options: Any) -> web.Response:
     body = msgspec.json.encode(content)
     return web.Response(body=body, content_type="application/json", **options)
+
+
+def _host(request: web.Request, url: str) -> str:
+    """Returns the host that a request was sent to, with the port of an address."""
+    place = URL.build(scheme="http", host=request.url.host or "", port=URL(url).port)
+    return place.authority
 
 
 def _bytes(key: str) -> bytes:

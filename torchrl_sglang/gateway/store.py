@@ -10,7 +10,7 @@ import os
 import sqlite3
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.chat.declarations import known_settings
+from torchrl_sglang.chat.pieces import shared_ids
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.branches import Branch
@@ -212,10 +213,25 @@ class Store:
         statement = "delete from turns where session = ? and number = ?"
         self._change(*((statement, (session.key, turn.number)) for turn in turns))
 
-    async def save_turns(self, session: Session, turns: Sequence[Turn]) -> None:
+    async def unname(self, session: Session, turn: Turn) -> None:
+        """Returns when it is in the file that a turn's answer has no name any more.
+
+        Raises:
+            GatewayError: if it cannot be written.
+        """
+        await self.save_turns(session, [turn])
+
+    async def save_turns(
+        self, session: Session, turns: Sequence[Turn], *, new: int = 0
+    ) -> None:
         """Returns when turns are in the file, unless their session is deleted.
 
         A call that is cancelled may write them nevertheless.
+
+        Args:
+            session: of the turns.
+            turns: new ones, and others again.
+            new: how many are new, which is the same to the file.
 
         Raises:
             GatewayError: if it cannot be written. They are not in it then.
@@ -250,7 +266,7 @@ class Store:
         self._flush()
         if self._left and self._error is not None:
             raise self._error
-        rows = [(*_to_row(session, turn), session.key) for turn in turns]
+        rows = [(session.key, *to_row(turn), session.key) for turn in turns]
         self._execute([(statement, row) for row in rows])
 
     def _flush(self) -> None:
@@ -304,7 +320,8 @@ class Store:
                 session.reward, session.created = reward, created
             rows = self._file.execute("select * from turns order by session, number")
             for key, number, *row in rows:
-                sessions[key].add(_from_row(sessions[key], number, row))
+                session = sessions[key]
+                session.add(from_row((number, *row), session.turn))
             rows = self._file.execute("select * from rewards order by rowid")
             for key, kind, name, reward in rows:
                 if kind == "agent":
@@ -314,7 +331,13 @@ class Store:
             return list(sessions.values())
 
 
-def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
+TurnRow: TypeAlias = tuple[int, str, float | None, bytes, bytes, bytes | None]
+"""A turn, without what its parent has: number, JSON, reward, and arrays of the prompt's
+tokens, of the response's tokens and of their log-probs."""
+
+
+def to_row(turn: Turn) -> TurnRow:
+    """Returns a turn as it is written."""
     prompt, done = turn.prompt, turn.completion
     origin = prompt.origin
     shared = origin is not None and origin.prompt.setting is prompt.setting
@@ -339,7 +362,6 @@ def _to_row(session: Session, turn: Turn) -> tuple[Any, ...]:
         **_answer(turn),
     }
     return (
-        session.key,
         turn.number,
         json.dumps(content, default=_as_dict),
         turn.reward,
@@ -373,10 +395,16 @@ def _settings(setting: PromptSettings) -> dict[str, Any]:
     return {"tools": setting.tools, "template_kwargs": setting.template_kwargs}
 
 
-def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
-    content, reward, prompt_ids, token_ids, log_probs = row
+def from_row(row: TurnRow, find: Callable[[int], Turn]) -> Turn:
+    """Returns a turn that was written.
+
+    Args:
+        row: as :func:`to_row` returns it.
+        find: returns the turn with a number, which was written before.
+    """
+    number, content, reward, prompt_ids, token_ids, log_probs = row
     known = json.loads(content)
-    origin = None if known["parent"] is None else session.turn(known["parent"])
+    origin = None if known["parent"] is None else find(known["parent"])
     setting = known["setting"]
     if setting is None and origin is not None:
         setting = _settings(origin.prompt.setting)
@@ -395,7 +423,7 @@ def _from_row(session: Session, number: int, row: Sequence[Any]) -> Turn:
             branch=Branch(**known["branch"]) if known.get("branch") else None,
         ),
         completion=Completion(
-            token_ids=_from_blob(_TOKENS, token_ids),
+            token_ids=list(shared_ids(_from_blob(_TOKENS, token_ids))),
             log_probs=values,
             columns=_to_columns(known.get("columns", ())),
             prompt_columns=_to_columns(known.get("prompt_columns", ())),

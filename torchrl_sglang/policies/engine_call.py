@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.chat.tokens import decode
@@ -37,6 +37,24 @@ class SampleRequest(GenerateRequest):
 
     include_stop: bool = True
     """Whether the response keeps the stop string that ended it."""
+
+
+class AsyncGenerates(Protocol):
+    """Members of an engine that generates asynchronously."""
+
+    @property
+    def capabilities(self) -> ServerCapabilities:
+        """Capabilities that all servers have."""
+
+    async def agenerate_requests(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        timeout: float | None = None,
+        request_timeout: float | None = None,
+        return_exceptions: bool = False,
+    ) -> list[Completion]:
+        """Returns the responses to requests, see :class:`.RLSGLangEngine`."""
 
 
 class Stages(NamedTuple):
@@ -85,7 +103,7 @@ def ask(
 
 
 async def ask_async(
-    engine: RLSGLangEngine,
+    engine: AsyncGenerates,
     requests: Sequence[SampleRequest],
     *,
     tokenizer: Any,

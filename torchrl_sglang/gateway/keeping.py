@@ -1,0 +1,174 @@
+"""Keeps turns in their session, and in a file before."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torchrl_sglang.errors import GatewayError
+from torchrl_sglang.gateway.branches import BranchReason
+from torchrl_sglang.gateway.session import Session, Turn
+
+
+class TurnStore(Protocol):
+    """A place where turns are written to before clients see them."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the latest change could not be written."""
+
+    async def written(self) -> None:
+        """Returns when everything so far is written."""
+
+    async def save_turns(
+        self, session: Session, turns: Sequence[Turn], *, new: int = 0
+    ) -> None:
+        """Returns when turns are written; the last ``new`` of them are new ones."""
+
+    def delete_turns(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Removes turns, soon."""
+
+    async def unname(self, session: Session, turn: Turn) -> None:
+        """Returns when it is written that a turn's answer has no name any more."""
+
+
+@dataclass(kw_only=True)
+class TurnCounts:
+    """What was recorded, sessions that were dropped included."""
+
+    turns: int = 0
+    """Responses."""
+    tokens: int = 0
+    """Their tokens."""
+    branches: Counter[BranchReason] = field(default_factory=Counter)
+    """Requests that began a branch, by the reason of it."""
+
+    def add(self, turns: Sequence[Turn]) -> None:
+        """Counts the turns of one request."""
+        branch = turns[0].branch
+        self.turns += len(turns)
+        self.tokens += sum(len(turn.completion.token_ids) for turn in turns)
+        if branch is not None:
+            self.branches[branch.reason] += 1
+
+
+class Keeper:
+    """Adds turns to sessions and removes them, in their store, too.
+
+    Args:
+        store: where they are written to; ``None``: nowhere.
+        lock: held while a session is changed.
+    """
+
+    def __init__(self, store: TurnStore | None, lock: threading.Lock) -> None:
+        self.store = store
+        self.counts = TurnCounts()
+        self._lock = lock
+
+    async def keep(
+        self, session: Session, turns: Sequence[Turn], *, new: int = 0
+    ) -> None:
+        """Adds turns to their session, and to the store before.
+
+        Args:
+            session: of the turns.
+            turns: of one request; an earlier one of them may be in the session already.
+            new: how many of them, the last ones, are to be counted.
+
+        Raises:
+            GatewayError: if the session was dropped, or the store cannot be written.
+                None of them is kept then.
+        """
+        origin = turns[0].prompt.origin
+        with self._lock:
+            # A client that goes on from a turn has seen it.
+            turns = [*_unkept(session, origin), *turns]
+            pinned = turns if origin is None else [origin, *turns]
+            session.pinned += pinned
+        try:
+            if self.store is not None:
+                await self._save(session, turns, new)
+            with self._lock:
+                check_takes_turns(session)
+                for turn in turns:
+                    if turn not in session:
+                        session.add(turn)
+                if new:
+                    self.counts.add(turns[-new:])
+        finally:
+            with self._lock:
+                for turn in pinned:
+                    session.pinned.remove(turn)
+
+    async def _save(self, session: Session, turns: Sequence[Turn], new: int) -> None:
+        """Writes turns to the store; none that only a cancelled call has kept."""
+        assert self.store is not None
+        try:
+            await self.store.save_turns(session, turns, new=new)
+        except asyncio.CancelledError:
+            with self._lock:
+                alone = [t for t in turns if session.pinned.count(t) == 1]
+                gone = [turn for turn in alone if turn not in session]
+            if self.store is not None:
+                self.store.delete_turns(session, gone)
+            raise
+
+    def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Removes turns that no client has seen."""
+        with self._lock:
+            # Others go on from those that are pinned: their clients have seen them.
+            loose = [turn for turn in turns if turn not in session.pinned]
+            gone = [turn for turn in loose if session.remove(turn)]
+            if self.store is not None and gone:
+                self.store.delete_turns(session, gone)
+
+    async def unname(self, session: Session, turn: Turn) -> None:
+        """Forgets the name of a turn's answer, also in the store.
+
+        Raises:
+            GatewayError: if the store cannot be written.
+        """
+        with self._lock:
+            session.unname(turn)
+        if self.store is not None:
+            await self.store.unname(session, turn)
+
+    async def written(self) -> None:
+        """Returns when everything so far is in the store.
+
+        Raises:
+            GatewayError: if it could not be written.
+        """
+        if self.store is not None:
+            await self.store.written()
+
+    async def writable(self) -> None:
+        """Returns if the store can be written, as far as is known.
+
+        Raises:
+            GatewayError: if it still cannot be written.
+        """
+        if self.store is not None and self.store.has_failed:
+            await self.store.written()
+
+
+def check_takes_turns(session: Session) -> None:
+    """Raises :class:`GatewayError` for a session that was dropped."""
+    if session.is_dropped:
+        raise GatewayError(
+            f"The session {session.name!r} was dropped, and takes nothing more.",
+            status=410,
+        )
+
+
+def _unkept(session: Session, turn: Turn | None) -> list[Turn]:
+    """Returns the turns up to this one that their session does not have."""
+    found: list[Turn] = []
+    while turn is not None and turn not in session:
+        found.append(turn)
+        turn = turn.prompt.origin
+    return found[::-1]

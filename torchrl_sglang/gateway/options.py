@@ -1,0 +1,108 @@
+"""What a process of a gateway has to know to answer clients, checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.dialects.base import Dialect
+from torchrl_sglang.gateway.reading import ToolChoiceMode
+from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
+from torchrl_sglang.requests.token_columns import TokenColumn
+from torchrl_sglang.support.checks import check_count, check_mapping, check_seconds
+from torchrl_sglang.types import LogProbsMode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Most that a session may take; ``None``: no limit."""
+
+    max_turns: int = 1_000
+    """Turns."""
+    max_tokens: int | None = None
+    """Generated tokens."""
+    session_seconds: float | None = None
+    """Seconds since it began."""
+
+    def __post_init__(self) -> None:
+        check_count("max_turns", self.max_turns)
+        if self.max_tokens is not None:
+            check_count("max_tokens", self.max_tokens)
+        if self.session_seconds is not None:
+            check_seconds("session_seconds", self.session_seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingOptions:
+    """Arguments of a gateway with which requests are answered; see :class:`.Gateway`.
+
+    They are those of each process of it.
+    """
+
+    tokenizer: Any
+    """Tokenizer of the model."""
+    chat_template: str | None
+    """Jinja template; ``None`` for the tokenizer's."""
+    dialects: Sequence[Dialect]
+    """Dialects that clients may speak."""
+    api_key: str
+    """Key that opens every session."""
+    open: bool
+    """Whether a session's path is enough to use the session."""
+    keep_alive_seconds: float
+    """Interval between comments in a stream without content."""
+    tool_call_parser: str | None
+    """SGLang's name of the format of tool calls."""
+    reasoning_parser: str | None
+    """SGLang's name of the format of reasoning."""
+    default_sampling_params: Mapping[str, Any]
+    """For requests that do not give them, under SGLang's names."""
+    forced_sampling_params: Mapping[str, Any]
+    """For all requests, under SGLang's names."""
+    request_timeout: float
+    """Timeout of a response, in seconds."""
+    limits: Limits
+    """Limits of each session."""
+    tool_choice: ToolChoiceMode
+    """How a choice of tools holds."""
+    ignored_params: Sequence[str]
+    """Names of fields without effect."""
+    token_columns: Sequence[TokenColumn]
+    """Further quantities of each token."""
+    logprobs_mode: LogProbsMode
+    """Whose log-probs are recorded."""
+
+    def __post_init__(self) -> None:
+        check_seconds("keep_alive_seconds", self.keep_alive_seconds)
+        check_seconds("request_timeout", self.request_timeout)
+        for name in ("default_sampling_params", "forced_sampling_params"):
+            object.__setattr__(self, name, _params(name, getattr(self, name)))
+        object.__setattr__(self, "dialects", _check_dialects(self.dialects))
+
+
+def _check_dialects(dialects: Sequence[Dialect]) -> tuple[Dialect, ...]:
+    wrong = [each for each in dialects if not isinstance(each, Dialect)]
+    if wrong or not dialects:
+        raise ConfigurationError(
+            f"dialects must be objects of classes of Dialect, got {dialects!r}."
+        )
+    paths = Counter(each.path for dialect in dialects for each in dialect.endpoints)
+    if twice := [path for path, count in paths.items() if count > 1]:
+        raise ConfigurationError(f"Two of dialects have {', '.join(twice)}.")
+    return tuple(dialects)
+
+
+def _params(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns sampling parameters under SGLang's names."""
+    params = {}
+    for key, value in {} if given is None else check_mapping(name, given).items():
+        own = SAMPLING_ALIASES.get(key, key)
+        if own not in SAMPLING_PARAMETERS:
+            raise ConfigurationError(
+                f"{name}: {key!r} is not a sampling parameter.{hint(str(key))}"
+            )
+        params[own] = value
+    return params

@@ -1,0 +1,183 @@
+"""What the owner of a gateway does for its workers: generates, and keeps turns."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torchrl_sglang.errors import ConfigurationError, GatewayError
+from torchrl_sglang.gateway.keeping import Keeper, check_takes_turns
+from torchrl_sglang.gateway.policy import Parsers
+from torchrl_sglang.gateway.processes.channel import Part
+from torchrl_sglang.gateway.processes.messages import (
+    Flush,
+    Generate,
+    KeepTurns,
+    Parse,
+    Synchronize,
+    Tokens,
+    UnnameTurn,
+    WithdrawTurns,
+)
+from torchrl_sglang.gateway.processes.remote import TOKEN_IDS
+from torchrl_sglang.gateway.registry import SessionRegistry
+from torchrl_sglang.gateway.session import Session, Turn
+from torchrl_sglang.gateway.store import TurnRow, from_row
+from torchrl_sglang.policies.engine_call import AsyncGenerates
+from torchrl_sglang.requests.request import GenerateRequest
+from torchrl_sglang.requests.token_columns import TokenColumn
+from torchrl_sglang.support.event_loop import run_async
+from torchrl_sglang.telemetry.tracing import span
+from torchrl_sglang.types import Completion
+
+
+class OwnerEngine(AsyncGenerates, Protocol):
+    """Members of an engine that workers need."""
+
+    @property
+    def control(self) -> Parsers:
+        """Parsers of the servers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """Takes the messages of a gateway's workers."""
+
+    engine: OwnerEngine
+    """Engine of the gateway."""
+    registry: SessionRegistry
+    """Its sessions."""
+    keeper: Keeper
+    """Where their turns are kept."""
+    token_columns: Sequence[TokenColumn]
+    """Quantities that are recorded of each token."""
+
+    def handle(self, message: Any, part: Part) -> Awaitable[Any] | None:
+        """Takes a message, and returns what its answer is."""
+        if isinstance(message, Generate):
+            return self._generate(message, part)
+        if isinstance(message, KeepTurns):
+            return self._keep(message)
+        if isinstance(message, Parse):
+            return self._parse(message)
+        if isinstance(message, WithdrawTurns):
+            self._withdraw(message)
+        elif isinstance(message, UnnameTurn):
+            return self._unname(message)
+        elif isinstance(message, Flush):
+            return self.keeper.written()
+        elif not isinstance(message, Synchronize):
+            raise TypeError(f"A worker says {message!r}.")
+        return None
+
+    async def _generate(self, asked: Generate, part: Part) -> list[Completion]:
+        """Returns the engine's responses, and tells of their tokens meanwhile."""
+        session = self._named(asked.requests[0].session_id or "")
+        requests = [
+            self._to_request(index, each, session, part if asked.live else None)
+            for index, each in enumerate(asked.requests)
+        ]
+        session.generating += len(requests)
+        try:
+            await self.keeper.writable()
+            with span(
+                "chat",
+                kind="server",
+                of=session,
+                session=session.name,
+                gen_ai__operation__name="chat",
+            ):
+                return await self.engine.agenerate_requests(
+                    requests,
+                    timeout=asked.timeout,
+                    request_timeout=asked.request_timeout,
+                    return_exceptions=asked.return_exceptions,
+                )
+        finally:
+            session.generating -= len(requests)
+
+    def _to_request(
+        self,
+        index: int,
+        sent: GenerateRequest,
+        session: Session,
+        part: Part | None,
+    ) -> GenerateRequest:
+        """Returns a request for the engine."""
+        return replace(
+            sent,
+            input_ids=list(sent.input_ids),
+            priority=session.priority,
+            token_columns=self.token_columns,
+            on_tokens=None if part is None else _teller(index, part),
+        )
+
+    async def _parse(self, asked: Parse) -> dict[str, Any]:
+        parse = self.engine.control.parse_response(asked.path, asked.content)
+        return await run_async(parse)
+
+    async def _keep(self, asked: KeepTurns) -> None:
+        """Keeps turns of a worker in their session here."""
+        session = self._keyed(asked.key)
+        turns = to_turns(session, asked.rows)
+        await self.keeper.keep(session, turns, new=asked.new)
+
+    def _withdraw(self, told: WithdrawTurns) -> None:
+        session = self.registry.keyed(told.key)
+        if session is not None:
+            known = {turn.number: turn for turn in session.turns}
+            turns = [known[each] for each in told.numbers if each in known]
+            self.keeper.withdraw(session, turns)
+
+    async def _unname(self, asked: UnnameTurn) -> None:
+        session = self._keyed(asked.key)
+        await self.keeper.unname(session, session.turn(asked.number))
+
+    def _named(self, name: str) -> Session:
+        return self._found(self.registry.named(name), name)
+
+    def _keyed(self, key: str) -> Session:
+        return self._found(self.registry.keyed(key), "")
+
+    def _found(self, session: Session | None, name: str) -> Session:
+        if session is None:
+            raise GatewayError(
+                f"The session {name!r} was dropped, and takes nothing more."
+                if name
+                else "The session was dropped, and takes nothing more.",
+                status=410,
+            )
+        check_takes_turns(session)
+        return session
+
+
+def _teller(index: int, part: Part) -> Callable[[list[int]], None]:
+    """Returns what takes the tokens of a response, and tells those that are new."""
+    known: list[int] = []
+
+    def tell(token_ids: list[int]) -> None:
+        nonlocal known
+        # A response that begins anew may have other tokens.
+        start = len(known) if token_ids[: len(known)] == known else 0
+        known = token_ids
+        new = array(TOKEN_IDS, token_ids[start:])
+        part(Tokens(index=index, start=start, token_ids=new))
+
+    return tell
+
+
+def to_turns(session: Session, rows: Sequence[TurnRow]) -> list[Turn]:
+    """Returns the turns of rows; those that a session has are the session's own."""
+    made: dict[int, Turn] = {}
+
+    def find(number: int) -> Turn:
+        return made[number] if number in made else session.turn(number)
+
+    for row in rows:
+        try:
+            made[row[0]] = session.turn(row[0])
+        except ConfigurationError:
+            made[row[0]] = from_row(row, find)
+    return list(made.values())

@@ -1,0 +1,153 @@
+"""The owner's engine and the place where turns are kept, as a worker has them."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchrl_sglang.gateway.processes.channel import Channel
+from torchrl_sglang.gateway.processes.messages import (
+    Flush,
+    Generate,
+    KeepTurns,
+    Parse,
+    Tokens,
+    UnnameTurn,
+    WithdrawTurns,
+)
+from torchrl_sglang.gateway.session import Session, Turn
+from torchrl_sglang.gateway.store import to_row
+from torchrl_sglang.requests.request import GENERATE_TIMEOUT_SECONDS, GenerateRequest
+from torchrl_sglang.types import Completion, ServerCapabilities
+
+CALL_SECONDS = 120.0
+"""Timeout of a call of the owner."""
+
+GRACE_SECONDS = 30.0
+"""Time for the owner to tell that the engine had no answer in time."""
+
+TOKEN_IDS = "i"
+"""Type of arrays of tokens: integers of 32 bits."""
+
+
+class RemoteParsers:
+    """Parsers of the servers.
+
+    Args:
+        channel: to the owner.
+        loop: that the channel is used from.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._loop = channel, asyncio.get_running_loop()
+
+    async def parse_response(
+        self, path: str, content: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns what a parser finds, see :class:`.ControlPlane`."""
+        call = self._channel.call(
+            Parse(path=path, content=content), seconds=CALL_SECONDS
+        )
+        # It is awaited on the engine's background loop.
+        found: dict[str, Any] = await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(call, self._loop)
+        )
+        return found
+
+
+class RemoteEngine:
+    """The owner's engine.
+
+    Args:
+        channel: to the owner.
+        capabilities: of the engine.
+        model_path: of the engine.
+    """
+
+    def __init__(
+        self, channel: Channel, capabilities: ServerCapabilities, model_path: str
+    ) -> None:
+        self.capabilities, self.model_path = capabilities, model_path
+        self.control = RemoteParsers(channel)
+        self._channel = channel
+
+    async def agenerate_requests(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        timeout: float | None = None,
+        request_timeout: float | None = None,
+        return_exceptions: bool = False,
+    ) -> list[Completion]:
+        """Returns the responses to requests, see :class:`.RLSGLangEngine`."""
+        prompts: dict[int, array[int]] = {}
+        sent = []
+        for request in requests:
+            ids = request.input_ids
+            # Responses to one prompt share it.
+            if id(ids) not in prompts:
+                prompts[id(ids)] = array(TOKEN_IDS, ids)
+            sent.append(replace(request, input_ids=prompts[id(ids)], on_tokens=None))
+        told: list[list[int]] = [[] for _ in requests]
+
+        def take(part: Tokens) -> None:
+            known = told[part.index]
+            told[part.index] = ids = [*known[: part.start], *part.token_ids]
+            if (tell := requests[part.index].on_tokens) is not None:
+                tell(ids)
+
+        seconds = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
+        found: list[Completion] = await self._channel.call(
+            Generate(
+                requests=sent,
+                live=any(each.on_tokens is not None for each in requests),
+                timeout=timeout,
+                request_timeout=request_timeout,
+                return_exceptions=return_exceptions,
+            ),
+            seconds=seconds + GRACE_SECONDS,
+            on_part=take,
+        )
+        return found
+
+
+class OwnerStore:
+    """The owner's sessions and their file, where turns are kept.
+
+    Args:
+        channel: to the owner.
+    """
+
+    has_failed = False
+    """The owner finds out before it generates."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def written(self) -> None:
+        """Returns when everything so far is in the owner's file."""
+        await self._channel.call(Flush(), seconds=CALL_SECONDS)
+
+    async def save_turns(
+        self, session: Session, turns: Sequence[Turn], *, new: int = 0
+    ) -> None:
+        """Returns when the owner has turns; the last ``new`` of them are counted."""
+        rows = [to_row(turn) for turn in turns]
+        await self._channel.call(
+            KeepTurns(key=session.key, rows=rows, new=new), seconds=CALL_SECONDS
+        )
+
+    def delete_turns(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Has the owner remove turns, soon."""
+        numbers = [turn.number for turn in turns]
+        if numbers:
+            self._channel.tell(WithdrawTurns(key=session.key, numbers=numbers))
+
+    async def unname(self, session: Session, turn: Turn) -> None:
+        """Returns when the owner has forgotten the name of a turn's answer."""
+        await self._channel.call(
+            UnnameTurn(key=session.key, number=turn.number), seconds=CALL_SECONDS
+        )

@@ -1,0 +1,105 @@
+"""The sessions of a gateway, by name and by key, and those that it had."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from datetime import UTC, datetime
+
+from torchrl_sglang.errors import GatewayError
+from torchrl_sglang.gateway.session import Session
+
+DROPPED = 10_000
+"""Latest sessions that are known to have been dropped."""
+
+KEY_EXPIRED = "key_expired"
+"""Code of the error for a key that opens its session no more."""
+
+
+class SessionRegistry:
+    """Finds sessions.
+
+    Args:
+        lock: held while a session begins or ends.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._by_name: dict[str, Session] = {}
+        self._by_key: dict[str, Session] = {}
+        self._dropped: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def named(self, name: str) -> Session | None:
+        """Returns the session of this name, if there is one."""
+        return self._by_name.get(name)
+
+    def keyed(self, key: str) -> Session | None:
+        """Returns the session with this key, whether it opens it or not."""
+        return self._by_key.get(key)
+
+    def all(self) -> list[Session]:
+        """Returns all sessions, in the order in which they began."""
+        with self._lock:
+            return list(self._by_name.values())
+
+    def add(self, session: Session) -> None:
+        """Adds a session. The caller holds the lock."""
+        self._by_name[session.name] = self._by_key[session.key] = session
+        # The key of a dropped session of this name stays dropped.
+        self._dropped.pop(session.name, None)
+
+    def remove(self, session: Session) -> bool:
+        """Removes a session, and returns whether it was there. The caller has the lock.
+
+        Its name and its key are known to have been dropped.
+        """
+        if self._by_name.get(session.name) is not session:
+            return False
+        session.is_dropped = True
+        del self._by_name[session.name], self._by_key[session.key]
+        self._dropped |= {session.name: None, session.key: None}
+        while len(self._dropped) > 2 * DROPPED:
+            self._dropped.popitem(last=False)
+        return True
+
+    def find(self, *, name: str | None = None, key: str | None = None) -> Session:
+        """Returns the session of this name or key.
+
+        Raises:
+            GatewayError: if there is none, or its key has expired.
+        """
+        with self._lock:
+            found = (
+                self._by_name.get(name) if name else self._by_key.get(str(key or ""))
+            )
+            is_dropped = (name or key) in self._dropped
+        if found is not None:
+            if not name:
+                _check_key(found)
+            return found
+        what = f"session {name!r}" if name else "session with this key"
+        if is_dropped:
+            raise GatewayError(
+                f"The {what} was dropped, and takes nothing more.", status=410
+            )
+        raise GatewayError(
+            f"There is no {what}; gateway.session() makes one.",
+            status=404 if name else 401,
+        )
+
+
+def _check_key(session: Session) -> None:
+    """Raises :class:`GatewayError` if the key of a session has expired."""
+    if session.expires is not None and time.time() >= session.expires:
+        ended = datetime.fromtimestamp(session.expires, UTC)
+        raise GatewayError(
+            f"The key of the session {session.name!r} expired at {ended:%F %T} UTC, "
+            f"after the gateway's key_seconds; begin another session, or give the "
+            f"gateway a greater key_seconds.",
+            status=401,
+            code=KEY_EXPIRED,
+        )

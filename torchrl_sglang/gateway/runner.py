@@ -1,0 +1,114 @@
+"""Serves an application in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+from aiohttp import web
+
+from torchrl_sglang.errors import ConfigurationError, SGLangError
+
+STOP_SECONDS = 10.0
+START_SECONDS = 30.0
+
+
+def make_runner(app: web.Application) -> web.AppRunner:
+    """Returns what serves an application of a gateway."""
+    return web.AppRunner(
+        app,
+        # A client that hangs up frees the server.
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=0.1,
+    )
+
+
+class Runner:
+    """Serves an application in a thread of its own, once.
+
+    Args:
+        make_app: returns the application; called in the event loop.
+        host: address to listen on.
+        port: 0 for a free one.
+        beside: returns what runs as long as the application, and begins when it
+            listens.
+        start_seconds: timeout of the start, in seconds.
+    """
+
+    def __init__(
+        self,
+        make_app: Callable[[], web.Application],
+        host: str,
+        port: int,
+        *,
+        beside: Callable[[web.AppRunner], AbstractAsyncContextManager[None]]
+        | None = None,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        self._make_app = make_app
+        self._host = host
+        self._wanted = port
+        self._beside = beside
+        self._start_seconds = start_seconds
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.port = 0
+        """0 while it does not listen."""
+        self._error: BaseException | None = None
+        self._ready = threading.Event()
+        self._end: asyncio.Event | None = None
+
+    def start(self) -> None:
+        """Starts the endpoint; returns when it listens."""
+        if self._thread is not None:
+            raise ConfigurationError(
+                "The gateway has been started already, which it can be once; make "
+                "another one."
+            )
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()),
+            name="torchrl_sglang-gateway",
+            daemon=True,
+        )
+        self._thread.start()
+        if not self._ready.wait(self._start_seconds) or self._error is not None:
+            self.stop()
+            if isinstance(self._error, SGLangError):
+                raise self._error
+            raise ConfigurationError(
+                f"The gateway cannot listen on {self._host}:{self._wanted}: "
+                f"{self._error or 'it took too long'}."
+            ) from self._error
+
+    async def _serve(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        runner = make_runner(self._make_app())
+        try:
+            async with AsyncExitStack() as stack:
+                # Its clients are gone before what they ask for.
+                await runner.setup()
+                site = web.TCPSite(runner, self._host, self._wanted)
+                await site.start()
+                self.port = runner.addresses[0][1]
+                if self._beside is not None:
+                    await stack.enter_async_context(self._beside(runner))
+                stack.push_async_callback(runner.cleanup)
+                self._ready.set()
+                await self._end.wait()
+        except Exception as error:  # noqa: BLE001 - start() raises it.
+            self._error = error
+            self._ready.set()
+        finally:
+            self.port = 0
+            await runner.cleanup()
+
+    def stop(self) -> None:
+        """Stops the endpoint; returns when it listens no more."""
+        if self._thread is None or self._loop is None or self._end is None:
+            return
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(STOP_SECONDS)
