@@ -61,10 +61,14 @@ class SessionRegistry:
             return False
         session.is_dropped = True
         del self._by_name[session.name], self._by_key[session.key]
-        self._dropped |= {session.name: None, session.key: None}
+        self.add_dropped(session.name, session.key)
+        return True
+
+    def add_dropped(self, *known: str) -> None:
+        """Adds names and keys of dropped sessions. The caller holds the lock."""
+        self._dropped |= dict.fromkeys(known)
         while len(self._dropped) > 2 * DROPPED:
             self._dropped.popitem(last=False)
-        return True
 
     def find(self, *, name: str | None = None, key: str | None = None) -> Session:
         """Returns the session of this name or key.

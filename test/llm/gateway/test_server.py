@@ -189,7 +189,7 @@ def test_a_dropped_session_does_not_come_back(gateway, path):
 
 
 def test_few_names_of_dropped_sessions_are_kept(gateway, monkeypatch):
-    monkeypatch.setattr("torchrl_sglang.gateway.gateway.DROPPED", 3)
+    monkeypatch.setattr("torchrl_sglang.gateway.registry.DROPPED", 3)
     for number in range(5):
         gateway.drop(gateway.session(str(number)))
     statuses = []

@@ -49,8 +49,16 @@ class AddSession:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OtherSession:
+    """A session that another process serves: its key opens no other one."""
+
+    key: str
+    """Key of the session."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DropSession:
-    """A session that was dropped."""
+    """A session of any process that was dropped."""
 
     key: str
     """Key of the session."""

@@ -28,6 +28,7 @@ from torchrl_sglang.gateway.processes.messages import (
     AddSession,
     DropSession,
     Listening,
+    OtherSession,
     Setup,
     StartFailed,
 )
@@ -289,16 +290,18 @@ class WorkerPool:
                 rows=[to_row(turn) for turn in session.turns],
             )
         )
+        for other in serving:
+            if other is not worker:
+                other.tell(OtherSession(key=session.key))
         return self._addresses.base(worker.number, worker.port)
 
     def drop(self, session: Session) -> None:
-        """Has the worker of a session forget it, in any thread.
+        """Has the workers forget a session, in any thread.
 
         The caller holds the lock of the sessions.
         """
-        worker = self._worker_of(session)
-        if worker is not None:
-            del worker.sessions[session.key]
+        for worker in self._workers:
+            worker.sessions.pop(session.key, None)
             worker.tell(DropSession(key=session.key))
 
     def _worker_of(self, session: Session) -> Worker | None:

@@ -27,6 +27,7 @@ from torchrl_sglang.gateway.processes.messages import (
     AddSession,
     DropSession,
     Listening,
+    OtherSession,
     Setup,
     StartFailed,
     Synchronize,
@@ -41,6 +42,9 @@ from torchrl_sglang.gateway.runner import make_runner
 from torchrl_sglang.gateway.server import make_session_app
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import from_row
+
+SERVED_ELSEWHERE = "served_elsewhere"
+"""Code of the error for a key of another process's session."""
 
 WATCH_SECONDS = 1.0
 """Interval between looks whether the owner is there."""
@@ -70,6 +74,7 @@ class Worker(Responder):
         super().__init__(engine, options, OwnerStore(channel))
         self._owner_url = setup.owner_url
         self._channel, self._forwarder = channel, forwarder
+        self._others: set[str] = set()
 
     def add(self, told: AddSession) -> None:
         """Serves a session from now on."""
@@ -78,7 +83,12 @@ class Worker(Responder):
         for row in told.rows:
             session.add(from_row(row, session.turn))
         with self._lock:
+            self._others.discard(session.key)
             self._registry.add(session)
+
+    def add_other(self, told: OtherSession) -> None:
+        """Knows a session that another process serves."""
+        self._others.add(told.key)
 
     def drop(self, told: DropSession) -> None:
         """Serves a session no more."""
@@ -86,6 +96,21 @@ class Worker(Responder):
             session = self._registry.keyed(told.key)
             if session is not None:
                 self._registry.remove(session)
+            else:
+                self._others.discard(told.key)
+                self._registry.add_dropped(told.key)
+
+    def find(self, *, name: str | None = None, key: str | None = None) -> Session:
+        """Returns the session of this name or key.
+
+        Raises:
+            GatewayError: if this process does not serve it, or its key has expired.
+        """
+        if not name and key in self._others:
+            raise GatewayError(
+                "Another process serves the session of this key.", code=SERVED_ELSEWHERE
+            )
+        return super().find(name=name, key=key)
 
     def session(self, name: str | None = None) -> Session:
         """Raises :class:`GatewayError`: only the owner makes sessions."""
@@ -126,6 +151,9 @@ async def serve(end: socket.socket) -> None:
         elif isinstance(message, AddSession):
             assert worker is not None
             worker.add(message)
+        elif isinstance(message, OtherSession):
+            assert worker is not None
+            worker.add_other(message)
         elif isinstance(message, DropSession):
             assert worker is not None
             worker.drop(message)
