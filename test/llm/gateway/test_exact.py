@@ -216,11 +216,16 @@ def check_turns(sessions, prompts):
 
 
 @pytest.mark.parametrize(
-    ("count", "turns", "updates"),
-    [(7, 4, 2), pytest.param(64, 8, 5, marks=pytest.mark.slow)],
+    ("count", "turns", "updates", "processes"),
+    [
+        (7, 4, 2, 1),
+        (7, 4, 2, 2),
+        pytest.param(64, 8, 5, 1, marks=pytest.mark.slow),
+        pytest.param(64, 8, 5, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_exported_is_what_was_computed(
-    grammar_engine, hf_model, tokenizer, count, turns, updates
+    grammar_engine, hf_model, tokenizer, count, turns, updates, processes
 ):
     models = {}
     seeds = iter(range(7000, 8000))
@@ -237,7 +242,10 @@ def test_what_is_exported_is_what_was_computed(
 
         update(hf_model)
         with Gateway(
-            engine, chat_template=TOOL_TEMPLATE, tool_call_parser="qwen25"
+            engine,
+            chat_template=TOOL_TEMPLATE,
+            tool_call_parser="qwen25",
+            num_processes=processes,
         ) as gateway:
             sessions = [gateway.session() for _ in range(count)]
             agents, answered = asyncio.run(run_all(sessions, turns, updates, update))

@@ -65,9 +65,8 @@ def pickle_options(options: ServingOptions) -> bytes:
             cloudpickle.dumps(value)
         except Exception as error:
             raise ConfigurationError(
-                f"{each.name}={value!r} cannot be given to other processes: "
-                f"{type(error).__name__}: {error}. Give one that can be pickled, or "
-                f"leave num_processes at 1."
+                f"{each.name} cannot be given to other processes: {type(error).__name__}: "
+                f"{error}. Give one that can be pickled, or leave num_processes at 1."
             ) from error
     content: bytes = cloudpickle.dumps(sent)
     return content

@@ -1,0 +1,173 @@
+"""Starts and ends of a gateway's processes, also such as nobody wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from helpers.collecting import wait_until
+from helpers.fake_server import FakeServer
+from yarl import URL
+
+from torchrl_sglang import AsyncSGLang, Gateway
+from torchrl_sglang.errors import ConfigurationError, ServerStartError
+from torchrl_sglang.gateway.session import Session
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+SCRIPT = """
+import json, os, sys, time
+from torchrl_sglang import AsyncSGLang, Gateway
+from torchrl_sglang.gateway.dialects.openai import Completions
+
+print("begins", flush=True)
+
+class Ours(Completions):
+    def error(self, failure):
+        return {**super().error(failure), "ours": True}
+
+gateway = Gateway(
+    AsyncSGLang.connect(sys.argv[1]), num_processes=2, dialects=[Ours()], path=sys.argv[2]
+)
+gateway.start()
+session = gateway.session("a")
+# A child of a fork has what its parent has open, such as its connections.
+child = os.fork()
+if not child:
+    time.sleep(600)
+pids = [worker.process.pid for worker in gateway._pool._workers]
+print(json.dumps({"url": session.url, "pids": pids, "child": child}), flush=True)
+time.sleep(600)
+"""
+
+
+def ask(session: Session, url: str = "", **body: Any) -> requests.Response:
+    return requests.post(
+        f"{url or session.url}/v1/chat/completions",
+        json={"model": "m", "max_tokens": 4, "messages": HELLO, **body},
+        timeout=60,
+    )
+
+
+def going_on(answer: requests.Response) -> list[Any]:
+    said = answer.json()["choices"][0]["message"]
+    return [*HELLO, said, {"role": "user", "content": "more"}]
+
+
+def runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    # What nobody has waited for has ended, too.
+    return state != "Z"
+
+
+def kill(worker: Any) -> None:
+    worker.process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not worker.is_serving and worker.process.returncode)
+
+
+def test_processes_that_are_killed(
+    fake: FakeServer, fake_engine: AsyncSGLang, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Gateway(fake_engine, num_processes=2) as gateway:
+        assert gateway._pool is not None
+        first, second = gateway._pool._workers
+        sessions = [gateway.session() for _ in range(2)]
+        one, other = sorted(sessions, key=lambda each: each.key in second.sessions)
+        said = going_on(ask(one))
+        left = one.url
+        with fake.misbehaving("hang"), ThreadPoolExecutor(1) as pool:
+            count = len(fake.payloads())
+            asked = pool.submit(ask, one)
+            fake.wait_for("/generate", count + 1)
+            kill(first)
+            with pytest.raises(requests.ConnectionError):
+                asked.result()
+            # What it had asked for is aborted.
+            fake.wait_for("/abort_request")
+            wait_until(lambda: gateway.stats()["generating"] == 0)
+            fake.recover()
+        assert len(one.turns) == 1
+        # It goes on where it was, also at the address that its client knows.
+        wait_until(lambda: one.url != left)
+        assert URL(one.url).port == second.port
+        wait_until(lambda: ask(one, f"{left}", messages=said).status_code == 200)
+        assert ask(one, messages=said).status_code == 200
+        assert [turn.prompt.parent for turn in one.turns] == [None, 0, 0]
+        assert ask(other).status_code == 200
+        assert gateway.session().url.startswith(f"http://127.0.0.1:{second.port}/")
+        errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+        assert "Process 1 of the gateway ended with -9. Its 1 sessions" in errors[0]
+        # The gateway's own process serves when no other one does.
+        kill(second)
+        wait_until(lambda: URL(one.url).port == URL(gateway.url).port)
+        assert ask(one, messages=said).status_code == 200
+        assert ask(gateway.session()).status_code == 200
+        assert ask(one, left, messages=said).status_code == 200
+        assert len(one.turns) == 5
+    assert gateway.to_tensordict([one]).shape == (4,)
+
+
+def test_a_plain_script_whose_process_is_killed(
+    fake: FakeServer, fake_engine: AsyncSGLang, tmp_path: Path
+) -> None:
+    """It has no guard of ``__main__``, and runs once."""
+    script, path = tmp_path / "script.py", tmp_path / "s"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), fake.url, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    pids: list[int] = []
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        about = json.loads(process.stdout.readline())
+        pids = [*about["pids"], about["child"]]
+        session = Session("a")
+        session.url = about["url"]
+        assert ask(session).status_code == 200
+        # A class of the script serves in the other process.
+        assert ask(session, messages=0).json()["ours"] is True
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    assert runs(about["child"])
+    wait_until(lambda: not any(map(runs, about["pids"])))
+    os.kill(about["child"], signal.SIGKILL)
+    with Gateway(fake_engine, path=path) as gateway:
+        assert len(gateway.session("a").turns) == 1
+
+
+def test_a_port_that_is_taken(fake_engine: AsyncSGLang) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        gateway = Gateway(fake_engine, num_processes=2, port=port - 1)
+        try:
+            with pytest.raises(ServerStartError, match=r"Process 1 .*address already"):
+                gateway.start()
+        except ConfigurationError:
+            pytest.skip("The port before it is taken, too.")
+    assert gateway._pool is not None
+    assert [each.process.poll() is not None for each in gateway._pool._workers] == [
+        True,
+        True,
+    ]
+    start = time.monotonic()
+    gateway.shutdown()
+    assert time.monotonic() - start < 1
+    with pytest.raises(ConfigurationError, match="can be once"):
+        gateway.start()
