@@ -19,8 +19,8 @@ from torchrl_sglang.gateway.credit import check_discount, trained_rule
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
-from torchrl_sglang.gateway.options import Limits, ServingOptions
-from torchrl_sglang.gateway.processes.addresses import Addresses, check_processes
+from torchrl_sglang.gateway.options import ServingOptions, SessionLimits
+from torchrl_sglang.gateway.processes.addresses import ProcessAddresses, check_processes
 from torchrl_sglang.gateway.processes.owner import Owner
 from torchrl_sglang.gateway.processes.pool import START_SECONDS as WORKER_SECONDS
 from torchrl_sglang.gateway.processes.pool import WorkerPool, pickle_options
@@ -190,7 +190,7 @@ class Gateway(Responder):
         path: str | Path | None = None,
         recorder: RunRecorder | None = None,
     ) -> None:
-        self._addresses = Addresses(
+        self._addresses = ProcessAddresses(
             host=host,
             port=port,
             public_url=public_url,
@@ -223,7 +223,7 @@ class Gateway(Responder):
             default_sampling_params=default_sampling_params or {},
             forced_sampling_params=forced_sampling_params or {},
             request_timeout=request_timeout,
-            limits=Limits(
+            limits=SessionLimits(
                 max_turns=max_turns,
                 max_tokens=max_tokens,
                 session_seconds=session_seconds,

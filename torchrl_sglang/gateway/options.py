@@ -17,7 +17,7 @@ from torchrl_sglang.types import LogProbsMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class SessionLimits:
     """Most that a session may take; ``None``: no limit."""
 
     max_turns: int = 1_000
@@ -64,7 +64,7 @@ class ServingOptions:
     """For all requests, under SGLang's names."""
     request_timeout: float
     """Timeout of a response, in seconds."""
-    limits: Limits
+    limits: SessionLimits
     """Limits of each session."""
     tool_choice: ToolChoiceMode
     """How a choice of tools holds."""

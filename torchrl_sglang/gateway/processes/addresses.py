@@ -18,7 +18,7 @@ PROCESS = "{process}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Addresses:
+class ProcessAddresses:
     """Addresses of the owner, which is process 0, and of its workers from 1 on."""
 
     host: str

@@ -65,7 +65,7 @@ class DropSession:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tokens:
+class NewTokens:
     """Part of the answer to :class:`Generate`: tokens so far."""
 
     index: int
@@ -88,7 +88,7 @@ class Listening:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StartFailed:
+class WorkerFailed:
     """The worker cannot serve, and ends."""
 
     reason: str

@@ -15,9 +15,9 @@ from torchrl_sglang.gateway.processes.messages import (
     Flush,
     Generate,
     KeepTurns,
+    NewTokens,
     Parse,
     Synchronize,
-    Tokens,
     UnnameTurn,
     WithdrawTurns,
 )
@@ -163,7 +163,7 @@ def _teller(index: int, part: Part) -> Callable[[list[int]], None]:
         start = len(known) if token_ids[: len(known)] == known else 0
         known = token_ids
         new = array(TOKEN_IDS, token_ids[start:])
-        part(Tokens(index=index, start=start, token_ids=new))
+        part(NewTokens(index=index, start=start, token_ids=new))
 
     return tell
 

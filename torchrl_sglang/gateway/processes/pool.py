@@ -21,7 +21,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.errors import ConfigurationError, ServerStartError
 from torchrl_sglang.gateway.options import ServingOptions
-from torchrl_sglang.gateway.processes.addresses import Addresses
+from torchrl_sglang.gateway.processes.addresses import ProcessAddresses
 from torchrl_sglang.gateway.processes.channel import Channel, Part
 from torchrl_sglang.gateway.processes.forward import Forwarder
 from torchrl_sglang.gateway.processes.messages import (
@@ -30,7 +30,7 @@ from torchrl_sglang.gateway.processes.messages import (
     Listening,
     OtherSession,
     Setup,
-    StartFailed,
+    WorkerFailed,
 )
 from torchrl_sglang.gateway.processes.owner import Owner
 from torchrl_sglang.gateway.session import Session
@@ -65,14 +65,15 @@ def pickle_options(options: ServingOptions) -> bytes:
             cloudpickle.dumps(value)
         except Exception as error:
             raise ConfigurationError(
-                f"{each.name} cannot be given to other processes: {type(error).__name__}: "
-                f"{error}. Give one that can be pickled, or leave num_processes at 1."
+                f"{each.name} cannot be given to other processes: "
+                f"{type(error).__name__}: {error}. Give one that can be pickled, or "
+                f"leave num_processes at 1."
             ) from error
     content: bytes = cloudpickle.dumps(sent)
     return content
 
 
-class Worker:
+class WorkerProcess:
     """One process that serves sessions.
 
     Args:
@@ -113,7 +114,7 @@ class WorkerPool:
         self,
         owner: Owner,
         options: bytes,
-        addresses: Addresses,
+        addresses: ProcessAddresses,
         *,
         model_path: str,
         set_up: Callable[[Sequence[Session] | None], object],
@@ -122,7 +123,7 @@ class WorkerPool:
         self._owner, self._addresses = owner, addresses
         self._options, self._model_path = options, model_path
         self._set_up, self._lock = set_up, lock
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._ready = asyncio.Event()
         self._forwarder: Forwarder | None = None
         self._ending = False
@@ -155,7 +156,7 @@ class WorkerPool:
                 await self._end()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _spawn(self, number: int) -> tuple[Worker, socket.socket]:
+    def _spawn(self, number: int) -> tuple[WorkerProcess, socket.socket]:
         """Starts a process, and returns this end of the connection to it."""
         own, other = socket.socketpair()
         ends = str(other.fileno()), str(os.getpid())
@@ -179,7 +180,7 @@ class WorkerPool:
             ) from error
         finally:
             other.close()
-        worker = Worker(number, process)
+        worker = WorkerProcess(number, process)
         self._workers.append(worker)
         return worker, own
 
@@ -194,11 +195,11 @@ class WorkerPool:
             owner_url=self._addresses.reachable(port),
         )
 
-    def _handler(self, worker: Worker) -> Callable[[Any, Part], Any]:
+    def _handler(self, worker: WorkerProcess) -> Callable[[Any, Part], Any]:
         def handle(message: Any, part: Part) -> Any:
             if isinstance(message, Listening):
                 worker.listens.set_result(message)
-            elif isinstance(message, StartFailed):
+            elif isinstance(message, WorkerFailed):
                 worker.listens.set_exception(_start_error(worker, message.reason))
             else:
                 return self._owner.handle(message, part)
@@ -219,7 +220,7 @@ class WorkerPool:
             ) from None
 
     async def _serve(
-        self, worker: Worker, channel: Channel, runner: web.AppRunner
+        self, worker: WorkerProcess, channel: Channel, runner: web.AppRunner
     ) -> None:
         """Takes what a worker says until it ends, and sees to its sessions then."""
         await channel.serve()
@@ -303,7 +304,7 @@ class WorkerPool:
             worker.sessions.pop(session.key, None)
             worker.tell(DropSession(key=session.key))
 
-    def _worker_of(self, session: Session) -> Worker | None:
+    def _worker_of(self, session: Session) -> WorkerProcess | None:
         having = (each for each in self._workers if session.key in each.sessions)
         return next(having, None)
 
@@ -320,7 +321,7 @@ class WorkerPool:
         return await self._forwarder.send(request, url)
 
 
-def _start_error(worker: Worker, reason: str) -> ServerStartError:
+def _start_error(worker: WorkerProcess, reason: str) -> ServerStartError:
     return ServerStartError(
         f"Process {worker.number} of the gateway does not start: {reason}"
     )

@@ -13,8 +13,8 @@ from torchrl_sglang.gateway.processes.messages import (
     Flush,
     Generate,
     KeepTurns,
+    NewTokens,
     Parse,
-    Tokens,
     UnnameTurn,
     WithdrawTurns,
 )
@@ -93,7 +93,7 @@ class RemoteEngine:
             sent.append(replace(request, input_ids=prompts[id(ids)], on_tokens=None))
         told: list[list[int]] = [[] for _ in requests]
 
-        def take(part: Tokens) -> None:
+        def take(part: NewTokens) -> None:
             known = told[part.index]
             told[part.index] = ids = [*known[: part.start], *part.token_ids]
             if (tell := requests[part.index].on_tokens) is not None:

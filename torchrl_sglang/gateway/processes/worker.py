@@ -29,8 +29,8 @@ from torchrl_sglang.gateway.processes.messages import (
     Listening,
     OtherSession,
     Setup,
-    StartFailed,
     Synchronize,
+    WorkerFailed,
 )
 from torchrl_sglang.gateway.processes.remote import (
     CALL_SECONDS,
@@ -53,7 +53,7 @@ LEFT_SECONDS = 3.0
 """Time for a worker whose owner has ended to end by itself."""
 
 
-class Worker(Responder):
+class SessionWorker(Responder):
     """Serves sessions that the owner gives it.
 
     Args:
@@ -143,7 +143,7 @@ class Worker(Responder):
 async def serve(end: socket.socket) -> None:
     """Serves until the owner closes its end of the connection."""
     begun: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
-    worker: Worker | None = None
+    worker: SessionWorker | None = None
 
     def handle(message: Any, part: Part) -> None:
         if isinstance(message, Setup):
@@ -165,20 +165,22 @@ async def serve(end: socket.socket) -> None:
     try:
         async with Forwarder.open() as forwarder:
             setup = await begun
-            worker = Worker(pickle.loads(setup.options), setup, channel, forwarder)
+            worker = SessionWorker(
+                pickle.loads(setup.options), setup, channel, forwarder
+            )
             async with _listening(worker, setup) as port:
                 channel.tell(Listening(port=port))
                 await asyncio.shield(serving)
     except Exception as error:  # noqa: BLE001 - The owner raises it.
         torchrl_logger.exception("A process of the gateway cannot serve.")
-        channel.tell(StartFailed(reason=f"{type(error).__name__}: {error}"))
+        channel.tell(WorkerFailed(reason=f"{type(error).__name__}: {error}"))
     finally:
         channel.close()
         await serving
 
 
 @asynccontextmanager
-async def _listening(worker: Worker, setup: Setup) -> AsyncIterator[int]:
+async def _listening(worker: SessionWorker, setup: Setup) -> AsyncIterator[int]:
     """Listens during the block, and yields the port."""
     app = make_session_app(worker, worker.elsewhere, worker.ask_owner)
     runner = make_runner(app)

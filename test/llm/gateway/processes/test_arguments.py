@@ -11,7 +11,7 @@ from torchrl_sglang import Gateway
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects.openai import Completions
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
-from torchrl_sglang.gateway.processes.addresses import Addresses
+from torchrl_sglang.gateway.processes.addresses import ProcessAddresses
 
 
 class Locked(Completions):
@@ -61,13 +61,13 @@ def test_a_tokenizer_that_cannot_be_pickled(fake_engine: Any) -> None:
 
 
 def test_addresses_of_processes() -> None:
-    public = Addresses(
+    public = ProcessAddresses(
         host="::1", port=80, public_url="https://a.org/{process}/x/", num_workers=2
     )
     assert [public.port_of(process) for process in range(3)] == [80, 81, 82]
     assert public.base(2, 82) == "https://a.org/2/x"
     assert public.reachable(82) == "http://[::1]:82"
-    own = Addresses(host="0.0.0.0", port=0, public_url=None, num_workers=2)
+    own = ProcessAddresses(host="0.0.0.0", port=0, public_url=None, num_workers=2)
     assert own.port_of(2) == 0
     assert own.base(2, 82) == "http://0.0.0.0:82"
     assert own.reachable(82) == "http://127.0.0.1:82"

@@ -33,14 +33,14 @@ async def channels(handle: Callable[..., Any]) -> AsyncIterator[tuple[Channel, A
         await asyncio.wait_for(asyncio.gather(*tasks), SECONDS)
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     """Holds what cannot be pickled, as errors of users do."""
 
     def __init__(self) -> None:
         super().__init__("odd", lambda: None)
 
 
-class FromElsewhere(ConfigurationError):
+class ForeignError(ConfigurationError):
     """A user's own error of this package's kind."""
 
 
@@ -84,9 +84,9 @@ def test_messages_are_taken_in_their_order() -> None:
         (ConfigurationError("wrong"), ConfigurationError, None),
         (GatewayError("full", status=503, code="c"), GatewayError, 503),
         (ValueError("a defect"), GatewayError, 500),
-        (Unpicklable(), GatewayError, 500),
+        (UnpicklableError(), GatewayError, 500),
         # Its class may be in a script that only one process runs.
-        (FromElsewhere("own"), GatewayError, 500),
+        (ForeignError("own"), GatewayError, 500),
     ],
 )
 def test_errors_are_raised_where_they_are_asked_for(
@@ -181,7 +181,9 @@ def test_a_message_that_cannot_be_read_ends_nothing() -> None:
         asking = await Channel.over(ends[0], lambda message, part: None)
         task = asyncio.ensure_future(asking.serve())
         other, other_writer = await asyncio.open_connection(sock=ends[1])
-        unknown = pickle.dumps(Unpicklable).replace(b"Unpicklable", b"Unknown____")
+        unknown = pickle.dumps(UnpicklableError).replace(
+            b"UnpicklableError", b"NowhereToBeFound"
+        )
         for content, expected in ((unknown, GatewayError), (pickle.dumps(7), None)):
             call = asyncio.ensure_future(asking.call("?", seconds=SECONDS))
             head = struct.Struct("!QQB")

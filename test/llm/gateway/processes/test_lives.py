@@ -37,7 +37,10 @@ class Ours(Completions):
         return {**super().error(failure), "ours": True}
 
 gateway = Gateway(
-    AsyncSGLang.connect(sys.argv[1]), num_processes=2, dialects=[Ours()], path=sys.argv[2]
+    AsyncSGLang.connect(sys.argv[1]),
+    num_processes=2,
+    dialects=[Ours()],
+    path=sys.argv[2],
 )
 gateway.start()
 session = gateway.session("a")
@@ -127,14 +130,14 @@ def test_a_plain_script_whose_process_is_killed(
     script, path = tmp_path / "script.py", tmp_path / "s"
     script.write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, str(script), fake.url, str(path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script), fake.url, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    pids: list[int] = []
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "begins\n"
         about = json.loads(process.stdout.readline())
-        pids = [*about["pids"], about["child"]]
         session = Session("a")
         session.url = about["url"]
         assert ask(session).status_code == 200
