@@ -163,7 +163,8 @@ class WorkerPool:
         # Its search path is this process's, without the current folder before it.
         command = [sys.executable, "-P", "-m", MODULE, *ends]
         environment = inherited_environment(os.environ, own_python=False)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        folders = [str(each) or os.getcwd() for each in sys.path]
+        environment["PYTHONPATH"] = os.pathsep.join(folders)
         try:
             process = subprocess.Popen(
                 command,
@@ -261,8 +262,9 @@ class WorkerPool:
         for worker in self._workers:
             if worker.channel is not None:
                 worker.channel.close()
-            if not worker.listens.done():
-                worker.listens.cancel()
+            # Its error may be one of several, of which the first is raised.
+            if not worker.listens.cancel() and not worker.listens.cancelled():
+                worker.listens.exception()
         deadline = time.monotonic() + END_SECONDS
         for worker in self._workers:
             left = max(deadline - time.monotonic(), 0.0)
