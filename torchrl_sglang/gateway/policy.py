@@ -56,6 +56,23 @@ class PolicyReply:
     """Whether the last token ends a turn."""
 
 
+class PromptTokens(list[int]):
+    """Tokens of a prompt, which tell the turn that they begin with.
+
+    Args:
+        prompt: whose tokens they are.
+    """
+
+    __slots__ = ("num_new", "parent")
+
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__(prompt.token_ids)
+        self.parent = prompt.parent
+        """Number of that turn, if there is one."""
+        self.num_new = len(prompt.new_token_ids)
+        """How many of the last tokens are not its own."""
+
+
 class PromptTooLongError(ConfigurationError):
     """A conversation leaves no room for a response."""
 
@@ -157,7 +174,7 @@ class Policy:
             SGLangError: if there is none.
         """
         request = SampleRequest(
-            input_ids=prompt.token_ids,
+            input_ids=PromptTokens(prompt),
             sampling_params=sampling.params,
             return_logprobs=True,
             top_logprobs=sampling.top_logprobs,

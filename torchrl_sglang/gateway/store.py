@@ -405,16 +405,18 @@ def from_row(row: TurnRow, find: Callable[[int], Turn]) -> Turn:
     number, content, reward, prompt_ids, token_ids, log_probs = row
     known = json.loads(content)
     origin = None if known["parent"] is None else find(known["parent"])
-    setting = known["setting"]
-    if setting is None and origin is not None:
-        setting = _settings(origin.prompt.setting)
+    given = known["setting"]
+    if given is None and origin is not None:
+        setting = origin.prompt.setting
+    else:
+        setting = known_settings(PromptSettings(**given))
     done = known["completion"]
     done["versions"] = tuple(VersionSpan(**span) for span in done["versions"])
     values = None if log_probs is None else _from_blob(_VALUES, log_probs)
     return Turn(
         number=number,
         prompt=Prompt(
-            setting=known_settings(PromptSettings(**setting)),
+            setting=setting,
             new_messages=known["messages"],
             new_token_ids=_from_blob(_TOKENS, prompt_ids),
             new_text=known["prompt_text"],

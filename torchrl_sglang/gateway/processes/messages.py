@@ -101,11 +101,23 @@ class Synchronize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SentPrompt:
+    """Tokens of a prompt, without those that the owner has."""
+
+    parent: int | None
+    """Number of the turn whose tokens it begins with."""
+    token_ids: array[int]
+    """Tokens behind them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Generate:
     """Asks for the completions of one session's requests."""
 
     requests: Sequence[GenerateRequest]
-    """Requests; their prompts are arrays."""
+    """Requests, without their prompts."""
+    prompts: Sequence[SentPrompt]
+    """Prompt of each request; several may have the same one."""
     live: bool
     """Whether tokens are told as they come."""
     timeout: float | None

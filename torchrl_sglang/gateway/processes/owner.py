@@ -17,16 +17,16 @@ from torchrl_sglang.gateway.processes.messages import (
     KeepTurns,
     NewTokens,
     Parse,
+    SentPrompt,
     Synchronize,
     UnnameTurn,
     WithdrawTurns,
 )
-from torchrl_sglang.gateway.processes.remote import TOKEN_IDS
+from torchrl_sglang.gateway.processes.remote import TOKEN_IDS, UNKNOWN_TURN
 from torchrl_sglang.gateway.registry import SessionRegistry
 from torchrl_sglang.gateway.session import Session, Turn
 from torchrl_sglang.gateway.store import TurnRow, from_row
 from torchrl_sglang.policies.engine_call import AsyncGenerates
-from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.event_loop import run_async
 from torchrl_sglang.telemetry.tracing import span
@@ -75,9 +75,22 @@ class Owner:
     async def _generate(self, asked: Generate, part: Part) -> list[Completion]:
         """Returns the engine's responses, and tells of their tokens meanwhile."""
         session = self._named(asked.requests[0].session_id or "")
+        prompts: dict[int, list[int]] = {}
+        for each in asked.prompts:
+            # Responses to one prompt share it.
+            if id(each) not in prompts:
+                prompts[id(each)] = _unpack(session, each)
         requests = [
-            self._to_request(index, each, session, part if asked.live else None)
-            for index, each in enumerate(asked.requests)
+            replace(
+                request,
+                input_ids=prompts[id(prompt)],
+                priority=session.priority,
+                token_columns=self.token_columns,
+                on_tokens=_teller(index, part) if asked.live else None,
+            )
+            for index, (request, prompt) in enumerate(
+                zip(asked.requests, asked.prompts, strict=True)
+            )
         ]
         session.generating += len(requests)
         try:
@@ -97,22 +110,6 @@ class Owner:
                 )
         finally:
             session.generating -= len(requests)
-
-    def _to_request(
-        self,
-        index: int,
-        sent: GenerateRequest,
-        session: Session,
-        part: Part | None,
-    ) -> GenerateRequest:
-        """Returns a request for the engine."""
-        return replace(
-            sent,
-            input_ids=list(sent.input_ids),
-            priority=session.priority,
-            token_columns=self.token_columns,
-            on_tokens=None if part is None else _teller(index, part),
-        )
 
     async def _parse(self, asked: Parse) -> dict[str, Any]:
         parse = self.engine.control.parse_response(asked.path, asked.content)
@@ -151,6 +148,22 @@ class Owner:
             )
         check_takes_turns(session)
         return session
+
+
+def _unpack(session: Session, prompt: SentPrompt) -> list[int]:
+    """Returns the tokens of a prompt.
+
+    Raises:
+        GatewayError: if its session has not the turn that it begins with.
+    """
+    if prompt.parent is None:
+        return prompt.token_ids.tolist()
+    try:
+        found = session.turn(prompt.parent).token_ids
+    except ConfigurationError as error:
+        raise GatewayError(str(error), code=UNKNOWN_TURN) from error
+    found += prompt.token_ids
+    return found
 
 
 def _teller(index: int, part: Part) -> Callable[[list[int]], None]:

@@ -6,8 +6,11 @@ import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from torchrl_sglang.errors import GatewayError
+from torchrl_sglang.gateway.policy import PromptTokens
 from torchrl_sglang.gateway.processes.channel import Channel
 from torchrl_sglang.gateway.processes.messages import (
     Flush,
@@ -15,6 +18,7 @@ from torchrl_sglang.gateway.processes.messages import (
     KeepTurns,
     NewTokens,
     Parse,
+    SentPrompt,
     UnnameTurn,
     WithdrawTurns,
 )
@@ -28,6 +32,9 @@ CALL_SECONDS = 120.0
 
 GRACE_SECONDS = 30.0
 """Time for the owner to tell that the engine had no answer in time."""
+
+UNKNOWN_TURN = "unknown_turn"
+"""Code of the error for a prompt that begins with a turn which the owner has not."""
 
 TOKEN_IDS = "i"
 """Type of arrays of tokens: integers of 32 bits."""
@@ -83,14 +90,6 @@ class RemoteEngine:
         return_exceptions: bool = False,
     ) -> list[Completion]:
         """Returns the responses to requests, see :class:`.RLSGLangEngine`."""
-        prompts: dict[int, array[int]] = {}
-        sent = []
-        for request in requests:
-            ids = request.input_ids
-            # Responses to one prompt share it.
-            if id(ids) not in prompts:
-                prompts[id(ids)] = array(TOKEN_IDS, ids)
-            sent.append(replace(request, input_ids=prompts[id(ids)], on_tokens=None))
         told: list[list[int]] = [[] for _ in requests]
 
         def take(part: NewTokens) -> None:
@@ -99,19 +98,40 @@ class RemoteEngine:
             if (tell := requests[part.index].on_tokens) is not None:
                 tell(ids)
 
-        seconds = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
-        found: list[Completion] = await self._channel.call(
-            Generate(
-                requests=sent,
-                live=any(each.on_tokens is not None for each in requests),
-                timeout=timeout,
-                request_timeout=request_timeout,
-                return_exceptions=return_exceptions,
-            ),
-            seconds=seconds + GRACE_SECONDS,
-            on_part=take,
+        ask = Generate(
+            requests=[replace(each, input_ids=(), on_tokens=None) for each in requests],
+            prompts=_pack(requests, whole=False),
+            live=any(each.on_tokens is not None for each in requests),
+            timeout=timeout,
+            request_timeout=request_timeout,
+            return_exceptions=return_exceptions,
         )
+        seconds = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
+        call = partial(
+            self._channel.call, seconds=seconds + GRACE_SECONDS, on_part=take
+        )
+        try:
+            found: list[Completion] = await call(ask)
+        except GatewayError as error:
+            if error.code != UNKNOWN_TURN:
+                raise
+            # The turn that it goes on from was withdrawn meanwhile.
+            found = await call(replace(ask, prompts=_pack(requests, whole=True)))
         return found
+
+
+def _pack(requests: Sequence[GenerateRequest], *, whole: bool) -> list[SentPrompt]:
+    """Returns the prompts of requests, without what the owner has, or as a whole."""
+    packed: dict[int, SentPrompt] = {}
+    for ids in (request.input_ids for request in requests):
+        if id(ids) in packed:
+            # Responses to one prompt share it.
+            continue
+        parent, new = None, ids
+        if not whole and isinstance(ids, PromptTokens) and ids.parent is not None:
+            parent, new = ids.parent, ids[len(ids) - ids.num_new :]
+        packed[id(ids)] = SentPrompt(parent=parent, token_ids=array(TOKEN_IDS, new))
+    return [packed[id(request.input_ids)] for request in requests]
 
 
 class OwnerStore:
