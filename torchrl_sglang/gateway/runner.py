@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 
 from aiohttp import web
 
@@ -60,6 +60,7 @@ class Runner:
         self._error: BaseException | None = None
         self._ready = threading.Event()
         self._end: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Starts the endpoint; returns when it listens."""
@@ -74,7 +75,13 @@ class Runner:
             daemon=True,
         )
         self._thread.start()
-        if not self._ready.wait(self._start_seconds) or self._error is not None:
+        try:
+            is_ready = self._ready.wait(self._start_seconds)
+        except BaseException:
+            # Ctrl-C: nobody would stop what begins.
+            self.stop()
+            raise
+        if not is_ready or self._error is not None:
             self.stop()
             if isinstance(self._error, SGLangError):
                 raise self._error
@@ -85,6 +92,7 @@ class Runner:
 
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        self._task = asyncio.current_task()
         runner = make_runner(self._make_app())
         try:
             async with AsyncExitStack() as stack:
@@ -98,6 +106,9 @@ class Runner:
                 stack.push_async_callback(runner.cleanup)
                 self._ready.set()
                 await self._end.wait()
+        except asyncio.CancelledError:
+            # It was stopped while it started.
+            pass
         except Exception as error:  # noqa: BLE001 - start() raises it.
             self._error = error
             self._ready.set()
@@ -107,8 +118,18 @@ class Runner:
 
     def stop(self) -> None:
         """Stops the endpoint; returns when it listens no more."""
-        if self._thread is None or self._loop is None or self._end is None:
+        if self._thread is None or self._loop is None:
             return
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end.set)
+            with suppress(RuntimeError):
+                # It has just ended.
+                self._loop.call_soon_threadsafe(self._stop)
             self._thread.join(STOP_SECONDS)
+
+    def _stop(self) -> None:
+        """Ends what is served, or is being started."""
+        assert self._end is not None
+        assert self._task is not None
+        self._end.set()
+        if not self._ready.is_set():
+            self._task.cancel()

@@ -86,11 +86,14 @@ def test_beside_a_running_server(fake, tmp_path):
 
 @pytest.mark.slow
 def test_beside_servers_that_it_starts(tiny_model_path):
-    with gateway(tiny_model_path, "--device=cpu", "--context-length=256") as process:
+    words = ["--device=cpu", "--context-length=256", "--num-processes=2"]
+    with gateway(tiny_model_path, *words) as process:
         url, key = (process.stdout.readline().strip() for _ in range(2))
         made = make_session(url, key).json()
         answer = ask(made["url"], made["key"], "hi").json()
         assert 0 < answer["usage"]["completion_tokens"] <= 4
+        # Another process than the one that made the session serves it.
+        assert not made["url"].startswith(url)
         assert processes_below(process.pid)
         end(process, signal.SIGTERM)
         assert not processes_below(process.pid)

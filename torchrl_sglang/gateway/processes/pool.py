@@ -212,13 +212,13 @@ class WorkerPool:
         """Returns when all workers listen."""
         try:
             async with asyncio.timeout(START_SECONDS):
-                for worker in self._workers:
-                    worker.port = (await worker.listens).port
-                    worker.is_serving = True
+                told = await asyncio.gather(*(each.listens for each in self._workers))
         except TimeoutError:
             raise ServerStartError(
                 f"Processes of the gateway did not listen within {START_SECONDS:g} s."
             ) from None
+        for worker, listening in zip(self._workers, told, strict=True):
+            worker.port, worker.is_serving = listening.port, True
 
     async def _serve(
         self, worker: WorkerProcess, channel: Channel, runner: web.AppRunner
@@ -262,6 +262,9 @@ class WorkerPool:
         for worker in self._workers:
             if worker.channel is not None:
                 worker.channel.close()
+            if not worker.port:
+                # It does not listen yet, and would notice late.
+                worker.process.kill()
             # Its error may be one of several, of which the first is raised.
             if not worker.listens.cancel() and not worker.listens.cancelled():
                 worker.listens.exception()

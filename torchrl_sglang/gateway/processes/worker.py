@@ -6,6 +6,7 @@ Run by :class:`.WorkerPool`, with the number of an open socket and the id of the
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import socket
@@ -168,6 +169,10 @@ async def serve(end: socket.socket) -> None:
             worker = SessionWorker(
                 pickle.loads(setup.options), setup, channel, forwarder
             )
+            # What there is now stays until the end. Each full garbage collection would
+            # look at it, and hold up all clients.
+            gc.collect()
+            gc.freeze()
             async with _listening(worker, setup) as port:
                 channel.tell(Listening(port=port))
                 await asyncio.shield(serving)

@@ -155,6 +155,7 @@ def test_a_plain_script_whose_process_is_killed(
         assert len(gateway.session("a").turns) == 1
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken(fake_engine: AsyncSGLang) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -174,3 +175,37 @@ def test_a_port_that_is_taken(fake_engine: AsyncSGLang) -> None:
     assert time.monotonic() - start < 1
     with pytest.raises(ConfigurationError, match="can be once"):
         gateway.start()
+
+
+@pytest.mark.parametrize("killed", ["the gateway's start", "a process"])
+def test_a_start_that_does_not_end(fake_engine: AsyncSGLang, killed: str) -> None:
+    """Ctrl-C, and a process that is killed while it imports what it needs."""
+    gateway = Gateway(fake_engine, num_processes=2)
+    pool = gateway._pool
+    assert pool is not None
+
+    def kill_soon() -> None:
+        wait_until(lambda: len(pool._workers) == 2)
+        if killed == "a process":
+            os.kill(pool._workers[1].process.pid, signal.SIGKILL)
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as threads:
+        killing = threads.submit(kill_soon)
+        error: type[BaseException] = KeyboardInterrupt
+        if killed == "a process":
+            error = ServerStartError
+        start = time.monotonic()
+        with pytest.raises(error) as raised:
+            gateway.start()
+        killing.result()
+    assert time.monotonic() - start < 30
+    if killed == "a process":
+        assert "Process 2 of the gateway does not start: it ended with -9" in str(
+            raised.value
+        )
+    assert all(each.process.poll() is not None for each in pool._workers)
+    assert repr(gateway) == "Gateway(not started, sessions=0)"
+    # Sessions can be made, as before a start.
+    assert gateway.session().url == ""

@@ -416,6 +416,26 @@ def test_many_at_once(gateway: Gateway) -> None:
         assert len(session.trajectories()) == 1
 
 
+def test_agents_run_in_sessions_of_all_processes(gateway: Gateway) -> None:
+    async def agent(task: str, *, base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(
+            base_url=base_url, api_key=api_key, max_retries=0
+        ) as client:
+            said = [{"role": "user", "content": task}]
+            await client.chat.completions.create(model="m", messages=said, max_tokens=3)
+        return float(len(task))
+
+    groups = asyncio.run(gateway.run_agents(agent, ["a", "bb"], group_size=3))
+    assert [[each.reward for each in group] for group in groups] == [
+        [1.0] * 3,
+        [2.0] * 3,
+    ]
+    sessions = [each for group in groups for each in group]
+    assert len({port(each.url) for each in sessions}) == 2
+    rows = gateway.to_tensordict(sessions)
+    assert rows["next", "reward"].flatten().tolist() == [1.0] * 3 + [2.0] * 3
+
+
 def test_metrics_are_the_owners(gateway: Gateway) -> None:
     base = gateway.session().url.partition("/sessions")[0]
     found = requests.get(f"{base}/metrics", timeout=60)
