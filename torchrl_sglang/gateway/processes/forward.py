@@ -20,7 +20,7 @@ CONNECT_SECONDS = 10.0
 _OWN_HEADERS = frozenset(
     {
         *("connection", "content-encoding", "content-length", "expect", "keep-alive"),
-        *("proxy-authenticate", "proxy-authorization", "te", "trailer"),
+        *("proxy-authenticate", "proxy-authorization", "trailer"),
         *("transfer-encoding", "upgrade"),
     }
 )

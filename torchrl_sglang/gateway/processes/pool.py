@@ -88,9 +88,20 @@ class WorkerProcess:
         """Sessions that it serves, by their keys."""
         self.is_serving = False
         self.channel: Channel | None = None
-        self.listens: asyncio.Future[Listening] = (
-            asyncio.get_running_loop().create_future()
-        )
+        self.listens: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def started(self, problem: str | None) -> None:
+        """The process listens, or there is a problem with it."""
+        if self.listens.done():
+            return
+        if problem is None:
+            self.listens.set_result(None)
+        else:
+            self.listens.set_exception(
+                ServerStartError(
+                    f"Process {self.number} of the gateway does not start: {problem}"
+                )
+            )
 
     def tell(self, message: Any) -> None:
         """Tells the process something, in any thread."""
@@ -199,9 +210,10 @@ class WorkerPool:
     def _handler(self, worker: WorkerProcess) -> Callable[[Any, Part], Any]:
         def handle(message: Any, part: Part) -> Any:
             if isinstance(message, Listening):
-                worker.listens.set_result(message)
+                worker.port, worker.is_serving = message.port, True
+                worker.started(None)
             elif isinstance(message, WorkerFailed):
-                worker.listens.set_exception(_start_error(worker, message.reason))
+                worker.started(message.reason)
             else:
                 return self._owner.handle(message, part)
             return None
@@ -212,13 +224,11 @@ class WorkerPool:
         """Returns when all workers listen."""
         try:
             async with asyncio.timeout(START_SECONDS):
-                told = await asyncio.gather(*(each.listens for each in self._workers))
+                await asyncio.gather(*(each.listens for each in self._workers))
         except TimeoutError:
             raise ServerStartError(
                 f"Processes of the gateway did not listen within {START_SECONDS:g} s."
             ) from None
-        for worker, listening in zip(self._workers, told, strict=True):
-            worker.port, worker.is_serving = listening.port, True
 
     async def _serve(
         self, worker: WorkerProcess, channel: Channel, runner: web.AppRunner
@@ -227,8 +237,7 @@ class WorkerPool:
         await channel.serve()
         if not worker.listens.done():
             code = await asyncio.to_thread(_wait, worker.process, END_SECONDS)
-            reason = f"it ended with {code}; standard error has its messages"
-            worker.listens.set_exception(_start_error(worker, reason))
+            worker.started(f"it ended with {code}; standard error has its messages")
         with self._lock:
             if self._ending or not worker.is_serving:
                 return
@@ -282,9 +291,18 @@ class WorkerPool:
         holds the lock of the sessions.
         """
         serving = [worker for worker in self._workers if worker.is_serving]
-        if not serving:
+        worker = self._worker_of(session)
+        if worker is None and serving:
+            worker = min(serving, key=lambda each: len(each.sessions))
+            self._give(session, worker, serving)
+        if worker is None:
             return None
-        worker = min(serving, key=lambda each: len(each.sessions))
+        return self._addresses.base(worker.number, worker.port)
+
+    def _give(
+        self, session: Session, worker: WorkerProcess, serving: Sequence[WorkerProcess]
+    ) -> None:
+        """Tells a worker all of a session, and the others its key."""
         worker.sessions[session.key] = session
         worker.tell(
             AddSession(
@@ -298,7 +316,6 @@ class WorkerPool:
         for other in serving:
             if other is not worker:
                 other.tell(OtherSession(key=session.key))
-        return self._addresses.base(worker.number, worker.port)
 
     def drop(self, session: Session) -> None:
         """Has the workers forget a session, in any thread.
@@ -324,12 +341,6 @@ class WorkerPool:
         assert self._forwarder is not None
         url = self._addresses.reachable(worker.port)
         return await self._forwarder.send(request, url)
-
-
-def _start_error(worker: WorkerProcess, reason: str) -> ServerStartError:
-    return ServerStartError(
-        f"Process {worker.number} of the gateway does not start: {reason}"
-    )
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int:

@@ -127,6 +127,10 @@ def test_sessions_are_spread_and_stay(gateway: Gateway) -> None:
     for session in sessions:
         assert gateway.session(session.name) is session
         assert port(session.base_url) == ports[sessions.index(session)]
+        # Given once, however often it is told where it is.
+        url = session.url
+        gateway._set_up_all([session])
+        assert session.url == url
         gateway.drop(session)
 
 
