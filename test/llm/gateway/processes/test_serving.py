@@ -177,8 +177,9 @@ def recorded(session: Session) -> list[Any]:
         known = json.loads(content)
         for name in ("created", "request_id", "name"):
             known.pop(name, None)
-        for name in ("created_at", "previous_response_id"):
-            known.get("about", {}).pop(name, None)
+        # Whether an answer shares them with the one before is a matter of the second.
+        about = {*known.pop("about", ()), *known.pop("about_shared", ())}
+        known["told"] = sorted(about - {"created_at"})
         known |= {"number": number, "tools": list(turn.tools), "values": values}
         found.append(known)
     for path in session.trajectories():
