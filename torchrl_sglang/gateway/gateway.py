@@ -292,6 +292,7 @@ class Gateway(Responder):
         Raises:
             ConfigurationError: if the address cannot be used, or it has been started
                 already.
+            ServerStartError: if one of ``num_processes`` does not start.
         """
         self._threads.shutdown(wait=False)
         self._threads = prompt_threads()
