@@ -131,6 +131,8 @@ class SessionWorker(Responder):
         try:
             find()
         except GatewayError:
+            if FORWARDED in request.headers:
+                raise
             return await self.ask_owner(request)
         return None
 
