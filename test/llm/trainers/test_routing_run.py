@@ -80,13 +80,14 @@ def test_a_run(moe_engine, moe_path, tmp_path, metrics, arguments):
     """Each step replays what the engine chose with the weights that it had."""
     make(moe_path, tmp_path, engine=moe_engine, **arguments).train()
     assert len(metrics) == 3
-    for each in metrics:
-        if "minibatches" in arguments:
-            # After the first step of a batch its routers are others.
-            assert 0 < each["train/flipped_experts"] < 1
-        else:
-            assert each["train/flipped_experts"] == 0
-            assert each["train/kl_approx"] < 1e-6
+    flipped = [each["train/flipped_experts"] for each in metrics]
+    if "minibatches" in arguments:
+        # After the first step of a batch its routers are others, which not all of a few
+        # short responses show.
+        assert 0 < max(flipped) < 1
+    else:
+        assert flipped == [0, 0, 0]
+        assert all(each["train/kl_approx"] < 1e-6 for each in metrics)
 
 
 def test_routers_that_differ(moe_engine, moe_path, tmp_path, metrics):

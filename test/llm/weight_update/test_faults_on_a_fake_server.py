@@ -154,7 +154,13 @@ def matrix(*steps):
     ]
 
 
-@pytest.fixture(scope="module", params=sorted(WHOLE))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name == "cuda_ipc" else ())
+        for name in sorted(WHOLE)
+    ],
+)
 def trainer(request, tiny_model_path, tokenizer, tmp_path_factory):
     options = {}
     if request.param == "disk":

@@ -221,14 +221,8 @@ def test_servers_that_find_no_place(cluster, spec):
         launcher.bind(3, spec)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(None, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
 def test_nothing_is_left_of_a_driver_that_ends(cluster, spec, number):
     driver = subprocess.Popen(
         [

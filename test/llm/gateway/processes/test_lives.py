@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ def test_processes_that_are_killed(
     assert gateway.to_tensordict([one]).shape == (4,)
 
 
+@pytest.mark.slow
 def test_a_plain_script_whose_process_is_killed(
     fake: FakeServer, fake_engine: AsyncSGLang, tmp_path: Path
 ) -> None:
@@ -177,6 +179,15 @@ def test_a_port_that_is_taken(fake_engine: AsyncSGLang) -> None:
         gateway.start()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, which workers of pytest ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("killed", ["the gateway's start", "a process"])
 def test_a_start_that_does_not_end(fake_engine: AsyncSGLang, killed: str) -> None:
     """Ctrl-C, and a process that is killed while it imports what it needs."""
