@@ -123,10 +123,11 @@ gateway.start()
 # session of its own.
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 
-async def sample(tasks, group_size):
+async def run_agents(tasks, group_size):
     """Return the sessions of agents that were run on tasks."""
     # One client for all agents: making one takes longer than a turn of this model.
     async with openai.AsyncOpenAI(api_key="of each session") as client:
@@ -136,7 +137,13 @@ async def sample(tasks, group_size):
     return [session for group in groups for session in group]
 
 
-(session,) = asyncio.run(sample([(3, "*", 4)], group_size=1))
+def sample(tasks, group_size):
+    """Return the same, from a thread: a notebook's own has an event loop already."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(asyncio.run, run_agents(tasks, group_size)).result()
+
+
+(session,) = sample([(3, "*", 4)], group_size=1)
 (trajectory,) = session.trajectories()
 for message in trajectory.messages:
     calls = [call["function"] for call in message.get("tool_calls", ())]
@@ -185,7 +192,7 @@ def make_tasks():
 
 rewards = []
 for _ in range(STEPS):
-    sessions = asyncio.run(sample(make_tasks(), GROUP_SIZE))
+    sessions = sample(make_tasks(), GROUP_SIZE)
     rewards.append(sum(session.reward for session in sessions) / len(sessions))
     batch = gateway.to_tensordict(sessions)
     reward = batch["next", "reward"]
