@@ -78,8 +78,8 @@ def shared_memory() -> Iterator[None]:
 def quick_collections() -> None:
     """Keeps what there is before a file's tests out of Python's garbage collections.
 
-    Imported libraries alone are a million objects, which each collection would look at
-    for a second.
+    Imported libraries alone are half a million objects, which each collection would
+    look at for most of a second.
     """
     gc.collect()
     gc.freeze()

@@ -6,7 +6,7 @@ import asyncio
 import pickle
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -121,17 +121,23 @@ def test_parts_come_before_their_answer() -> None:
     assert asyncio.run(main()) == [0, 1, 2, "done"]
 
 
+def hanging() -> tuple[asyncio.Event, asyncio.Event, Callable[[], Awaitable[None]]]:
+    """Returns a call that hangs, behind events of its begin and its end."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def hang() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    return begun, ended, hang
+
+
 def test_a_call_that_is_cancelled_is_cancelled_there() -> None:
     async def main() -> None:
-        begun, ended = asyncio.Event(), asyncio.Event()
-
-        async def hang() -> None:
-            begun.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
-
+        begun, ended, hang = hanging()
         async with channels(lambda message, part: hang()) as (asking, _):
             call = asyncio.ensure_future(asking.call("?", seconds=SECONDS))
             await begun.wait()
@@ -149,15 +155,7 @@ def test_a_call_that_is_cancelled_is_cancelled_there() -> None:
 
 def test_an_end_that_closes_ends_all_calls() -> None:
     async def main() -> None:
-        begun, ended = asyncio.Event(), asyncio.Event()
-
-        async def hang() -> None:
-            begun.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
-
+        begun, ended, hang = hanging()
         async with channels(lambda message, part: hang()) as (asking, answering):
             call = asyncio.ensure_future(asking.call("?", seconds=SECONDS))
             await begun.wait()
