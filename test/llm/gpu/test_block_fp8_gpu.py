@@ -34,9 +34,10 @@ from torchrl_sglang.weight_update.weights import TensorSpec
 pytestmark = NEEDS_GPU
 
 SEEDS = (3, 4)
-GAP = 0.15
+GAP = 0.3
 """Greatest difference of log-probs from those of the weights that FP8 stands for:
-activations are quantised, too. Two models of these shapes differ by about 1."""
+activations are quantised, too, and up to 0.2 was seen. Two models of these shapes
+differ by about 1."""
 
 
 def model_of(seed: int) -> torch.nn.Module:

@@ -67,6 +67,7 @@ def test_a_run(arguments, gpu_model_path, tmp_path):
             "dtype": torch.bfloat16,
             "enforce_eager": True,
             "gpu_memory_utilization": 0.5,
+            "max_total_tokens": 65_536,
             "max_model_len": 256,
             **server_arguments(),
         },
