@@ -101,9 +101,12 @@ def make_bare(work: Work, *, prompts_once: bool = False) -> Callable[[], None]:
         for number in range(len(work.rows))
     ]
     rows = [row[skip:] for row, skip in zip(work.rows, skipped, strict=True)]
-    parts = cut_by_tokens([len(each) for each in rows], work.limit, packed=True)
-    # A sharded model's passes take all ranks: the last one is repeated.
-    parts += [parts[-1]] * (max(work.ranks.gather(len(parts))) - len(parts))
+    lengths = [len(each) for each in rows]
+    parts = cut_by_tokens(lengths, work.limit, packed=True)
+    # A sharded model's passes take all ranks.
+    most = max(work.ranks.gather(len(parts)))
+    parts = cut_by_tokens(lengths, work.limit, packed=True, least=most)
+    parts += [parts[0]] * (most - len(parts))
 
     def tensors(part: list[int]) -> dict[str, Any]:
         lengths = torch.tensor([len(rows[index]) for index in part])

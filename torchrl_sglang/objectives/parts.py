@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ class LossRanks:
         """Yields parts, and whether each counts: as many on each rank.
 
         A sharded model's passes take all ranks. One that has fewer parts repeats its
-        last one, which counts nothing.
+        first one, which counts nothing.
         """
         if self.size == 1:
             yield from ((part, True) for part in parts)
@@ -70,7 +70,7 @@ class LossRanks:
                 "each rank at least one response."
             )
         yield from ((part, True) for part in own)
-        yield from ((own[-1], False) for _ in range(most - len(own)))
+        yield from ((own[0], False) for _ in range(most - len(own)))
 
     def agree(self, error: Exception | None) -> None:
         """Raises the error of any rank on all of them, before one waits for it."""
@@ -91,12 +91,11 @@ class LossRanks:
         """Makes gradients the sums over the ranks."""
         if self.size == 1:
             return
-        copies = []
+        copies, averages = list[nn.Parameter](), list[nn.Parameter]()
         for each in parameters:
-            if not self._averages and not isinstance(each, DTensor):
-                copies.append(each)
-            elif each.grad is not None:
-                each.grad.mul_(self.size)
+            averaged = self._averages or isinstance(each, DTensor)
+            (averages if averaged else copies).append(each)
+        _scale(averages, self.size)
         if not copies:
             return
         # The tokens of one rank may not reach all parameters, such as experts.
@@ -188,9 +187,23 @@ class Gradients:
         factor = self._first.double() / total.clamp_min(1)
         trained = list(parameters)
         self._ranks.add_up(trained)
-        for parameter in trained:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.device))
+        _scale(trained, factor)
+
+
+def _scale(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiplies gradients, of sharded parameters this rank's share of them.
+
+    All of a kind at once: by itself, each shard costs 0.1 ms of Python.
+    """
+    kinds: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            kinds.setdefault((local.device, local.dtype), []).append(local)
+    for (device, _), grads in kinds.items():
+        own = factor.to(device) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_(grads, own)
 
 
 @contextmanager

@@ -346,8 +346,16 @@ class Learner:
             yield LazyStackedTensorDict(*(rows[index] for index in part))
 
     def _cut_by_tokens(self, rows: TensorDictBase, *, packed: bool) -> list[list[int]]:
+        """Returns the rows of each pass, as many passes on each rank.
+
+        Passes of a sharded model take all ranks, which wait for the longest one.
+        """
         lengths = [len(each) for each in rows.get(TOKENS, as_list=True)]
-        return cut_by_tokens(lengths, self._max_tokens, packed=packed)
+        parts = cut_by_tokens(lengths, self._max_tokens, packed=packed)
+        most = max(self.ranks.gather(len(parts)))
+        if most > len(parts):
+            parts = cut_by_tokens(lengths, self._max_tokens, packed=packed, least=most)
+        return parts
 
     def _skip(self, minibatch: TensorDictBase, reason: str) -> dict[str, float]:
         """Takes no step, and says why; too many of these end the run."""
@@ -397,7 +405,7 @@ class Learner:
             self._score(model, REF_LOG_PROBS, rows)
 
     def _score(self, model: Any, place: Any, rows: TensorDictBase) -> None:
-        """Writes log-probs of all rows, computed in passes; as many on each rank."""
+        """Writes log-probs of all rows, computed in passes."""
         packed = self._packs and not prepare_packing(model, self.loss.packing)
         score = self._score_packed if packed else self._score_padded
         parts = self._cut_by_tokens(rows, packed=packed)

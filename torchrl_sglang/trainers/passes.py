@@ -10,40 +10,73 @@ from torchrl_sglang.objectives.transform import OffPolicyCorrection
 
 
 def cut_by_tokens(
-    lengths: Sequence[int], limit: int, *, packed: bool = False
+    lengths: Sequence[int], limit: int, *, packed: bool = False, least: int = 1
 ) -> list[list[int]]:
     """Groups sequences, so that a group has few padded tokens. Pure.
 
     Args:
         lengths: of the sequences.
         limit: most tokens of a group; a longer sequence is alone.
-        packed: whether a group has no padding: the longest sequences are placed first,
-            each where it leaves the least room. Otherwise a group's sequences are of
-            similar length. Defaults to False.
+        packed: whether a group has no padding: sequences are spread so that groups have
+            about as many tokens each. Otherwise those of a group are of similar length.
+            Defaults to False.
+        least: groups that there are at least, as far as there are sequences. Defaults
+            to 1.
 
     Returns:
-        list: positions of the sequences of each group; all sequences are in one.
+        list: positions of the sequences of each group; all sequences are in one. Later
+        groups have more tokens if they are packed, or longer sequences.
 
     Examples:
         >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6)
         [[1, 2, 3], [0], [4]]
         >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6, packed=True)
-        [[2, 3], [0, 1], [4]]
+        [[0], [1, 2, 3], [4]]
+        >>> cut_by_tokens([1, 2, 3, 4], limit=100, packed=True, least=2)
+        [[0, 3], [1, 2]]
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     parts: list[list[int]] = []
     if packed:
-        return _fill(lengths, order[::-1], limit)
-    for index in order:
-        if parts and (len(parts[-1]) + 1) * lengths[index] <= limit:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
+        parts = _fill(lengths, order[::-1], limit)
+        even = _spread(lengths, order[::-1], min(max(len(parts), least), len(lengths)))
+        if all(
+            len(part) == 1 or sum(lengths[index] for index in part) <= limit
+            for part in even
+        ):
+            parts = even
+    else:
+        for index in order:
+            if parts and (len(parts[-1]) + 1) * lengths[index] <= limit:
+                parts[-1].append(index)
+            else:
+                parts.append([index])
+    while len(parts) < min(least, len(lengths)):
+        largest = max(range(len(parts)), key=lambda number: len(parts[number]))
+        part = sorted(parts[largest], key=lambda index: lengths[index])
+        half = len(part) // 2
+        cut = (part[::2], part[1::2]) if packed else (part[:half], part[half:])
+        parts[largest : largest + 1] = map(sorted, cut)
+    if packed:
+        parts.sort(key=lambda part: sum(lengths[index] for index in part))
     return parts
 
 
+def _spread(
+    lengths: Sequence[int], order: Sequence[int], number: int
+) -> list[list[int]]:
+    """Puts each sequence into the group that has the fewest tokens."""
+    parts: list[list[int]] = [[] for _ in range(number)]
+    sums = [0] * number
+    for index in order:
+        fewest = min(range(number), key=sums.__getitem__)
+        parts[fewest].append(index)
+        sums[fewest] += lengths[index]
+    return [sorted(part) for part in parts]
+
+
 def _fill(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Puts sequences where they leave the least room; the fullest groups come last."""
+    """Puts each sequence into the group in which it leaves the least room."""
     parts: list[list[int]] = []
     rooms: list[int] = []
     for index in order:
@@ -56,8 +89,7 @@ def _fill(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[list
         else:
             parts.append([index])
             rooms.append(limit - length)
-    fullest = sorted(range(len(parts)), key=lambda number: -rooms[number])
-    return [sorted(parts[number]) for number in fullest]
+    return [sorted(part) for part in parts]
 
 
 def needs_no_pass(loss: Any, correct: OffPolicyCorrection | None) -> bool:

@@ -469,6 +469,23 @@ def test_passes_hold_all_sequences_once():
                 each = [lengths[index] for index in part]
                 used = sum(each) if packed else len(part) * max(each)
                 assert used <= limit or len(part) == 1
+            for least in (5, 30):
+                cut = cut_by_tokens(lengths, limit, packed=packed, least=least)
+                assert sorted(index for part in cut for index in part) == [*range(17)]
+                assert len(cut) == max(len(parts), min(least, 17))
         # No two of the groups would fit into one.
-        sums = sorted(sum(lengths[index] for index in part) for part in parts)
+        sums = [sum(lengths[index] for index in part) for part in parts]
+        assert sums == sorted(sums)
         assert len(sums) < 2 or sums[0] + sums[1] > limit
+
+
+def test_packed_passes_have_as_many_tokens():
+    """A rank with few tokens waits in each pass for one with many."""
+    many, few = [300, 4000, 3900, 500, 7800, 200], [900, 1100, 1000, 1000]
+    parts = [
+        cut_by_tokens(lengths, 9000, packed=True, least=2) for lengths in (many, few)
+    ]
+    for lengths, cut in zip((many, few), parts, strict=True):
+        sums = [sum(lengths[index] for index in part) for part in cut]
+        assert len(sums) == 2
+        assert max(sums) - min(sums) <= 400
