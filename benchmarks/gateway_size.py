@@ -47,7 +47,7 @@ from transformers import PreTrainedTokenizerFast
 
 from script import memory, print_row, read_options
 from torchrl_sglang.gateway.gateway import Gateway
-from torchrl_sglang.gateway.processes.pool import MODULE
+from torchrl_sglang.gateway.processes.process import MODULE
 from torchrl_sglang.types import Completion
 from wrapper_overhead import InstantEngine
 

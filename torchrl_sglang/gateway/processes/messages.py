@@ -28,6 +28,8 @@ class Setup:
     """Address to listen on."""
     port: int
     """Port to listen on; 0 for a free one."""
+    shares_port: bool = False
+    """Whether the owner listens there, too, in the place of a process that ended."""
     owner_url: str
     """Address of the owner, for requests that a worker does not serve."""
 

@@ -1,16 +1,12 @@
-"""The workers of a gateway: starts them, gives them sessions, and ends them."""
+"""The workers of a gateway: starts them, also again, gives them sessions, ends them."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,11 +14,17 @@ import cloudpickle
 from aiohttp import web
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.backends.launch.environment import inherited_environment
-from torchrl_sglang.errors import ConfigurationError, ServerStartError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    ServerStartError,
+)
 from torchrl_sglang.gateway.options import ServingOptions
 from torchrl_sglang.gateway.processes.addresses import ProcessAddresses
-from torchrl_sglang.gateway.processes.channel import Channel, Part
+from torchrl_sglang.gateway.processes.channel import (
+    Channel,
+    ChannelClosedError,
+    Part,
+)
 from torchrl_sglang.gateway.processes.forward import Forwarder
 from torchrl_sglang.gateway.processes.messages import (
     AddSession,
@@ -33,6 +35,12 @@ from torchrl_sglang.gateway.processes.messages import (
     WorkerFailed,
 )
 from torchrl_sglang.gateway.processes.owner import Owner
+from torchrl_sglang.gateway.processes.process import (
+    WorkerProcess,
+    spawn,
+    until_silent,
+    wait_for_end,
+)
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import to_row
 
@@ -42,11 +50,14 @@ START_SECONDS = 180.0
 END_SECONDS = 5.0
 """Time for workers to end by themselves, before they are killed."""
 
-POLL_SECONDS = 0.02
-"""Interval between looks whether a worker has ended."""
+WATCH_SECONDS = 10.0
+"""Interval between questions whether a worker answers."""
 
-MODULE = "torchrl_sglang.gateway.processes.worker"
-"""The program of a worker."""
+ANSWER_SECONDS = 30.0
+"""Timeout of such a question; a worker that misses two in a row is killed."""
+
+SHORT_LIFE_SECONDS = 60.0
+"""A worker that was started again and ends sooner is not started once more."""
 
 
 def pickle_options(options: ServingOptions) -> bytes:
@@ -71,42 +82,6 @@ def pickle_options(options: ServingOptions) -> bytes:
             ) from error
     content: bytes = cloudpickle.dumps(sent)
     return content
-
-
-class WorkerProcess:
-    """One process that serves sessions.
-
-    Args:
-        number: of the process, from 1.
-        process: that was started.
-    """
-
-    def __init__(self, number: int, process: subprocess.Popen[bytes]) -> None:
-        self.number, self.process = number, process
-        self.port = 0
-        self.sessions: dict[str, Session] = {}
-        """Sessions that it serves, by their keys."""
-        self.is_serving = False
-        self.channel: Channel | None = None
-        self.listens: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def started(self, problem: str | None) -> None:
-        """The process listens, or there is a problem with it."""
-        if self.listens.done():
-            return
-        if problem is None:
-            self.listens.set_result(None)
-        else:
-            self.listens.set_exception(
-                ServerStartError(
-                    f"Process {self.number} of the gateway does not start: {problem}"
-                )
-            )
-
-    def tell(self, message: Any) -> None:
-        """Tells the process something, in any thread."""
-        if self.channel is not None:
-            self.channel.tell_soon(message)
 
 
 class WorkerPool:
@@ -154,49 +129,30 @@ class WorkerPool:
             try:
                 port = runner.addresses[0][1]
                 for number in range(1, self._addresses.num_workers + 1):
-                    worker, end = self._spawn(number)
-                    worker.channel = await Channel.over(end, self._handler(worker))
-                    worker.channel.tell(self._setup(number, port))
-                    serve = self._serve(worker, worker.channel, runner)
-                    tasks.append(asyncio.create_task(serve))
+                    setup = self._setup(number, self._addresses.reachable(port))
+                    worker = await self._start(number, setup)
+                    keep = self._keep_running(worker, setup, runner)
+                    tasks.append(asyncio.create_task(keep))
                 await self._started()
                 self._set_up(None)
                 self._ready.set()
                 yield
             finally:
                 await self._end()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                served = [each.served for each in self._workers if each.served]
+                await asyncio.gather(*tasks, *served, return_exceptions=True)
 
-    def _spawn(self, number: int) -> tuple[WorkerProcess, socket.socket]:
-        """Starts a process, and returns this end of the connection to it."""
-        own, other = socket.socketpair()
-        ends = str(other.fileno()), str(os.getpid())
-        # Its search path is this process's, without the current folder before it.
-        command = [sys.executable, "-P", "-m", MODULE, *ends]
-        environment = inherited_environment(os.environ, own_python=False)
-        folders = [str(each) or os.getcwd() for each in sys.path]
-        environment["PYTHONPATH"] = os.pathsep.join(folders)
-        try:
-            process = subprocess.Popen(
-                command,
-                pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                # Ctrl-C ends the owner, which ends its workers.
-                start_new_session=True,
-            )
-        except OSError as error:
-            own.close()
-            raise ServerStartError(
-                f"Process {number} of the gateway does not start: {error}"
-            ) from error
-        finally:
-            other.close()
-        worker = WorkerProcess(number, process)
+    async def _start(self, number: int, setup: Setup) -> WorkerProcess:
+        """Starts a worker in the place of one with its number, if there was one."""
+        worker, end = spawn(number)
+        self._workers = [each for each in self._workers if each.number != number]
         self._workers.append(worker)
-        return worker, own
+        worker.channel = await Channel.over(end, self._handler(worker))
+        worker.channel.tell(setup)
+        worker.served = asyncio.create_task(self._serve(worker, worker.channel))
+        return worker
 
-    def _setup(self, number: int, port: int) -> Setup:
+    def _setup(self, number: int, owner_url: str) -> Setup:
         """Returns the first message to a worker."""
         return Setup(
             options=self._options,
@@ -204,7 +160,7 @@ class WorkerPool:
             model_path=self._model_path,
             host=self._addresses.host,
             port=self._addresses.port_of(number),
-            owner_url=self._addresses.reachable(port),
+            owner_url=owner_url,
         )
 
     def _handler(self, worker: WorkerProcess) -> Callable[[Any, Part], Any]:
@@ -230,37 +186,95 @@ class WorkerPool:
                 f"Processes of the gateway did not listen within {START_SECONDS:g} s."
             ) from None
 
-    async def _serve(
-        self, worker: WorkerProcess, channel: Channel, runner: web.AppRunner
-    ) -> None:
-        """Takes what a worker says until it ends, and sees to its sessions then."""
-        await channel.serve()
+    async def _serve(self, worker: WorkerProcess, channel: Channel) -> None:
+        """Takes what a worker says until it ends."""
+        serving = asyncio.create_task(channel.serve())
+        watching = asyncio.create_task(self._watch(worker, channel))
+        try:
+            await serving
+        finally:
+            watching.cancel()
         if not worker.listens.done():
-            code = await asyncio.to_thread(_wait, worker.process, END_SECONDS)
+            code = await asyncio.to_thread(wait_for_end, worker.process, END_SECONDS)
             worker.started(f"it ended with {code}; standard error has its messages")
-        with self._lock:
-            if self._ending or not worker.is_serving:
-                return
-            worker.is_serving = False
-            lost = list(worker.sessions.values())
-            worker.sessions.clear()
-        code = await asyncio.to_thread(_wait, worker.process, END_SECONDS)
-        torchrl_logger.error(
-            f"Process {worker.number} of the gateway ended with {code}. Its "
-            f"{len(lost)} sessions go on in others; requests under way are lost."
-        )
-        self._set_up(lost)
-        await self._take_over(worker.port, runner)
 
-    async def _take_over(self, port: int, runner: web.AppRunner) -> None:
+    async def _watch(self, worker: WorkerProcess, channel: Channel) -> None:
+        """Kills a worker that does not answer any more."""
+        with suppress(ChannelClosedError, ServerStartError):
+            # A watch that is cancelled leaves the start to others.
+            await asyncio.shield(worker.listens)
+            await until_silent(channel, every=WATCH_SECONDS, within=ANSWER_SECONDS)
+            self._kill_silent(worker)
+
+    @staticmethod
+    def _kill_silent(worker: WorkerProcess) -> None:
+        torchrl_logger.error(
+            f"Process {worker.number} of the gateway has not answered twice within "
+            f"{ANSWER_SECONDS:g} s, and is killed."
+        )
+        worker.process.kill()
+
+    async def _keep_running(
+        self, worker: WorkerProcess, setup: Setup, runner: web.AppRunner
+    ) -> None:
+        """Sees to a worker's sessions when it ends, and starts it again."""
+        begun = -SHORT_LIFE_SECONDS
+        while True:
+            assert worker.served is not None
+            await worker.served
+            with self._lock:
+                if self._ending or not worker.is_serving:
+                    return
+                worker.is_serving = False
+                lost = list(worker.sessions.values())
+                worker.sessions.clear()
+            code = await asyncio.to_thread(wait_for_end, worker.process, END_SECONDS)
+            torchrl_logger.error(
+                f"Process {worker.number} of the gateway ended with {code}. Its "
+                f"{len(lost)} sessions go on in others; requests under way are lost."
+            )
+            self._set_up(lost)
+            site = await self._take_over(worker.port, runner)
+            if self._ending or time.monotonic() - begun < SHORT_LIFE_SECONDS:
+                return
+            begun = time.monotonic()
+            setup = replace(setup, port=worker.port, shares_port=True)
+            worker = await self._start(worker.number, setup)
+            if not await self._began(worker):
+                return
+            if site is not None:
+                await site.stop()
+
+    async def _began(self, worker: WorkerProcess) -> bool:
+        """Returns whether a worker that was started again serves."""
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await worker.listens
+        except (ServerStartError, TimeoutError) as error:
+            torchrl_logger.error(
+                f"Process {worker.number} of the gateway was not started again; the "
+                f"others go on without it. {error}"
+            )
+            worker.process.kill()
+            return False
+        torchrl_logger.info(
+            f"Process {worker.number} of the gateway was started again, and takes new "
+            f"sessions."
+        )
+        return True
+
+    async def _take_over(self, port: int, runner: web.AppRunner) -> web.TCPSite | None:
         """Listens on the port of a worker that ended: clients still use its address."""
         try:
-            site = web.TCPSite(runner, self._addresses.host, port)
+            host = self._addresses.host
+            site = web.TCPSite(runner, host, port, reuse_port=True)
             await site.start()
         except OSError as error:
             torchrl_logger.warning(
                 f"Clients of an ended process of the gateway are not answered: {error}"
             )
+            return None
+        return site
 
     async def _end(self) -> None:
         """Ends all workers."""
@@ -280,7 +294,7 @@ class WorkerPool:
         deadline = time.monotonic() + END_SECONDS
         for worker in self._workers:
             left = max(deadline - time.monotonic(), 0.0)
-            await asyncio.to_thread(_wait, worker.process, left)
+            await asyncio.to_thread(wait_for_end, worker.process, left)
 
     # Sessions.
 
@@ -341,12 +355,3 @@ class WorkerPool:
         assert self._forwarder is not None
         url = self._addresses.reachable(worker.port)
         return await self._forwarder.send(request, url)
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Returns the exit code of a process, which is killed after so many seconds."""
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()

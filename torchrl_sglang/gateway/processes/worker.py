@@ -160,6 +160,9 @@ async def serve(end: socket.socket) -> None:
         elif isinstance(message, DropSession):
             assert worker is not None
             worker.drop(message)
+        elif isinstance(message, Synchronize):
+            # The owner wants to know whether this process answers.
+            pass
         else:
             raise TypeError(f"The owner says {message!r}.")
 
@@ -193,7 +196,10 @@ async def _listening(worker: SessionWorker, setup: Setup) -> AsyncIterator[int]:
     runner = make_runner(app)
     await runner.setup()
     try:
-        await web.TCPSite(runner, setup.host, setup.port).start()
+        site = web.TCPSite(
+            runner, setup.host, setup.port, reuse_port=setup.shares_port or None
+        )
+        await site.start()
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

@@ -14,6 +14,7 @@ import pytest
 
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.processes.channel import Channel, ChannelClosedError
+from torchrl_sglang.gateway.processes.process import until_silent
 
 SECONDS = 30.0
 
@@ -195,5 +196,27 @@ def test_a_message_that_cannot_be_read_ends_nothing() -> None:
                     await call
         other_writer.close()
         await asyncio.wait_for(task, SECONDS)
+
+    asyncio.run(main())
+
+
+def test_one_missed_answer_is_no_silence() -> None:
+    asked = 0
+
+    async def answer() -> None:
+        nonlocal asked
+        asked += 1
+        # Misses the second, and then the fifth and all others.
+        if asked == 2 or asked >= 5:
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with channels(lambda message, part: answer()) as (asking, _):
+            silent = until_silent(asking, every=0.0, within=0.2)
+            await asyncio.wait_for(silent, SECONDS)
+            assert asked == 6
+            asking.close()
+            with pytest.raises(ChannelClosedError):
+                await until_silent(asking, every=0.0, within=SECONDS)
 
     asyncio.run(main())

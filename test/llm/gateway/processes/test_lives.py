@@ -82,12 +82,18 @@ def kill(worker: Any) -> None:
     wait_until(lambda: not worker.is_serving and worker.process.returncode)
 
 
+def numbered(gateway: Gateway, number: int) -> Any:
+    """The process of this number that serves now, or is being started."""
+    assert gateway._pool is not None
+    (found,) = (each for each in gateway._pool._workers if each.number == number)
+    return found
+
+
 def test_processes_that_are_killed(
     fake: FakeServer, fake_engine: AsyncSGLang, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Gateway(fake_engine, num_processes=2) as gateway:
-        assert gateway._pool is not None
-        first, second = gateway._pool._workers
+        first, second = numbered(gateway, 1), numbered(gateway, 2)
         sessions = [gateway.session() for _ in range(2)]
         one, other = sorted(sessions, key=lambda each: each.key in second.sessions)
         said = going_on(ask(one))
@@ -111,17 +117,54 @@ def test_processes_that_are_killed(
         assert ask(one, messages=said).status_code == 200
         assert [turn.prompt.parent for turn in one.turns] == [None, 0, 0]
         assert ask(other).status_code == 200
-        assert gateway.session().url.startswith(f"http://127.0.0.1:{second.port}/")
         errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
         assert "Process 1 of the gateway ended with -9. Its 1 sessions" in errors[0]
-        # The gateway's own process serves when no other one does.
-        kill(second)
-        wait_until(lambda: URL(one.url).port == URL(gateway.url).port)
-        assert ask(one, messages=said).status_code == 200
-        assert ask(gateway.session()).status_code == 200
+        # It is started again at its address, and has new sessions.
+        wait_until(lambda: numbered(gateway, 1).is_serving, seconds=60)
+        again = numbered(gateway, 1)
+        assert again.process.pid != first.process.pid
+        new = gateway.session()
+        assert new.url.startswith(left.rpartition(":")[0])
+        assert URL(new.url).port == URL(left).port == again.port
+        assert ask(new).status_code == 200
         assert ask(one, left, messages=said).status_code == 200
-        assert len(one.turns) == 5
-    assert gateway.to_tensordict([one]).shape == (4,)
+        assert len(one.turns) == 4
+    assert gateway.to_tensordict([one, new]).shape == (4,)
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_soon_again_stays_ended(fake_engine: AsyncSGLang) -> None:
+    with Gateway(fake_engine, num_processes=2) as gateway:
+        one = gateway.session()
+        left = {one.url}
+        for number in (1, 2):
+            kill(numbered(gateway, number))
+        for number in (1, 2):
+            wait_until(lambda n=number: numbered(gateway, n).is_serving, seconds=60)
+        assert ask(one).status_code == 200
+        for number in (1, 2):
+            one = gateway.session()
+            left.add(one.url)
+            kill(numbered(gateway, number))
+        # The gateway's own process serves when no other one does.
+        wait_until(lambda: URL(one.url).port == URL(gateway.url).port)
+        for url in (*left, one.url):
+            wait_until(lambda url=url: ask(one, url).status_code == 200)
+        assert ask(gateway.session()).status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_process_that_hangs(fake_engine: AsyncSGLang) -> None:
+    with Gateway(fake_engine, num_processes=2) as gateway:
+        one = gateway.session()
+        hung = next(w for w in gateway._pool._workers if one.key in w.sessions)
+        said = going_on(ask(one))
+        hung.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: not hung.is_serving, seconds=150)
+        wait_until(lambda: ask(one, messages=said).status_code == 200)
+        wait_until(lambda: numbered(gateway, hung.number).is_serving, seconds=60)
+        assert [turn.prompt.parent for turn in one.turns] == [None, 0]
 
 
 @pytest.mark.slow
