@@ -27,8 +27,8 @@ from torchrl_sglang.gateway.processes.pool import WorkerPool, pickle_options
 from torchrl_sglang.gateway.reading import ToolChoiceMode
 from torchrl_sglang.gateway.recorded import tell_session
 from torchrl_sglang.gateway.responder import Responder, prompt_threads
+from torchrl_sglang.gateway.routes.app import make_app
 from torchrl_sglang.gateway.runner import START_SECONDS, Runner
-from torchrl_sglang.gateway.server import make_app
 from torchrl_sglang.gateway.session import Session, Turn, as_reward
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.recording.recorder import RunRecorder, check_recorder

@@ -15,7 +15,7 @@ from helpers.tool_template import TOOL_TEMPLATE
 from torchrl_sglang import AsyncSGLang, Gateway
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.server import IGNORED
+from torchrl_sglang.gateway.routes.sessions import IGNORED
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from torchrl_sglang.gateway.dialects.responses.events import EventStream
 from torchrl_sglang.gateway.gateway import Gateway
-from torchrl_sglang.gateway.server import IGNORED
+from torchrl_sglang.gateway.routes.sessions import IGNORED
 
 FUNCTIONS = [{"type": "function", **ADD}]
 TURN = f"{THOUGHT}[g-k]{{3}}{CALL}\\n{CALL}"

@@ -17,9 +17,9 @@ import requests
 from yarl import URL
 
 from torchrl_sglang.errors import ConfigurationError, GatewayError
-from torchrl_sglang.gateway import server
 from torchrl_sglang.gateway.dialects.anthropic import read_count
 from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.gateway.routes import sending
 from torchrl_sglang.support.event_loop import run_sync
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -382,14 +382,14 @@ def test_what_no_client_saw_is_not_kept(
 ):
     """A client that hangs up when its answer is complete, but not sent."""
     path = tmp_path / "sessions" if kept else None
-    complete, goes_on, usage = threading.Event(), threading.Event(), server.usage_of
+    complete, goes_on, usage = threading.Event(), threading.Event(), sending.usage_of
 
     def slow_usage(turns):
         complete.set()
         assert goes_on.wait(30)
         return usage(turns)
 
-    monkeypatch.setattr(server, "usage_of", slow_usage)
+    monkeypatch.setattr(sending, "usage_of", slow_usage)
     with Gateway(fake_engine, path=path) as gateway:
         session = gateway.session("a")
         with hanging_up(session, stream=stream):

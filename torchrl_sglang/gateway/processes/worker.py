@@ -39,8 +39,8 @@ from torchrl_sglang.gateway.processes.remote import (
     RemoteEngine,
 )
 from torchrl_sglang.gateway.responder import Responder
+from torchrl_sglang.gateway.routes.app import make_session_app
 from torchrl_sglang.gateway.runner import make_runner
-from torchrl_sglang.gateway.server import make_session_app
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import from_row
 

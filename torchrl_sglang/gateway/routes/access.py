@@ -1,0 +1,151 @@
+"""Who may ask what: keys of sessions, and the gateway's own."""
+
+from __future__ import annotations
+
+import hmac
+
+from aiohttp import web
+from yarl import URL
+
+from torchrl_sglang.errors import GatewayError
+from torchrl_sglang.gateway.dialects.base import Dialect
+from torchrl_sglang.gateway.dialects.registry import find_dialect
+from torchrl_sglang.gateway.routes.content import GONE, NOT_FOUND
+from torchrl_sglang.gateway.routes.contract import SessionServer
+from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.support.urls import is_loopback
+
+
+class Access:
+    """Finds the session that a request may use.
+
+    Args:
+        gateway: whose sessions these are.
+    """
+
+    def __init__(self, gateway: SessionServer) -> None:
+        self._gateway = gateway
+
+    def dialect(self, request: web.Request) -> Dialect:
+        """Returns the dialect that a request is in."""
+        return find_dialect(self._gateway.dialects, request.path)
+
+    def key(self, request: web.Request) -> str | None:
+        """Returns the key that a request has."""
+        return self.dialect(request).key(request.headers)
+
+    def session(self, request: web.Request) -> Session:
+        """Returns the session that a request belongs to.
+
+        Raises:
+            GatewayError: if there is none, or its key does not open it.
+        """
+        name, key = request.match_info.get("session"), self.key(request)
+        owner = self._is_owner(key)
+        if name is None:
+            if key is None or owner:
+                raise GatewayError(
+                    "No session is named: use a session's own key, or its base URL.",
+                    status=401,
+                )
+            return self._gateway.find(key=key)
+        if owner:
+            return self._open(name)
+        belongs = self._session_of(key)
+        if belongs is not None and belongs.name == name:
+            return belongs
+        if belongs is not None or not self._gateway.open:
+            raise _wrong_key(name, key)
+        _check_local(request)
+        return self._gateway.find(name=name)
+
+    def own(self, request: web.Request) -> Session:
+        """Returns a session to somebody who has its key.
+
+        Raises:
+            GatewayError: if the key is of something else.
+        """
+        name, key = request.match_info["session"], self.key(request)
+        if self._is_owner(key):
+            return self._gateway.find(name=name)
+        belongs = self._session_of(key)
+        if belongs is None or belongs.name != name:
+            raise _wrong_key(name, key)
+        return belongs
+
+    def check_owner(self, request: web.Request) -> None:
+        """Raises :class:`GatewayError` without the gateway's own key."""
+        key = self.key(request)
+        if not self._is_owner(key):
+            raise GatewayError(
+                "Sessions are made with the gateway's own key.",
+                status=401 if key is None else 403,
+            )
+
+    def check_may_read(self, request: web.Request) -> None:
+        """Lets the owner read, and anybody on this machine where sessions are open.
+
+        Raises:
+            GatewayError: to others.
+        """
+        if self._gateway.open and self.key(request) is None:
+            _check_local(request)
+        else:
+            self.check_owner(request)
+
+    def _open(self, name: str) -> Session:
+        """Returns a session to the owner, a new one where there was none."""
+        try:
+            return self._gateway.find(name=name)
+        except GatewayError as error:
+            if error.status != NOT_FOUND:
+                raise
+        return self._gateway.session(name)
+
+    def _session_of(self, key: str | None) -> Session | None:
+        try:
+            return self._gateway.find(key=key)
+        except GatewayError as error:
+            # The key of a session, but it opens that no more.
+            if error.status == GONE or error.code is not None:
+                raise
+            return None
+
+    def _is_owner(self, key: str | None) -> bool:
+        own = self._gateway.api_key
+        return hmac.compare_digest(_bytes(key or ""), _bytes(own))
+
+
+def _bytes(key: str) -> bytes:
+    return key.encode(errors="surrogateescape")
+
+
+def _check_local(request: web.Request) -> None:
+    """Raises :class:`GatewayError` for a request that a page of another host may send.
+
+    A browser runs on this machine, too, and sends what any page tells it to. Its pages
+    cannot set these headers.
+    """
+    host, origin = request.headers.get("Host"), request.headers.get("Origin")
+    for name, url in (("Host", host and f"http://{host}"), ("Origin", origin)):
+        if url is not None and not _is_local(url):
+            raise GatewayError(
+                f"{name}: {request.headers[name]!r} is another host; from there, a "
+                f"session opens with its key."
+            )
+
+
+def _is_local(url: str) -> bool:
+    try:
+        return is_loopback(URL(url).host or "")
+    except ValueError:
+        return False
+
+
+def _wrong_key(name: str, key: str | None) -> GatewayError:
+    return GatewayError(
+        f"This key does not open the session {name!r}."
+        if key
+        else f"The session {name!r} opens with its key.",
+        status=403 if key else 401,
+    )

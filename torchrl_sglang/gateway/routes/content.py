@@ -1,0 +1,104 @@
+"""JSON of requests and answers, and errors as clients are told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    GatewayError,
+    RequestRefusedError,
+    ServerTimeoutError,
+    SGLangError,
+    UnsupportedByServerError,
+)
+from torchrl_sglang.gateway.dialects.base import Failure
+from torchrl_sglang.gateway.policy import PromptTooLongError
+
+NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """Returns the object that a request has.
+
+    Raises:
+        ConfigurationError: if it has none.
+    """
+    try:
+        content = msgspec.json.decode(await request.read() or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"The request is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError("The request must be a JSON object.")
+    return content
+
+
+def json_response(content: Any, **options: Any) -> web.Response:
+    """Returns an answer of JSON; ``options`` are of aiohttp's response."""
+    body = msgspec.json.encode(content)
+    return web.Response(body=body, content_type="application/json", **options)
+
+
+def _status(error: SGLangError) -> int:
+    if isinstance(error, GatewayError):
+        return error.status
+    if isinstance(
+        error, (ConfigurationError, UnsupportedByServerError, RequestRefusedError)
+    ):
+        return 400
+    return 504 if isinstance(error, ServerTimeoutError) else 503
+
+
+_KINDS = {
+    400: ("invalid_request_error", None),
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", None),
+    404: ("not_found_error", None),
+    410: ("not_found_error", None),
+    413: ("request_too_large", None),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+}
+
+
+def _routes(app: web.Application) -> str:
+    """Returns the routes, without those that each session has, too."""
+    found = (
+        f"{route.method} {route.resource.canonical}"
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    )
+    return ", ".join(each for each in found if "}/v1/" not in each)
+
+
+def failure_of(request: web.Request, error: Exception) -> Failure:
+    """Returns the answer to a client for an error."""
+    if isinstance(error, web.HTTPException):
+        status, message = error.status, error.reason
+        if status in (NOT_FOUND, METHOD_NOT_ALLOWED):
+            message = (
+                f"There is no {request.method} {request.path!r}; there are "
+                f"{_routes(request.app)}, and each /v1/... behind /sessions/NAME."
+            )
+    elif isinstance(error, SGLangError):
+        status, message = _status(error), str(error)
+    else:
+        torchrl_logger.error("The gateway failed.", exc_info=error)
+        status, message = 500, f"{type(error).__name__}: {error}"
+    kind, code = _KINDS.get(status, ("api_error", None))
+    too_long, param = None, None
+    if isinstance(error, GatewayError):
+        code, param = error.code or code, error.param
+    if isinstance(error, PromptTooLongError):
+        code, too_long = "context_length_exceeded", (error.tokens, error.longest)
+    return Failure(
+        status=status,
+        message=message,
+        kind=kind,
+        code=code,
+        param=param,
+        too_long=too_long,
+    )

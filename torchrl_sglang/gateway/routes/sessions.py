@@ -1,0 +1,237 @@
+"""Routes of sessions: endpoints of the dialects, lookups, models."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.chat.repeated import LatestMessages
+from torchrl_sglang.errors import GatewayError
+from torchrl_sglang.gateway.dialects.base import (
+    AnswerInfo,
+    Asked,
+    Dialect,
+    Endpoint,
+    Lookup,
+)
+from torchrl_sglang.gateway.progress import Progress
+from torchrl_sglang.gateway.request import Request
+from torchrl_sglang.gateway.retries import Answers
+from torchrl_sglang.gateway.routes.access import Access
+from torchrl_sglang.gateway.routes.content import (
+    NOT_FOUND,
+    failure_of,
+    json_response,
+    read_json,
+)
+from torchrl_sglang.gateway.routes.contract import (
+    Elsewhere,
+    RequestHandler,
+    SessionServer,
+)
+from torchrl_sglang.gateway.routes.sending import Stream, send_answer
+from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.telemetry.tracing import continuing
+
+FINAL = frozenset({403, 410})
+"""Statuses after which clients need not repeat a request."""
+
+IGNORED = "x-torchrl-sglang-ignored"
+"""Header with the fields of a request that had no effect."""
+
+REQUEST_IDS = ("x-request-id", "x-client-request-id")
+"""Headers in which clients name a request."""
+
+_REQUEST_ID = re.compile(r"[!-~]{1,512}")
+
+ANSWERED_IDS = ("x-request-id", "request-id")
+"""Headers in which clients of OpenAI and Anthropic look for a request's name."""
+
+
+class SessionRoutes:
+    """Handles requests for sessions.
+
+    Args:
+        gateway: serves the sessions.
+        elsewhere: answers for sessions that other processes serve.
+    """
+
+    def __init__(self, gateway: SessionServer, elsewhere: Elsewhere | None) -> None:
+        self._gateway, self._elsewhere = gateway, elsewhere
+        self.access = Access(gateway)
+        # The answers of a session are forgotten with it.
+        self._answers: WeakKeyDictionary[Session, Answers] = WeakKeyDictionary()
+        self._latest: WeakKeyDictionary[Session, LatestMessages] = WeakKeyDictionary()
+
+    @web.middleware
+    async def as_errors(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Answers errors in the client's dialect."""
+        try:
+            return await handler(request)
+        except Exception as error:  # noqa: BLE001 - No defect ends a connection silently.
+            failure = failure_of(request, error)
+            headers = {"x-should-retry": "false"} if failure.status in FINAL else {}
+            content = self.access.dialect(request).error(failure)
+            return json_response(content, status=failure.status, headers=headers)
+
+    @property
+    def dialects(self) -> Sequence[Dialect]:
+        """Dialects that clients may speak."""
+        return self._gateway.dialects
+
+    def here(self, handler: RequestHandler) -> RequestHandler:
+        """Returns a handler for requests that other processes may have to answer."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if self._elsewhere is not None:
+                find = partial(self.access.session, request)
+                answer = await self._elsewhere(request, find)
+                if answer is not None:
+                    return answer
+            return await handler(request)
+
+        return handle
+
+    async def count(
+        self, endpoint: Endpoint, request: web.Request
+    ) -> web.StreamResponse:
+        """Answers with the number of tokens of a prompt."""
+        session = self.access.session(request)
+        parsed = await self._read(endpoint, request, session)
+        number = await self._gateway.count(session, parsed)
+        assert endpoint.count is not None
+        return json_response(endpoint.count(number), headers=_headers(parsed))
+
+    async def _read(
+        self, endpoint: Endpoint, request: web.Request, session: Session
+    ) -> Request:
+        read = endpoint.read
+        if endpoint.recalls:
+            read = partial(read, recall=session.answered)
+        latest = self._latest.setdefault(session, LatestMessages())
+        return self._gateway.read(read, latest.share(await read_json(request)))
+
+    async def look_up(self, lookup: Lookup, request: web.Request) -> web.StreamResponse:
+        """Answers with an earlier answer of a session."""
+        session, given = self.access.session(request), request.match_info["id"]
+        turn = lookup.find(given, session.answered)
+        content = lookup.tell(
+            Asked(
+                id=given,
+                turn=turn,
+                query=request.query,
+                token_text=self._gateway.token_text,
+            )
+        )
+        if lookup.forgets:
+            await self._gateway.unname(session, turn)
+        return json_response(content)
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """Answers with the models, of which there is one."""
+        self.access.session(request)
+        names = self._gateway.models
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        rows = [_about_model(name) for name in names]
+        return json_response({"object": "list", "data": rows, **ends})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """Answers with what is known of a model."""
+        self.access.session(request)
+        name = request.match_info["model"]
+        if name not in self._gateway.models:
+            raise GatewayError(
+                f"There is no model {name!r}, but {', '.join(self._gateway.models)}; "
+                f"requests may name any, as there is one policy.",
+                status=NOT_FOUND,
+            )
+        return json_response(_about_model(name))
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """Answers that this process serves."""
+        return json_response({"status": "ok"})
+
+    async def answer(
+        self, endpoint: Endpoint, request: web.Request
+    ) -> web.StreamResponse:
+        """Answers with responses, whole or as a stream."""
+        session = self.access.session(request)
+        content = await request.read()
+        parsed = await self._read(endpoint, request, session)
+        assert endpoint.write is not None
+        info = AnswerInfo(
+            name=secrets.token_hex(12),
+            created=int(time.time()),
+            token_text=self._gateway.token_text,
+        )
+        parsed = replace(parsed, request_id=_request_id(request, info))
+        if parsed.keep:
+            about = {**parsed.about, "created_at": info.created}
+            parsed = replace(parsed, name=info.name, about=about)
+
+        answers = self._answers.setdefault(session, Answers())
+        progress = Progress() if parsed.stream else None
+        try:
+            async with answers.to(
+                request.headers,
+                request.path.encode() + content,
+                continuing(
+                    request.headers,
+                    partial(self._gateway.respond, session, parsed, progress),
+                ),
+                keep=partial(self._gateway.keep, session),
+                withdraw=partial(self._gateway.withdraw, session),
+                request_id=str(parsed.request_id),
+                info=info,
+            ) as answer:
+                write = endpoint.write(parsed, answer.info)
+                # A repeated request is known by the first one's.
+                headers = _headers(replace(parsed, request_id=answer.request_id))
+                if progress is not None:
+                    stream = Stream(
+                        request,
+                        answer,
+                        write,
+                        progress,
+                        dialect=self.access.dialect(request),
+                        seconds=self._gateway.keep_alive_seconds,
+                    )
+                    return await stream.send(headers)
+                return await send_answer(request, answer, write, headers)
+        except ConnectionResetError:
+            torchrl_logger.debug("A client has hung up.")
+            return web.Response()
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """Returns the headers with a request's name, and its fields without effect."""
+    headers = {IGNORED: ", ".join(request.ignored)} if request.ignored else {}
+    if request.request_id is not None:
+        headers |= dict.fromkeys(ANSWERED_IDS, request.request_id)
+    return headers
+
+
+def _request_id(request: web.Request, info: AnswerInfo) -> str:
+    """Returns the name of a request: the client's own, or a new one."""
+    given = (request.headers.get(name, "") for name in REQUEST_IDS)
+    return next(filter(_REQUEST_ID.fullmatch, given), f"req_{info.name}")
+
+
+def _about_model(name: str) -> dict[str, Any]:
+    """Returns what clients are told of a model, in OpenAI's words and Anthropic's."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "sglang"}
+    born = "1970-01-01T00:00:00Z"
+    return {**openai, "type": "model", "display_name": name, "created_at": born}
