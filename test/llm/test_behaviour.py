@@ -6,6 +6,7 @@ tokens that top-k, top-p and min-p leave.
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -17,7 +18,12 @@ from helpers.samplers import expected
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm.policies import Tokens
 
-from torchrl_sglang import AsyncSGLang, Gateway, SGLangWrapper
+from torchrl_sglang import (
+    AsyncSGLang,
+    Gateway,
+    SGLangWeightSyncScheme,
+    SGLangWrapper,
+)
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.objectives.support import warn_of_sampling
 
@@ -91,6 +97,30 @@ def test_temperature_alone(engine, hf_model, tiny_model_path):
     assert completion.columns["sampling_temperature"].tolist() == pytest.approx(
         [0.7] * LENGTH
     )
+
+
+def test_a_token_behind_which_all_are_equal(restored_engine, hf_model):
+    """Such logits, of an embedding of zeros, look like those that were divided."""
+    model = copy.deepcopy(hf_model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+        assert model(torch.tensor([[0]])).logits.std() < 1e-6
+    scheme = SGLangWeightSyncScheme(restored_engine)
+    scheme.create_sender().update_weights(model)
+    scheme.shutdown()
+    with (
+        AsyncSGLang.connect(restored_engine.server_url) as other,
+        pytest.raises(UnsupportedByServerError, match="ORIGINAL_LOGPROB"),
+    ):
+        other.generate(
+            input_ids=[5, 6, 7],
+            sampling_params={"max_new_tokens": 2, "temperature": 0.7},
+            return_logprobs=True,
+            logprobs_mode="behaviour",
+        )
 
 
 def test_a_loss_tells_of_it(monkeypatch):

@@ -8,6 +8,7 @@ batch that was collected with ``token_columns=["routed_experts"]``.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -62,6 +63,8 @@ class RoutingReplay:
         self._num_layers, self._num_chosen = sizes_of(model)
         self._model = model
         self._pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
+        self._stack = ExitStack()
+        self._passes, self._replayed = 0, 0
         self.reset()
 
     def reset(self) -> None:
@@ -120,12 +123,22 @@ class RoutingReplay:
                 f"give integers (..., {wanted[0]}, {wanted[1]}). Do the servers serve "
                 f"this model?"
             )
+        most = min(router.num_experts for router in self.routers)
+        if experts.numel() and int(experts.max()) >= most:
+            raise ConfigurationError(
+                f"A token has the expert {int(experts.max())}, and the model has "
+                f"{most}, from 0 on. Do the servers serve this model?"
+            )
 
     def _place(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Gives each position of the input its experts."""
         found = self._pass.get()
+        self._passes += 1
         if found is None:
             return
+        self._replayed += 1
+        # Checkpointing may have been enabled since the last pass.
+        self._bind_checkpoints()
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not isinstance(ids, Tensor):
             raise ConfigurationError(
@@ -183,30 +196,48 @@ class RoutingReplay:
             found = self._pass.get()
 
             def run(*inputs: Any, **options: Any) -> Any:
-                with self._set(found):
+                # A backward pass may come after the block.
+                with ExitStack() as stack, self._set(found):
+                    if found is not None and _REPLAYS.get(self._model) is not self:
+                        self._bind_routers(stack)
                     return function(*inputs, **options)
 
             return checkpoint(run, *args, **kwargs)
 
+        bound.__replay__ = self  # type: ignore[attr-defined]
         return bound
+
+    def _bind_checkpoints(self) -> None:
+        for module in self._model.modules():
+            for name in _CHECKPOINTED:
+                function = vars(module).get(name)
+                if callable(function) and vars(function).get("__replay__") is not self:
+                    _replace(self._stack, module, name, self._bind(function))
+
+    def _bind_routers(self, stack: ExitStack) -> None:
+        for router in self.routers:
+            _replace(stack, router.module, "forward", self._route(router))
 
     @contextmanager
     def _active(self) -> Iterator[None]:
         if self._model in _REPLAYS:
             raise ConfigurationError("Routing of this model is replayed already.")
-        with ExitStack() as stack:
+        with self._stack as stack:
             _REPLAYS[self._model] = self
             stack.callback(_REPLAYS.pop, self._model, None)
             hook = self._model.register_forward_pre_hook(self._place, with_kwargs=True)
             stack.callback(hook.remove)
-            for router in self.routers:
-                _replace(stack, router.module, "forward", self._route(router))
-            for module in self._model.modules():
-                for name in _CHECKPOINTED:
-                    function = vars(module).get(name)
-                    if callable(function):
-                        _replace(stack, module, name, self._bind(function))
+            self._bind_routers(stack)
+            self._bind_checkpoints()
             yield
+        if self._passes and not self._replayed:
+            warnings.warn(
+                f"{self._passes} passes of the model were inside of replay_routing, "
+                f"and none replayed experts. Give it the TransformersWrapper that the "
+                f"loss has, or use replay.using(batch).",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
 
 @contextmanager
@@ -222,8 +253,8 @@ def replay_routing(model: Any) -> Iterator[RoutingReplay]:
     Inside the block, the model replays where it is told the experts: by
     :meth:`~RoutingReplay.using`, by a wrapper that was given here instead of its model,
     and by the losses of this package; elsewhere, its routers choose. A backward pass
-    that computes activations again (gradient checkpointing, which is enabled before)
-    replays those of its forward pass.
+    that computes activations again (gradient checkpointing) replays those of its
+    forward pass, also after the block.
 
     Experts come from ``token_columns=["routed_experts"]``; what the server did not
     report, as of the last token, is left to the router.

@@ -179,7 +179,10 @@ def _check_actor(actor: Any) -> None:
             "themselves."
         )
     if replays_sampling(actor):
-        raise ConfigurationError("Drawn is replayed by this actor already.")
+        raise ConfigurationError(
+            "This actor replays sampling already: replay_sampling is inside of "
+            "another block of it."
+        )
 
 
 def _of_batch(batch: TensorDictBase) -> Drawn | None:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.columns import read
+from torchrl_sglang.objectives.columns import TOKENS, read
 from torchrl_sglang.requests.token_columns import SAMPLING_SUPPORT
 
 SUPPORT = (SAMPLING_SUPPORT, "full")
@@ -125,6 +125,7 @@ def read_sampling(batch: TensorDictBase) -> Drawn | None:
     Raises:
         ConfigurationError: if a support has more or fewer ids than it says.
     """
+    batch = _completed(batch)
     temperatures = read(batch, TEMPERATURES, padding_value=1.0)
     counts = read(batch, COUNTS, padding_value=0)
     if temperatures is None or counts is None or _are_neutral(temperatures, counts):
@@ -137,6 +138,33 @@ def read_sampling(batch: TensorDictBase) -> Drawn | None:
         counts=counts.long(),
         ids=torch.cat(supports).long(),
     )
+
+
+def _completed(batch: TensorDictBase) -> TensorDictBase:
+    """Returns a batch all of whose rows say what their tokens were drawn from.
+
+    Rows of another mode among those of ``"behaviour"`` have log-probs of the whole
+    vocabulary at temperature 1, and are such rows.
+    """
+    if not isinstance(batch, LazyStackedTensorDict) or batch.batch_dims != 1:
+        return batch
+    keys = (TEMPERATURES, COUNTS, SUPPORT)
+    rows = batch.tensordicts
+    have = [all(row.get(key, None) is not None for key in keys) for row in rows]
+    if all(have) or not any(have):
+        return batch
+    found = [row if has else _neutral(row) for row, has in zip(rows, have, strict=True)]
+    return LazyStackedTensorDict(*found)
+
+
+def _neutral(row: TensorDictBase) -> TensorDictBase:
+    """Returns a row whose tokens were drawn from the model's own distribution."""
+    tokens = row[TOKENS]
+    others = row.exclude(*SAMPLING_KEYS)
+    others[TEMPERATURES] = torch.ones_like(tokens, dtype=torch.float32)
+    others[COUNTS] = torch.zeros_like(tokens, dtype=torch.int64)
+    others[SUPPORT] = tokens.new_zeros(0)
+    return others
 
 
 def _are_neutral(temperatures: Tensor, counts: Tensor) -> bool:
@@ -163,6 +191,7 @@ def warn_of_sampling(batch: TensorDictBase) -> None:
     """Warns once in a process of a batch whose sampling a loss does not replay."""
     if _told:
         return
+    batch = _completed(batch)
     temperatures = batch.get(TEMPERATURES, None, as_list=True)
     counts = batch.get(COUNTS, None, as_list=True)
     found = {

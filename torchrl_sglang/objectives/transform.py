@@ -29,6 +29,7 @@ from torchrl_sglang.objectives.correct import (
     correct,
     scale_advantage,
 )
+from torchrl_sglang.objectives.routing import replaying
 from torchrl_sglang.objectives.support import replays_sampling, warn_of_sampling
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
@@ -213,9 +214,10 @@ class OffPolicyCorrection(Transform):
         if actor is not None and self.config.needs_train_log_probs:
             if not replays_sampling(actor):
                 warn_of_sampling(batch)
-            distribution = getattr(actor, f"_get_{self.masking_strategy}_dist")(
-                batch.copy()
-            )
+            with replaying(actor, batch):
+                distribution = getattr(actor, f"_get_{self.masking_strategy}_dist")(
+                    batch.copy()
+                )
             tokens = read(batch, TOKENS, padding_value=-100)
             train, mask = distribution.log_prob(tokens), distribution.mask
         else:

@@ -217,6 +217,8 @@ SAMPLING_PARAMETERS: dict[str, SamplingParameter] = {
 }
 """SGLang's name -> parameter. Any other name is refused."""
 
+_MIN_NEW_TOKENS = SAMPLING_PARAMETERS["min_new_tokens"]
+
 SAMPLING_ALIASES = {
     alias: name for name, row in SAMPLING_PARAMETERS.items() for alias in row.aliases
 }
@@ -248,6 +250,17 @@ def changes_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) 
     Temperature, top-p, top-k and min-p are applied later.
     """
     return any(row.neutral for row in _with_effect(params, capabilities))
+
+
+def shifts_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
+    """Returns whether these parameters change logits of tokens that may be drawn.
+
+    A grammar and ``min_new_tokens`` leave tokens out, and no others change.
+    """
+    return any(
+        row.neutral and not row.needs_grammar and row is not _MIN_NEW_TOKENS
+        for row in _with_effect(params, capabilities)
+    )
 
 
 def is_resumable(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:

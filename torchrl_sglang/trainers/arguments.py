@@ -30,6 +30,7 @@ from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.sampling import (
     changes_logits,
     check_each,
+    shifts_logits,
     temperature_of,
 )
 from torchrl_sglang.support.checks import check_count, check_flag, check_mapping
@@ -457,12 +458,17 @@ def check_sampling(
     if mode == "behaviour":
         request = GenerateRequest(input_ids=[0], logprobs_mode=mode)
         plan_behaviour(request, checked, capabilities)
-        if changes_logits(checked, capabilities):
+        # A support has what a grammar left.
+        has_support = bool(leaves_out(checked, capabilities))
+        changes = shifts_logits if has_support else changes_logits
+        if changes(checked, capabilities):
+            remedy = "" if has_support else " A top_k has supports, for a grammar."
             warnings.warn(
                 f"A penalty, a bias, min_new_tokens or a grammar among "
                 f"{sorted(checked)} changes what tokens are drawn from, and the "
                 f"trainer replays temperature and support alone: the first ratio is "
-                f"not 1. Leave it out, or give correction='decoupled_token_is'.",
+                f"not 1.{remedy} Leave it out, or give "
+                f"correction='decoupled_token_is'.",
                 RuntimeWarning,
                 stacklevel=2,
             )

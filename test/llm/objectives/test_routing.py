@@ -14,7 +14,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchrl_sglang import CorrectedGRPOLoss, replay_routing
+from torchrl_sglang import CorrectedGRPOLoss, OffPolicyCorrection, replay_routing
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 
@@ -222,25 +222,36 @@ def test_one_row_without_padding(ids):
             torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("enabled", ["before", "inside"])
+@pytest.mark.parametrize("backward", ["inside", "after"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(ids, reentrant):
+def test_gradient_checkpointing(ids, reentrant, backward, enabled):
     """Each pass is computed again with its own experts, when others are set since."""
     model = make("qwen3_moe")
     batch = make_batch(model, ids)
     gradients = []
+
+    def enable():
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model.train()
+
     for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-            model.train()
+        if checkpointing and enabled == "before":
+            enable()
         with replay_routing(model) as replay:
+            if checkpointing and enabled == "inside":
+                enable()
             losses = []
             for row in batch.unbind(0):
                 with replay.using(row["routed_experts", "full"][None]):
                     logits = model(row["tokens", "full"][None]).logits
                 losses.append(logits.log_softmax(-1)[..., 5].sum())
-            sum(losses).backward()
+            if backward == "inside":
+                sum(losses).backward()
             counted = replay.flipped
+        if backward == "after":
+            sum(losses).backward()
         gradients.append([each.grad.clone() for each in model.parameters()])
         model.zero_grad()
     assert counted > 0.5
@@ -290,6 +301,7 @@ def moe(ids):
         (torch.zeros(2, 20, 3, 4, dtype=torch.int8), "chooses 2 experts"),
         (torch.zeros(2, 20, 3, 2), "float32 of shape"),
         (torch.zeros(2, 19, 3, 2, dtype=torch.int8), r"input_ids of \(2, 20\)"),
+        (torch.full((2, 20, 3, 2), 8).char(), "expert 8, and the model has 8"),
         (TensorDict(tokens={"full": torch.zeros(2, 20)}, batch_size=2), "has no"),
     ],
 )
@@ -424,6 +436,29 @@ def test_losses(moe, ids, kind):
                 )
         with pytest.raises(ConfigurationError, match="collect it with token_columns"):
             loss(trained.exclude("routed_experts"))
+
+
+@pytest.mark.filterwarnings("ignore:.*size_average")
+@pytest.mark.parametrize("given", ["wrapper", "model"])
+def test_the_correction_and_who_does_not_replay(moe, ids, given):
+    batch = make_batch(moe, ids)
+    actor = wrap(moe)
+    correct = OffPolicyCorrection(
+        "decoupled_token_is", actor_network=actor, masking_strategy="rlhf"
+    )
+    with replay_routing(moe if given == "model" else actor) as replay:
+        trained = to_trained(batch, alone(moe, replay, batch))
+        corrected = correct(trained)
+    for row, known in zip(corrected.unbind(0), trained.unbind(0), strict=True):
+        found, wanted = row["log_probs", "full"], known["log_probs", "full"]
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0, equal_nan=True)
+    if given == "model":
+        loss = GRPOLoss(actor, entropy_bonus=False, masking_strategy="rlhf")
+        with (
+            pytest.warns(RuntimeWarning, match="none replayed experts"),
+            replay_routing(moe),
+        ):
+            loss(trained)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 from helpers.sampled_batches import Case, make_batch, make_case
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.modules.llm import TransformersWrapper
@@ -278,6 +278,24 @@ def test_the_first_ratio_is_one(tokenizer, packing):
     other = CorrectedGRPOLoss(actor, clip_epsilon=CLIP, replay_sampling=False)
     with pytest.warns(RuntimeWarning, match="replay_sampling=True"):
         assert abs(float(other(batch).kl_approx)) > 0.1
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_of_another_mode_are_the_models_own(tokenizer, packing):
+    """As after a run that goes on in another mode; nothing of the others is lost."""
+    model, drawn = make_model(), draw(make_case(4))
+    drawn[0] = [(1.0, [])] * len(drawn[0])
+    case = as_rollout(make_case(4), model, drawn)
+    rows = list(add(make_batch(case, "ragged"), drawn, "ragged").unbind(0))
+    rows[0] = rows[0].exclude("sampling_temperature", "sampling_support")
+    batch = lazy_stack(rows)
+    actor = actor_of(model, tokenizer)
+    output = CorrectedGRPOLoss(actor, clip_epsilon=CLIP, packing=packing)(batch)
+    assert abs(float(output.kl_approx)) < 1e-6
+    assert abs(float(output.ESS) - 1) < 1e-6
+    other = CorrectedGRPOLoss(actor, clip_epsilon=CLIP, replay_sampling=False)
+    with pytest.warns(RuntimeWarning, match="replay_sampling=True"):
+        other(batch)
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,9 @@ from torchrl_sglang.types import Completion, ServerCapabilities
 PROBE_TEMPERATURE = 1e4
 """Divided by it, the logits of any model are all alike."""
 
+PROBE_BIAS = 20.0
+"""Of a token, so that no logits that are not divided are alike."""
+
 PROBE_MARGIN = 0.2
 """Distance of the top log-prob of undivided logits above that of equal ones."""
 
@@ -136,7 +139,13 @@ class TemperatureProbe:
         """Samples a token at a temperature that makes all tokens equally probable."""
         payload = {
             "input_ids": [0],
-            "sampling_params": {"max_new_tokens": 1, "temperature": PROBE_TEMPERATURE},
+            "sampling_params": {
+                "max_new_tokens": 1,
+                "temperature": PROBE_TEMPERATURE,
+                # Some models have equal logits behind some token, such as one whose
+                # embedding is zero.
+                "logit_bias": {"0": PROBE_BIAS},
+            },
             "return_logprob": True,
             "top_logprobs_num": 1,
             # The probe's prefix-cache entry is not shared with requests.
@@ -157,8 +166,6 @@ class TemperatureProbe:
 
 def is_unscaled(greatest: float, vocab_size: int) -> bool:
     """Returns whether logits with this top log-prob were not divided. Pure."""
-    # A model whose tokens are all equally probable counts as divided, which costs time
-    # and no exactness.
     return greatest > PROBE_MARGIN - math.log(vocab_size)
 
 
