@@ -45,8 +45,12 @@ _OPTIONS = (
         "path",
     ),
     *("tool_choice", "ignored_params", "trained", "public_url", "key_seconds"),
+    *("logprobs_mode", "token_columns"),
 )
 """Options that are arguments of the gateway, under the same names."""
+
+LOGPROBS_MODES = ("model", "sampling", "behaviour")
+"""Those of ``LogProbsMode``, whose module imports torch."""
 
 DESCRIPTION = """\
 Serves OpenAI's and Anthropic's protocols for agents, and records every token, until
@@ -107,6 +111,16 @@ def add_command(commands: Any) -> Parser:
     )
     text = "regular expression for the models whose turns are trained (default: all)"
     add("--trained", metavar="PATTERN", help=text)
+    text = "log-probs that are recorded (default: model, the model's own)"
+    add("--logprobs-mode", choices=LOGPROBS_MODES, help=text)
+    text = "a further quantity of each token, like routed_experts; repeat it"
+    add(
+        "--token-column",
+        metavar="NAME",
+        action="append",
+        dest="token_columns",
+        help=text,
+    )
     text = "file with a Jinja template (default: the tokenizer's)"
     add("--chat-template", metavar="FILE", help=text)
     text = "SQLite file that keeps the sessions (default: in memory only)"

@@ -8,10 +8,15 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import requests
 from helpers.forked_starts import processes_below, trainer_python
+
+from torchrl_sglang import Gateway
+from torchrl_sglang.cli.gateway import LOGPROBS_MODES
+from torchrl_sglang.types import LogProbsMode
 
 BUDGET_SECONDS = 300.0
 
@@ -85,8 +90,11 @@ def test_beside_a_running_server(fake, tmp_path):
 
 
 @pytest.mark.slow
-def test_beside_servers_that_it_starts(tiny_model_path):
+def test_beside_servers_that_it_starts(tiny_model_path, engine, tmp_path):
+    path = tmp_path / "sessions.sqlite"
     words = ["--device=cpu", "--context-length=256", "--num-processes=2"]
+    words += ["--logprobs-mode=behaviour", "--token-column=sampling_support"]
+    words += [f"--path={path}"]
     with gateway(tiny_model_path, *words) as process:
         url, key = (process.stdout.readline().strip() for _ in range(2))
         made = make_session(url, key).json()
@@ -97,6 +105,10 @@ def test_beside_servers_that_it_starts(tiny_model_path):
         assert processes_below(process.pid)
         end(process, signal.SIGTERM)
         assert not processes_below(process.pid)
+    recorded = Gateway(engine, path=path, logprobs_mode="behaviour")
+    (turn,) = recorded.sessions[0].turns
+    assert {"sampling_support", "sampling_temperature"} <= {*turn.completion.columns}
+    assert get_args(LogProbsMode) == LOGPROBS_MODES
 
 
 def test_a_port_in_use_is_told(fake):

@@ -23,7 +23,7 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.requests.sampling import changes_logits
+from torchrl_sglang.requests.sampling import changes_logits, shifts_logits
 from torchrl_sglang.types import Completion, VersionSpan
 
 PROMPTS = [[5], [6, 7], [8, 9, 10]]
@@ -100,6 +100,10 @@ def test_parameters_that_change_the_logits(params, changed, capabilities):
     assert changes_logits(params, capabilities) is changed
     preferring = dataclasses.replace(capabilities, default_sampling_params=params)
     assert changes_logits({}, preferring) is changed
+    # Some leave tokens out, and change no other's.
+    leaves_out = {"min_new_tokens", "regex", "json_schema", "ebnf", "structural_tag"}
+    shifted = changed and not leaves_out & set(params)
+    assert shifts_logits(params, capabilities) is shifted
 
 
 @pytest.mark.parametrize(
