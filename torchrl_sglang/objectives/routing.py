@@ -334,8 +334,12 @@ def _read(batch: TensorDictBase, key: NestedKey) -> _Pass:
     """Returns the experts of a batch's tokens, and these tokens."""
     experts = batch.get(key, None, as_list=True)
     if experts is None:
+        rows = batch.unbind(0) if batch.batch_dims else (batch,)
+        lacking = sum(row.get(key, None) is None for row in rows)
+        who = f"{lacking} of {len(rows)} rows have"
         raise ConfigurationError(
-            f"The batch has no {key!r}, which routing is replayed from; collect it "
+            f"{who if lacking < len(rows) else 'The batch has'} no {key!r}, which "
+            f"routing is replayed from; collect it "
             f"with token_columns=['routed_experts'] of the wrapper or the gateway, and "
             f"start the servers with enable_return_routed_experts=True."
         )

@@ -62,6 +62,11 @@ def check_token_columns(
     given: Any, *, generate: bool, mode: LogProbsMode = "model"
 ) -> tuple[TokenColumn, ...]:
     """Returns the token columns that a wrapper writes."""
+    if mode != "model" and not generate:
+        raise ConfigurationError(
+            f"logprobs_mode={mode!r} is of tokens that are sampled, and scoring gives "
+            f"the model's own log-probs; leave it out with generate=False."
+        )
     columns = with_columns(mode, given) if generate else find_columns(given)
     if columns and not generate:
         raise ConfigurationError(

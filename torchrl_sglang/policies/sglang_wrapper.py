@@ -363,8 +363,8 @@ class SGLangWrapper(LLMWrapperBase):
         """Returns a wrapper with these arguments changed and all others kept.
 
         Two exceptions: an ``input_key`` is not kept for another ``input_mode`` or
-        ``generate``, and a scoring wrapper returns log-probs, no generation info and no
-        token columns.
+        ``generate``, and a scoring wrapper returns the model's own log-probs, no
+        generation info and no token columns.
         """
         arguments = {**self._arguments, **kwargs}
         if "num_samples" in kwargs and "generate_kwargs" not in kwargs:
@@ -381,6 +381,7 @@ class SGLangWrapper(LLMWrapperBase):
             scoring = {
                 "return_log_probs": None,
                 "return_generation_info": False,
+                "logprobs_mode": "model",
                 "token_columns": (),
             }
             arguments.update({**scoring, **kwargs})

@@ -278,6 +278,7 @@ def check_logprobs_mode(mode: Any) -> LogProbsMode:
         return checked
     advice = {
         "raw_logprobs": " vLLM's 'raw_logprobs' is 'model' here.",
+        "behavior": " It is written 'behaviour' here.",
         "processed_logprobs": " vLLM's 'processed_logprobs' is 'behaviour' here.",
     }
     raise ConfigurationError(

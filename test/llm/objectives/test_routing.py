@@ -436,6 +436,10 @@ def test_losses(moe, ids, kind):
                 )
         with pytest.raises(ConfigurationError, match="collect it with token_columns"):
             loss(trained.exclude("routed_experts"))
+        rows = list(trained.unbind(0))
+        rows[1] = rows[1].exclude("routed_experts")
+        with pytest.raises(ConfigurationError, match=f"^1 of {len(rows)} rows have no"):
+            loss(LazyStackedTensorDict(*rows))
 
 
 @pytest.mark.filterwarnings("ignore:.*size_average")

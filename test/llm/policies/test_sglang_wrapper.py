@@ -225,10 +225,15 @@ def test_new_version_keeps_what_it_is_not_told_to_change(engine, tokenizer):
         engine,
         input_mode="text",
         pad_output=True,
-        generate_kwargs={"max_new_tokens": 3, "min_p": 0.25},
+        generate_kwargs={"max_new_tokens": 3, "min_p": 0.25, "top_k": 20},
         tokens_key="ids",
+        logprobs_mode="behaviour",
     )
     scoring = wrapper.get_new_version(generate=False)
+    # It scores with the model's own distribution, and says so.
+    assert scoring.logprobs_mode == "model"
+    with pytest.raises(ConfigurationError, match="'behaviour' is of tokens that are"):
+        wrapper.get_new_version(generate=False, logprobs_mode="behaviour")
     assert scoring.in_keys == [("text", "full")]
     assert scoring.pad_output
     assert scoring.tokens_key == "ids"

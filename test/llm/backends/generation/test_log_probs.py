@@ -372,6 +372,7 @@ def test_a_scored_response_fits_into_a_prompt(fake, fake_engine):
     [
         ("raw_logprobs", "vLLM's 'raw_logprobs' is 'model'"),
         ("processed_logprobs", "is 'behaviour' here"),
+        ("behavior", "written 'behaviour' here"),
         (None, "'sampling' or 'behaviour'"),
         (["model"], "'sampling' or 'behaviour'"),
     ],
