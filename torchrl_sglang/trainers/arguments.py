@@ -29,7 +29,7 @@ from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.sampling import (
     changes_logits,
-    check_each,
+    check_sampling_params,
     shifts_logits,
     temperature_of,
 )
@@ -454,7 +454,7 @@ def check_sampling(
         UnsupportedByServerError: if the mode is ``"behaviour"``, and the servers do not
             report what tokens are drawn from.
     """
-    checked = check_each(params, capabilities)
+    checked = check_sampling_params(params, capabilities)
     if mode == "behaviour":
         request = GenerateRequest(input_ids=[0], logprobs_mode=mode)
         plan_behaviour(request, checked, capabilities)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,8 @@ def test_what_is_told(make, tmp_path):
     top_p = {"max_new_tokens": 12, "top_p": 0.9}
     with pytest.raises(UnsupportedByServerError, match="top_p=0.9.*top_k of 1 to 4096"):
         make(generate_kwargs=top_p).train()
+    with pytest.raises(UnsupportedByServerError, match="seed=3 would be ignored"):
+        make(generate_kwargs={**SAMPLING, "seed": 3}).train()
     with pytest.raises(ConfigurationError, match="'model', 'sampling' or 'behaviour'"):
         make(logprobs_mode="exact")
     with pytest.warns(RuntimeWarning, match="top_p=0.9.*logprobs_mode='behaviour'"):
@@ -131,3 +134,10 @@ def test_what_is_told(make, tmp_path):
     biased = {**SAMPLING, "presence_penalty": 0.5}
     with pytest.warns(RuntimeWarning, match="'presence_penalty'.* support alone"):
         make(generate_kwargs=biased, steps=1, output=tmp_path / "other").train()
+    # A support has what is left of it, and the ratio is 1.
+    least = {**SAMPLING, "min_new_tokens": 4}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "A penalty, a bias")
+        run = make(generate_kwargs=least, steps=1, output=tmp_path / "least")
+        run.train()
+    assert abs(run.metrics["train/kl_approx"]) < 1e-5
