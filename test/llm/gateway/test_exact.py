@@ -219,7 +219,7 @@ def check_turns(sessions, prompts):
     ("count", "turns", "updates", "processes"),
     [
         (7, 4, 2, 1),
-        (7, 4, 2, 2),
+        pytest.param(7, 4, 2, 2, marks=pytest.mark.slow),
         pytest.param(64, 8, 5, 1, marks=pytest.mark.slow),
         pytest.param(64, 8, 5, 2, marks=pytest.mark.slow),
     ],

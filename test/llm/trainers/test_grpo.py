@@ -504,6 +504,7 @@ def test_a_model_needs_its_engine(hf_model, restored_engine, tmp_path):
     assert difference(restored_engine, hf_model) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_and_another_number_afterwards(
     restored_engine, tiny_model_path, tmp_path
 ):
