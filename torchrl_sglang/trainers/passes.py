@@ -36,43 +36,48 @@ def cut_by_tokens(
         [[0, 3], [1, 2]]
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-    parts: list[list[int]] = []
     if packed:
-        parts = _fill(lengths, order[::-1], limit)
-        even = _spread(lengths, order[::-1], min(max(len(parts), least), len(lengths)))
-        if all(
-            len(part) == 1 or sum(lengths[index] for index in part) <= limit
-            for part in even
-        ):
-            parts = even
+        parts = _pack(lengths, order, limit, least)
     else:
-        for index in order:
-            if parts and (len(parts[-1]) + 1) * lengths[index] <= limit:
-                parts[-1].append(index)
-            else:
-                parts.append([index])
+        parts = _pad(lengths, order, limit)
     while len(parts) < min(least, len(lengths)):
-        largest = max(range(len(parts)), key=lambda number: len(parts[number]))
-        part = sorted(parts[largest], key=lambda index: lengths[index])
-        half = len(part) // 2
-        cut = (part[::2], part[1::2]) if packed else (part[:half], part[half:])
-        parts[largest : largest + 1] = map(sorted, cut)
-    if packed:
-        parts.sort(key=lambda part: sum(lengths[index] for index in part))
+        largest = max(parts, key=len)
+        half = len(largest) // 2
+        parts.remove(largest)
+        parts += [largest[:half], largest[half:]]
+    size = sum if packed else max
+    parts.sort(key=lambda part: size(lengths[index] for index in part))
+    return [sorted(part) for part in parts]
+
+
+def _pad(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
+    """Groups sequences of similar lengths, of which the longest counts for all."""
+    parts: list[list[int]] = []
+    for index in order:
+        if parts and (len(parts[-1]) + 1) * lengths[index] <= limit:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
     return parts
 
 
-def _spread(
-    lengths: Sequence[int], order: Sequence[int], number: int
+def _pack(
+    lengths: Sequence[int], order: Sequence[int], limit: int, least: int
 ) -> list[list[int]]:
-    """Puts each sequence into the group that has the fewest tokens."""
-    parts: list[list[int]] = [[] for _ in range(number)]
+    """Spreads sequences evenly over as few groups as they fill, or fills these."""
+    longest_first = order[::-1]
+    filled = _fill(lengths, longest_first, limit)
+    number = min(max(len(filled), least), len(order))
+    even: list[list[int]] = [[] for _ in range(number)]
     sums = [0] * number
-    for index in order:
+    for index in longest_first:
         fewest = min(range(number), key=sums.__getitem__)
-        parts[fewest].append(index)
+        even[fewest].append(index)
         sums[fewest] += lengths[index]
-    return [sorted(part) for part in parts]
+    fits = all(
+        len(part) == 1 or size <= limit for part, size in zip(even, sums, strict=True)
+    )
+    return even if fits else filled
 
 
 def _fill(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
@@ -89,7 +94,7 @@ def _fill(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[list
         else:
             parts.append([index])
             rooms.append(limit - length)
-    return [sorted(part) for part in parts]
+    return parts
 
 
 def needs_no_pass(loss: Any, correct: OffPolicyCorrection | None) -> bool:

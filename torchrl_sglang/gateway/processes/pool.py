@@ -218,6 +218,7 @@ class WorkerPool:
         self, worker: WorkerProcess, setup: Setup, runner: web.AppRunner
     ) -> None:
         """Sees to a worker's sessions when it ends, and starts it again."""
+        # When it was last started again.
         begun = -SHORT_LIFE_SECONDS
         while True:
             assert worker.served is not None
