@@ -245,6 +245,11 @@ class Client:
         try:
             line = self._reports.get(timeout=timeout)
         except Empty:
+            # A Python says where it hangs. Its children are ended with it.
+            pid = self._process.pid
+            os.kill(pid, signal.SIGABRT)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            os.killpg(pid, signal.SIGKILL)
             self.close()
             raise TimeoutError(f"The client hangs. It wrote: {self.log()}") from None
         if not line:
@@ -285,6 +290,7 @@ def _environment(home: Path) -> dict[str, str]:
         "DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "PYTHONFAULTHANDLER": "1",
         "MSWEA_SILENT_STARTUP": "1",
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "OTEL_SDK_DISABLED": "true",
