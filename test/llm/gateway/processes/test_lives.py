@@ -120,7 +120,7 @@ def test_processes_that_are_killed(
         errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
         assert "Process 1 of the gateway ended with -9. Its 1 sessions" in errors[0]
         # It is started again at its address, and has new sessions.
-        wait_until(lambda: numbered(gateway, 1).is_serving, seconds=60)
+        wait_until(lambda: numbered(gateway, 1).is_serving, seconds=150)
         again = numbered(gateway, 1)
         assert again.process.pid != first.process.pid
         new = gateway.session()
@@ -140,7 +140,7 @@ def test_a_process_that_ends_soon_again_stays_ended(fake_engine: AsyncSGLang) ->
         for number in (1, 2):
             kill(numbered(gateway, number))
         for number in (1, 2):
-            wait_until(lambda n=number: numbered(gateway, n).is_serving, seconds=60)
+            wait_until(lambda n=number: numbered(gateway, n).is_serving, seconds=150)
         assert ask(one).status_code == 200
         for number in (1, 2):
             one = gateway.session()
@@ -154,7 +154,7 @@ def test_a_process_that_ends_soon_again_stays_ended(fake_engine: AsyncSGLang) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_process_that_hangs(fake_engine: AsyncSGLang) -> None:
     with Gateway(fake_engine, num_processes=2) as gateway:
         one = gateway.session()
@@ -163,7 +163,7 @@ def test_a_process_that_hangs(fake_engine: AsyncSGLang) -> None:
         hung.process.send_signal(signal.SIGSTOP)
         wait_until(lambda: not hung.is_serving, seconds=150)
         wait_until(lambda: ask(one, messages=said).status_code == 200)
-        wait_until(lambda: numbered(gateway, hung.number).is_serving, seconds=60)
+        wait_until(lambda: numbered(gateway, hung.number).is_serving, seconds=150)
         assert [turn.prompt.parent for turn in one.turns] == [None, 0]
 
 
