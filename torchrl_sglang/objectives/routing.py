@@ -211,7 +211,8 @@ class RoutingReplay:
         for module in self._model.modules():
             for name in _CHECKPOINTED:
                 function = vars(module).get(name)
-                if callable(function) and vars(function).get("__replay__") is not self:
+                own = getattr(function, "__replay__", None) is self
+                if callable(function) and not own:
                     _replace(self._stack, module, name, self._bind(function))
 
     def _bind_routers(self, stack: ExitStack) -> None:

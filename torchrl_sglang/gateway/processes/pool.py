@@ -14,10 +14,7 @@ import cloudpickle
 from aiohttp import web
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_sglang.errors import (
-    ConfigurationError,
-    ServerStartError,
-)
+from torchrl_sglang.errors import ConfigurationError, ServerStartError
 from torchrl_sglang.gateway.options import ServingOptions
 from torchrl_sglang.gateway.processes.addresses import ProcessAddresses
 from torchrl_sglang.gateway.processes.channel import (
@@ -240,7 +237,11 @@ class WorkerPool:
                 return
             begun = time.monotonic()
             setup = replace(setup, port=worker.port, shares_port=True)
-            worker = await self._start(worker.number, setup)
+            try:
+                worker = await self._start(worker.number, setup)
+            except ServerStartError as error:
+                torchrl_logger.error(f"{error} The others go on without it.")
+                return
             if not await self._began(worker):
                 return
             if site is not None:
