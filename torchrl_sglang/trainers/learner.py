@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 from torchrl.objectives.llm import GRPOLoss
 
@@ -45,6 +45,7 @@ from torchrl_sglang.objectives.support import (
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_count, check_positive
+from torchrl_sglang.trainers.clipping import clip_gradients
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import set_learning_rates
 from torchrl_sglang.trainers.passes import cut_by_tokens, needs_no_pass
@@ -263,11 +264,15 @@ class Learner:
         """Refuses what passes read of any rank's rows, before others wait in one."""
         if self.ranks.size == 1:
             return
+        reads, replays = hasattr(self.loss, "sampling_of"), replay_of(self.model)
         failure = None
         try:
             for row in rows.unbind(0):
+                sampled = reads and any(key in row.keys() for key in SAMPLING_KEYS)
+                if not (sampled or replays):
+                    continue
                 one = row.unsqueeze(0)
-                if hasattr(self.loss, "sampling_of"):
+                if sampled:
                     self.loss.sampling_of(one)
                 with replaying(self.model, one):
                     pass
@@ -294,10 +299,7 @@ class Learner:
             metrics = self._add_gradient(minibatch)
         except NotFiniteError as error:
             return self._skip(minibatch, str(error))
-        norm = clip_grad_norm_(
-            self._trained, math.inf if self._clip is None else self._clip
-        )
-        size = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        size = clip_gradients(self._trained, self._clip)
         if not size.isfinite():
             return self._skip(minibatch, f"The gradient's norm is {size.item()}.")
         self.optimizer.step()
@@ -371,6 +373,7 @@ class Learner:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return {"train/skipped": 1.0}
 
+    @torch.no_grad()
     def _check_weights(self) -> None:
         """Refuses to go on with weights that are not finite, on all ranks."""
         parts = {

@@ -1,0 +1,86 @@
+"""The norm of a gradient, of which each rank may hold a share, and its bound."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import get_total_norm
+
+_TOO_SMALL = 1e-6
+"""Added to a norm that is divided by, as in :func:`torch.nn.utils.clip_grad_norm_`."""
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+    """Scales gradients so that their norm is ``limit`` at most.
+
+    As :func:`torch.nn.utils.clip_grad_norm_`, which takes some 0.1 ms of Python for
+    each parameter that FSDP2 shards, while the GPU waits: here the shards of a rank are
+    read as the tensors that they are, all at once.
+
+    Args:
+        parameters: with gradients, sharded or not; all ranks that share them call this.
+        limit: largest norm; None for no limit.
+
+    Returns:
+        The norm of all gradients before, on their device.
+    """
+    shards, other_layouts, whole = _split(parameters)
+    norms = [_norm_of_shards(grads, group) for group, grads in shards.items()]
+    if other_layouts:
+        norms.append(cast(DTensor, get_total_norm(other_layouts)).full_tensor())
+    if whole or not norms:
+        norms.append(get_total_norm(whole))
+    norm: Tensor = torch.stack([each.to(norms[0]) for each in norms]).norm()
+    if limit is not None:
+        factor = (limit / (norm + _TOO_SMALL)).clamp_max(1.0)
+        for grads in (*shards.values(), other_layouts, whole):
+            for kind in _of_one_kind(grads):
+                torch._foreach_mul_(kind, factor.to(kind[0].device))
+    return norm
+
+
+def _split(
+    parameters: Iterable[nn.Parameter],
+) -> tuple[dict[dist.ProcessGroup, list[Tensor]], list[Tensor], list[Tensor]]:
+    """Returns gradients: this rank's shards, by the ranks that have the others; those
+    that are distributed in another way; and those that this rank has as a whole.
+    """
+    shards = defaultdict[dist.ProcessGroup, list[Tensor]](list)
+    other_layouts, whole = list[Tensor](), list[Tensor]()
+    for each in parameters:
+        grad = each.grad
+        if isinstance(grad, DTensor):
+            if _is_cut_once(grad):
+                shards[grad.device_mesh.get_group()].append(grad.to_local())
+            else:
+                other_layouts.append(grad)
+        elif grad is not None:
+            whole.append(grad)
+    return dict(shards), other_layouts, whole
+
+
+def _is_cut_once(grad: DTensor) -> bool:
+    """Whether each number is on one rank of a single group."""
+    return grad.device_mesh.ndim == 1 and type(grad.placements[0]) is Shard
+
+
+def _norm_of_shards(grads: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    # A rank can have nothing of some.
+    norm = get_total_norm([each for each in grads if each.numel()])
+    total = norm.to(grads[0].device).float().square()
+    dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def _of_one_kind(grads: list[Tensor]) -> list[list[Tensor]]:
+    kinds = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
+    for each in grads:
+        kinds[each.device, each.dtype].append(each)
+    return list(kinds.values())
