@@ -274,6 +274,8 @@ class ServerArgs:
     """Whether the communicators use symmetric memory."""
     enable_memory_saver: bool = False
     """Whether the memory can be released."""
+    mem_fraction_static: float | None = None
+    """Share of a GPU's memory that weights and cache take."""
     weight_cache_mode: str | None = None
     """Other than ``"off"``: servers share weights through a daemon."""
     disable_radix_cache: bool = False

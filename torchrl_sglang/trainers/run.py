@@ -40,6 +40,7 @@ from torchrl_sglang.trainers.models import load_tokenizer, save_model
 from torchrl_sglang.trainers.progress import StepProgress, find_mode, tell
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
 from torchrl_sglang.trainers.records import Records
+from torchrl_sglang.trainers.released_memory import ReleasedMemory, gpu_memory
 from torchrl_sglang.trainers.report import (
     PhaseClock,
     Rollouts,
@@ -182,6 +183,8 @@ class Run:
         self.gateway = self._served.gateway
         tokenizer = load_tokenizer(self._training.model, self.policy)
         self.model = self._training.load(self.ranks)
+        device = next(self.model.parameters()).device
+        self._released = ReleasedMemory(self.ranks, gpu_memory(device))
         if self._serving.token_columns:
             stack.enter_context(replay_routing(self.model))
         self.learner = self._training.make_learner(self.model, tokenizer, self.ranks)
@@ -325,6 +328,10 @@ class Run:
     def update_weights(self) -> None:
         """Sends the weights to the servers, which generate with them from now on."""
         self.collector.update_policy_weights_()
+        if self.colocated:
+            engine = self.engine
+            share = engine and engine.capabilities.args.mem_fraction_static
+            self._released.check(share)
         if self.engine is not None:
             self.engine.wake_up()
 
@@ -337,7 +344,8 @@ class Run:
         # An adapter is loaded beside base weights, which nothing would bring back.
         adapts = self._training.lora is not None
         memory = "kv_cache" if adapts else ("weights", "kv_cache")
-        self.ranks.first(lambda: self.engine and self.engine.sleep(memory))
+        with self._released.released():
+            self.ranks.first(lambda: self.engine and self.engine.sleep(memory))
         self.clock.done("sleep")
         try:
             yield
@@ -348,10 +356,8 @@ class Run:
                     self.engine.wake_up()
             raise
         self.clock.done("train")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        self.ranks.barrier()
-        self.ranks.first(lambda: self.engine and self.engine.wake_up("weights"))
+        with self._released.taken():
+            self.ranks.first(lambda: self.engine and self.engine.wake_up("weights"))
         self.clock.done("sleep")
 
     @property

@@ -18,7 +18,9 @@ from helpers.gpu import (
 from helpers.log_probs import PROMPT
 
 from torchrl_sglang import SGLangWeightSyncScheme
-from torchrl_sglang.errors import WeightSyncStateError
+from torchrl_sglang.errors import ConfigurationError, WeightSyncStateError
+from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.trainers.released_memory import ReleasedMemory, gpu_memory
 
 pytestmark = NEEDS_GPU
 
@@ -79,3 +81,33 @@ def test_a_step_of_a_trainer_on_the_same_gpu(sleeping_engine):
     engine.wake_up()
     assert difference(engine, new) < TOLERANCE
     scheme.shutdown()
+
+
+@pytest.mark.skipif(GPUS > 1, reason="the trainer reads its own GPU's memory")
+def test_a_server_is_not_woken_up_without_its_memory(sleeping_engine):
+    engine, ranks = sleeping_engine, TrainerRanks()
+    memory = ReleasedMemory(ranks, gpu_memory(torch.device("cuda:0")))
+    model = new_model(3, shape=LARGE_MODEL)
+    sender = SGLangWeightSyncScheme(engine).create_sender()
+
+    def step(keep: int) -> None:
+        with memory.released():
+            engine.sleep()
+        kept.append(torch.empty(keep, dtype=torch.uint8, device="cuda:0"))
+        with memory.taken():
+            engine.wake_up("weights")
+        sender.update_weights(model)
+
+    kept: list[torch.Tensor] = []
+    step(0)
+    memory.check(0.85)
+    engine.wake_up()
+    cache = LARGE_CACHE_TOKENS * TOKEN_BYTES
+    step(free_bytes() + cache // 2)
+    with pytest.raises(ConfigurationError, match="released .* GB for its cache"):
+        memory.check(0.85)
+    kept.clear()
+    torch.cuda.empty_cache()
+    # Nothing was lost: with the memory the server goes on.
+    engine.wake_up()
+    assert difference(engine, model) < TOLERANCE

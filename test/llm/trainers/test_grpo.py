@@ -29,6 +29,7 @@ from torchrl_sglang import GRPO, CorrectedGRPOLoss, has_variance
 from torchrl_sglang.errors import CollectionError, ConfigurationError
 from torchrl_sglang.trainers.methods import METHODS, overlong_penalty
 from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.trainers.released_memory import ReleasedMemory
 from torchrl_sglang.trainers.report import PhaseClock
 from torchrl_sglang.trainers.run import Run
 from torchrl_sglang.trainers.serving import Serving
@@ -480,6 +481,7 @@ def test_servers_are_woken_up_where_training_fails():
         ranks=TrainerRanks(),
         clock=PhaseClock(),
         _training=SimpleNamespace(lora=None),
+        _released=ReleasedMemory(TrainerRanks(), None),
     )
     with pytest.raises(KeyError), Run.memory_for_training(run):
         raise KeyError

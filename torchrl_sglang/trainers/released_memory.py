@@ -1,0 +1,114 @@
+"""What servers on the trainer's GPUs released, and must find free when they wake up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.trainers.ranks import TrainerRanks
+
+
+class ReleasedMemory:
+    """Measures what servers on this rank's GPU release, and take again.
+
+    SGLang's server ends if it wakes up and the memory is not there: what a trainer
+    keeps meanwhile, such as the moments of an optimizer, is there from the first step
+    on.
+
+    Args:
+        ranks: of the trainer; all of them make each call.
+        read: returns the free and the whole bytes of this rank's GPU; None where the
+            trainer has none.
+    """
+
+    def __init__(
+        self, ranks: TrainerRanks, read: Callable[[], tuple[int, int]] | None
+    ) -> None:
+        self._ranks = ranks
+        self._read = read
+        self._released = 0
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Counts what servers release in the block."""
+        before = self._free()
+        self._ranks.barrier()
+        yield
+        self._released = self._free() - before
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Counts off what they take again in the block."""
+        before = self._free()
+        self._ranks.barrier()
+        yield
+        self._released -= before - self._free()
+
+    def check(self, share: float | None) -> None:
+        """Refuses to wake servers up that would not find their memory, on all ranks.
+
+        Args:
+            share: ``mem_fraction_static`` of the servers, if it is known.
+
+        Raises:
+            ConfigurationError: if a GPU has less free than its server is to have again.
+        """
+        wanted, self._released = self._released, 0
+        message = ""
+        if self._read is not None:
+            free, whole = self._read()
+            message = shortage(wanted, free, whole, share)
+        found = [each for each in self._ranks.gather(message) if each]
+        if found:
+            raise ConfigurationError(found[0])
+
+    def _free(self) -> int:
+        return 0 if self._read is None else self._read()[0]
+
+
+def shortage(wanted: int, free: int, whole: int, share: float | None) -> str:
+    """Returns what is wrong if less is free than a server wants; nothing otherwise.
+
+    Args:
+        wanted: bytes that a server released.
+        free: bytes of its GPU.
+        whole: likewise, of all it has.
+        share: ``mem_fraction_static`` of the server, if it is known.
+
+    Examples:
+        >>> shortage(30, 40, 80, 0.6)
+        ''
+        >>> found = shortage(40 * 10**9, 32 * 10**9, 80 * 10**9, 0.6)
+        >>> "'mem_fraction_static': 0.49}" in found
+        True
+    """
+    if wanted <= free:
+        return ""
+    less = "a smaller mem_fraction_static"
+    if share is not None:
+        # One more hundredth for what allocators round.
+        fits = int(100 * (share - (wanted - free) / whole) - 1) / 100
+        if fits > 0:
+            less = f"engine={{'mem_fraction_static': {fits:g}}}, which is {share:g} now"
+    return (
+        f"A server on the trainer's GPU released {wanted / 1e9:.1f} GB for its cache, "
+        f"and {free / 1e9:.1f} GB are free after a step: the trainer keeps the rest. "
+        f"The server was not woken up, which would have ended it. Give {less}, more "
+        f"GPUs to the trainer, or a GPU to each with colocated=False."
+    )
+
+
+def gpu_memory(device: torch.device) -> Callable[[], tuple[int, int]] | None:
+    """Returns what reads the free and the whole bytes of a GPU; None for a CPU."""
+    if device.type != "cuda":
+        return None
+
+    def read() -> tuple[int, int]:
+        # What PyTorch keeps for later is free for others, too.
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)
+
+    return read
