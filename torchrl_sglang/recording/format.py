@@ -23,11 +23,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from torchrl_sglang.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FORMAT = 1
 """Number of this format. Readers refuse others."""
@@ -141,6 +142,8 @@ def pack(values: Sequence[float] | np.ndarray[Any, Any], kind: str) -> str:
         >>> unpack(pack([1, 2], "i4"), "i4").tolist()
         [1, 2]
     """
+    import numpy as np
+
     return base64.b64encode(np.asarray(values, f"<{kind}").tobytes()).decode()
 
 
@@ -150,4 +153,7 @@ def unpack(text: str, kind: str) -> np.ndarray[Any, Any]:
     Raises:
         ValueError: if it is no such text.
     """
+    # Not needed to open a run.
+    import numpy as np
+
     return np.frombuffer(base64.b64decode(text, validate=True), f"<{kind}")

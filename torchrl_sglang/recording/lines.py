@@ -7,12 +7,16 @@ half of the memory and of the time of dictionaries. All other lines are dictiona
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import msgspec
 
 ERRORS = (ValueError, RecursionError)
 """What is raised for a line that is no JSON."""
+
+MOST_OF_INT = 2**1000
+"""A whole number below it is a float, too."""
 
 
 class ResponseLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -22,10 +26,10 @@ class ResponseLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens of the policy, over all turns."""
     keys: list[str]
     """The rows of a batch that it makes."""
-    reward: Any = None
-    """Its return; whatever a user's reward function returned."""
-    rewards: dict[str, Any] = {}
-    """Values of the reward functions that have a name."""
+    reward: float | None = None
+    """Its return, where it is a finite number."""
+    rewards: dict[str, float | None] = {}
+    """Values of the reward functions that have a name, likewise."""
     prompt_tokens: int = 0
     """Tokens of the prompts of all turns."""
     cached: int = 0
@@ -105,6 +109,19 @@ def read_group(line: bytes) -> GroupLine | None:
     except ValueError:
         found = read_line(line)
     try:
+        for each in found["responses"]:
+            # Whatever a user's function returned.
+            each["reward"] = number(each.get("reward"))
+            named = each.get("rewards", {}).items()
+            each["rewards"] = {name: number(value) for name, value in named}
         return msgspec.convert(found, GroupLine)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, KeyError, TypeError, AttributeError):
         return None
+
+
+def number(value: Any) -> float | None:
+    """Returns a finite number; ``None`` for anything else."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    is_small = isinstance(value, int) and abs(value) < MOST_OF_INT
+    return float(value) if is_small else None

@@ -10,10 +10,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
-
-import numpy as np
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.urls import hide_passwords
@@ -23,7 +22,10 @@ T = TypeVar("T")
 
 def to_python(value: Any) -> Any:
     """Converts a NumPy scalar to a Python one; returns anything else unchanged."""
-    return value.item() if isinstance(value, np.generic) else value
+    # A tenth of a second of each command, most of which need none of it.
+    numpy = sys.modules.get("numpy")
+    is_numpy = numpy is not None and isinstance(value, numpy.generic)
+    return value.item() if is_numpy else value
 
 
 def check_seconds(

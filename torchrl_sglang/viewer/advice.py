@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchrl_sglang.viewer.run import Bar, RunData, number
+from torchrl_sglang.recording.lines import number
+from torchrl_sglang.viewer.run import Bar, RunData
 from torchrl_sglang.viewer.timeline import TRAINER
 
 LATELY = 0.5

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.viewer.run import Group, RunData, number
+from torchrl_sglang.recording.lines import number
+from torchrl_sglang.viewer.run import Group, RunData
 
 MOST_POINTS = 400
 """Points of a line; more are means of as many that follow each other."""
@@ -140,7 +141,7 @@ def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     for name in named:
 
         def values(group: Group, name: str = name) -> Iterable[float]:
-            found = [number(each.rewards.get(name)) for each in group.responses]
+            found = [each.rewards.get(name) for each in group.responses]
             return [value for value in found if value is not None]
 
         points += _line(name, _means(batches, values))

@@ -6,12 +6,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from torchrl_sglang.recording.format import unpack
+from torchrl_sglang.recording.lines import number
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.viewer.curves import extremes
-from torchrl_sglang.viewer.run import Group, RunData, number
+from torchrl_sglang.viewer.run import Group, RunData
 
 MOST_ROWS = 20_000
 """Groups in the table of a page, the newest ones."""
@@ -103,20 +105,21 @@ class _Tags:
 
     def of(self, group: Group) -> list[str]:
         """Returns the names of the filters."""
-        rewards = set(group.rewards)
+        rewards, id_ = set(group.rewards), group.id
         differ = self._best != self._worst
-        held = {
-            "wrong": differ and rewards == {self._worst},
-            "right": differ and rewards == {self._best},
-            "mixed": len(rewards) > 1,
-            "truncated": group.cut > 0,
-            "stale": group.status == "stale" or bool(group.age),
-            "untrained": group.status not in ("trained", "taken"),
-            "longest": group.id in self._long,
-            "mismatch": group.id in self._apart,
-            "tools": any(each.tools for each in group.responses),
-        }
-        return [name for name, holds in held.items() if holds]
+        # In the order of FILTERS; a dictionary of them took a third of the time.
+        held = (
+            differ and rewards == {self._worst},
+            differ and rewards == {self._best},
+            len(rewards) > 1,
+            group.cut > 0,
+            group.status == "stale" or bool(group.age),
+            group.status not in ("trained", "taken"),
+            id_ in self._long,
+            id_ in self._apart,
+            any(each.tools for each in group.responses),
+        )
+        return [*compress(FILTERS, held)]
 
 
 def _largest(values: Mapping[str, float]) -> set[str]:

@@ -33,8 +33,8 @@ TABLE_ROWS = 200
 """Rows of the table of numbers under a chart, the last ones."""
 
 
-def read_runs(recordings: Sequence[Recording]) -> list[RunData]:
-    """Returns the runs of recordings, each with a name of its own."""
+def names_of(recordings: Sequence[Recording]) -> list[str]:
+    """Returns a name for each run, none of them twice."""
     names = [each.folder.name for each in recordings]
     if "record" in names:
         names = [
@@ -43,6 +43,17 @@ def read_runs(recordings: Sequence[Recording]) -> list[RunData]:
         ]
     if len(set(names)) < len(names):
         names = [str(each.folder) for each in recordings]
+    return names
+
+
+def title_of(names: Sequence[str]) -> str:
+    """Returns the title of the page of runs."""
+    return " and ".join(names)
+
+
+def read_runs(recordings: Sequence[Recording]) -> list[RunData]:
+    """Returns the runs of recordings, each with a name of its own."""
+    names = names_of(recordings)
     return [read_run(each, name) for each, name in zip(recordings, names, strict=True)]
 
 
@@ -50,7 +61,7 @@ def page_data(runs: Sequence[RunData], *, now: float) -> dict[str, Any]:
     """Returns all that a page shows, but for the conversations of groups."""
     with uncollected():
         return {
-            "title": " and ".join(run.name for run in runs),
+            "title": title_of([run.name for run in runs]),
             "filters": [[name, *words] for name, words in FILTERS.items()],
             "runs": [_run(run, now) for run in runs],
             "curves": [_curve(curve) for curve in merge(runs)],
@@ -138,9 +149,9 @@ def page_html(title: str, data: str) -> str:
 
     Args:
         title: of the page.
-        data: of :func:`page_data`, by :func:`as_script`. Its ``conversations`` are
-            those of groups, by run and number, for a page without a server; where they
-            are missing, the page asks its server.
+        data: of :func:`page_data`, by :func:`as_script`, with ``conversations``: those
+            of groups, by run and number. Empty for the page of a server, which it asks
+            for all of it.
 
     Raises:
         ConfigurationError: if the plotting library is not installed.

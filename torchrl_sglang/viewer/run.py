@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from torchrl_sglang.recording.lines import GroupLine, ResponseLine
+from torchrl_sglang.recording.lines import GroupLine, ResponseLine, number
 from torchrl_sglang.recording.reading import Recording, uncollected
 
 LIVE_SECONDS = 15.0
 """A run that has recorded nothing for so long has ended, or was killed."""
-
-MOST_OF_INT = 2**1000
-"""A whole number below it is a float, too."""
 
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 """What a line raises that is not as it should be: somebody has changed it."""
@@ -50,11 +47,14 @@ class Group:
     """Tokens of its responses."""
     cut: int = field(init=False)
     """Responses that were truncated."""
+    ended: float = field(init=False)
+    """When it ended, in seconds since the epoch."""
 
     def __post_init__(self) -> None:
         responses = self.line.responses
-        found = [number(each.reward) for each in responses]
+        found = [each.reward for each in responses]
         self.rewards = [each for each in found if each is not None]
+        self.ended = self.line.time[1]
         self.tokens = sum([each.tokens for each in responses])
         self.cut = sum([each.cut for each in responses])
 
@@ -62,11 +62,6 @@ class Group:
     def responses(self) -> Sequence[ResponseLine]:
         """Lines of its responses."""
         return self.line.responses
-
-    @property
-    def ended(self) -> float:
-        """When it ended, in seconds since the epoch."""
-        return self.line.time[1]
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -114,14 +109,6 @@ class RunData:
         return now - self.ended < LIVE_SECONDS
 
 
-def number(value: Any) -> float | None:
-    """Returns a finite number; ``None`` for anything else."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    is_small = isinstance(value, int) and abs(value) < MOST_OF_INT
-    return float(value) if is_small else None
-
-
 def read_run(recording: Recording, name: str) -> RunData:
     """Returns the run of a recording."""
     run = RunData(name=name, folder=str(recording.folder))
@@ -164,6 +151,22 @@ class _Assembly:
         self._again: dict[str, list[Group]] = {}
         self._lost = 0
         self._dropped = 0
+        self._handlers: dict[str, Callable[[Mapping[str, Any], float], None]] = {
+            "began": self._on_began,
+            "failed": self._on_failed,
+            "stale": self._on_stale,
+            "batch": self._on_batch,
+            "trained": self._on_trained,
+            "scored": self._on_scored,
+            "phase": self._on_phase,
+            "update": self._on_update,
+            "engine": self._on_engine,
+            "collector": self._on_collector,
+            "metrics": self._on_metrics,
+            "step": self._on_step,
+            "lost": self._on_lost,
+            "dropped": self._on_dropped,
+        }
 
     def add_all(self, recording: Recording) -> None:
         """Adds all lines; those that are not as they should be are left out."""
@@ -205,15 +208,16 @@ class _Assembly:
         self._run.running.append((group.ended, -1))
 
     def _see(self, time: float) -> None:
-        self._run.began = min(self._run.began, time)
-        self._run.ended = max(self._run.ended, time)
+        run = self._run
+        run.began = min(run.began, time)
+        run.ended = max(run.ended, time)
 
     def _event(self, event: Mapping[str, Any]) -> None:
         kind, time = event["kind"], float(event["time"])
         if kind != "start":
             # Before a run does something, servers are started, which takes minutes.
             self._see(time)
-        handle = getattr(self, f"_on_{kind}", None)
+        handle = self._handlers.get(kind)
         if handle is not None:
             handle(event, time)
 
@@ -245,18 +249,24 @@ class _Assembly:
             group = self._newest(row["key"], time)
             if group is not None:
                 group.status = "trained"
-                advantage = number(row.get("advantage"))
-                if advantage is not None:
-                    group.advantages[row["key"]] = advantage
-        self._on_scored(event, time)
+                self._learn(group, row, event)
 
     def _on_scored(self, event: Mapping[str, Any], time: float) -> None:
         for row in event["rows"]:
-            gap = number(row.get("gap"))
-            group = None if gap is None else self._newest(row["key"], time)
-            if gap is not None and group is not None:
-                group.gaps[row["key"]] = gap
-                group.scores[row["key"]] = event.get("scores")
+            group = self._newest(row["key"], time)
+            if group is not None:
+                self._learn(group, row, event)
+
+    def _learn(
+        self, group: Group, row: Mapping[str, Any], event: Mapping[str, Any]
+    ) -> None:
+        key = row["key"]
+        advantage, gap = number(row.get("advantage")), number(row.get("gap"))
+        if advantage is not None:
+            group.advantages[key] = advantage
+        if gap is not None:
+            group.gaps[key] = gap
+            group.scores[key] = event.get("scores")
 
     def _newest(self, key: str, time: float) -> Group | None:
         """Returns the newest group with a row that was complete at a time."""

@@ -12,7 +12,14 @@ from aiohttp import web
 
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.viewer.groups import conversations_of
-from torchrl_sglang.viewer.page import as_script, page_data, page_html, read_runs
+from torchrl_sglang.viewer.page import (
+    as_script,
+    names_of,
+    page_data,
+    page_html,
+    read_runs,
+    title_of,
+)
 from torchrl_sglang.viewer.run import RunData, find_group
 
 MOST_BUSY = 0.1
@@ -34,16 +41,14 @@ class Viewer:
         self._recordings = recordings
         self._lock = threading.Lock()
         self._runs: list[RunData] = []
-        self._title = self._data = ""
-        self._tag = ""
+        self._page = page_html(title_of(names_of(recordings)), "")
+        self._data = self._tag = ""
         self._made_at = 0.0
         self._next_at = 0.0
 
     def page(self) -> str:
-        """Returns the page."""
-        with self._lock:
-            self._refresh()
-            return page_html(self._title, self._data)
+        """Returns the page, which a browser reads while its data is put together."""
+        return self._page
 
     def data(self) -> tuple[str, str]:
         """Returns the data of the page as JSON, and a tag of its content."""
@@ -82,7 +87,6 @@ class Viewer:
         self._runs = read_runs(self._recordings)
         self._made_at = now
         data = page_data(self._runs, now=now)
-        self._title = data["title"]
         text = as_script(data)
         self._tag = f'"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"'
         self._data = f"{text[:-1]},{as_script({'tag': self._tag})[1:]}"
@@ -92,8 +96,7 @@ def make_app(viewer: Viewer) -> web.Application:
     """Returns the routes."""
 
     async def page(request: web.Request) -> web.Response:
-        text = await asyncio.to_thread(viewer.page)
-        return web.Response(text=text, content_type="text/html")
+        return web.Response(text=viewer.page(), content_type="text/html")
 
     async def data(request: web.Request) -> web.Response:
         text, tag = await asyncio.to_thread(viewer.data)
@@ -139,6 +142,9 @@ async def serve(
     try:
         site = web.TCPSite(runner, HOST, port)
         await site.start()
+        # The browser is not there yet; what fails is told when it asks.
+        first = asyncio.ensure_future(asyncio.to_thread(viewer.data))
+        first.add_done_callback(lambda done: done.cancelled() or done.exception())
         ready(f"http://{HOST}:{runner.addresses[0][1]}/")
         await asyncio.Event().wait()
     finally:

@@ -14,7 +14,7 @@ from helpers.browser import open_browser
 from helpers.recorded_runs import BEGAN, Recorded, write_run
 
 from torchrl_sglang.recording.reading import Recording
-from torchrl_sglang.viewer.page import self_contained
+from torchrl_sglang.viewer.page import page_html, self_contained
 from torchrl_sglang.viewer.serve import Viewer, serve
 
 pytestmark = pytest.mark.timeout(900)
@@ -304,3 +304,12 @@ def test_only_this_machine_is_answered(served):
         assert json.loads(answer.read())["runs"][0]["name"] == "live"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{url}group/0/none", timeout=60)
+
+
+def test_a_page_without_its_viewer_says_so(page, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(page_html("run", ""))
+    page.look()
+    page.call("Page.navigate", url=path.as_uri())
+    page.wait("document.querySelector('#live').textContent.includes('did not tell')")
+    page.errors.clear()

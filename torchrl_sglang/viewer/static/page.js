@@ -3,7 +3,8 @@
   const POLL_MS = 2000, PAGE = 50;
   const $ = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  let data = JSON.parse($("data").textContent);
+  // A page that a viewer serves has none in it, and asks for it.
+  let data = JSON.parse($("data").textContent || "null");
   const state = { filter: "", text: "", sort: "", down: true, page: 0, run: 0, open: null, colour: "log_prob" };
   const views = new Map();
 
@@ -408,15 +409,33 @@
     }
   }
 
-  showOverview(); showCurves(); showGroups();
-  dark.addEventListener("change", redraw);
-  let soon = 0, width = innerWidth;
-  addEventListener("resize", () => {
-    if (innerWidth === width) return;
-    width = innerWidth;
-    clearTimeout(soon);
-    soon = setTimeout(redraw, 200);
-  });
-  if (!data.conversations) setTimeout(follow, POLL_MS);
-  document.body.dataset.ready = "true";
+  async function load() {
+    $("live").textContent = "Reading the run ...";
+    try {
+      const answer = await fetch("data.json");
+      if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
+      data = await answer.json();
+    } catch (error) {
+      $("live").textContent = `The viewer did not tell what the run is: ${error.message}. Its terminal may say why.`;
+      return;
+    }
+    begin();
+  }
+
+  function begin() {
+    $("live").textContent = "";
+    showOverview(); showCurves(); showGroups();
+    dark.addEventListener("change", redraw);
+    let soon = 0, width = innerWidth;
+    addEventListener("resize", () => {
+      if (innerWidth === width) return;
+      width = innerWidth;
+      clearTimeout(soon);
+      soon = setTimeout(redraw, 200);
+    });
+    if (!data.conversations) setTimeout(follow, POLL_MS);
+    document.body.dataset.ready = "true";
+  }
+
+  if (data) begin(); else load();
 })();
