@@ -66,7 +66,7 @@ async def careful(conversation, task):
 
 from torchrl_sglang import AsyncLLMCollector, SGLangWeightSyncScheme
 
-GROUP_SIZE, GROUPS, STEPS = 8, 8, 20
+GROUP_SIZE, GROUPS, STEPS = 8, 8, 15
 
 scheme = SGLangWeightSyncScheme(engine, model)
 collector = AsyncLLMCollector(
