@@ -50,7 +50,7 @@ def test_a_problem_is_an_exit_status(tmp_path, capsys):
     (line,) = [row for row in shown.out.splitlines() if row.startswith("problem")]
     assert python in line
     assert "--python" in line
-    assert "1 problems" in shown.err
+    assert "1 problem, " in shown.err
 
 
 def test_what_this_machine_has():

@@ -68,8 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"ok": not counts["problem"], "findings": rows}, indent=2))
     else:
         print("\n".join(to_lines(findings)))
-        summary = f"{counts['problem']} problems, {counts['warning']} warnings."
-        print(summary, file=sys.stderr)
+        found = [(counts[level], level) for level in ("problem", "warning")]
+        said = [f"{count} {level}{'s' * (count != 1)}" for count, level in found]
+        print(f"{', '.join(said)}.", file=sys.stderr)
     return 1 if counts["problem"] else 0
 
 
