@@ -74,7 +74,8 @@ def _is_cut_once(grad: DTensor) -> bool:
 def _norm_of_shards(grads: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     # A rank can have nothing of some.
     norm = get_total_norm([each for each in grads if each.numel()])
-    total = norm.to(grads[0].device).float().square()
+    kind = torch.promote_types(norm.dtype, torch.float32)
+    total = norm.to(grads[0].device, kind).square()
     dist.all_reduce(total, group=group)
     return total.sqrt()
 
