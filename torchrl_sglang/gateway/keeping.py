@@ -32,6 +32,9 @@ class TurnStore(Protocol):
     def delete_turns(self, session: Session, turns: Sequence[Turn]) -> None:
         """Removes turns, soon."""
 
+    def received(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Knows that a client has turns."""
+
     async def unname(self, session: Session, turn: Turn) -> None:
         """Returns when it is written that a turn's answer has no name any more."""
 
@@ -125,6 +128,11 @@ class Keeper:
             gone = [turn for turn in loose if session.remove(turn)]
             if self.store is not None and gone:
                 self.store.delete_turns(session, gone)
+
+    def received(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Knows that a client has turns, which stay."""
+        if self.store is not None:
+            self.store.received(session, turns)
 
     async def unname(self, session: Session, turn: Turn) -> None:
         """Forgets the name of a turn's answer, also in the store.

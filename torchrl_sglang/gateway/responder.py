@@ -145,6 +145,10 @@ class Responder:
         """Removes turns that no client has seen. For the HTTP routes."""
         self._keeper.withdraw(session, turns)
 
+    def received(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Knows that a client has turns. For the HTTP routes."""
+        self._keeper.received(session, turns)
+
     async def unname(self, session: Session, turn: Turn) -> None:
         """Forgets the name of a turn's answer, also in the file. For the HTTP routes.
 

@@ -106,6 +106,7 @@ class Answers:
         *,
         keep: Callable[[Any], Awaitable[None]],
         withdraw: Callable[[Any], None],
+        received: Callable[[Any], None] | None = None,
         request_id: str = "",
         info: Any = None,
     ) -> AsyncIterator[Answer]:
@@ -119,6 +120,7 @@ class Answers:
             compute: makes an answer, and keeps it.
             keep: keeps one that was withdrawn.
             withdraw: of an answer that nobody has received.
+            received: is told of an answer that a client has received, each time.
             request_id: names the request, and the answer if it is the first one for it.
             info: facts about the answer, which are those of the first request for it.
         """
@@ -137,6 +139,8 @@ class Answers:
         try:
             yield answer
             answer.delivered = answer.is_complete
+            if received is not None and answer.delivered:
+                received(answer.task.result())
         finally:
             answer.waiting -= 1
             entry.failures += not answer.is_complete

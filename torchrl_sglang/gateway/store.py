@@ -213,6 +213,9 @@ class Store:
         statement = "delete from turns where session = ? and number = ?"
         self._change(*((statement, (session.key, turn.number)) for turn in turns))
 
+    def received(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Does nothing: turns are in the file before clients have them."""
+
     async def unname(self, session: Session, turn: Turn) -> None:
         """Returns when it is in the file that a turn's answer has no name any more.
 

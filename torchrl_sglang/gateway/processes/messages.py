@@ -163,6 +163,16 @@ class WithdrawTurns:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReceivedTurns:
+    """Turns that a client has received."""
+
+    key: str
+    """Key of their session."""
+    numbers: Sequence[int]
+    """Numbers of the turns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnnameTurn:
     """Asks that the name of a turn's answer is forgotten."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.keeping import Keeper, check_takes_turns
@@ -17,6 +18,7 @@ from torchrl_sglang.gateway.processes.messages import (
     KeepTurns,
     NewTokens,
     Parse,
+    ReceivedTurns,
     SentPrompt,
     Synchronize,
     UnnameTurn,
@@ -53,6 +55,10 @@ class Owner:
     """Where their turns are kept."""
     token_columns: Sequence[TokenColumn]
     """Quantities that are recorded of each token."""
+    unreceived: WeakKeyDictionary[Session, set[Turn]] = field(
+        default_factory=WeakKeyDictionary
+    )
+    """Turns of which no worker has told yet that a client has them."""
 
     def handle(self, message: Any, part: Part) -> Awaitable[Any] | None:
         """Takes a message, and returns what its answer is."""
@@ -64,6 +70,8 @@ class Owner:
             return self._parse(message)
         if isinstance(message, WithdrawTurns):
             self._withdraw(message)
+        elif isinstance(message, ReceivedTurns):
+            self._received(message)
         elif isinstance(message, UnnameTurn):
             return self._unname(message)
         elif isinstance(message, Flush):
@@ -120,13 +128,32 @@ class Owner:
         session = self._keyed(asked.key)
         turns = to_turns(session, asked.rows)
         await self.keeper.keep(session, turns, new=asked.new)
+        # A client that goes on from a turn has it.
+        seen = {turn.prompt.origin for turn in turns}
+        self.unreceived[session] = {*self._waiting(session), *turns} - seen
 
     def _withdraw(self, told: WithdrawTurns) -> None:
         session = self.registry.keyed(told.key)
         if session is not None:
             known = {turn.number: turn for turn in session.turns}
             turns = [known[each] for each in told.numbers if each in known]
+            self._waiting(session).difference_update(turns)
             self.keeper.withdraw(session, turns)
+
+    def _received(self, told: ReceivedTurns) -> None:
+        session = self.registry.keyed(told.key)
+        if session is not None:
+            waiting = self._waiting(session)
+            waiting -= {turn for turn in waiting if turn.number in told.numbers}
+
+    def _waiting(self, session: Session) -> set[Turn]:
+        return self.unreceived.get(session, set())
+
+    def withdraw_unreceived(self, sessions: Iterable[Session]) -> None:
+        """Removes turns that no client has, of sessions whose worker has ended."""
+        for session in sessions:
+            turns = self.unreceived.pop(session, set())
+            self.keeper.withdraw(session, list(turns))
 
     async def _unname(self, asked: UnnameTurn) -> None:
         session = self._keyed(asked.key)

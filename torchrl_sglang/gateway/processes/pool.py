@@ -231,6 +231,7 @@ class WorkerPool:
                 f"Process {worker.number} of the gateway ended with {code}. Its "
                 f"{len(lost)} sessions go on in others; requests under way are lost."
             )
+            self._owner.withdraw_unreceived(lost)
             self._set_up(lost)
             site = await self._take_over(worker.port, runner)
             if self._ending or time.monotonic() - begun < SHORT_LIFE_SECONDS:

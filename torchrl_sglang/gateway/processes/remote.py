@@ -18,6 +18,7 @@ from torchrl_sglang.gateway.processes.messages import (
     KeepTurns,
     NewTokens,
     Parse,
+    ReceivedTurns,
     SentPrompt,
     UnnameTurn,
     WithdrawTurns,
@@ -165,6 +166,11 @@ class OwnerStore:
         numbers = [turn.number for turn in turns]
         if numbers:
             self._channel.tell(WithdrawTurns(key=session.key, numbers=numbers))
+
+    def received(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Tells the owner that a client has turns."""
+        numbers = [turn.number for turn in turns]
+        self._channel.tell(ReceivedTurns(key=session.key, numbers=numbers))
 
     async def unname(self, session: Session, turn: Turn) -> None:
         """Returns when the owner has forgotten the name of a turn's answer."""

@@ -47,6 +47,9 @@ class SessionServer(Protocol):
     def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
         """Forgets responses that no client has seen."""
 
+    def received(self, session: Session, turns: Sequence[Turn]) -> None:
+        """Knows that a client has responses."""
+
     async def written(self) -> None:
         """Returns when everything so far is kept."""
 

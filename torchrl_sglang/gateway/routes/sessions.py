@@ -194,6 +194,7 @@ class SessionRoutes:
                 ),
                 keep=partial(self._gateway.keep, session),
                 withdraw=partial(self._gateway.withdraw, session),
+                received=partial(self._gateway.received, session),
                 request_id=str(parsed.request_id),
                 info=info,
             ) as answer:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,22 @@ def kill(worker: Any) -> None:
     wait_until(lambda: not worker.is_serving and worker.process.returncode)
 
 
+@contextmanager
+def unread(session: Session) -> Iterator[None]:
+    """During the block, a client does not read the answer to its request."""
+    body = {"model": "m", "n": 16, "max_tokens": 400, "logprobs": True}
+    body |= {"messages": HELLO, "top_logprobs": 20}
+    content, address = json.dumps(body).encode(), URL(session.url)
+    head = f"POST {address.path}/v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((address.host, address.port))
+        client.sendall(head.encode() + content)
+        wait_until(lambda: len(session.turns) >= 16)
+        yield
+
+
 def numbered(gateway: Gateway, number: int) -> Any:
     """The process of this number that serves now, or is being started."""
     assert gateway._pool is not None
@@ -98,7 +115,11 @@ def test_processes_that_are_killed(
         one, other = sorted(sessions, key=lambda each: each.key in second.sessions)
         said = going_on(ask(one))
         left = one.url
-        with fake.misbehaving("hang"), ThreadPoolExecutor(1) as pool:
+        with (
+            unread(one),
+            fake.misbehaving("hang"),
+            ThreadPoolExecutor(1) as pool,
+        ):
             count = len(fake.payloads())
             asked = pool.submit(ask, one)
             fake.wait_for("/generate", count + 1)
@@ -109,9 +130,10 @@ def test_processes_that_are_killed(
             fake.wait_for("/abort_request")
             wait_until(lambda: gateway.stats()["generating"] == 0)
             fake.recover()
-        assert len(one.turns) == 1
-        # It goes on where it was, also at the address that its client knows.
+        # What no client has received is not kept, and what one has is.
         wait_until(lambda: one.url != left)
+        assert [turn.number for turn in one.turns] == [0]
+        # It goes on where it was, also at the address that its client knows.
         assert URL(one.url).port == second.port
         wait_until(lambda: ask(one, f"{left}", messages=said).status_code == 200)
         assert ask(one, messages=said).status_code == 200

@@ -181,6 +181,25 @@ def test_turns_are_kept_withdrawn_and_kept_again() -> None:
     assert pair._owner.keeper.counts.turns == 2
 
 
+def test_turns_that_no_client_has_end_with_their_worker() -> None:
+    pair, own = Pair(), Session("a", key="k")
+    turns = [make_turn(0, [1])]
+    turns += [make_turn(number, [3], turns[0]) for number in (1, 2, 3)]
+
+    async def work(channel: Channel) -> None:
+        store = OwnerStore(channel)
+        await store.save_turns(own, turns[:1], new=1)
+        for turn in turns[1:]:
+            await store.save_turns(own, [turn], new=1)
+        store.received(own, [turns[2]])
+        await store.written()
+
+    pair.run(work)
+    pair._owner.withdraw_unreceived([pair.session])
+    # A client goes on from the first one, so that it has it.
+    assert [turn.number for turn in pair.session.turns] == [0, 2]
+
+
 def test_a_session_that_was_dropped_takes_nothing() -> None:
     pair = Pair()
     pair.session.is_dropped = True
