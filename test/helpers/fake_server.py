@@ -62,6 +62,8 @@ RESERVED_TOKENS = 2
 LONGEST_PROMPT_ROOM = 6
 """The scheduler refuses a prompt that leaves no more than this of the context."""
 MOST_STOPS = 32
+OTHER_PARSER = "gpt-oss"
+"""Parser of calls and of reasoning that finds nothing here."""
 CHANGES_LOGITS = (
     "ebnf",
     "frequency_penalty",
@@ -488,6 +490,8 @@ class FakeServer:
 
     def _parse_function_call(self, content: Any) -> web.Response:
         """Finds calls as SGLang's parser ``"qwen25"`` does, with its failures."""
+        if content["tool_call_parser"] == OTHER_PARSER:
+            return _json({"normal_text": content["text"], "calls": []})
         if content["tool_call_parser"] != "qwen25":
             raise _BrokenError
         text, names = content["text"], {t["function"]["name"] for t in content["tools"]}
@@ -508,6 +512,8 @@ class FakeServer:
 
     def _separate_reasoning(self, content: Any) -> web.Response:
         """Finds reasoning as SGLang's parser ``"qwen3"`` does."""
+        if content["reasoning_parser"] == OTHER_PARSER:
+            return _json({"reasoning_text": "", "text": content["text"]})
         if content["reasoning_parser"] != "qwen3":
             raise _BrokenError
         reasoning, _, text = content["text"].partition("</think>")

@@ -36,6 +36,7 @@ from torchrl_sglang.requests.behaviour import with_columns
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.checks import check_count, check_seconds
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.urls import is_loopback
 from torchrl_sglang.telemetry.prometheus import StatsFamilies, write_text
 from torchrl_sglang.types import LogProbsMode
@@ -290,10 +291,11 @@ class Gateway(Responder):
         """Listens from now on.
 
         Raises:
-            ConfigurationError: if the address cannot be used, or it has been started
-                already.
+            ConfigurationError: if the address cannot be used, it has been started
+                already, or the servers have no parser of that name.
             ServerStartError: if one of ``num_processes`` does not start.
         """
+        run_sync(self._policy.check_parsers())
         self._threads.shutdown(wait=False)
         self._threads = prompt_threads()
         self._runner.start()

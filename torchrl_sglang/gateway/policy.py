@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.chat.call_grammars import CALL_FORMATS, REASONING_MARKS
 from torchrl_sglang.chat.messages import Message, without_stop
 from torchrl_sglang.chat.pieces import shared_ids
 from torchrl_sglang.chat.template import ChatTemplate
@@ -26,8 +27,15 @@ from torchrl_sglang.policies.engine_call import (
 )
 from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.requests.token_columns import TokenColumn
+from torchrl_sglang.support.checks import nearest
 from torchrl_sglang.support.event_loop import run_async
 from torchrl_sglang.types import Completion, LogProbsMode
+
+_CALLS_PATH, _REASONING_PATH = "/parse_function_call", "/separate_reasoning"
+"""Routes of the servers' parsers."""
+
+ATTEMPTS = 2
+"""How often servers are asked whether they have a parser: connections break."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +147,39 @@ class Policy:
         self._timeout = timeout
         self._special = set(tokenizer.all_special_ids)
 
+    async def check_parsers(self) -> None:
+        """Asks the servers whether they have the parsers, as far as they answer now.
+
+        Raises:
+            ConfigurationError: if they do not have one.
+        """
+        name, given = "tool_call_parser", self._tool_call_parser
+        await self._check_parser(_CALLS_PATH, name, given, CALL_FORMATS, tools=[])
+        name, given = "reasoning_parser", self._reasoning_parser
+        await self._check_parser(_REASONING_PATH, name, given, REASONING_MARKS)
+
+    async def _check_parser(
+        self, path: str, name: str, given: str | None, known: Iterable[str], **more: Any
+    ) -> None:
+        if given is None:
+            return
+        content = {"text": "", name: given, **more}
+        for _ in range(ATTEMPTS):
+            try:
+                await self._engine.control.parse_response(path, content)
+            except ServerError as error:
+                if getattr(error, "status", None) is None:
+                    # They have not answered.
+                    continue
+                near = nearest(str(given), known)
+                raise ConfigurationError(
+                    f"{name}={given!r}: the servers fail with it, and all responses "
+                    f"would stay text; give SGLang's name of the model's format."
+                    + (f" Did you mean {near!r}?" if near else "")
+                    + f" ({error})"
+                ) from error
+            return
+
     def check_fits(self, prompt: Prompt) -> None:
         """Raises :class:`ConfigurationError` if there is no room for a response."""
         longest = longest_prompt(self._engine.capabilities)
@@ -246,7 +287,7 @@ class Policy:
     async def _separate(self, text: str) -> tuple[str, str]:
         """Returns reasoning and content, as SGLang's parser finds them."""
         parts = await self._ask(
-            "/separate_reasoning", text=text, reasoning_parser=self._reasoning_parser
+            _REASONING_PATH, text=text, reasoning_parser=self._reasoning_parser
         )
         content = parts.get("text") if parts else text
         return parts.get("reasoning_text") or "", content or ""
@@ -283,7 +324,7 @@ class Policy:
                 found["content"] = content.lstrip("\n")
         if self._tool_call_parser is not None and tools and found["content"]:
             parts = await self._ask(
-                "/parse_function_call",
+                _CALLS_PATH,
                 text=found["content"],
                 tools=[dict(tool) for tool in tools],
                 tool_call_parser=self._tool_call_parser,

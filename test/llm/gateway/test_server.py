@@ -671,6 +671,26 @@ def test_what_cannot_be_parsed_is_content(fake_engine, said):
         assert len(session.turns) == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"tool_call_parser": "qwen_25"}, "tool_call_parser='qwen_25'.*mean 'qwen25'"),
+        ({"reasoning_parser": "qwen-3"}, "reasoning_parser='qwen-3'.*mean 'qwen3'"),
+        ({"tool_call_parser": "xyz"}, "SGLang's name of the model's format. .http"),
+    ],
+)
+def test_a_parser_that_the_servers_do_not_have(engine, arguments, told):
+    with pytest.raises(ConfigurationError, match=told):
+        Gateway(engine, **arguments).start()
+
+
+def test_servers_that_do_not_answer_are_asked_for_parsers_later(fake, fake_engine):
+    gateway = Gateway(fake_engine, tool_call_parser="qwen25")
+    with fake.misbehaving("hang_up", "/parse_function_call"):
+        gateway.start()
+    gateway.shutdown()
+
+
 @pytest.mark.parametrize("fault", ["error_500", "hang_up", "malformed_json"])
 def test_a_parser_that_fails_loses_no_turn(fake, fake_engine, fault):
     with Gateway(
