@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from torchrl_sglang.chat.pieces import PieceEncoder
@@ -27,6 +27,21 @@ class Encoder:
         self._anchors = (
             getattr(tokenizer, "bos_token", None),
             getattr(tokenizer, "eos_token", None),
+        )
+
+    @cached_property
+    def byte_tokens(self) -> frozenset[int]:
+        """Tokens that stand for one byte of a character that has no token.
+
+        A tokenizer of pieces decodes such tokens beside each other as one text, and as
+        nothing readable if one of its characters is incomplete.
+        """
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = self.tokenizer.convert_tokens_to_ids(names)
+        known = [each for each in ids if each is not None]
+        found = self.tokenizer.convert_ids_to_tokens(known)
+        return frozenset(
+            each for each, name in zip(known, found, strict=True) if name in names
         )
 
     def encode(self, text: str) -> list[int]:

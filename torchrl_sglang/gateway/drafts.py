@@ -7,7 +7,7 @@ servers find reasoning, where it begins and where it ends, as they do in the end
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,12 @@ class Detokenizer:
     """Decodes tokens that are more each time, and only those that are new.
 
     A token can change how the one before it is written, so that some are decoded
-    twice. Text in which a character is incomplete waits for the next tokens.
+    twice. Text in which a character is incomplete waits for the next tokens, and so
+    do tokens of bytes for the first token behind them that is none.
 
     Args:
         decode: returns the text of tokens.
+        byte_tokens: see :attr:`.Encoder.byte_tokens`.
 
     Examples:
         >>> from torchrl_sglang.gateway.drafts import Detokenizer
@@ -65,12 +67,20 @@ class Detokenizer:
         ('Hi', 'Hi!')
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        byte_tokens: Set[int] = frozenset(),
+    ) -> None:
+        self._decode, self._byte_tokens = decode, byte_tokens
         self._text, self._from, self._to = "", 0, 0
 
     def __call__(self, token_ids: Sequence[int]) -> str:
         """Returns the text of all tokens, as far as it is certain."""
+        count = len(token_ids)
+        while count > self._to and token_ids[count - 1] in self._byte_tokens:
+            count -= 1
+        token_ids = token_ids[:count]
         known = self._decode(token_ids[self._from : self._to])
         longer = self._decode(token_ids[self._from :])
         if longer.startswith(known) and not longer.endswith(UNREADABLE):

@@ -16,7 +16,7 @@ from torchrl_sglang.chat.pieces import shared_ids
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.chat.tool_calls import read_calls
 from torchrl_sglang.errors import ConfigurationError, ServerError, SGLangError
-from torchrl_sglang.gateway.drafts import Draft, DraftReader
+from torchrl_sglang.gateway.drafts import Detokenizer, Draft, DraftReader
 from torchrl_sglang.gateway.progress import Follower, Progress
 from torchrl_sglang.gateway.session import Prompt
 from torchrl_sglang.policies.engine_call import (
@@ -282,7 +282,8 @@ class Policy:
             )
             return reader, self._ends(sampling)
 
-        return Follower(begin, self._template.decode, tell)
+        template = self._template
+        return Follower(begin, Detokenizer(template.decode, template.byte_tokens), tell)
 
     async def _separate(self, text: str) -> tuple[str, str]:
         """Returns reasoning and content, as SGLang's parser finds them."""

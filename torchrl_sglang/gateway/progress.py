@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from torchrl_sglang.gateway.drafts import Detokenizer, Draft, DraftReader
@@ -42,18 +42,18 @@ class Follower:
     Args:
         begin: returns what finds what is certain, and the tokens that end a turn,
             which are no part of the text; called when there are tokens.
-        decode: returns the text of tokens.
+        decode: returns the text of tokens that are more each time.
         tell: is told of each draft.
     """
 
     def __init__(
         self,
         begin: Callable[[], tuple[DraftReader, set[int]]],
-        decode: Callable[[Sequence[int]], str],
+        decode: Detokenizer,
         tell: Callable[[Draft], None],
     ) -> None:
         self._begin, self._tell = begin, tell
-        self._to_text = Detokenizer(decode)
+        self._to_text = decode
         self._latest: list[int] = []
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()

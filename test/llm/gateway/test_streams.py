@@ -11,10 +11,12 @@ import httpx
 import openai
 import pytest
 import torch
+from helpers.chat_families import family_tokenizer
 from helpers.log_probs import TOLERANCE
 from helpers.tool_template import ADD, CALL, TOOL_TEMPLATE, TOOLS
 
 from torchrl_sglang import Gateway
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.gateway.drafts import (
     CALL_MARKS,
     Detokenizer,
@@ -141,6 +143,21 @@ def test_characters_of_several_tokens():
     told = [read(tokens[:size]) for size in range(len(tokens) + 1)]
     assert all(text.startswith(each) for each in told)
     assert told[-1] == text
+
+
+@pytest.mark.parametrize("family", ["mistral-v3", "llama3.1"])
+def test_characters_that_have_no_token(family):
+    """A response can be cut within one; pieces are then decoded otherwise before."""
+    template = ChatTemplate(family_tokenizer(family))
+    for text in ("Hi 🙂🙂, ü漢", "漢漢", "a 漢 b"):
+        tokens = template.encode_behind(text)
+        read = Detokenizer(template.decode, template.byte_tokens)
+        for size in range(len(tokens) + 1):
+            told = read(tokens[:size])
+            assert template.decode(tokens[:size]).startswith(told)
+            assert template.decode([*tokens[:size], tokens[0]]).startswith(told)
+    assert read(tokens) == text
+    assert len(template.byte_tokens) == (256 if family == "mistral-v3" else 0)
 
 
 @contextmanager
