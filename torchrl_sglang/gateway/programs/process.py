@@ -112,9 +112,12 @@ class TreeRunner:
             self._check_wanted()
             process = self._process = _start(tree)
         with process:
-            talk = _Talk(process, tree.stdin, limits.most_bytes)
-            timed_out = not talk.until_ended(begun + limits.seconds)
-            _end(process)
+            try:
+                talk = _Talk(process, tree.stdin, limits.most_bytes)
+                timed_out = not talk.until_ended(begun + limits.seconds)
+            finally:
+                # The block waits for its end, however long that takes.
+                _end(process)
             talk.until_ended(time.monotonic() + END_SECONDS)
             talk.close()
         self._check_wanted()

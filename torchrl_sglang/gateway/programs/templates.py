@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +37,8 @@ def fill(what: str, text: str, values: Mapping[str, Any]) -> str:
         values: by their names.
 
     Raises:
-        ConfigurationError: if there is no such value, or it is not a text or a number.
+        ConfigurationError: if there is no such value, it is not a text or a number, or
+            the text cannot be written.
 
     Examples:
         >>> fill("An argument", 'Fix {issue}, {"json": {}}', {"issue": 3})
@@ -63,4 +65,13 @@ def fill(what: str, text: str, values: Mapping[str, Any]) -> str:
             )
         return str(value)
 
-    return _NAME.sub(value_of, text)
+    filled = _NAME.sub(value_of, text)
+    try:
+        os.fsencode(filled)
+    except UnicodeEncodeError as error:
+        half = filled[error.start : error.end]
+        raise ConfigurationError(
+            f"{what} has {half!r} in {filled[max(error.start - 20, 0) : error.end]!r}: "
+            f"half of a character, which cannot be written; a text was cut within it."
+        ) from error
+    return filled

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,11 @@ from torchrl_sglang import (
 )
 from torchrl_sglang.backends.launch.watchdog import is_alive
 from torchrl_sglang.errors import CollectionError, ConfigurationError, GatewayError
+from torchrl_sglang.gateway.programs.process import (
+    ProcessTree,
+    ProgramLimits,
+    TreeRunner,
+)
 from torchrl_sglang.gateway.programs.program import INHERITED
 
 SECONDS = 60.0
@@ -232,6 +238,17 @@ def test_what_it_has_started_ends_with_it():
     ((_, result),) = found
     assert result.status == 0
     wait_until_gone(map(int, result.stdout.split()))
+
+
+def test_it_is_ended_where_it_cannot_be_written_to(tmp_path):
+    command = ["sh", "-c", "sleep 60 & echo $! >pid; wait"]
+    tree = ProcessTree(
+        command=command, environment=dict(os.environ), folder=tmp_path, stdin="\ud83d"
+    )
+    begun = time.monotonic()
+    with pytest.raises(UnicodeEncodeError):
+        TreeRunner().run(tree, ProgramLimits(seconds=60, most_bytes=10))
+    assert time.monotonic() - begun < 30
 
 
 def test_nothing_of_it_is_left_after_its_timeout(tmp_path):

@@ -26,3 +26,8 @@ def test_what_is_filled_in(text, expected):
 def test_what_there_is_none_of():
     with pytest.raises(ConfigurationError, match="write|Write {{c}}"):
         fill("It", "{c}", {"a": 1})
+
+
+def test_half_of_a_character_is_told():
+    with pytest.raises(ConfigurationError, match=r"It has '\\ud83d' in 'cut \\ud83d'"):
+        fill("It", "{a}!", {"a": "cut \ud83d"})
