@@ -63,6 +63,36 @@ def hanging(fake, count=1):
         fake.recover()
 
 
+NESTED = {"name": "f", "arguments": "[" * 900 + "]" * 900}
+DEEP = {"role": "assistant", "tool_calls": [{"function": NESTED}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("chat/completions", {"messages": [*HELLO, DEEP]}, "nested too deeply"),
+        ("messages", {"output_config": "format"}, "may have effort, format"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "cut \ud83d"}]},
+            "half of a character in .*cut .*ud83d",
+        ),
+    ],
+)
+def test_what_no_policy_reads_is_refused(session, path, body, told):
+    answer = post(session, f"/v1/{path}", **body)
+    assert answer.status_code == 400
+    assert re.search(told, answer.json()["error"]["message"])
+
+
+def test_a_reward_that_is_no_float_is_refused(session):
+    key = {"Authorization": f"Bearer {session.key}"}
+    body = {"reward": 10**400}
+    answer = requests.post(f"{session.url}/reward", json=body, headers=key, timeout=30)
+    assert answer.status_code == 400
+    assert "must be a finite number" in answer.json()["error"]["message"]
+
+
 # Keys and paths.
 
 

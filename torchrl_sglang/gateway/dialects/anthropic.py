@@ -198,9 +198,8 @@ def _output(given: Any) -> tuple[Any, list[Hint]]:
     """Returns the format of the response, and what templates may know of effort."""
     if given is None:
         return None, []
-    others = [*given] if isinstance(given, Mapping) else [given]
-    wrong = [name for name in others if name not in ("effort", "format", "task_budget")]
-    if wrong:
+    known = ("effort", "format", "task_budget")
+    if not isinstance(given, Mapping) or not set(given) <= {*known}:
         raise ConfigurationError(
             f"output_config={given!r:.200} may have effort, format and task_budget."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -31,10 +32,23 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     try:
         content = msgspec.json.decode(await request.read() or b"{}")
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"The request is not JSON: {error}.") from error
+        why = _half_character(await request.read()) or str(error)
+        raise ConfigurationError(f"The request is not JSON: {why}.") from error
     if not isinstance(content, dict):
         raise ConfigurationError("The request must be a JSON object.")
     return content
+
+
+def _half_character(body: bytes) -> str:
+    """Returns where a request has half of a character; an empty text: nowhere."""
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        text = error.object[max(error.start - 20, 0) : error.end]
+        return f"it has half of a character in {text!r}; a text was cut within one"
+    except (ValueError, RecursionError):
+        pass
+    return ""
 
 
 def json_response(content: Any, **options: Any) -> web.Response:
@@ -85,6 +99,9 @@ def failure_of(request: web.Request, error: Exception) -> Failure:
             )
     elif isinstance(error, SGLangError):
         status, message = _status(error), str(error)
+    elif isinstance(error, RecursionError):
+        status = 400
+        message = "A tool or the arguments of a call are nested too deeply."
     else:
         torchrl_logger.error("The gateway failed.", exc_info=error)
         status, message = 500, f"{type(error).__name__}: {error}"

@@ -83,9 +83,7 @@ class GatewayRoutes(SessionRoutes):
                 f"{', '.join(given)}: a reward is of the session, or of a "
                 f"{', '.join(REWARDED)}."
             )
-        self._gateway.set_reward(
-            session, float(value), turn=turn, agent=agent, branch=branch
-        )
+        self._gateway.set_reward(session, value, turn=turn, agent=agent, branch=branch)
         await self._gateway.written()
         return json_response({})
 
