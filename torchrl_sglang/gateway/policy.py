@@ -34,6 +34,9 @@ from torchrl_sglang.types import Completion, LogProbsMode
 _CALLS_PATH, _REASONING_PATH = "/parse_function_call", "/separate_reasoning"
 """Routes of the servers' parsers."""
 
+_NOT_NOW = frozenset({None, 408, 429, 502, 503, 504})
+"""Statuses of an answer that says nothing of a parser; None: there was none."""
+
 ATTEMPTS = 2
 """How often servers are asked whether they have a parser: connections break."""
 
@@ -168,8 +171,7 @@ class Policy:
             try:
                 await self._engine.control.parse_response(path, content)
             except ServerError as error:
-                if getattr(error, "status", None) is None:
-                    # They have not answered.
+                if getattr(error, "status", None) in _NOT_NOW:
                     continue
                 near = nearest(str(given), known)
                 raise ConfigurationError(
