@@ -648,6 +648,15 @@ class Session:
             self._growing.popitem(last=False)
         return begun, ended
 
+    @property
+    def has_reward(self) -> bool:
+        """Whether a reward was set, of the session or of any part of it."""
+        return (
+            self.reward is not None
+            or bool(self.agent_rewards or self.branch_rewards)
+            or any(turn.reward is not None for turn in self.turns)
+        )
+
     def set_reward(
         self,
         reward: float,

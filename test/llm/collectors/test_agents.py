@@ -288,3 +288,27 @@ def test_what_does_not_go_together(collect, engine, gateway, tiny_model_path, fa
             collect(Agent(), gateway=Gateway(other))
     with pytest.raises(ConfigurationError, match="needs a gateway"):
         collect(Agent(), gateway=None)
+
+
+class Forgetful(Agent):
+    """An agent that returns nothing, and may set its reward."""
+
+    def __init__(self, gateway=None):
+        super().__init__()
+        self.gateway = gateway
+
+    async def __call__(self, task, *, base_url, api_key):
+        await super().__call__(task, base_url=base_url, api_key=api_key)
+        if self.gateway is not None:
+            for session in self.gateway.sessions:
+                self.gateway.set_reward(session, 1.0, turn=0)
+
+
+def test_a_missing_reward_is_told(collect, gateway, caplog):
+    (batch,) = collect(Forgetful())
+    assert not batch["next", "reward"].any()
+    assert caplog.text.count("returned no reward, and none was set") == 1
+    caplog.clear()
+    (batch,) = collect(Forgetful(gateway))
+    assert batch["turn_returns"].any() or batch["next", "reward"].any()
+    assert "returned no reward" not in caplog.text

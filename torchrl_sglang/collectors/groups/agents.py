@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.collectors.groups.rows import (
     ROW_COLUMNS,
@@ -88,6 +89,7 @@ class AgentGroups:
         self._blocking = blocking
         self._priority_of = priority_of
         self._role = f"The agent {name_of(agent)!r}"
+        self._told = False
         check_call(self._role, agent, "task", base_url="", api_key="")
 
     def check_columns(self, names: Iterable[str]) -> None:
@@ -148,6 +150,13 @@ class AgentGroups:
             raise CollectionError(
                 f"An agent ended without a turn that the gateway's rule trained=... "
                 f"selects; its requests name the models {', '.join(models)}."
+            )
+        if not (self._told or ended.has_reward):
+            self._told = True
+            torchrl_logger.warning(
+                f"{self._role} returned no reward, and none was set: 0 is trained on. "
+                f"Return one, or set it with set_reward() before the agent ends. This "
+                f"is said once."
             )
         return AgentRun(session=ended, task=columns, policy_version=policy_version)
 

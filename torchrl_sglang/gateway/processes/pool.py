@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import cloudpickle
@@ -55,6 +56,16 @@ ANSWER_SECONDS = 30.0
 
 SHORT_LIFE_SECONDS = 60.0
 """A worker that was started again and ends sooner is not started once more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where this process listens for a worker that has ended."""
+
+    site: web.SockSite
+    """What listens."""
+    listener: socket.socket
+    """Its socket, which shares the worker's port."""
 
 
 def pickle_options(options: ServingOptions) -> bytes:
@@ -233,7 +244,7 @@ class WorkerPool:
             )
             self._owner.withdraw_unreceived(lost)
             self._set_up(lost)
-            site = await self._take_over(worker.port, runner)
+            place = await self._take_over(worker.port, runner)
             if self._ending or time.monotonic() - begun < SHORT_LIFE_SECONDS:
                 return
             begun = time.monotonic()
@@ -245,8 +256,8 @@ class WorkerPool:
                 return
             if not await self._began(worker):
                 return
-            if site is not None:
-                await site.stop()
+            if place is not None:
+                await _hand_back(place, runner)
 
     async def _began(self, worker: WorkerProcess) -> bool:
         """Returns whether a worker that was started again serves."""
@@ -266,18 +277,18 @@ class WorkerPool:
         )
         return True
 
-    async def _take_over(self, port: int, runner: web.AppRunner) -> web.TCPSite | None:
+    async def _take_over(self, port: int, runner: web.AppRunner) -> _Place | None:
         """Listens on the port of a worker that ended: clients still use its address."""
         try:
-            host = self._addresses.host
-            site = web.TCPSite(runner, host, port, reuse_port=True)
+            listener = _listen(self._addresses.host, port)
+            site = web.SockSite(runner, listener)
             await site.start()
         except OSError as error:
             torchrl_logger.warning(
                 f"Clients of an ended process of the gateway are not answered: {error}"
             )
             return None
-        return site
+        return _Place(site=site, listener=listener)
 
     async def _end(self) -> None:
         """Ends all workers."""
@@ -358,3 +369,24 @@ class WorkerPool:
         assert self._forwarder is not None
         url = self._addresses.reachable(worker.port)
         return await self._forwarder.send(request, url)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = found[0]
+    return socket.create_server(address[:2], family=family, reuse_port=True)
+
+
+async def _hand_back(place: _Place, runner: web.AppRunner) -> None:
+    """Listens no more; connections that wait there would be reset."""
+    waiting = list[socket.socket]()
+    with suppress(BlockingIOError):
+        while True:
+            connection, _ = place.listener.accept()
+            connection.setblocking(False)
+            waiting.append(connection)
+    await place.site.stop()
+    server, loop = runner.server, asyncio.get_running_loop()
+    assert server is not None
+    for connection in waiting:
+        await loop.connect_accepted_socket(server, connection)
