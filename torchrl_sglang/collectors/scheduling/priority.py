@@ -9,8 +9,12 @@ from torchrl_sglang.errors import UnsupportedByServerError
 from torchrl_sglang.requests.request import check_priorities
 from torchrl_sglang.types import ServerCapabilities
 
-RequestOrder: TypeAlias = Literal["arrival", "oldest"]
-"""Requests as they come, or those of the groups that started first."""
+RequestOrder: TypeAlias = Literal["arrival", "oldest", "longest"]
+"""Requests as they come, those of the groups that started first, or those of the
+earliest batch that are expected to be longest."""
+
+BatchOrder: TypeAlias = Literal["arrival", "longest"]
+"""The same for the requests of one batch, whose groups start together."""
 
 PriorityOf: TypeAlias = Callable[[int], "int | None"]
 """Returns the priority of a group's requests, by the position of its prompt."""
@@ -34,7 +38,7 @@ def choose_priority(
         UnsupportedByServerError: if the servers ignore them, or would interrupt what
             runs, which computes it twice.
     """
-    if order == "arrival":
+    if order != "oldest":
         return no_priority
     check_priorities(capabilities)
     if not capabilities.args.disable_priority_preemption:
