@@ -176,8 +176,8 @@ class SGLangLLMCollector(LLMCollector):
         completions = ask(
             policy.model, slots.assign(requests), tokenizer=policy.tokenizer
         )
-        batch = policy.finish(tensordict, prompts, completions)
-        return batch
+        finished: TensorDictBase = policy.finish(tensordict, prompts, completions)
+        return finished
 
     def _step_env(self, batch: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Returns ``env.step_and_maybe_reset(batch)``."""

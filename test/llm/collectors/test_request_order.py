@@ -174,9 +174,9 @@ def test_servers_that_ignore_priorities(fake, fake_engine):
         AsyncLLMCollector(
             policy=SGLangWrapper(fake_engine), request_order="oldest", **given
         )
-    with pytest.raises(ConfigurationError, match="request_order='longest'"):
+    with pytest.raises(ConfigurationError, match="request_order=.shortest."):
         AsyncLLMCollector(
-            policy=SGLangWrapper(fake_engine), request_order="longest", **given
+            policy=SGLangWrapper(fake_engine), request_order="shortest", **given
         )
 
 

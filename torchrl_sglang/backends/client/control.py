@@ -220,7 +220,9 @@ class ControlPlane:
             limits = [info_limit(info) for info in infos]
         return [
             ServerLoad(running=running, queued=queued, limit=limit)
-            for (running, queued), limit in zip(map(_load, answers), limits, strict=True)
+            for (running, queued), limit in zip(
+                map(_load, answers), limits, strict=True
+            )
         ]
 
     async def load_of(

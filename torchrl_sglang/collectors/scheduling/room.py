@@ -1,4 +1,4 @@
-"""How many requests servers are sent at once, so that they wait here and not there. Pure.
+"""How many requests servers have at once, so that the others can be ordered. Pure.
 
 The order of requests is decided when they are sent. So a server gets as many as it runs
 and a few to go on with: a place that becomes free is taken by the next of its queue at

@@ -56,9 +56,17 @@ class Slots:
 
     def assign(self, requests: Sequence[AnyRequest]) -> list[AnyRequest]:
         """Returns the requests of a batch, each with a slot."""
-        return [
-            replace(each, slot=self.slot(each.input_ids)) for each in requests
-        ]
+        return [replace(each, slot=self.slot(each.input_ids)) for each in requests]
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests that have a slot."""
+        return self._in_flight
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for one."""
+        return len(self._order)
 
     # On the engine's event loop.
 
