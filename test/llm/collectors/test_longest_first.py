@@ -26,7 +26,7 @@ from torchrl_sglang import (
 )
 from torchrl_sglang.backends.client.control import info_limit, run_limit
 from torchrl_sglang.collectors.scheduling.longest import LongestFirst, Sample
-from torchrl_sglang.collectors.scheduling.room import most_in_flight
+from torchrl_sglang.collectors.scheduling.room import most_in_flight, room_of
 from torchrl_sglang.collectors.scheduling.slots import Slots
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -205,31 +205,39 @@ def busy(running: int, queued: int, limit: int | None = 256) -> ServerLoad:
 @pytest.mark.parametrize(
     ("servers", "in_flight", "before", "most"),
     [
-        # As many as servers run, and one in sixteen, or two for each server.
-        ([busy(0, 0)], 0, None, 272),
-        ([busy(0, 0, 8), busy(0, 0, 8)], 0, None, 20),
         ([busy(256, 16)], 272, 272, 272),
         # The memory holds 200; 56 of those in their queues are too many.
         ([busy(200, 72)], 272, 272, 216),
         ([busy(200, 16)], 216, 216, 216),
         # There is room again.
-        ([busy(206, 6)], 212, 216, 222),
+        ([busy(206, 10)], 216, 216, 222),
+        ([busy(200, 0)], 200, 216, 250),
         ([busy(256, 0)], 256, 270, 272),
-        # No request is forgotten, whatever a server says.
+        ([busy(10, 0)], 10, 272, 272),
+        # Whatever a server says, some are sent.
         ([busy(1, 300)], 301, 272, 17),
-        ([busy(0, 280)], 280, 272, 16),
+        ([busy(0, 16)], 16, 1, 16),
+        ([busy(0, 280), busy(0, 0)], 280, 272, 32),
+        ([busy(0, 17, 1)], 17, 3, 2),
         # Somebody else's requests wait as well.
         ([busy(100, 1000)], 200, 272, 272),
-        ([busy(100, 1000)], 0, None, 272),
+        ([busy(100, 1000)], 0, 272, 272),
     ],
 )
 def test_how_many_are_in_flight(servers, in_flight, before, most):
     assert most_in_flight(servers, in_flight, before) == most
 
 
+@pytest.mark.parametrize(
+    ("limits", "most"), [([256], 272), ([8, 8], 20), ([1], 3), ([256, 512], 816)]
+)
+def test_as_many_as_servers_run_and_some_to_go_on_with(limits, most):
+    assert room_of([busy(0, 0, limit) for limit in limits]).most == most
+
+
 def test_servers_that_tell_no_limit():
     with pytest.raises(UnsupportedByServerError, match="max_running_requests"):
-        most_in_flight([busy(0, 0), busy(0, 0, None)], 0, None)
+        room_of([busy(0, 0), busy(0, 0, None)])
     assert run_limit([{"max_running_requests": 4}, {"max_running_requests": 5}]) == 9
     for loads in ([], [{}], [{"max_running_requests": 0}, {"max_running_requests": 4}]):
         assert run_limit(loads) is None

@@ -8,6 +8,7 @@ once, without a message in between.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torchrl_sglang.errors import UnsupportedByServerError
 from torchrl_sglang.types import ServerLoad
@@ -19,18 +20,26 @@ FEWEST_SPARE = 2
 """Fewest requests that wait in a server's queue."""
 
 
-def most_in_flight(
-    servers: Sequence[ServerLoad], in_flight: int, before: int | None
-) -> int:
-    """Returns how many requests to have in flight.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """How many requests servers have at once while their memory is large enough."""
 
-    Args:
-        servers: what they do now.
-        in_flight: requests of this process among theirs.
-        before: what was returned last; ``None``: nothing yet.
+    places: int
+    """Requests that they run."""
+    spare: int
+    """Requests that wait in their queues, to go on with."""
+
+    @property
+    def most(self) -> int:
+        """Both together."""
+        return self.places + self.spare
+
+
+def room_of(servers: Sequence[ServerLoad]) -> Room:
+    """Returns how many requests servers have at once.
 
     Raises:
-        UnsupportedByServerError: if a server does not tell how many it runs.
+        UnsupportedByServerError: if one does not tell how many it runs.
     """
     limits = [server.limit for server in servers if server.limit is not None]
     if len(limits) < len(servers):
@@ -39,16 +48,29 @@ def most_in_flight(
             "run at once, and one does not: start it with max_running_requests=..., "
             "or leave request_order out."
         )
-    room = sum(limits)
-    spare = max(room // SPARE_SHARE, FEWEST_SPARE * len(servers))
+    places = sum(limits)
+    spare = max(places // SPARE_SHARE, FEWEST_SPARE * len(servers))
+    return Room(places=places, spare=spare)
+
+
+def most_in_flight(servers: Sequence[ServerLoad], in_flight: int, before: int) -> int:
+    """Returns how many requests to have in flight from now on.
+
+    Less than there is room for, while memory is the limit. That is seen by queues that
+    are longer than need be, so that what they hold more is what servers can go on with.
+
+    Args:
+        servers: what they do now.
+        in_flight: requests of this process among theirs.
+        before: the number until now.
+    """
+    room = room_of(servers)
     running = sum(server.running for server in servers)
     queued = sum(server.queued for server in servers)
-    if running + queued > in_flight + spare:
+    if running + queued > in_flight + room.spare:
         # Others' requests wait, too: who sends less than they do has to wait longer.
-        return room + spare
-    if queued > spare and running < room:
-        # Their memory is full before that number runs.
-        return max(in_flight - (queued - spare), len(servers))
-    if before is not None and before < room + spare:
-        return min(max(before, in_flight + spare - queued), room + spare)
-    return room + spare
+        return room.most
+    if queued > room.spare and running < room.places:
+        return max(in_flight - (queued - room.spare), len(servers))
+    more = max(room.spare, in_flight // 4) if queued == 0 else room.spare - queued
+    return min(max(before, in_flight + more), room.most)

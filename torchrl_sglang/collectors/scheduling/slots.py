@@ -13,7 +13,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.collectors.scheduling.longest import LongestFirst, Sample
-from torchrl_sglang.collectors.scheduling.room import most_in_flight
+from torchrl_sglang.collectors.scheduling.room import most_in_flight, room_of
 from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.support.event_loop import run_sync
@@ -40,7 +40,7 @@ class Slots:
         self._order = LongestFirst()
         self._waiting: dict[Sample, asyncio.Future[None]] = {}
         self._in_flight = 0
-        self._most: int | None = None
+        self._room = self._most = 0
         self._will_fill = False
         self._looking: asyncio.Task[None] | None = None
         run_sync(self._look())
@@ -102,7 +102,10 @@ class Slots:
 
     def _fill(self, loop: asyncio.AbstractEventLoop) -> None:
         self._will_fill = False
-        while self._most is None or self._in_flight < self._most:
+        if self._in_flight == 0:
+            # Memory that was full is free again.
+            self._most = self._room
+        while self._in_flight < self._most:
             sample = self._order.next(loop.time())
             if sample is None:
                 return
@@ -126,6 +129,7 @@ class Slots:
 
     async def _look(self) -> None:
         loads = await self._control.server_loads()
+        self._room = room_of(loads).most
         self._most = most_in_flight(loads, self._in_flight, self._most)
 
 
