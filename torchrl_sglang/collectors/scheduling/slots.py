@@ -17,6 +17,7 @@ from torchrl_sglang.collectors.scheduling.room import most_in_flight, room_of
 from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.types import Completion
 
 LOOK_SECONDS = 0.5
@@ -37,13 +38,18 @@ class Slots:
 
     def __init__(self, engine: RLSGLangEngine) -> None:
         self._control = engine.control
+        self._room = self._most = 0
+        self._reset()
+        # Requests of a parent process do not run in its child.
+        after_fork(self._reset)
+        run_sync(self._look())
+
+    def _reset(self) -> None:
         self._order = LongestFirst()
         self._waiting: dict[Sample, asyncio.Future[None]] = {}
         self._in_flight = 0
-        self._room = self._most = 0
         self._will_fill = False
         self._looking: asyncio.Task[None] | None = None
-        run_sync(self._look())
 
     def slot(self, prompt: Sequence[int], *, batch: int = 0) -> Slot:
         """Returns the slot of one request.
