@@ -12,7 +12,8 @@ With ``--synchronous``, batches of a synchronous collector in the order of arriv
 those first that are expected to be longest, and with all lengths known before, which is
 the limit. Lengths are log-normal; a prompt has its own mean, and ``--within`` is the
 deviation of its samples' logarithms from that. Prompts are new in a collector's first
-batch, and known in its second one.
+batch, and known in its second one. The mean number of running requests tells more than
+seconds where a token takes longer the more requests run, as on a CPU.
 
     python benchmarks/request_order.py --synchronous --tokens 512
     python benchmarks/request_order.py 0.5b --synchronous --device cuda --running 256 \
@@ -24,6 +25,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -52,6 +54,8 @@ TURNS = 8
 
 TAIL = 64
 """The longest response of a batch is so many times as long as the shortest."""
+
+SAMPLE_SECONDS = 0.2
 
 
 def tasks(count: int) -> list[dict[str, Any]]:
@@ -139,25 +143,62 @@ def time_batches(
     return spent
 
 
+class Running:
+    """Samples how many requests the servers run, in a thread."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._ended = threading.Event()
+        self._seen: list[int] = []
+        self._thread = threading.Thread(target=self._sample)
+
+    def _sample(self) -> None:
+        while not self._ended.wait(SAMPLE_SECONDS):
+            servers = self._engine.stats().servers
+            self._seen.append(sum(server.running or 0 for server in servers))
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self._seen or [0])
+
+
 def compare_batches(engine: Any, options: Any) -> None:
-    """Prints the medians of a batch's seconds in each order, of runs in turn."""
+    """Prints each order's seconds of a batch, medians of runs in turn."""
     rows = lengths_of_batch(options)
     known = sorted(rows, key=lambda row: -row[1])
     tokens = sum(length for _, length in rows)
+    # The same number of batches of each, so that what comes before is alike.
+    orders = {"arrival": rows, "longest": rows, "all lengths known": known}
+    seconds, running = defaultdict(list), defaultdict(list)
     time_batches(engine, rows, "arrival", 1)
-    seconds = defaultdict(list)
     for _ in range(options.repeats):
-        seconds["arrival"] += time_batches(engine, rows, "arrival", 1)
-        new, again = time_batches(engine, rows, "longest", 2)
-        seconds["longest, new"].append(new)
-        seconds["longest, known"].append(again)
-        seconds["all lengths known"] += time_batches(engine, known, "arrival", 1)
+        for name, of_batch in orders.items():
+            order = "longest" if name == "longest" else "arrival"
+            with Running(engine) as sampled:
+                new, again = time_batches(engine, of_batch, order, 2)
+            running[name].append(sampled.mean)
+            if name == "longest":
+                seconds["longest, new"].append(new)
+                seconds["longest, known"].append(again)
+            else:
+                seconds[name] += [new, again]
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     print_row("", "seconds", "to first", "to limit", "tokens/s")
     for name, median in medians.items():
         of_first = medians["arrival"] / median
         of_limit = medians["all lengths known"] / median
         print_row(name, median, of_first, of_limit, tokens / median)
+    print_row("", "running")
+    for name, means in running.items():
+        print_row(name, statistics.median(means))
 
 
 def compare_conversations(engine: Any, options: Any) -> None:
