@@ -32,8 +32,11 @@ from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
     ServerTimeoutError,
+    ServerUnavailableError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.policies.engine_call import SampleRequest
+from torchrl_sglang.policies.engine_call import ask as ask_policy
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.types import Completion, ServerLoad
 
@@ -380,6 +383,42 @@ def test_requests_that_are_aborted_while_they_wait(few, two_at_a_time):
     outcomes = asyncio.run(run())
     assert all(isinstance(each, GenerationAbortedError) for each in outcomes)
     assert len(two_at_a_time.payloads()) == 4
+    assert (slots.in_flight, slots.waiting) == (0, 0)
+
+
+def test_servers_that_end(few, two_at_a_time):
+    """Requests that wait are not waited for: they fail as the others do."""
+    slots = Slots(few)
+    asked = slots.assign([ask(prompt) for prompt in range(9)])
+    with two_at_a_time.misbehaving("hang"), ThreadPoolExecutor(1) as thread:
+        work = thread.submit(few.generate_requests, asked, return_exceptions=True)
+        two_at_a_time.wait_for("/generate", 4)
+        two_at_a_time.die()
+        two_at_a_time.recover()
+        outcomes = work.result(60)
+    assert len(outcomes) == 9
+    assert sum(isinstance(each, ServerUnavailableError) for each in outcomes) >= 5
+    assert (slots.in_flight, slots.waiting) == (0, 0)
+
+
+def test_responses_in_two_parts(tiny_model_path, tokenizer):
+    """A server without a tokenizer gets the least number of tokens first."""
+    arguments = {"skip_tokenizer_init": True, "max_running_requests": 2}
+    asked = [
+        SampleRequest(
+            input_ids=[prompt, 5],
+            sampling_params={"min_new_tokens": 2, "max_new_tokens": 6},
+        )
+        for prompt in range(5, 14)
+    ]
+    with (
+        FakeServer(tiny_model_path, server_args=arguments) as server,
+        AsyncSGLang.connect(server.url) as engine,
+    ):
+        slots = Slots(engine)
+        outcomes = ask_policy(engine, slots.assign(asked), tokenizer=tokenizer)
+        assert len(server.payloads()) == 18
+    assert [len(each.token_ids) for each in outcomes] == [6] * 9
     assert (slots.in_flight, slots.waiting) == (0, 0)
 
 

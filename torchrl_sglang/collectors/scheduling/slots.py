@@ -135,6 +135,9 @@ class Slots:
 
     async def _look(self) -> None:
         loads = await self._control.server_loads()
+        if not loads:
+            # Requests that are sent tell what has become of the servers.
+            return
         self._room = room_of(loads).most
         self._most = most_in_flight(loads, self._in_flight, self._most)
 
